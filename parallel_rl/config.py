@@ -1,0 +1,105 @@
+"""Strict configuration: a dataclass from a mapping, or an error that names key, value and what would be right."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Literal, TypeVar, Union, get_args, get_origin
+
+ConfigT = TypeVar("ConfigT")
+
+
+def configure(cls: type[ConfigT], value: ConfigT | Mapping | None = None, where: str = "") -> ConfigT:
+    """The dataclass `cls` from an instance, a mapping (nested mappings for nested dataclasses) or None (all defaults).
+
+    Args:
+        cls: a dataclass; its `__post_init__` checks what concerns several keys.
+        value: an instance of `cls` (returned as it is, its fields' types looked at), a mapping of its field names, or None.
+        where: dotted path of this value in the whole config, for the error messages.
+
+    Raises:
+        ValueError: unknown key (with the nearest valid one), missing required key, or a value of the wrong type.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
+    if isinstance(value, cls):
+        for key in fields:  # a dataclass itself takes anything for a Literal
+            _convert(hints[key], getattr(value, key), f"{where}.{key}" if where else key)
+        return value
+    name = where or cls.__name__
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{name} must be a mapping or a {cls.__name__}, got {value!r}")
+    kwargs = {}
+    for key, item in (value or {}).items():
+        path = f"{where}.{key}" if where else f"{key}"
+        if key not in fields:
+            raise ValueError(f"unknown key {path} = {item!r} in {cls.__name__}; {nearest(str(key), fields)}")
+        kwargs[key] = _convert(hints[key], item, path)
+    required = [
+        field.name
+        for field in fields.values()
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    missing = [key for key in required if key not in kwargs]
+    if missing:
+        raise ValueError(f"{name} needs the key {missing[0]!r}, which is missing")
+    try:
+        return cls(**kwargs)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from None
+
+
+def nearest(key: str, valid: typing.Iterable[str]) -> str:
+    """The tail of an error message: the valid name closest to `key`, or all of them."""
+    names = sorted(valid)
+    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"
+
+
+def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if hint is typing.Any:
+        return value
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        options = [arg for arg in args if arg is not type(None)]
+        for option in options[:-1]:
+            try:
+                return _convert(option, value, path)
+            except ValueError:
+                continue
+        return _convert(options[-1], value, path)
+    if origin is Literal:
+        if value not in args:
+            raise ValueError(f"{path} = {value!r} is not valid; choose one of {', '.join(map(repr, args))}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        return configure(hint, value, path)  # type: ignore[arg-type]
+    if origin in (list, tuple):
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f"{path} = {value!r} is not valid; a list is needed")
+        kinds = [args[0]] * len(value) if origin is list or args[-1] is Ellipsis else args
+        if len(kinds) != len(value):
+            raise ValueError(f"{path} = {value!r} is not valid; {len(kinds)} values are needed")
+        return origin(
+            _convert(kind, item, f"{path}[{index}]")
+            for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
+        )
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path} = {value!r} is not valid; a mapping is needed")
+        return {key: _convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and isinstance(value, str):
+        try:  # YAML 1.1 reads 1e-3 as a string
+            return float(value)
+        except ValueError:
+            pass
+    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+        return value
+    raise ValueError(f"{path} = {value!r} is not valid; a value of type {hint.__name__} is needed")

@@ -1,0 +1,104 @@
+"""The process groups that a loss needs, under one name each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Ranks in `group`; None is a group of one."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This process's rank in `group`; None is a group of one."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """Tensor, context and data parallel process groups; None is a group of one.
+
+    `data` is without context parallelism (ranks that hold different sequences). `data_context` is data × context in
+    one group, where the framework has it: `reduce_metrics` then costs one collective instead of two.
+    """
+
+    tensor: ProcessGroup | None = None
+    context: ProcessGroup | None = None
+    data: ProcessGroup | None = None
+    data_context: ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.data_context is not None and group_size(self.data_context) != self.dp_size * self.cp_size:
+            raise ValueError(
+                f"data_context has {group_size(self.data_context)} ranks; data × context has "
+                f"{self.dp_size} × {self.cp_size} = {self.dp_size * self.cp_size}"
+            )
+
+    @classmethod
+    def from_megatron(cls) -> ParallelGroups:
+        """The groups of megatron-core's `parallel_state`.
+
+        Raises:
+            ValueError: `initialize_model_parallel` was not called.
+        """
+        from megatron.core import parallel_state
+
+        if not parallel_state.model_parallel_is_initialized():
+            raise ValueError(
+                "megatron-core has no groups yet; call parallel_state.initialize_model_parallel(...) first"
+            )
+        return cls(
+            tensor=parallel_state.get_tensor_model_parallel_group(),
+            context=parallel_state.get_context_parallel_group(),
+            data=parallel_state.get_data_parallel_group(),
+            data_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
+
+    @classmethod
+    def from_device_mesh(
+        cls, mesh: DeviceMesh, *, tensor: str | None = None, context: str | None = None, data: str | None = None
+    ) -> ParallelGroups:
+        """The groups of the named dimensions of a `DeviceMesh`; a dimension left out is a group of one.
+
+        Raises:
+            ValueError: a name that the mesh does not have.
+        """
+        names = mesh.mesh_dim_names or ()
+        for field, name in (("tensor", tensor), ("context", context), ("data", data)):
+            if name is not None and name not in names:
+                raise ValueError(
+                    f"{field} = {name!r} is no dimension of the mesh; it has {', '.join(names) or 'no names'}"
+                )
+        return cls(*(None if name is None else mesh.get_group(name) for name in (tensor, context, data)))
+
+    @property
+    def tp_size(self) -> int:
+        return group_size(self.tensor)
+
+    @property
+    def tp_rank(self) -> int:
+        return group_rank(self.tensor)
+
+    @property
+    def cp_size(self) -> int:
+        return group_size(self.context)
+
+    @property
+    def cp_rank(self) -> int:
+        return group_rank(self.context)
+
+    @property
+    def dp_size(self) -> int:
+        return group_size(self.data)
+
+    @property
+    def dp_rank(self) -> int:
+        return group_rank(self.data)

@@ -1,0 +1,278 @@
+"""Which token of which sequence each local position holds: padded and packed rows, both context-parallel layouts.
+
+Everything that is an index lives here, is computed once from `cu_seqlens` with tensor operations, and never waits for
+the device. Legend: B sequences, S tokens a row of the data, T positions of the (packed) row, `local` what this context
+rank holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from parallel_rl.reduce import group_sum
+from parallel_rl.validation import checks_values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+CPLayout = Literal["zigzag", "contiguous"]
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceLayout:
+    """The local positions of one context rank, in the order of its logits.
+
+    A sequence's local positions are neighbours: sequence i holds `[offsets[i], offsets[i + 1])`.
+
+    Attributes:
+        shape: (B, S) of the whole data.
+        sequence_ids: [T_local] the row of the data that each position belongs to.
+        positions: [T_local] its place in the (padded) sequence; at or beyond the true length it is padding.
+        offsets: [B + 1] local segment bounds.
+        lengths: [B] true lengths.
+        local_shape: the leading shape of the logits, (B, S/cp) or (1, T/cp).
+    """
+
+    shape: tuple[int, int]
+    sequence_ids: Tensor
+    positions: Tensor
+    offsets: Tensor
+    lengths: Tensor
+    local_shape: tuple[int, int]
+    cp_size: int = 1
+
+    @classmethod
+    def padded(
+        cls,
+        batch_size: int,
+        seq_len: int,
+        *,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        cp_layout: CPLayout = "zigzag",
+        device: torch.device | str | None = None,
+    ) -> SequenceLayout:
+        """Rows of one length: the logits are [B, S/cp, V/tp].
+
+        Raises:
+            ValueError: `seq_len` does not divide by 2·cp (zigzag) or cp (contiguous), a rank outside the group, an
+                unknown layout.
+        """
+        _check_cp(cp_size, cp_rank, cp_layout)
+        parts = _parts(cp_size, cp_layout)
+        if seq_len % parts:
+            raise ValueError(
+                f"the sequence length {seq_len} does not divide by {parts} ({_parts_text(cp_size, cp_layout)})"
+            )
+        local = seq_len // cp_size
+        place = torch.arange(local, device=device)
+        if cp_layout == "zigzag":
+            place = _zigzag(place, seq_len // parts, cp_size, cp_rank)
+        else:
+            place = place + cp_rank * local
+        return cls(
+            shape=(batch_size, seq_len),
+            sequence_ids=torch.arange(batch_size, device=device).repeat_interleave(
+                local, output_size=batch_size * local
+            ),
+            positions=place.repeat(batch_size),
+            offsets=torch.arange(batch_size + 1, device=device) * local,
+            lengths=torch.full((batch_size,), seq_len, device=device),
+            local_shape=(batch_size, local),
+            cp_size=cp_size,
+        )
+
+    @classmethod
+    def packed(
+        cls,
+        cu_seqlens: Tensor,
+        cu_seqlens_padded: Tensor | None = None,
+        *,
+        seq_len: int,
+        total: int,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        cp_layout: CPLayout = "zigzag",
+    ) -> SequenceLayout:
+        """Sequences one after the other in one row: the logits are [1, T/cp, V/tp].
+
+        Zigzag cuts every padded sequence into 2·cp chunks; contiguous cuts the whole row into cp parts.
+
+        Args:
+            cu_seqlens: [B + 1] integer, true lengths summed up from 0.
+            cu_seqlens_padded: [B + 1] integer, the same with each sequence's padding; None where there is none.
+            seq_len: S, the width of the unpacked data. A last sequence that holds the row's alignment padding may be
+                longer.
+            total: T, the padded length of the row over all context ranks.
+
+        Raises:
+            ValueError: shapes or dtypes; on host tensors also: not starting at 0, not increasing, a true length above
+                its padded one, padded lengths that do not divide, a last bound that is not `total`.
+        """
+        _check_cp(cp_size, cp_rank, cp_layout)
+        padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+        _check_cu_seqlens(cu_seqlens, padded, total, _parts(cp_size, cp_layout), cp_size, cp_layout)
+        count = cu_seqlens.numel() - 1
+        bounds = padded.to(torch.int64)
+        lengths = cu_seqlens.to(torch.int64).diff()
+        local = total // cp_size
+        place = torch.arange(local, device=bounds.device)
+        if cp_layout == "zigzag":
+            offsets = (bounds // cp_size).clamp_(max=local)
+            ids = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=count - 1)
+            start, size = offsets[ids], (bounds[1:] - bounds[:-1])[ids]
+            positions = _zigzag(place - start, size // (2 * cp_size), cp_size, cp_rank)
+        else:
+            offsets = (bounds - cp_rank * local).clamp_(0, local)
+            ids = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=count - 1)
+            positions = place + cp_rank * local - bounds[ids]
+        return cls(
+            shape=(count, seq_len),
+            sequence_ids=ids,
+            positions=positions,
+            offsets=offsets,
+            lengths=lengths,
+            local_shape=(1, local),
+            cp_size=cp_size,
+        )
+
+    @cached_property
+    def predicted(self) -> tuple[Tensor, Tensor]:
+        """[T_local] flat index into [B, S] of the token that each position predicts, and whether there is one."""
+        return self._index(self.positions + 1)
+
+    @cached_property
+    def held(self) -> tuple[Tensor, Tensor]:
+        """[T_local] flat index into [B, S] of the token that each position holds, and whether there is one."""
+        return self._index(self.positions)
+
+    def _index(self, column: Tensor) -> tuple[Tensor, Tensor]:
+        valid = column < self.lengths.clamp(max=self.shape[1])[self.sequence_ids]
+        return self.sequence_ids * self.shape[1] + torch.where(valid, column, 0), valid
+
+    def shard(self, field: Tensor, shift: bool = True, fill: float | int | bool = 0) -> Tensor:
+        """A whole, token-aligned field in the order of the local logits.
+
+        Args:
+            field: [B, S].
+            shift: True puts `field[i, t + 1]` where the logits of token t are, the position that predicts it; False
+                keeps `field[i, t]` there (what the model reads).
+            fill: what stands where no token is.
+
+        Returns:
+            [T_local].
+
+        Raises:
+            ValueError: a field of another shape.
+        """
+        if tuple(field.shape) != self.shape:
+            raise ValueError(
+                f"the field has shape {list(field.shape)}; the layout describes [B, S] = {list(self.shape)}"
+            )
+        index, valid = self.predicted if shift else self.held
+        return torch.where(valid, field.reshape(-1)[index], fill)
+
+    def unshard(self, local: Tensor, context_group: ProcessGroup | None = None, shift: bool = True) -> Tensor:
+        """The inverse of `shard`: [T_local] to [B, S], whole on every context rank, 0 where no position speaks of it."""
+        index, valid = self.predicted if shift else self.held
+        whole = local.new_zeros(self.shape[0] * self.shape[1] + 1)
+        whole = whole.scatter(0, torch.where(valid, index, whole.numel() - 1), local)[:-1]
+        return group_sum(whole.view(self.shape), context_group)
+
+    def segment_sum(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
+        """Sums [T_local] over each sequence, over all context ranks: [B], in float64 inside, differentiable."""
+        local = _SegmentSum.apply(x.to(torch.float64), self.offsets, self.sequence_ids)
+        return group_sum(local, context_group).to(x.dtype)
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        """[B] to [T_local]: each position gets its sequence's value; the gradient is the local segment sum."""
+        expanded: Tensor = _Expand.apply(per_sequence, self.offsets, self.sequence_ids)
+        return expanded
+
+
+class _SegmentSum(torch.autograd.Function):
+    """A deterministic sum over neighbouring positions; index_add's atomics would change the bits from run to run."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets, ids)
+        return torch.segment_reduce(x, "sum", offsets=offsets, initial=0, unsafe=True)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        offsets, ids = ctx.saved_tensors  # type: ignore[attr-defined]
+        return _Expand.apply(grad, offsets, ids), None, None
+
+
+class _Expand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, per_sequence: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets, ids)
+        return per_sequence[ids]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        offsets, ids = ctx.saved_tensors  # type: ignore[attr-defined]
+        return _SegmentSum.apply(grad.to(torch.float64), offsets, ids).to(grad.dtype), None, None
+
+
+def _parts(cp_size: int, cp_layout: CPLayout) -> int:
+    # A single rank holds the sequence in order whatever the layout is called.
+    return 1 if cp_size == 1 else 2 * cp_size if cp_layout == "zigzag" else cp_size
+
+
+def _parts_text(cp_size: int, cp_layout: CPLayout) -> str:
+    return (
+        f"2·cp = {2 * cp_size} chunks of the zigzag layout"
+        if cp_layout == "zigzag"
+        else f"cp = {cp_size} contiguous parts"
+    )
+
+
+def _zigzag(local: Tensor, chunk: Tensor | int, cp_size: int, cp_rank: int) -> Tensor:
+    """Local place → place in the sequence: rank r holds chunks r and 2·cp − 1 − r."""
+    if cp_size == 1:
+        return local
+    return torch.where(local < chunk, cp_rank * chunk + local, (2 * cp_size - 2 - cp_rank) * chunk + local)
+
+
+def _check_cp(cp_size: int, cp_rank: int, cp_layout: str) -> None:
+    if cp_layout not in ("zigzag", "contiguous"):
+        raise ValueError(f"cp_layout = {cp_layout!r} is not valid; choose 'zigzag' or 'contiguous'")
+    if cp_size < 1 or not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank = {cp_rank} must lie in [0, cp_size = {cp_size})")
+
+
+def _check_cu_seqlens(cu: Tensor, padded: Tensor, total: int, parts: int, cp_size: int, cp_layout: CPLayout) -> None:
+    for name, bounds in (("cu_seqlens", cu), ("cu_seqlens_padded", padded)):
+        if bounds.dim() != 1 or bounds.numel() < 2 or bounds.is_floating_point():
+            raise ValueError(f"{name} must be integers [B + 1] with B ≥ 1, got {bounds.dtype} {list(bounds.shape)}")
+    if padded.shape != cu.shape:
+        raise ValueError(
+            f"cu_seqlens_padded has {padded.numel()} bounds, cu_seqlens {cu.numel()}; they must be as many"
+        )
+    if total % cp_size:
+        raise ValueError(f"the packed row has {total} positions, which does not divide by cp = {cp_size}")
+    if not checks_values(cu):
+        return
+    for name, bounds in (("cu_seqlens", cu), ("cu_seqlens_padded", padded)):
+        if int(bounds[0]) != 0 or bool((bounds.diff() < (1 if bounds is padded else 0)).any()):
+            raise ValueError(f"{name} must start at 0 and increase, got {bounds.tolist()}")
+    if bool((cu.diff() > padded.diff()).any()):
+        raise ValueError(
+            f"a sequence is longer than its padded room: cu_seqlens {cu.tolist()}, padded {padded.tolist()}"
+        )
+    if int(padded[-1]) != total:
+        name = "cu_seqlens" if padded is cu else "cu_seqlens_padded"
+        raise ValueError(
+            f"{name} ends at {int(padded[-1])}; the packed row has {total} positions over all context ranks"
+        )
+    if cp_layout == "zigzag" and bool((padded.diff() % parts != 0).any()):
+        raise ValueError(
+            f"padded lengths {padded.diff().tolist()} do not divide by {parts} ({_parts_text(cp_size, cp_layout)})"
+        )

@@ -1,0 +1,332 @@
+"""The call that every loss shares: checks, layout, token statistics, then the objective."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from parallel_rl.config import configure
+from parallel_rl.groups import group_rank, group_size
+from parallel_rl.layout import CPLayout, SequenceLayout
+from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.reduce import Metrics, ValidCounts, valid_tokens
+from parallel_rl.statistics import Statistics
+from parallel_rl.validation import agreed_check, checks_values
+from parallel_rl.vocab.backends.torch_backend import Backend
+from parallel_rl.vocab.shards import shard_range
+from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class PackedRow(Protocol):
+    """Makes the layout of a packed row once its length and the context group are known."""
+
+    def __call__(self, seq_len: int, total: int, cp_size: int, cp_rank: int, cp_layout: CPLayout) -> SequenceLayout: ...
+
+
+@dataclass(frozen=True)
+class VocabOptions:
+    """How the logits are to be read: what the call of a loss cannot say."""
+
+    vocab_size: int | None = None
+    vocab_start: int | None = None
+    cp_layout: CPLayout = "zigzag"
+    temperature: float = 1.0
+    consume_logits: bool = False
+    backend: Backend = "auto"
+
+
+@dataclass(frozen=True)
+class NoConfig:
+    """The config of a loss without options."""
+
+
+ConfigT = TypeVar("ConfigT")
+
+
+class LossFn(ABC, Generic[ConfigT]):
+    """A loss on vocab-parallel logits that returns this rank's share.
+
+        loss, metrics = loss_fn(next_token_logits, data, global_valid_seqs, global_valid_toks,
+                                vocab_parallel_rank, vocab_parallel_group, context_parallel_group)
+
+    Σ over context ranks, data ranks and micro-batches of the loss, of its gradients and of its metrics (through
+    `reduce_metrics`) is what one process with the whole global batch would get. Equal on tensor ranks.
+
+    Args of the constructor:
+        config: the loss's config dataclass, a mapping of its keys, or None for its defaults.
+        vocab_size: true size V; columns beyond it are padding. None: the shards hold no padding.
+        vocab_start: first column's id of this rank, for a split that is neither even nor `torch.chunk`'s.
+        cp_layout: "zigzag" (2·cp chunks a sequence, Megatron and Transformer Engine) or "contiguous".
+        temperature: the policy is softmax(logits / temperature).
+        consume_logits: the backward writes the gradient over the logits.
+        backend: of the token statistics, see `token_stats`.
+    """
+
+    config_class: type[ConfigT]
+    #: float fields [B, S] of `data` that the loss reads, beside input_ids, token_mask and sample_mask
+    token_fields: tuple[str, ...] = ()
+    #: those of them that are stored where the prediction is made, one column before the token
+    predictor_fields: tuple[str, ...] = ()
+    #: float fields [B]
+    sequence_fields: tuple[str, ...] = ()
+    #: whether rows come as (even, odd) pairs
+    paired: bool = False
+    #: whether the loss needs `statistics` of the whole step
+    needs_statistics: bool = False
+    #: whether the entropy of the policy is computed
+    needs_entropy: bool = False
+
+    def __init__(
+        self,
+        config: ConfigT | Mapping | None = None,
+        *,
+        vocab_size: int | None = None,
+        vocab_start: int | None = None,
+        cp_layout: CPLayout = "zigzag",
+        temperature: float = 1.0,
+        consume_logits: bool = False,
+        backend: Backend = "auto",
+    ) -> None:
+        self.config = configure(self.config_class, config)
+        self.options = VocabOptions(vocab_size, vocab_start, cp_layout, temperature, consume_logits, backend)
+
+    @abstractmethod
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        """The share of the loss and its metrics, from flat local tokens."""
+
+    def collect_from(self, batch: TokenBatch) -> Statistics:
+        """This rank's part of the statistics of the step, for a loss that needs them."""
+        raise ValueError(f"{type(self).__name__} in this configuration needs no statistics of the step")
+
+    def __call__(
+        self,
+        next_token_logits: Tensor,
+        data: Mapping[str, Tensor],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+        *,
+        statistics: Statistics | None = None,
+        packed_row: PackedRow | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """This rank's share of the loss, and its metrics.
+
+        Args:
+            next_token_logits: [B, S/cp, V/tp]; packed (through `SequencePackingLossWrapper`) [1, T/cp, V/tp].
+            data: whole, token-aligned tensors: input_ids [B, S], token_mask [B, S], sample_mask [B], and the loss's
+                own fields.
+            global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`.
+            vocab_parallel_rank: this rank's place in `vocab_parallel_group`, checked against it.
+            vocab_parallel_group, context_parallel_group: None is a group of one.
+            statistics: of the whole step, for a loss that `needs_statistics`.
+
+        Raises:
+            ValueError: input that does not fit, on all ranks of both groups, see `set_validation`.
+        """
+        batch = self._batch(
+            next_token_logits, data, global_valid_seqs, global_valid_toks,
+            vocab_parallel_rank, vocab_parallel_group, context_parallel_group, statistics, packed_row,
+        )  # fmt: skip
+        return self.compute(batch)
+
+    @torch.no_grad()
+    def collect(
+        self,
+        next_token_logits: Tensor,
+        data: Mapping[str, Tensor],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+        *,
+        packed_row: PackedRow | None = None,
+    ) -> Statistics:
+        """This rank's part of the statistics of the step, from the loss's call; `+` joins micro-batches, then `reduce`."""
+        if not self.needs_statistics:
+            raise ValueError(f"{type(self).__name__} in this configuration needs no statistics of the step")
+        return self.collect_from(
+            self._batch(
+                next_token_logits, data, global_valid_seqs, global_valid_toks,
+                vocab_parallel_rank, vocab_parallel_group, context_parallel_group, Statistics({}), packed_row,
+            )
+        )  # fmt: skip
+
+    def _batch(
+        self,
+        logits: Tensor,
+        data: Mapping[str, Tensor],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        rank: int | None,
+        tensor_group: ProcessGroup | None,
+        context_group: ProcessGroup | None,
+        statistics: Statistics | None,
+        packed_row: PackedRow | None,
+    ) -> TokenBatch:
+        layouts: list[SequenceLayout] = []
+
+        def check() -> None:
+            if self.needs_statistics != (statistics is not None):
+                raise ValueError(
+                    f"{type(self).__name__} in this configuration "
+                    + (
+                        "needs statistics=, the reduced result of its collect(...)"
+                        if self.needs_statistics
+                        else "takes no statistics="
+                    )
+                )
+            if rank is not None and rank != group_rank(tensor_group):
+                raise ValueError(
+                    f"vocab_parallel_rank = {rank}, but this process is rank {group_rank(tensor_group)} of the group"
+                )
+            for name, count in (("global_valid_seqs", global_valid_seqs), ("global_valid_toks", global_valid_toks)):
+                if not isinstance(count, (int, float, Tensor)) or torch.as_tensor(count).numel() != 1:
+                    got = f"shape {list(count.shape)}" if isinstance(count, Tensor) else repr(count)
+                    raise ValueError(f"{name} must be one number, see count_valid; got {got}")
+            rows, width = check_data(
+                data, self.token_fields, self.sequence_fields, self.predictor_fields, logits.device
+            )
+            if self.paired and rows % 2:
+                raise ValueError(
+                    f"preference pairs are (even, odd) rows, so their number must be even; got {rows} rows"
+                )
+            layouts.append(self._layout(logits, rows, width, context_group, packed_row))
+            if packed_row is not None:
+                check_lengths(data, layouts[0])
+            self._check_head(logits, data, tensor_group)
+
+        agreed_check(check, [tensor_group, context_group], logits)
+        counts = ValidCounts(
+            *(torch.as_tensor(n, device=logits.device) for n in (global_valid_seqs, global_valid_toks))
+        )
+        batch = TokenBatch(data, layouts[0], counts, context_group, statistics=statistics)
+        return self._read_head(batch, logits, tensor_group)
+
+    def _layout(
+        self, logits: Tensor, rows: int, width: int, context_group: ProcessGroup | None, packed_row: PackedRow | None
+    ) -> SequenceLayout:
+        if logits.dim() != 3:
+            raise ValueError(
+                f"next_token_logits must be [B, S/cp, V/tp] (packed: [1, T/cp, V/tp]), got {list(logits.shape)}"
+            )
+        cp = group_size(context_group), group_rank(context_group)
+        if packed_row is not None:
+            layout = packed_row(width, logits.shape[1] * cp[0], *cp, self.options.cp_layout)
+        else:
+            layout = SequenceLayout.padded(
+                rows, width, cp_size=cp[0], cp_rank=cp[1], cp_layout=self.options.cp_layout, device=logits.device
+            )
+        if layout.shape[0] != rows:
+            raise ValueError(f"cu_seqlens describes {layout.shape[0]} sequences, the data has {rows} rows")
+        if tuple(logits.shape[:2]) != layout.local_shape:
+            raise ValueError(
+                f"the logits have leading shape {list(logits.shape[:2])}; data of shape {[rows, width]} over cp = {cp[0]} "
+                f"needs {list(layout.local_shape)}"
+            )
+        return layout
+
+    def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        options = self.options
+        check_logits(logits, options.consume_logits, options.backend, options.temperature)
+        span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
+        check_targets(torch.where(valid_tokens(data), data["input_ids"], 0), span.vocab_size, ignore_index=None)
+
+    def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        """The batch with what the objective needs of the model's output."""
+        options = self.options
+        span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
+        targets = batch.layout.shard(batch.data["input_ids"])
+        stats = stats_of_shard(
+            logits.flatten(0, -2), targets, batch.mask, span, tensor_group, options.temperature,
+            self.needs_entropy, options.consume_logits, options.backend,
+        )  # fmt: skip
+        return replace(batch, token_stats=stats)
+
+
+def check_data(
+    data: Mapping[str, Tensor],
+    token_fields: Sequence[str],
+    sequence_fields: Sequence[str],
+    predictor_fields: Sequence[str],
+    device: torch.device,
+) -> tuple[int, int]:
+    """(B, S) of whole data, after a look at each field's presence, shape, dtype and device, and at values (`set_validation`).
+
+    Raises:
+        ValueError: a missing field, no tensor, another shape, dtype or device; a mask with other values than 0 and 1; NaN in a
+            valid place.
+    """
+    names = ("input_ids", "token_mask", "sample_mask", *token_fields, *sequence_fields)
+    for name in names:
+        if name not in data:
+            raise ValueError(f"data lacks the field {name!r}; this loss needs {', '.join(names)}")
+        if not isinstance(data[name], Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(data[name]).__name__}")
+        if data[name].device != device:
+            raise ValueError(
+                f"{name} is on {data[name].device}, the model's output on {device}; they must be on one device"
+            )
+    ids = data["input_ids"]
+    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"input_ids must be integers [B, S], got {ids.dtype} {list(ids.shape)}")
+    rows, width = ids.shape
+    for name in names[1:]:
+        wanted = (rows,) if name == "sample_mask" or name in sequence_fields else (rows, width)
+        if tuple(data[name].shape) != wanted:
+            raise ValueError(
+                f"{name} has shape {list(data[name].shape)}; input_ids [B, S] = {[rows, width]} calls for {list(wanted)}"
+            )
+        if name in (*token_fields, *sequence_fields) and not data[name].is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {data[name].dtype}")
+    if checks_values(ids):
+        _check_values(data, token_fields, sequence_fields, predictor_fields)
+    return rows, width
+
+
+def check_lengths(data: Mapping[str, Tensor], layout: SequenceLayout) -> None:
+    """Every token that carries loss lies within its sequence in the packed row, where values are checked.
+
+    Raises:
+        ValueError: one that does not; it would be counted and never summed.
+    """
+    if not checks_values(data["token_mask"]):
+        return
+    columns = torch.arange(layout.shape[1], device=layout.lengths.device)
+    beyond = valid_tokens(data) & (columns >= layout.lengths[:, None])
+    if bool(beyond.any()):
+        row, column = beyond.nonzero()[0].tolist()
+        raise ValueError(
+            f"token_mask is set at [{row}, {column}], but cu_seqlens gives sequence {row} "
+            f"{int(layout.lengths[row])} tokens"
+        )
+
+
+def _check_values(
+    data: Mapping[str, Tensor],
+    token_fields: Sequence[str],
+    sequence_fields: Sequence[str],
+    predictor_fields: Sequence[str],
+) -> None:
+    for name in ("token_mask", "sample_mask"):
+        mask = data[name]
+        if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
+            raise ValueError(f"{name} must hold 0 and 1 only; a weight belongs into the advantages")
+    valid = valid_tokens(data)
+    places = dict.fromkeys(token_fields, valid)
+    places |= dict.fromkeys(predictor_fields, valid.roll(-1, 1))
+    places |= dict.fromkeys(sequence_fields, data["sample_mask"].bool())
+    for name, place in places.items():
+        bad = data[name].isnan() & place
+        if bool(bad.any()):
+            raise ValueError(f"{name} is NaN at {bad.nonzero()[0].tolist()}, a valid place")

@@ -1,0 +1,149 @@
+"""What an objective sees of a batch: flat local tokens, safe zeros at masked places, and sums that obey the law."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from parallel_rl.groups import group_rank
+from parallel_rl.reduce import Metric, ValidCounts, valid_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.layout import SequenceLayout
+    from parallel_rl.statistics import Statistics
+    from parallel_rl.vocab.stats import TokenStats
+
+Alignment = Literal["token", "predictor"]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """One micro-batch on one rank.
+
+    `batch["advantages"]` is a [B, S] field of the data as [T_local], in the order of the logits: position t speaks of
+    the token that it predicts. Masked places hold 0 in every field, in `logprobs` and in `entropy` (with gradient 0),
+    so that no objective ever meets what stood there.
+
+    Attributes:
+        data: the whole, token-aligned tensors.
+        layout: which token each local position holds.
+        counts: valid sequences and tokens of the whole step.
+        context_group: the group over which a sequence is spread.
+        token_stats: of the current policy, flat; None for a loss on a scalar head.
+        head: a scalar head's output, [T_local] at the position that holds the token, or [B] pooled; None for a loss on
+            log-probs.
+        statistics: of the whole step, for the losses that need them.
+    """
+
+    data: Mapping[str, Tensor]
+    layout: SequenceLayout
+    counts: ValidCounts
+    context_group: ProcessGroup | None = None
+    token_stats: TokenStats | None = None
+    head: Tensor | None = None
+    statistics: Statistics | None = None
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[T_local] log π of the token that each position predicts, with gradient."""
+        assert self.token_stats is not None, "a loss on a scalar head has no log-probs"
+        return self.token_stats.logprobs
+
+    @property
+    def entropy(self) -> Tensor:
+        """[T_local] of the distribution at each position, with gradient; for a loss that declares `needs_entropy`."""
+        assert self.token_stats is not None and self.token_stats.entropy is not None, (
+            "the loss does not declare needs_entropy"
+        )
+        return self.token_stats.entropy
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """[B, S] bool: whole, token-aligned."""
+        return valid_tokens(self.data)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[T_local] bool: positions whose predicted token carries loss."""
+        return self.layout.shard(self.valid, fill=False)
+
+    @cached_property
+    def sequence_mask(self) -> Tensor:
+        """[B] bool."""
+        return self.data["sample_mask"].bool()
+
+    @cached_property
+    def tokens_per_sequence(self) -> Tensor:
+        """[B] valid tokens of each sequence, over all context ranks."""
+        return self.valid.sum(1)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.field(name)
+
+    def field(self, name: str, alignment: Alignment = "token") -> Tensor:
+        """[T_local] a [B, S] field; alignment "predictor" is for one stored where the prediction is made."""
+        values = self.data[name]
+        if values.is_floating_point() and self.token_stats is not None:
+            values = values.to(self.logprobs.dtype)  # the mathematics runs in max(float32, the logits' dtype)
+        return torch.where(self.mask, self.layout.shard(values, shift=alignment == "token"), 0)
+
+    def per_sequence(self, name: str) -> Tensor:
+        """[B] a field of the data with one value a sequence, 0 where the sequence is masked."""
+        return torch.where(self.sequence_mask, self.data[name], 0)
+
+    def segment_sum(self, x: Tensor) -> Tensor:
+        """[T_local] to [B]: sums over whole sequences' valid tokens; differentiable, one all-reduce over context ranks."""
+        return self.layout.segment_sum(torch.where(self.mask, x, 0), self.context_group)
+
+    def segment_mean(self, x: Tensor) -> Tensor:
+        """[T_local] to [B]: means over each whole sequence's valid tokens, 0 for a sequence without any."""
+        return self.segment_sum(x) / self.tokens_per_sequence.clamp(min=1)
+
+    def expand(self, per_sequence: Tensor) -> Tensor:
+        """[B] to [T_local]."""
+        return self.layout.expand(per_sequence)
+
+    def weighted_sum(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Σ over local valid tokens of weight[sequence]·x: this rank's share; sums run in float64.
+
+        Args:
+            x: [T_local]. weights: [B], see `parallel_rl.reduce.token_weights`.
+        """
+        return (torch.where(self.mask, x, 0).to(torch.float64) * self.layout.expand(weights)).sum().to(x.dtype)
+
+    def sequence_sum(self, x: Tensor, mask: Tensor, count: Tensor) -> Tensor:
+        """Σ over valid entries of x / count, divided among the context ranks, which all hold the same x.
+
+        Args:
+            x: one value a sequence (or pair). mask: the same shape. count: global count of them.
+        """
+        return (torch.where(mask, x, 0).sum(dtype=torch.float64) / (count * self.layout.cp_size)).to(x.dtype)
+
+    # Metrics: shares of tokens live on their owner, numbers of whole sequences on context rank 0.
+
+    def token_mean(self, x: Tensor) -> Metric:
+        return Metric("share", torch.where(self.mask, x.detach(), 0).sum(dtype=torch.float64) / self.counts.toks)
+
+    def sequence_mean(self, x: Tensor, mask: Tensor | None = None, count: Tensor | None = None) -> Metric:
+        mask = self.sequence_mask if mask is None else mask
+        count = self.counts.seqs if count is None else count
+        return Metric("share", self._owned(torch.where(mask, x.detach(), 0).sum(dtype=torch.float64) / count))
+
+    def count(self, mask: Tensor) -> Metric:
+        return Metric("count", self._owned(mask.sum(dtype=torch.float64)))
+
+    def token_min(self, x: Tensor) -> Metric:
+        return Metric("min", torch.where(self.mask, x.detach(), torch.inf).amin())
+
+    def token_max(self, x: Tensor) -> Metric:
+        return Metric("max", torch.where(self.mask, x.detach(), -torch.inf).amax())
+
+    def _owned(self, value: Tensor) -> Tensor:
+        return value if group_rank(self.context_group) == 0 else torch.zeros_like(value)

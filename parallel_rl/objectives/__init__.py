@@ -1,0 +1,1 @@
+"""Pointwise mathematics on log-probs: no groups, no reduction, no state."""

@@ -1,0 +1,41 @@
+"""Likelihood ratios and what a policy loss makes of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# e^80 is finite in float32 and beyond any ratio that means something; inf · 0 would be NaN.
+_MAX_EXPONENT = 80.0
+
+
+def safe_exp(log_ratio: Tensor) -> Tensor:
+    """exp(x) for x ≤ 80, the constant e^80 (gradient 0) above."""
+    return log_ratio.clamp(max=_MAX_EXPONENT).exp()
+
+
+def straight_through_one(logprobs: Tensor) -> Tensor:
+    """exp(l − sg[l]): the value 1 with the gradient of a ratio."""
+    return (logprobs - logprobs.detach()).exp()
+
+
+def exp_or_zero(log_weight: Tensor) -> Tensor:
+    """exp(x), and 0 with gradient 0 where that is not finite."""
+    finite = log_weight.detach().exp().isfinite()
+    return torch.where(finite, torch.where(finite, log_weight, 0).exp(), 0)
+
+
+def clipped_surrogate(ratio: Tensor, clipped: Tensor, advantages: Tensor, dual_clip: float | None = None) -> Tensor:
+    """PPO's pessimistic surrogate, per token: max(−A·ρ, −A·ρ_clipped); with dual clip c at most −A·c where A < 0.
+
+    All tensors have one shape. Papers: PPO arXiv 1707.06347; dual clip arXiv 1912.09729.
+    """
+    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if dual_clip is None:
+        return loss
+    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+
+
+def cispo(logprobs: Tensor, clipped: Tensor, advantages: Tensor) -> Tensor:
+    """CISPO, per token: −A·sg[ρ_clipped]·log π, so that clipped tokens keep a gradient. Paper: arXiv 2506.13585."""
+    return -advantages * clipped.detach() * logprobs

@@ -1,0 +1,146 @@
+"""The two passes over a vocabulary shard in PyTorch: eager in cache-sized row blocks, or compiled into one loop.
+
+A row z of a shard gives four numbers, all relative to its own maximum m so that accuracy does not depend on the
+logits' size:
+
+    m = max z    a = Σ e^u    t = u_y or −inf    b = Σ e^u·u        with u = (z − m) / temperature
+
+The gradient is one more pass, `dz = p·(c0 + c1·log p) + 1[y]·ct` with per-row coefficients, written in place or to a
+buffer.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Backend = Literal["auto", "compiled", "eager"]
+
+# Far below any finite exponent that matters, yet finite, so that 0 · _LOWEST is 0 where a logit is −inf.
+_LOWEST = -1e30
+# Scratch of the eager loop, in elements: it stays in cache on a CPU and fills a GPU.
+_BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
+# Below this many logits a compiler's start costs more than it gives.
+_COMPILE_FROM = 1 << 22
+
+
+def math_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that the mathematics runs in: max(float32, `dtype`)."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def shard_stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, backend: Backend) -> Tensor:
+    """[T, W] logits, [T] local target column or −1, [T, 1] or [1, 1] inverse temperature → [T, 4] (m, a, t, b).
+
+    Without entropy b is left out, [T, 3]: its sum costs as much as a.
+    """
+    if z.shape[1] == 0:  # a shard that is all padding
+        empty = z.new_zeros((z.shape[0], 4 if entropy else 3), dtype=math_dtype(z.dtype))
+        empty[:, 0::2] = -torch.inf
+        return empty
+    if _compiles(z, backend):
+        return _compiled(_stats)(z, y, inv_t, entropy)
+    rows = _rows_per_block(z)
+    return torch.cat(
+        [_stats(z[i : i + rows], y[i : i + rows], _part(inv_t, i, rows), entropy) for i in range(0, z.shape[0], rows)]
+    )
+
+
+def shard_grad(
+    z: Tensor, y: Tensor, inv_t: Tensor, rows: Tensor, ct: Tensor, keep: Tensor, out: Tensor, backend: Backend
+) -> None:
+    """Writes the gradient of a shard to `out`, which may be `z` itself.
+
+    Args:
+        rows: [T, 4] (M, log A, c0, c1) of each row, or [T, 3] where every c1 is 0. ct: [T].
+        keep: [T] rows that carry gradient; the others get an exact 0.
+    """
+    if z.shape[1] == 0:
+        return
+    # The target's column by itself, from its logit as it was: comparing every column with y would cost as much as e^u.
+    place = torch.arange(z.shape[0], device=z.device), y.clamp(min=0)
+    at_target = _grad(z[place][:, None], inv_t, rows, keep)[:, 0] + torch.where(keep & (y >= 0), ct, 0.0)
+    if _compiles(z, backend):
+        _compiled(_grad_in_place if out is z else _grad_to)(z, inv_t, rows, keep, out)
+    else:
+        block = _rows_per_block(z)
+        for i in range(0, z.shape[0], block):
+            part = slice(i, i + block)
+            out[part].copy_(_grad(z[part], _part(inv_t, i, block), rows[part], keep[part]))
+    out[place] = at_target.to(out.dtype)  # not scatter_, which on a CPU takes longer than the pass for bfloat16
+
+
+def _stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool) -> Tensor:
+    z = z.to(math_dtype(z.dtype))
+    m = z.amax(1, keepdim=True)
+    base = torch.where(m == -torch.inf, 0.0, m)  # a row of −inf: e^u must be 0, not NaN
+    target = (z.gather(1, y.clamp(min=0)[:, None]) - base) * inv_t
+    t = torch.where(y[:, None] >= 0, target, -torch.inf)
+    u = (z - base).mul_(inv_t)
+    if not entropy:
+        return torch.cat([m, u.exp_().sum(1, keepdim=True), t], dim=1)
+    p = u.clamp_(min=_LOWEST).exp()
+    return torch.cat([m, p.sum(1, keepdim=True), t, p.mul_(u).sum(1, keepdim=True)], dim=1)
+
+
+def _grad(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
+    top, log_a, c0, *c1 = rows[:, :, None].unbind(1)
+    log_p = (z.to(rows.dtype) - top).mul_(inv_t).sub_(log_a)
+    if c1:
+        log_p = log_p.clamp_(min=_LOWEST)
+        dz = log_p.exp().mul_(c0 + c1[0] * log_p)
+    else:
+        dz = log_p.exp_().mul_(c0)
+    return torch.where(keep[:, None], dz, 0.0)
+
+
+def _grad_to(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor, out: Tensor) -> None:
+    out.copy_(_grad(z, inv_t, rows, keep))
+
+
+def _grad_in_place(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor, out: Tensor) -> None:
+    z.copy_(_grad(z, inv_t, rows, keep))
+
+
+def _part(inv_t: Tensor, start: int, rows: int) -> Tensor:
+    return inv_t if inv_t.shape[0] == 1 else inv_t[start : start + rows]
+
+
+def _rows_per_block(z: Tensor) -> int:
+    return max(1, _BLOCK.get(z.device.type, _BLOCK["cuda"]) // z.shape[1])
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, dynamic=True)
+
+
+@cache
+def _compiler_works(device: str) -> bool:
+    try:
+        _compiled(_stats)(
+            torch.zeros(2, 8, device=device),
+            torch.zeros(2, dtype=torch.int64, device=device),
+            torch.ones(1, 1, device=device),
+            False,
+        )
+    except Exception as error:  # whatever a missing C++ compiler or Triton raises
+        warnings.warn(
+            f"torch.compile does not work here, so the eager backend is used: {str(error).splitlines()[0]}",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _compiles(z: Tensor, backend: Backend) -> bool:
+    if backend != "auto":
+        return backend == "compiled"
+    return (z.device.type == "cuda" or z.numel() >= _COMPILE_FROM) and _compiler_works(z.device.type)

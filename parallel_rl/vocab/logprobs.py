@@ -1,0 +1,85 @@
+"""Whole log-probs of a batch, as data for a later loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.groups import group_rank, group_size
+from parallel_rl.layout import CPLayout, SequenceLayout
+from parallel_rl.validation import agreed_check
+from parallel_rl.vocab.shards import ShardRange, shard_range
+from parallel_rl.vocab.stats import IGNORE_INDEX, check_logits, check_targets, stats_of_shard
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.vocab.backends.torch_backend import Backend
+
+
+@torch.no_grad()
+def token_logprobs(
+    next_token_logits: Tensor,
+    data: Mapping[str, Tensor],
+    vocab_parallel_group: ProcessGroup | None = None,
+    context_parallel_group: ProcessGroup | None = None,
+    *,
+    layout: SequenceLayout | None = None,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    cp_layout: CPLayout = "zigzag",
+    temperature: float = 1.0,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Log-probs of `input_ids` under the logits, without gradient: what `prev_logprobs` and `reference_policy_logprobs` hold.
+
+    Args:
+        next_token_logits: [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`.
+        data: input_ids [B, S].
+        layout: of the logits; None is padded rows.
+        vocab_size, vocab_start, cp_layout, temperature, backend: as for the losses.
+
+    Returns:
+        [B, S] token-aligned, whole on every context rank; 0 in column 0 and beyond a sequence's end.
+
+    Raises:
+        ValueError: shapes that do not fit; what `token_stats` raises; on all ranks of both groups, see `set_validation`.
+    """
+    read: list[tuple[SequenceLayout, Tensor, ShardRange]] = []
+
+    def check() -> None:
+        ids = data.get("input_ids")
+        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
+            got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else repr(ids)
+            raise ValueError(f"data needs the field 'input_ids', integers [B, S]; got {got}")
+        if ids.device != next_token_logits.device:
+            raise ValueError(
+                f"input_ids is on {ids.device}, the logits on {next_token_logits.device}; they must be on one device"
+            )
+        cp = group_size(context_parallel_group), group_rank(context_parallel_group)
+        of = layout or SequenceLayout.padded(
+            *ids.shape, cp_size=cp[0], cp_rank=cp[1], cp_layout=cp_layout, device=ids.device
+        )
+        if of.cp_size != cp[0]:
+            raise ValueError(f"the layout is of cp = {of.cp_size}, context_parallel_group has {cp[0]} ranks")
+        if next_token_logits.dim() != 3 or tuple(next_token_logits.shape[:2]) != of.local_shape:
+            raise ValueError(
+                f"the logits have shape {list(next_token_logits.shape)}; the layout needs [{of.local_shape[0]}, "
+                f"{of.local_shape[1]}, V/tp]"
+            )
+        check_logits(next_token_logits, False, backend, temperature)
+        span = shard_range(next_token_logits.shape[-1], vocab_parallel_group, vocab_size, vocab_start)
+        targets = of.shard(ids)
+        check_targets(targets, span.vocab_size)
+        read.append((of, targets, span))
+
+    agreed_check(check, [vocab_parallel_group, context_parallel_group], next_token_logits)
+    of, targets, span = read[0]
+    stats = stats_of_shard(
+        next_token_logits.flatten(0, -2), targets, targets != IGNORE_INDEX, span, vocab_parallel_group,
+        temperature, False, False, backend,
+    )  # fmt: skip
+    return of.unshard(stats.logprobs, context_parallel_group)

@@ -1,0 +1,166 @@
+"""Draws from vocabulary shards without gathering them: the same tokens from the same logits on any layout."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from parallel_rl.groups import group_size
+from parallel_rl.validation import agreed_check, checks_values
+from parallel_rl.vocab.shards import ShardRange, shard_range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+# SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), in signed 64-bit
+# integers, whose products and sums wrap around
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+
+_CPU_BLOCK = 1 << 16  # noise elements at a time: stays in the second-level cache
+_DEVICE_BLOCK = 1 << 22
+
+
+@torch.no_grad()
+def sample_tokens(
+    logits: Tensor,
+    keys: Tensor,
+    *,
+    temperature: float = 1.0,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+) -> Tensor:
+    """One token a row from softmax(z / temperature): Gumbel-max on each shard, then one all-gather of [rows, 2].
+
+        token = argmax_v  z_v / temperature − log(−log u(key, v)),     u a hash of (key, v), uniform on (0, 1)
+
+    The noise of column v depends on the row's key and on v alone: neither the shards nor the batch's order and size
+    change what is drawn. It is made in float64, a block of rows at a time. Ties go to the smallest id.
+
+    Args:
+        logits: [..., V/tp] this rank's columns, any float dtype. −inf is never drawn.
+        keys: [...] int64, one a row, the same on all ranks of the group; see `sample_keys`. Equal keys: equal noise.
+        temperature: 0 is greedy: the largest logit, and the keys do not matter.
+        group: tensor-parallel group; None is one shard.
+        vocab_size: true size V; columns at or beyond it are padding and never drawn.
+        vocab_start: first column's id, for a split that is neither even nor `torch.chunk`'s.
+
+    Returns:
+        [...] int64 token ids, the same on all ranks of the group.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit; where values are checked (see `set_validation`) a row
+            with NaN or +inf, or nothing but −inf. On all ranks of the group.
+
+    Gumbel-max: Maddison, Tarlow, Minka, "A* sampling", NeurIPS 2014.
+    """
+    span = ShardRange(0, 0, 0)
+
+    def check() -> None:
+        nonlocal span
+        if logits.dim() < 1 or not logits.is_floating_point():
+            raise ValueError(f"logits must be floating point [..., V/tp], got {logits.dtype} {list(logits.shape)}")
+        if keys.dtype != torch.int64 or keys.shape != logits.shape[:-1]:
+            want = list(logits.shape[:-1])
+            raise ValueError(f"keys must be int64 {want}, one a row of the logits, got {keys.dtype} {list(keys.shape)}")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature = {temperature} must be a number >= 0 (0 is greedy)")
+        span = shard_range(logits.shape[-1], group, vocab_size, vocab_start)
+
+    agreed_check(check, [group], logits)
+    flat, row_keys = logits.reshape(-1, logits.shape[-1])[:, : span.valid], keys.reshape(-1)
+    best = flat.new_empty(flat.shape[0], 2, dtype=torch.float64)  # value, id
+    if span.valid == 0:
+        best[:, 0], best[:, 1] = -math.inf, span.vocab_size
+    else:
+        _best_of_shard(flat, row_keys, temperature, span.start, best)
+    value, token = _best_of_group(best, group)
+    if checks_values(logits) and not bool(value.isfinite().all()):
+        row = int((~value.isfinite()).nonzero()[0])
+        held = {math.inf: "+inf", -math.inf: "only -inf"}.get(float(value[row]), "NaN")
+        raise ValueError(
+            f"row {row} of the logits (counted over all leading dimensions) has {held}; nothing can be drawn"
+        )
+    return token.view(keys.shape)
+
+
+def sample_keys(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    """Keys for `sample_tokens`: a 64-bit hash of (seed, sample id, position), the same on every layout.
+
+    Args:
+        seed: any integer; it counts modulo 2^64.
+        sample_ids: [N] integers that name the sample (not its place in the batch).
+        positions: [N] integers, the position of the token that is drawn; the two broadcast.
+
+    Returns:
+        [N] int64.
+
+    Raises:
+        ValueError: dtypes that are not integers, or shapes that do not broadcast.
+    """
+    for name, value in (("sample_ids", sample_ids), ("positions", positions)):
+        if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+            raise ValueError(f"{name} must be integers, got {value.dtype}")
+    try:
+        shape = torch.broadcast_shapes(sample_ids.shape, positions.shape)
+    except RuntimeError:
+        shapes = f"{list(sample_ids.shape)} and {list(positions.shape)}"
+        raise ValueError(f"sample_ids and positions must have the same shape, got {shapes}") from None
+    signed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+    key = _mix(torch.full(shape, signed, dtype=torch.int64, device=sample_ids.device).add_(_GAMMA))
+    for value in (sample_ids, positions):
+        key = _mix(key + value.to(torch.int64) * _GAMMA)
+    return key
+
+
+def _best_of_shard(z: Tensor, keys: Tensor, temperature: float, start: int, best: Tensor) -> None:
+    """Writes each row's largest noisy score and its global id into `best` [rows, 2]."""
+    width = z.shape[1]
+    block = max(1, (_CPU_BLOCK if z.device.type == "cpu" else _DEVICE_BLOCK) // width)
+    # the row's key is hashed before the column is added: keys that are neighbours share no noise
+    rows = _mix(keys.clone())[:, None]
+    columns = torch.arange(start + 1, start + width + 1, dtype=torch.int64, device=z.device).mul_(_GAMMA)
+    for first in range(0, z.shape[0], block):
+        part = slice(first, first + block)
+        score = z[part].to(torch.float64)
+        if temperature > 0:
+            score = _gumbel(rows[part] + columns).add_(score / temperature)
+        value, column = score.max(dim=1)  # the first of equals
+        best[part, 0], best[part, 1] = value, (column + start).to(torch.float64)
+
+
+def _best_of_group(best: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
+    size = group_size(group)
+    if size > 1:
+        gathered = best.new_empty(size * best.shape[0], 2)
+        dist.all_gather_into_tensor(gathered, best, group=group)
+        best = gathered.view(size, -1, 2)
+    else:
+        best = best[None]
+    value = best[..., 0].amax(0)  # NaN wins
+    token = best[..., 1].masked_fill(best[..., 0] < value, math.inf).amin(0)
+    return value, token.to(torch.int64)
+
+
+def _gumbel(counter: Tensor) -> Tensor:
+    """−log(−log u) in float64; `counter`, overwritten, hashes to u, the middle of one of 2^52 cells of (0, 1)."""
+    u = _shift(_mix(counter), 12).to(torch.float64).add_(0.5).mul_(2.0**-52)
+    return u.log_().neg_().log_().neg_()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser, a bijection of 64-bit integers, in place."""
+    x.bitwise_xor_(_shift(x, 30)).mul_(_MIX_1)
+    x.bitwise_xor_(_shift(x, 27)).mul_(_MIX_2)
+    return x.bitwise_xor_(_shift(x, 31))
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """x >> bits with zeros coming in (torch's shift repeats the sign)."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

@@ -1,0 +1,309 @@
+"""A warm pool of gloo ranks: `run_world(n, fn, *args)` runs `fn(rank, *args)` on n real processes.
+
+The workers are forked from a server process that has torch preloaded (a fork of a large pytest process deadlocks, a
+spawn pays the import of torch per rank), live for the whole session and run one thread each. Every call gets a fresh
+default process group: no test sees the groups, the random state or the default dtype that another one left behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
+
+MAX_WORLD = 8
+START_TIMEOUT = 300.0  # a cold import of torch on a busy machine
+SHORT_GRACE = 1.5  # after the first failure, the other ranks may report their own
+GRACE = (
+    8.0  # then the failed ranks' groups are closed, which ends the collectives that wait for them; the rest is killed
+)
+
+_preload = ["torch", "torch.distributed"]
+
+
+class WorldError(RuntimeError):
+    """A rank raised or did not answer. `errors[rank]` is "Type: message", `tracebacks[rank]` the rank's traceback,
+    `silent` the ranks that did not answer in time (they are in neither dict)."""
+
+    def __init__(self, errors: dict[int, str], tracebacks: dict[int, str], silent: list[int], why: str) -> None:
+        self.errors, self.tracebacks, self.silent = errors, tracebacks, silent
+        parts = [why, *(f"--- rank {rank}\n{text}" for rank, text in sorted(tracebacks.items()))]
+        super().__init__("\n".join(parts))
+
+
+def preload(*modules: str) -> None:
+    """Import `modules` once in the server instead of once per rank.
+
+    Call it while test modules are imported: after the first run_world has started the server, it is too late.
+    """
+    _preload.extend(name for name in modules if name not in _preload)
+
+
+def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """`[fn(0, *args), ..., fn(world_size - 1, *args)]`, each in its own process of a gloo world of exactly that size.
+
+    Args:
+        world_size: 1 to 8.
+        fn: a function of a module (it is pickled by name); its result is pickled too (tensors are copied).
+        timeout: seconds for the whole call; also the timeout of the process group.
+
+    Raises:
+        WorldError: a rank raised, died or hung. The first failure ends the call after a short grace in which the others
+            may report theirs; silent ranks are shown with their stacks and killed, and the next call starts new ones.
+    """
+    if not 1 <= world_size <= MAX_WORLD:
+        raise ValueError(f"world_size = {world_size} is not valid; 1 to {MAX_WORLD}")
+    return _pool.run(world_size, fn, args, timeout)
+
+
+def close() -> None:
+    """End all workers (pytest does this at the end of the session)."""
+    _pool.close()
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.workers: list[tuple[BaseProcess, Connection]] = []
+        self.folder = ""
+        self.calls = 0
+
+    def run(self, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        self._start(world_size)
+        self.calls += 1
+        store = os.path.join(self.folder, f"store{self.calls}")
+        task = pickle.dumps((fn, args))
+        try:
+            for rank in range(world_size):
+                self._send(rank, (world_size, store, timeout), task)
+            return self._collect(world_size, timeout)
+        except (KeyboardInterrupt, SystemExit, BrokenPipeError):
+            self.close()
+            raise
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(store)
+
+    def _send(self, rank: int, setting: tuple[int, str, float] | None, task: bytes) -> None:
+        connection = self.workers[rank][1]
+        connection.send_bytes(pickle.dumps(setting))
+        connection.send_bytes(task)
+
+    def _collect(self, world_size: int, timeout: float) -> list[Any]:
+        ranks = {connection: rank for rank, (_, connection) in enumerate(self.workers[:world_size])}
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        tracebacks: dict[int, str] = {}
+        dead: set[int] = set()
+        woken = False
+        pending = set(ranks)
+        deadline = time.monotonic() + timeout
+        while pending:
+            answered = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not answered:
+                if woken or not errors:
+                    break
+                for rank in set(errors) - dead:  # they close their groups: it wakes the ranks that wait for them
+                    self._send(rank, None, b"")
+                woken, deadline = True, time.monotonic() + GRACE
+            for connection in answered:
+                assert isinstance(connection, Connection)
+                pending.remove(connection)
+                rank = ranks[connection]
+                try:
+                    kind, *answer = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    process = self.workers[rank][0]
+                    process.join(5)
+                    kind, answer = "error", [f"the process died, exit code {process.exitcode}"] * 2
+                    dead.add(rank)
+                if kind == "result":
+                    results[rank] = answer[0]
+                    continue
+                if not errors:
+                    deadline = min(deadline, time.monotonic() + SHORT_GRACE)
+                errors[rank], tracebacks[rank] = answer
+        if not (errors or pending):
+            return [results[rank] for rank in range(world_size)]
+        self._fail(errors, tracebacks, sorted(ranks[connection] for connection in pending), bool(dead), timeout)
+
+    def _fail(
+        self, errors: dict[int, str], tracebacks: dict[int, str], silent: list[int], dead: bool, timeout: float
+    ) -> NoReturn:
+        if errors:
+            why = f"rank {', '.join(map(str, sorted(errors)))} failed"
+            why += f"; rank {', '.join(map(str, silent))} gave no answer after that" if silent else ""
+        else:
+            why = f"rank {', '.join(map(str, silent))} gave no answer in {timeout:g} s"
+        stacks = {rank: f"killed; it was at\n{self._stack(rank)}" for rank in silent}
+        if silent or dead:
+            self.close()
+        raise WorldError(errors, {**tracebacks, **stacks}, silent, why)
+
+    def _stack(self, rank: int) -> str:
+        """Where a silent rank is: faulthandler answers SIGUSR1 even while the main thread waits inside a collective."""
+        with contextlib.suppress(OSError, TypeError):
+            os.kill(self.workers[rank][0].pid or 0, signal.SIGUSR1)
+            time.sleep(0.2)
+            with open(os.path.join(self.folder, f"stack{rank}"), encoding="utf-8") as file:
+                return file.read()
+        return "(unknown)"
+
+    def _start(self, world_size: int) -> None:
+        """Start what is missing of the workers 0 .. world_size - 1, together."""
+        if any(not process.is_alive() for process, _ in self.workers):
+            self.close()
+        first = len(self.workers)
+        if first >= world_size:
+            return
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_importable(_preload))
+        self.folder = self.folder or tempfile.mkdtemp(prefix="parallel_rl_pool_")
+        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
+            for rank in range(first, world_size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_work, args=(rank, theirs, self.folder), daemon=True)
+                process.start()
+                theirs.close()
+                self.workers.append((process, ours))
+        for rank, (_, connection) in enumerate(self.workers[first:], first):
+            try:
+                ready = connection.poll(START_TIMEOUT) and connection.recv_bytes() == b"ready"
+            except (EOFError, ConnectionResetError):
+                ready = False
+            if not ready:
+                self.close()
+                raise WorldError({}, {}, [rank], f"rank {rank} did not start in {START_TIMEOUT:g} s, or died doing so")
+
+    def close(self) -> None:
+        for process, connection in self.workers:
+            connection.close()  # an idle worker leaves by itself at the end of its pipe
+            process.join(0.02)
+        for process, _ in self.workers:
+            process.kill()
+            process.join()
+        self.workers = []
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder = ""
+
+
+_pool = _Pool()
+atexit.register(close)
+
+
+def _importable(modules: list[str]) -> list[str]:
+    """The server survives only an ImportError while it preloads: leave out what fails otherwise."""
+    good = []
+    for name in [*modules, "parallel_rl", *(["pytest"] if "pytest" in sys.modules else [])]:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+            good.append(name)
+    return good
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Any:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _work(rank: int, connection: Connection, folder: str) -> None:
+    """The life of one rank: tasks in, results out, until the pipe closes."""
+    import torch
+
+    threading.Thread(target=_die_with_the_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    with open(os.path.join(folder, f"stack{rank}"), "w", encoding="utf-8") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack)
+        torch.set_num_threads(1)
+        loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
+        if loopback:
+            os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()
+        gc.freeze()  # the preloaded modules: each gc.collect() below is then short
+        connection.send_bytes(b"ready")
+        while True:
+            try:
+                setting, task = pickle.loads(connection.recv_bytes()), connection.recv_bytes()
+            except (EOFError, ConnectionResetError):
+                os._exit(0)  # skips the interpreter's shutdown, which a wedged gloo thread can hold up
+            _forget()  # not after the last task: another rank could still be inside a handshake with this one
+            if setting is None:
+                continue
+            try:
+                answer = ("result", _call(rank, *setting, task))
+            except BaseException as error:
+                answer = ("error", f"{type(error).__name__}: {error}", traceback.format_exc())
+            try:
+                message = pickle.dumps(answer)
+            except Exception as error:
+                message = pickle.dumps(("error", f"{type(error).__name__}: {error}", traceback.format_exc()))
+            connection.send_bytes(message)
+            del answer, setting, task, message
+
+
+def _die_with_the_parent() -> None:
+    """No orphan stays behind, even if pytest is killed while this rank waits in a collective."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+    os._exit(1)
+
+
+def _call(rank: int, world_size: int, store: str, timeout: float, task: bytes) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    fn, args = pickle.loads(task)  # imports the test's module, before the rendezvous: none waits for it in a collective
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size))
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    return fn(rank, *args)
+
+
+def _forget() -> None:
+    """Undo what the last task left behind: groups, default dtype, gradient mode."""
+    import torch
+    import torch.distributed as dist
+
+    with contextlib.suppress(Exception):
+        megatron = sys.modules.get("megatron.core.parallel_state")
+        if megatron is not None:
+            megatron.destroy_model_parallel()
+    with contextlib.suppress(Exception):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    gc.collect()

@@ -1,0 +1,136 @@
+"""Between logits and gradients nothing waits for the device, and the number of operators does not depend on the batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel_rl import ParallelGroups, SequencePackingLossWrapper, count_valid, get_loss, losses, reduce_metrics
+from parallel_rl.losses.base import LossFn
+from parallel_rl.validation import validation
+from tests.distributed.law import CASES, Case
+from tests.distributed.pool import run_world
+
+V = 12
+SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "equal")
+
+
+class Watch(TorchDispatchMode):
+    """Counts operators, and notes what would make a GPU and its host wait for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+        self.collectives: list[str] = []
+        self.syncs: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.name().split("::")[1].split(".")[0]
+        self.operators += 1
+        if func.namespace == "c10d":
+            self.collectives.append(name)
+        if name in SYNCS:
+            self.syncs.append(name)
+        if name in ("index", "index_put", "index_put_") and any(
+            t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
+        ):
+            self.syncs.append(f"{name} by a mask")
+        if name == "_to_copy" and (kwargs or {}).get("device") not in (None, args[0].device):
+            self.syncs.append("copy to another device")
+        return func(*args, **(kwargs or {}))
+
+
+def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict[str, Tensor]]:
+    data = {
+        "input_ids": torch.zeros(rows, width, dtype=torch.int64, device=device),
+        "token_mask": torch.ones(rows, width, device=device),
+        "sample_mask": torch.ones(rows, device=device),
+        "rewards": torch.ones(rows, device=device),
+    }
+    for name in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+        data[name] = torch.full((rows, width), -1.5, device=device)
+    return torch.zeros(rows, width, columns, device=device, requires_grad=True), data
+
+
+def step(
+    loss_fn: LossFn, logits: Tensor, data: dict[str, Tensor], packed: bool, groups: ParallelGroups | None = None
+) -> None:
+    groups = groups or ParallelGroups()
+    rows, width = data["input_ids"].shape
+    call, counts = loss_fn, count_valid(data)
+    if packed:
+        bounds = torch.arange(0, rows * width + 1, width, device=logits.device)
+        call, logits = SequencePackingLossWrapper(loss_fn, bounds), logits.view(1, -1, logits.shape[-1])  # type: ignore[assignment]
+    arguments = (logits, data, *counts, None, groups.tensor, groups.context)
+    extra = {"statistics": call.collect(*arguments).reduce(groups)} if loss_fn.needs_statistics else {}
+    loss, metrics = call(*arguments, **extra)
+    loss.backward()
+    reduce_metrics([metrics], groups)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_nothing_reads_a_value(case: Case, packed: bool) -> None:
+    """On the meta device there are no values: whatever needs one fails."""
+    loss_fn = get_loss(case.loss)(case.config, backend="eager")
+    logits, data = make(4, 8, 1 if case.loss == "preference" else V, "meta")
+    watch = Watch()
+    with validation("never"), watch:
+        step(loss_fn, logits, data, packed)
+    assert watch.syncs == []
+
+
+@pytest.mark.parametrize("name", sorted(name for name in losses() if not name.startswith("doc_")))
+def test_operators_do_not_grow_with_the_number_of_sequences(name: str) -> None:
+    counts = []
+    for rows in (2, 16):
+        logits, data = make(rows, 64 // rows, 1 if name == "preference" else V, "cpu")
+        watch = Watch()
+        with validation("never"), watch:
+            step(get_loss(name)(), logits, data, packed=True)
+        counts.append(watch.operators)
+    assert counts[0] == counts[1]
+
+
+def collectives(rank: int, case: Case) -> list[tuple[list[str], list[str]]]:
+    """Of a loss on TP 2 x CP 2, for 2 and for 8 packed sequences."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = ParallelGroups(tensor=pairs[0][rank // 2], context=pairs[1][rank % 2])
+    found = []
+    for rows in (2, 8):
+        logits, data = make(rows, 64 // rows, 1 if case.loss == "preference" else V // 2, "cpu")
+        bounds = torch.arange(0, 65, 64 // rows)
+        loss_fn = SequencePackingLossWrapper(get_loss(case.loss)(case.config), bounds)
+        local = torch.zeros(1, 32, logits.shape[-1], requires_grad=True)
+        arguments = (local, data, *count_valid(data), rank % 2, groups.tensor, groups.context)
+        extra = {"statistics": loss_fn.collect(*arguments).reduce(groups)} if loss_fn.needs_statistics else {}
+        forward, backward = Watch(), Watch()
+        with validation("never"):
+            with forward:
+                loss, _ = loss_fn(*arguments, **extra)
+            with backward:
+                loss.backward()
+        found.append((forward.collectives, backward.collectives))
+    return found
+
+
+def collectives_of_all(rank: int) -> dict[str, list[tuple[list[str], list[str]]]]:
+    return {case.name: collectives(rank, case) for case in CASES}
+
+
+def test_collectives_are_few_and_constant() -> None:
+    """One all-gather for the statistics; one all-reduce a sequence quantity, and one more backward where it has a gradient."""
+    for of_case in run_world(4, collectives_of_all, timeout=180):
+        for case in CASES:
+            few, many = of_case[case.name]
+            assert few == many, f"{case.name}: {few} for 2 sequences, {many} for 8"
+            forward, backward = few
+            assert forward.count("_allgather_base_") == (case.loss != "preference")
+            by_sequence = forward.count("allreduce_")
+            if case.loss in ("nll", "test_entropy") or case.config == {}:
+                assert by_sequence == (case.loss not in ("nll", "test_entropy", "clipped_pg"))
+            assert by_sequence <= 2 and len(backward) <= 1
+            assert set(forward) <= {"_allgather_base_", "allreduce_"} and set(backward) <= {"allreduce_"}

@@ -1,0 +1,200 @@
+"""The losses once more, dense and slow, straight from their formulas: no shard, no layout, no code shared with the package.
+
+Whole [B, S, V] float64 logits, loops over sequences, masked tokens never touched. Every function gives (loss, metrics).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+Result = tuple[Tensor, dict[str, float]]
+
+
+def logprobs_and_entropy(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """[B, S] each, token-aligned: column t is of token t, predicted by the logits at t − 1; column 0 is 0."""
+    log_p = torch.log_softmax(logits[:, :-1] / temperature, -1)
+    picked = log_p.gather(-1, ids[:, 1:, None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    zero = logits.new_zeros(len(ids), 1)
+    return torch.cat([zero, picked], 1), torch.cat([zero, entropy], 1)
+
+
+def _valid(data: dict[str, Tensor]) -> list[tuple[int, Tensor]]:
+    """(row, indices of its valid tokens) of rows with sample_mask."""
+    rows = [i for i in range(len(data["sample_mask"])) if data["sample_mask"][i] != 0]
+    return [(i, 1 + data["token_mask"][i, 1:].nonzero()[:, 0]) for i in rows]
+
+
+def _counts(data: dict[str, Tensor]) -> tuple[int, int]:
+    rows = _valid(data)
+    return max(len(rows), 1), max(sum(len(t) for _, t in rows), 1)
+
+
+def nll(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
+    logp, _ = logprobs_and_entropy(logits, data["input_ids"])
+    _, n_tok = _counts(data)
+    rows = _valid(data)
+    loss = -sum(logp[i, t].sum() for i, t in rows) / n_tok
+    unmasked = float(sum(len(t) for _, t in rows))
+    return loss, {"loss": loss.item(), "num_unmasked_tokens": unmasked, "num_valid_samples": float(len(rows))}
+
+
+def _pairs(rewards: dict[int, Tensor], n_seq: int, beta: float) -> Result:
+    loss, metrics = 0.0, {"accuracy": 0.0, "rewards_chosen_mean": 0.0, "rewards_rejected_mean": 0.0}
+    pairs = n_seq / 2
+    for i in range(0, max(rewards, default=-1) + 1, 2):
+        if i in rewards and i + 1 in rewards:
+            chosen, rejected = rewards[i], rewards[i + 1]
+            loss = loss + torch.log1p(torch.exp(-beta * (chosen - rejected))) / pairs
+            metrics["accuracy"] += float(chosen > rejected) / pairs
+            metrics["rewards_chosen_mean"] += chosen.item() / pairs
+            metrics["rewards_rejected_mean"] += rejected.item() / pairs
+    return loss, metrics
+
+
+def preference(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
+    """`logits` [B, S, 1]; the reward of a row is at its last token of the mask, column 0 included."""
+    rewards = {}
+    for i in range(len(logits)):
+        places = data["token_mask"][i].nonzero()[:, 0]
+        if data["sample_mask"][i] != 0:
+            rewards[i] = logits[i, places[-1], 0] if len(places) else logits.new_zeros(())
+    loss, metrics = _pairs(rewards, _counts(data)[0], 1.0)
+    return loss, metrics | {"loss": torch.as_tensor(loss).item(), "num_valid_samples": len(rewards) / 2}
+
+
+def dpo(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
+    logp, _ = logprobs_and_entropy(logits, data["input_ids"])
+    reference = data["reference_policy_logprobs"]
+    if config.get("reference_logprobs_alignment") == "predictor":
+        reference = torch.cat([torch.zeros_like(reference[:, :1]), reference[:, :-1]], 1)
+    rewards, sft, n_seq = {}, 0.0, _counts(data)[0]
+    for i, t in _valid(data):
+        total = (logp[i, t] - reference[i, t]).sum()
+        rewards[i] = total / max(len(t), 1) if config.get("preference_average_log_probs") else total
+    for i, t in _valid(data):
+        if i % 2 == 0 and i + 1 in rewards:
+            sft = sft - logp[i, t].sum() / (max(len(t), 1) if config.get("sft_average_log_probs") else 1) / (n_seq / 2)
+    loss, metrics = _pairs(rewards, n_seq, config.get("reference_policy_kl_penalty", 0.05))
+    weight = config.get("sft_loss_weight", 0.0)
+    sft = sft if weight else torch.zeros(())
+    total = config.get("preference_loss_weight", 1.0) * loss + weight * sft
+    return total, metrics | {
+        "loss": torch.as_tensor(total).item(),
+        "preference_loss": torch.as_tensor(loss).item(),
+        "sft_loss": torch.as_tensor(sft).item(),
+        "num_valid_samples": len(rewards) / 2,
+    }
+
+
+def clipped_pg(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
+    """Token by token over Python lists of sequences."""
+    get = lambda key, default: config.get(key, default)  # noqa: E731
+    logp, entropy = logprobs_and_entropy(logits, data["input_ids"])
+    n_seq, n_tok = _counts(data)
+    rows = _valid(data)
+    beta = 0.0 if get("use_kl_in_reward", False) else get("reference_policy_kl_penalty", 0.01)
+    kl_in, kl_out = get("kl_input_clamp_value", 20.0), get("kl_output_clamp_value", 10.0)
+    low, high = 1 - get("ratio_clip_min", 0.2), 1 + get("ratio_clip_max", 0.2)
+    kind, bound = get("truncated_importance_sampling_type", None), get("truncated_importance_sampling_ratio", None)
+    floor = get("truncated_importance_sampling_ratio_min", None) or 0.0
+    positives = sum(len(t) for i, t in rows if "rewards" in data and data["rewards"][i] > 0)
+
+    def k(x: Tensor, ref: Tensor) -> Tensor:
+        d = ref - x
+        return {"k1": -d, "k2": d * d / 2, "k3": torch.exp(d) - 1 - d}[get("reference_policy_kl_type", "k3")]
+
+    total = {"actor": 0.0, "kl": 0.0, "nll": 0.0}
+    sums: dict[str, float] = {}
+    extremes: dict[str, list[Tensor]] = {"probs_ratio": [], "probs_ratio_clamped": []}
+
+    def add(name: str, value: Tensor | float, count: int) -> None:
+        sums[name] = sums.get(name, 0.0) + float(torch.as_tensor(value).detach().sum()) / count
+
+    for i, t in rows:
+        cur, adv, beh = logp[i, t], data["advantages"][i, t], data["generation_logprobs"][i, t]
+        old = cur.detach() if get("force_on_policy_ratio", False) else data["prev_logprobs"][i, t]
+        n_i = max(len(t), 1)
+        weight = 1 / n_tok if get("token_level_loss", True) else 1 / (n_seq * n_i)
+        # the ratio and its clip
+        if get("force_on_policy_ratio", False):
+            ratio = clipped = torch.exp(cur - cur.detach())
+        elif get("disable_ppo_ratio", False):
+            ratio = clipped = cur
+        else:
+            log_ratio = (
+                (cur - old).sum() / n_i + 0 * cur if get("sequence_level_importance_ratios", False) else cur - old
+            )
+            ratio = torch.exp(log_ratio)
+            clipped = torch.clamp(ratio, low, high)
+        x = -adv * clipped.detach() * cur if get("use_cispo", False) else torch.maximum(-adv * ratio, -adv * clipped)
+        if get("ratio_clip_c", None):
+            x = torch.where(adv < 0, torch.minimum(x, -adv * config["ratio_clip_c"]), x)
+        # the off-policy weight
+        if get("sequence_level_importance_ratios", False):
+            w = torch.exp((old - beh).sum()) * torch.ones_like(cur)
+        else:
+            w = torch.exp(old - beh)
+        w = w.detach()
+        if kind == "tis":
+            add("is_oob_ratio", ((w > bound) | (w < floor)).double(), n_tok)
+            w = torch.clamp(w, floor, bound)
+        elif kind == "icepop":
+            add("is_oob_ratio", ((w > bound) | (w < floor)).double(), n_tok)
+            w = torch.where((w > bound) | (w < floor), torch.zeros_like(w), w)
+        elif kind == "seq-mask-tis":
+            geometric = math.exp((old - beh).sum().item() / n_i)
+            kept = floor <= geometric <= bound
+            add("is_oob_ratio", 0.0 if kept else 1.0, n_seq)
+            w = w * (1.0 if kept else 0.0)
+        if get("sequence_level_importance_ratios", False):
+            per_sequence = w[0] if len(t) else torch.ones(())
+            add("sampling_importance_ratio", per_sequence, n_seq)
+        else:
+            add("sampling_importance_ratio", w, n_tok)
+        total["actor"] = (
+            total["actor"] + ((w if get("use_importance_sampling_correction", False) else 1.0) * x).sum() * weight
+        )
+        # the KL to the reference
+        if beta:
+            ref = data["reference_policy_logprobs"][i, t]
+            base = beh if get("use_on_policy_kl_approximation", False) else cur.detach()
+            kappa = torch.exp(cur - base)
+            d = ref - cur
+            if kl_in is not None:
+                kappa = torch.where(d.abs() > kl_in, kappa.detach(), kappa)
+                d = torch.clamp(d, -kl_in, kl_in)
+            value = kappa * k(torch.zeros_like(d), d)
+            value = value if kl_out is None else torch.clamp(value, -kl_out, kl_out)
+            total["kl"] = total["kl"] + value.sum() * weight
+        if get("positive_example_nll_weight", 0.0) and data["rewards"][i] > 0:
+            total["nll"] = total["nll"] - cur.sum() / max(positives, 1)
+        mixture = torch.log(0.5 * torch.exp(old) + 0.5 * torch.exp(beh))
+        js = sum(0.5 * (torch.exp(mixture - p) - (mixture - p) - 1) for p in (old, beh))
+        add("probs_ratio", ratio, n_tok)
+        add("probs_ratio_clamped", clipped, n_tok)
+        add("clip_fraction_low", (ratio < clipped).double(), n_tok)
+        add("clip_fraction_high", (ratio > clipped).double(), n_tok)
+        add("token_mult_prob_error", torch.exp((beh - old).abs()), n_tok)
+        add("gen_kl_error", k(beh, old), n_tok)
+        add("policy_kl_error", k(old, beh), n_tok)
+        add("js_divergence_error", js, n_tok)
+        add("approx_entropy", -torch.exp(cur - beh) * cur, n_tok)
+        add("entropy", entropy[i, t], n_tok)
+        add("num_valid_samples", 1.0, 1)
+        extremes["probs_ratio"].append(ratio)
+        extremes["probs_ratio_clamped"].append(clipped)
+
+    for name, values in extremes.items():
+        flat = torch.cat(values) if values else torch.empty(0)
+        sums[f"{name}_min"] = flat.min().item() if flat.numel() else math.inf
+        sums[f"{name}_max"] = flat.max().item() if flat.numel() else -math.inf
+    loss = total["actor"] + beta * total["kl"] + get("positive_example_nll_weight", 0.0) * total["nll"]
+    return loss, sums | {
+        "loss": torch.as_tensor(loss).item(),
+        "kl_penalty": torch.as_tensor(total["kl"]).item(),
+        "positive_nll_loss": torch.as_tensor(total["nll"]).item(),
+    }
