@@ -1,0 +1,188 @@
+"""A core attention for Megatron layers in plain PyTorch: tensor, sequence, context parallel, padded, packed (THD).
+
+Under context parallelism each rank holds its zigzag share of every sequence. Keys and values are gathered once over
+the context group (the gather's backward is a reduce-scatter), and who may look at whom is decided by (segment, place
+in the sequence), so nothing is ever put back in order. Packed rows are worked in blocks of neighbouring sequences: a
+mask never grows with the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from parallel_rl.layout import SequenceLayout
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+BLOCK = 512  # positions of the packed row that one mask covers, where the sequences are shorter than that
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Local positions [start, stop) that only look at each other; `mask` [q, k] says where, None is plain causal."""
+
+    start: int
+    stop: int
+    mask: Tensor | None
+
+
+class SelfAttentionCore(MegatronModule):
+    """Causal softmax(q·kᵀ/√d)·v within each sequence, as the `core_attention` of a Megatron layer spec.
+
+    Grouped queries (fewer key/value heads) are expanded. Works in the dtype of its input: float64, float32 or bfloat16.
+
+    Raises:
+        ValueError: dropout, a sliding window or a softmax variant in the config; a packed row of another length than
+        its bounds.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        for name, value, right in (
+            ("attention_dropout", dropout, 0.0),
+            ("window_size", config.window_size, None),
+            ("softmax_type", config.softmax_type, "vanilla"),
+        ):
+            if value != right:
+                raise ValueError(f"{name} = {value!r} is not supported by SelfAttentionCore; it must be {right!r}")
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.layer_number = layer_number
+        self.softmax_scale = softmax_scale  # None is 1/√d
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attention output of this rank's tokens.
+
+        Args:
+            query: [S/cp, B, h, d], packed [T/cp, h, d].
+            key, value: [S/cp, B, g, d], packed [T/cp, g, d]; h is a multiple of g.
+            attention_mask: True hides, broadcast to [B, h, S, S], on top of causality; without context parallelism
+                and packing.
+            attn_mask_type: not used, attention is causal.
+            attention_bias: not supported.
+            packed_seq_params: bounds of the packed sequences; None is padded.
+
+        Returns:
+            [S/cp, B, h·d], packed [T/cp, h·d].
+        """
+        if attention_bias is not None:
+            raise ValueError("attention_bias is not supported by SelfAttentionCore")
+        packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+        if packed:
+            query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
+        length, batch, heads, dim = query.shape
+        size, rank = self.cp_group.size(), self.cp_group.rank()
+        if attention_mask is not None and (packed or size > 1):
+            raise ValueError(
+                "attention_mask is not supported with packed sequences or context parallelism; leave it None"
+            )
+        blocks = _plan(
+            _bounds(packed_seq_params, length, size) if packed else (0, length * size), size, rank, query.device
+        )
+        if size > 1:
+            # One collective for both; [cp, S/cp, B, g, 2·d]
+            both = torch.cat((key, value), dim=-1)
+            both = tensor_parallel.gather_from_sequence_parallel_region(both, True, self.cp_group)
+            key, value = both.view(size, length, *both.shape[1:]).split((key.shape[-1], value.shape[-1]), dim=-1)
+        else:
+            key, value = key.unsqueeze(0), value.unsqueeze(0)
+        parts = []
+        for block in blocks:
+            q = query[block.start : block.stop]
+            k, v = (
+                _heads(x[:, block.start : block.stop], heads) if size > 1 or packed else _heads(x, heads)
+                for x in (key, value)
+            )
+            parts.append(self._attend(q, k, v, block.mask, attention_mask))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.view(length, heads * dim) if packed else out.view(length, batch, heads * dim)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, hidden: Tensor | None) -> Tensor:
+        """query [q, B, h, d], key and value [B, h, k, d] → [q, B, h, d]."""
+        queries, keys = query.shape[0], key.shape[2]
+        if mask is None and (hidden is not None or queries != keys):
+            # Fewer queries than keys: the queries are the last of them (generation with a cache).
+            causal = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
+            mask = causal if hidden is None else causal & ~hidden
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3), key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale
+        )
+        return out.permute(2, 0, 1, 3).contiguous()
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """[cp, s, B, g, d] → [B, h, cp·s, d]."""
+    x = x.permute(2, 3, 0, 1, 4).flatten(2, 3)
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _bounds(packed: PackedSeqParams | None, length: int, size: int) -> tuple[int, ...]:
+    assert packed is not None
+    cu_seqlens = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
+    bounds = tuple(cu_seqlens.tolist())
+    if bounds[-1] != length * size:
+        raise ValueError(
+            f"the packed bounds end at {bounds[-1]}; the row has {length} × cp {size} = {length * size} positions"
+        )
+    return bounds
+
+
+@lru_cache(maxsize=64)
+def _plan(bounds: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> tuple[_Block, ...]:
+    """Puts neighbouring sequences together until a block is full. A sequence alone needs no mask without CP."""
+    groups: list[tuple[int, ...]] = []
+    first = 0
+    for last in range(1, len(bounds)):
+        if last + 1 == len(bounds) or bounds[last + 1] - bounds[first] > BLOCK:
+            groups.append(bounds[first : last + 1])
+            first = last
+    return tuple(_block(group, cp_size, cp_rank, device) for group in groups)
+
+
+def _block(bounds: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> _Block:
+    start, stop = bounds[0] // cp_size, bounds[-1] // cp_size
+    if cp_size == 1 and len(bounds) == 2:
+        return _Block(start, stop, None)
+    total = bounds[-1] - bounds[0]
+    cu_seqlens = torch.tensor(bounds) - bounds[0]
+    ranks = [
+        SequenceLayout.packed(cu_seqlens, seq_len=total, total=total, cp_size=cp_size, cp_rank=rank)
+        for rank in range(cp_size)
+    ]
+    segments = torch.cat([layout.sequence_ids for layout in ranks])
+    places = torch.cat([layout.positions for layout in ranks])
+    own = ranks[cp_rank]
+    mask = (own.sequence_ids[:, None] == segments) & (own.positions[:, None] >= places)
+    return _Block(start, stop, mask.to(device))

@@ -1,0 +1,155 @@
+"""From whole rows of tokens to what `GPTModel.forward` takes on this rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from parallel_rl.layout import SequenceLayout
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """This context rank's tokens and places, [B, S/cp] or packed [1, T/cp], and the bounds of packed sequences."""
+
+    tokens: Tensor
+    positions: Tensor
+    packed: PackedSeqParams | None
+    layout: SequenceLayout
+
+
+def padded_input(input_ids: Tensor, *, context_parallel: bool = True) -> ModelInput:
+    """Rows as they are: [B, S] tokens, right-padded.
+
+    Args:
+        input_ids: [B, S], the same on every context rank.
+        context_parallel: False while context ranks are data replicas (`replicas`).
+
+    Raises:
+        ValueError: S does not divide by 2·cp, or by what sequence parallelism needs.
+    """
+    size, rank = _context(context_parallel)
+    layout = SequenceLayout.padded(*input_ids.shape, cp_size=size, cp_rank=rank, device=input_ids.device)
+    return ModelInput(*_local(input_ids, layout), None, layout)
+
+
+def packed_input(
+    input_ids: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None, *, context_parallel: bool = True
+) -> ModelInput:
+    """The sequences of [B, S] rows one after the other in one row.
+
+    Args:
+        input_ids: [B, S], the same on every context rank.
+        cu_seqlens: [B + 1] integers, true lengths summed up from 0; host tensors cost no wait for the device.
+        cu_seqlens_padded: [B + 1] the same with padding; `packed_bounds` makes both.
+        context_parallel: False while context ranks are data replicas (`replicas`).
+
+    Raises:
+        ValueError: bounds that do not fit the rows, or lengths that do not divide by 2·cp.
+    """
+    size, rank = _context(context_parallel)
+    bounds = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+    if cu_seqlens.numel() - 1 != input_ids.shape[0]:
+        raise ValueError(f"cu_seqlens has {cu_seqlens.numel() - 1} sequences, input_ids {input_ids.shape[0]} rows")
+    layout = SequenceLayout.packed(
+        cu_seqlens.to(input_ids.device),
+        bounds.to(input_ids.device),
+        seq_len=input_ids.shape[1],
+        total=int(bounds[-1]),
+        cp_size=size,
+        cp_rank=rank,
+    )
+    longest = int(bounds.diff().max())
+    # A sequence's padding stands behind it, where causality hides it: the padded bounds are all that attention needs,
+    # and kernels that know no gaps between sequences stay usable.
+    padded = bounds.to(device=input_ids.device, dtype=torch.int32)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=padded,
+        cu_seqlens_kv=padded,
+        cu_seqlens_q_padded=padded,
+        cu_seqlens_kv_padded=padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return ModelInput(*_local(input_ids, layout), packed, layout)
+
+
+def packed_bounds(
+    lengths: Tensor, *, multiple: int = 1, total: int | None = None, context_parallel: bool = True
+) -> tuple[Tensor, Tensor]:
+    """`cu_seqlens` and `cu_seqlens_padded` (int32, on the host) with the padding that the layout needs.
+
+    Each padded length divides by 2·cp under context parallelism, the row by cp·tp (sequence parallelism); the last
+    sequence takes what the row needs.
+
+    Args:
+        lengths: [B] true lengths.
+        multiple: what each padded length shall divide by besides.
+        total: T, where the row shall have a fixed length.
+        context_parallel: False while context ranks are data replicas (`replicas`): no padding but `multiple`.
+
+    Raises:
+        ValueError: lengths that are not [B] integers ≥ 1, or a `total` that does not hold them or does not divide.
+    """
+    if lengths.dim() != 1 or lengths.is_floating_point() or lengths.numel() == 0 or int(lengths.min()) < 1:
+        raise ValueError(f"lengths must be [B] integers ≥ 1, got {lengths.dtype} {lengths.tolist()}")
+    size, _ = _context(context_parallel)
+    tp = parallel_state.get_tensor_model_parallel_world_size() if context_parallel else 1
+    unit = math.lcm(multiple, 2 * size if size > 1 else 1)
+    row = math.lcm(unit, size * tp)
+    host = lengths.detach().cpu().to(torch.int64)
+    rooms = (host + unit - 1) // unit * unit
+    needed = int(rooms.sum())
+    whole = -(-needed // row) * row if total is None else total
+    if whole < needed or whole % row:
+        raise ValueError(f"total = {total} must be at least {needed} and divide by {row}")
+    rooms[-1] += whole - needed
+    return _cumulate(host), _cumulate(rooms)
+
+
+def forward_logits(model: torch.nn.Module, batch: ModelInput) -> Tensor:
+    """The model chunk's output: logits [B, S/cp, V/tp] in the model's dtype on the last stage, hidden states before it.
+
+    Raises:
+        ValueError: under sequence parallelism, a local length that tp does not divide.
+    """
+    config = get_model_config(model)
+    tp = config.tensor_model_parallel_size
+    if config.sequence_parallel and batch.tokens.shape[1] % tp:
+        raise ValueError(
+            f"sequence_parallel splits the {batch.tokens.shape[1]} local positions over tp = {tp}, not evenly; "
+            f"pad the rows to a multiple of cp·tp (`packed_bounds` does)"
+        )
+    wrapped: torch.nn.Module | None = model
+    half = False
+    while wrapped is not None and not half:
+        half = isinstance(wrapped, Float16Module)
+        wrapped = getattr(wrapped, "module", None)
+    options = {"fp32_output": False} if half else {}
+    out: Tensor = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed, **options)
+    return out
+
+
+def _context(context_parallel: bool) -> tuple[int, int]:
+    if not context_parallel:
+        return 1, 0
+    return parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+
+
+def _local(input_ids: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    shape = layout.local_shape
+    # Padding may stand beyond the last learned position; nobody reads what becomes of it.
+    places = torch.where(layout.held[1], layout.positions, 0)
+    return layout.shard(input_ids, shift=False).view(shape), places.view(shape)
+
+
+def _cumulate(lengths: Tensor) -> Tensor:
+    return torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).to(torch.int32)

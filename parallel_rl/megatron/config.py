@@ -1,0 +1,140 @@
+"""A TransformerConfig for the present layout, with what a CPU needs where there is no CUDA."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def has_transformer_engine() -> bool:
+    """Whether Megatron's Transformer Engine layers can be used: the package is there, and a CUDA device."""
+    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def build_config(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    num_attention_heads: int,
+    num_query_groups: int | None = None,
+    ffn_hidden_size: int | None = None,
+    kv_channels: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    sequence_parallel: bool = False,
+    calculate_per_token_loss: bool = True,
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm",
+    gated: bool = True,
+    bias: bool = False,
+    qk_norm: bool = False,
+    norm_epsilon: float = 1e-5,
+    init_std: float = 0.02,
+    recompute: bool = False,
+    deterministic: bool = False,
+    dropout: float = 0.0,
+    virtual_pp: int | None = None,
+    overrides: Mapping[str, object] | None = None,
+) -> TransformerConfig:
+    """A Megatron config of a Llama-like decoder for the layout that `initialize` set, with what a CPU needs where
+    there is no CUDA.
+
+    Args:
+        num_layers, hidden_size, num_attention_heads, num_query_groups, ffn_hidden_size, kv_channels: as Megatron
+            names them; the feed-forward width defaults to 4·D (8·D/3 rounded up to 8 where gated).
+        dtype: of parameters and activations; bfloat16 and float16 need `wrap_model`.
+        sequence_parallel: shards the activations between tensor-parallel regions; without effect on one tensor rank.
+        calculate_per_token_loss: Megatron's flag; `megatron_loss_func` obeys the law with either.
+        gated: SwiGLU instead of GELU.
+        bias: biases in the linear layers.
+        recompute: full activation recomputation, layer by layer.
+        deterministic: Megatron's `deterministic_mode`.
+        dropout: must be 0; the law does not hold otherwise.
+        overrides: further fields of TransformerConfig by name.
+
+    Raises:
+        ValueError: dropout above 0, sizes that the layout does not divide, an unknown field in `overrides`.
+    """
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    pp = parallel_state.get_pipeline_model_parallel_world_size()
+    groups = num_attention_heads if num_query_groups is None else num_query_groups
+    ffn = ffn_hidden_size or (-(-8 * hidden_size // 24) * 8 if gated else 4 * hidden_size)
+    fields: dict[str, object] = {
+        "num_layers": num_layers,
+        "hidden_size": hidden_size,
+        "num_attention_heads": num_attention_heads,
+        "num_query_groups": groups,
+        "ffn_hidden_size": ffn,
+        "kv_channels": kv_channels or hidden_size // num_attention_heads,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
+        "sequence_parallel": sequence_parallel and tp > 1,
+        "calculate_per_token_loss": calculate_per_token_loss,
+        "normalization": normalization,
+        "layernorm_epsilon": norm_epsilon,
+        "gated_linear_unit": gated,
+        "activation_func": torch.nn.functional.silu if gated else torch.nn.functional.gelu,
+        "add_bias_linear": bias,
+        "qk_layernorm": qk_norm,
+        "init_method_std": init_std,
+        "hidden_dropout": dropout,
+        "attention_dropout": dropout,
+        "tensor_model_parallel_size": tp,
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+        "pipeline_model_parallel_size": pp,
+        "virtual_pipeline_model_parallel_size": virtual_pp,
+        "variable_seq_lengths": pp > 1,  # stages tell each other the shapes: packed rows and rollouts change theirs
+        "moe_token_dispatcher_type": "alltoall",  # the one that allows variable lengths; a dense model has none
+        "batch_p2p_sync": torch.cuda.is_available(),
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        "deterministic_mode": deterministic,
+        "recompute_granularity": "full" if recompute else None,
+        "recompute_method": "uniform" if recompute else None,
+        "recompute_num_layers": 1 if recompute else None,
+        **_fusions(),
+        **(overrides or {}),
+    }
+    _check_fields(fields, tp, pp, virtual_pp)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="full scope is deprecated")  # of Megatron's own default
+        return TransformerConfig(**fields)
+
+
+def _fusions() -> dict[str, object]:
+    on_gpu, engine = torch.cuda.is_available(), has_transformer_engine()
+    return {
+        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": on_gpu,
+        "masked_softmax_fusion": False,  # only Megatron's own core attention reads it
+        "apply_rope_fusion": engine,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": engine,
+    }
+
+
+def _check_fields(fields: Mapping[str, object], tp: int, pp: int, virtual_pp: int | None) -> None:
+    unknown = sorted(set(fields) - set(TransformerConfig.__dataclass_fields__))
+    if unknown:
+        raise ValueError(f"overrides has unknown fields {unknown}; TransformerConfig does not have them")
+    for name in ("hidden_dropout", "attention_dropout"):
+        if fields[name] != 0:
+            raise ValueError(f"{name} = {fields[name]} must be 0: with dropout the numbers depend on the layout")
+    names = ("num_layers", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
+    sizes = {name: value for name in names if isinstance(value := fields[name], int)}
+    for name, value in sizes.items():
+        parts, what = (
+            (pp * (virtual_pp or 1), "pipeline stages") if name == "num_layers" else (tp, "tensor parallel ranks")
+        )
+        if name == "num_query_groups" and 0 < value < tp:
+            continue  # Megatron repeats them
+        if value < 1 or value % parts:
+            raise ValueError(f"{name} = {value} does not divide by {parts} {what}")
+    heads, groups = sizes["num_attention_heads"], sizes["num_query_groups"]
+    if heads % groups:
+        raise ValueError(f"num_attention_heads = {heads} does not divide by num_query_groups = {groups}")

@@ -1,0 +1,124 @@
+"""Lets an unmodified megatron-core run on CPU tensors with gloo.
+
+Megatron writes `device="cuda"`, `torch.cuda.current_device()` and `tensor.cuda()` throughout. Where no CUDA device
+exists these can only mean the host, so one torch function mode and a handful of replaced `torch.cuda` functions say
+so. Where CUDA exists nothing at all is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_TYPE_PREFIX = "torch."
+
+
+def _is_cuda(device: object) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class _HostMode(TorchFunctionMode):
+    """`cuda` means the host; everything else passes through untouched."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.type and len(args) == 1 and not kwargs:
+            return _type_name(torch.typename(args[0]), sys._getframe(1).f_globals.get("__name__", ""))
+        if "device" in kwargs and _is_cuda(kwargs["device"]):
+            kwargs["device"] = _CPU
+        if "pin_memory" in kwargs:
+            kwargs["pin_memory"] = False
+        if func is Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        return func(*args, **kwargs)
+
+
+def _type_name(name: object, caller: str) -> object:
+    # Megatron's optimizers tell parameters apart by 'torch.cuda.FloatTensor'; nobody else is told that a host tensor
+    # is not one.
+    if isinstance(name, str) and caller.startswith("megatron.") and not name.startswith("torch.cuda."):
+        return "torch.cuda." + name.removeprefix(_TYPE_PREFIX)
+    return name
+
+
+_mode: _HostMode | None = None
+
+
+def enable_cpu() -> bool:
+    """Makes megatron-core usable without CUDA in this process (and this thread); call it before a model is built.
+
+    Does nothing where a CUDA device is available, and nothing the second time.
+
+    Returns:
+        True where the CPU stands in for CUDA.
+    """
+    global _mode
+    if torch.cuda.is_available():
+        return False
+    if _mode is None:
+        _replace_cuda_functions()
+        _mode = _HostMode()
+        _mode.__enter__()
+    return True
+
+
+@contextlib.contextmanager
+def plain_torch() -> Iterator[None]:
+    """Takes the stand-in away for the length of a `with` block: what is compiled or counted inside sees plain torch."""
+    if _mode is None or torch.overrides._get_current_function_mode() is not _mode:
+        yield
+        return
+    _mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        _mode.__enter__()
+
+
+def _replace_cuda_functions() -> None:
+    from megatron.core.tensor_parallel import random as megatron_random
+
+    def current_device() -> torch.device:
+        return _CPU
+
+    def nothing(*_: object, **__: object) -> None:
+        return None
+
+    def get_state(*_: object, **__: object) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_state(state: Tensor, *_: object, **__: object) -> None:
+        torch.set_rng_state(state)
+
+    def seed(value: int) -> None:
+        torch.manual_seed(value)
+
+    replaced: dict[tuple[object, str], object] = {
+        (torch.cuda, "current_device"): current_device,
+        (torch.cuda, "synchronize"): nothing,
+        (torch.cuda, "get_rng_state"): get_state,
+        (torch.cuda, "set_rng_state"): set_state,
+        (torch.cuda, "manual_seed"): seed,
+        (megatron_random, "_get_cuda_rng_state"): get_state,
+        (megatron_random, "_set_cuda_rng_state"): set_state,
+    }
+    for (module, name), function in replaced.items():
+        setattr(module, name, function)

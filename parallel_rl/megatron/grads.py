@@ -1,0 +1,126 @@
+"""Gradients of a Megatron model: their sum without DDP, their norm, and clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch import Tensor
+from torch.nn import Parameter
+
+
+def gradient(parameter: Parameter) -> Tensor | None:
+    """`main_grad` of Megatron's DDP where there is one, else `grad`."""
+    grad: Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if grad is None else grad
+
+
+@torch.no_grad()
+def sum_gradients(models: Sequence[torch.nn.Module]) -> None:
+    """What `finalize_model_grads` does, for models without Megatron's DDP: afterwards `grad` holds ∇L.
+
+    Sums over data × context; over tensor ranks where sequence parallelism or a norm on the heads left a part on each;
+    over the first and last stage for tied embeddings. A parameter that got no gradient counts as zero.
+    """
+    config = get_model_config(models[0])
+    every, parts = [], []
+    for name, parameter in _named(models):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        every.append(parameter.grad)
+        split = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+        if split or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)):
+            parts.append(parameter.grad)
+    _sum_flat(every, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    _sum_flat(parts, parallel_state.get_tensor_model_parallel_group())
+    # Megatron makes both copies equal at the start and expects equal gradients to keep them so.
+    embedding = parallel_state.get_embedding_group(check_initialized=False)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1 and embedding is not None:
+        module = get_attr_wrapped_model(
+            models[0 if parallel_state.is_pipeline_first_stage() else -1], "pre_process", return_model_obj=True
+        )
+        if module.share_embeddings_and_output_weights and parallel_state.is_rank_in_embedding_group(
+            ignore_virtual=True
+        ):
+            _sum_flat([module.shared_embedding_or_output_weight().grad], embedding)
+
+
+@torch.no_grad()
+def grad_norm(models: Sequence[torch.nn.Module]) -> Tensor:
+    """‖∇L‖₂ over the whole model, a float64 scalar, the same bits on every rank of the model parallel group.
+
+    Replicated parameters count on one tensor rank, tied embeddings on one stage. Call it after `finalize_model_grads`
+    or `sum_gradients`.
+
+    Raises:
+        ValueError: the distributed optimizer (its gradients are whole on their own shard only: use the optimizer's
+            `clip_grad` and `get_grad_norm`), or expert parameters (spread over other groups: likewise).
+    """
+    _check_whole(models)
+    total: Tensor | None = None
+    for _, parameter in _named(models):
+        grad = gradient(parameter)
+        if grad is None or not param_is_not_shared(parameter) or not param_is_not_tensor_parallel_duplicate(parameter):
+            continue
+        square = grad.double().square().sum()
+        total = square if total is None else total + square
+    if total is None:
+        total = torch.zeros((), dtype=torch.float64, device=next(iter(models[0].parameters())).device)
+    # Gathered and added in rank order: an all-reduce may round differently on different ranks.
+    group = parallel_state.get_model_parallel_group()
+    squares = [torch.empty_like(total) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(squares, total, group=group)
+    return torch.stack(squares).sum().sqrt()
+
+
+@torch.no_grad()
+def clip_grads_(models: Sequence[torch.nn.Module], max_norm: float, norm: Tensor) -> None:
+    """Scales the gradients by min(1, max_norm / (norm + 1e-6)), in place, without a host sync.
+
+    Raises:
+        ValueError: max_norm not above 0; the distributed optimizer (see `grad_norm`).
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm = {max_norm} must be above 0")
+    _check_whole(models)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for _, parameter in _named(models):
+        grad = gradient(parameter)
+        if grad is not None:
+            grad.mul_(scale.to(grad))
+
+
+def _named(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Parameter]]:
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                yield name, parameter
+
+
+def _check_whole(models: Sequence[torch.nn.Module]) -> None:
+    for model in models:
+        settings = getattr(model, "ddp_config", None)
+        if settings is not None and settings.use_distributed_optimizer:
+            raise ValueError(
+                "use_distributed_optimizer = True keeps whole gradients on their own shard only; let the optimizer clip"
+            )
+    for name, parameter in _named(models):
+        if not getattr(parameter, "allreduce", True):
+            raise ValueError(f"{name} is an expert parameter, spread over other groups; let Megatron's optimizer clip")
+
+
+def _sum_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """One all-reduce per dtype."""
+    if dist.get_world_size(group) == 1:
+        return
+    for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        dist.all_reduce(flat, group=group)
+        for tensor, piece in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+            tensor.copy_(piece.view_as(tensor))

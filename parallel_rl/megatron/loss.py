@@ -1,0 +1,120 @@
+"""The loss callback of Megatron's schedules, and the one place where what Megatron multiplies is undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol, TypedDict
+
+import torch
+from torch import Tensor
+
+from parallel_rl.groups import ParallelGroups
+from parallel_rl.megatron.cpu import plain_torch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch.distributed import ProcessGroup
+
+
+class LossFunction(Protocol):
+    """What every loss of this package is; see `ClippedPGLossFn`."""
+
+    def __call__(
+        self,
+        next_token_logits: Tensor,
+        data: Mapping[str, Tensor],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> tuple[Tensor, Mapping[str, Tensor]]: ...
+
+
+class LossReport(TypedDict):
+    """Of one micro-batch, on the last stage: this rank's share of the loss, and the metrics for `reduce_metrics`."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+
+
+LossResult = tuple[Tensor, LossReport] | tuple[Tensor, Tensor, LossReport]
+
+
+def megatron_loss_func(
+    loss_fn: LossFunction,
+    data: Mapping[str, Tensor],
+    global_valid_seqs: Tensor,
+    global_valid_toks: Tensor,
+    *,
+    config: TransformerConfig,
+    num_microbatches: int,
+    ddp: bool = True,
+    groups: ParallelGroups | None = None,
+) -> Callable[[Tensor], LossResult]:
+    """The function of the logits that a forward step returns to `get_forward_backward_func`, such that the law holds.
+
+    The gradients that the optimizer sees are Σ over data and context ranks and micro-batches of ∇share = ∇L, whatever
+    the number of micro-batches and ranks and whether `calculate_per_token_loss` is set:
+
+    - calculate_per_token_loss, a dense model: (L, 0, report); nothing is scaled.
+    - calculate_per_token_loss with experts or multi-token prediction: (L·N, n, report) with Σn = N, because their
+      auxiliary losses rely on the division by Σn in `finalize_model_grads`.
+    - otherwise: (L·M·DP, report) under Megatron's DDP, (L·M/CP, report) without; the schedule multiplies by CP/M and
+      DDP by 1/(DP·CP).
+
+    Args:
+        loss_fn: any loss with the package's call; it returns this rank's share and its metrics.
+        data: the whole, token-aligned tensors of this micro-batch.
+        global_valid_seqs, global_valid_toks: from `count_valid` over all micro-batches of the step and all data ranks.
+        config: the model's config; `calculate_per_token_loss` and the experts are read from it.
+        num_microbatches: M of the schedule.
+        ddp: whether the model is wrapped in Megatron's DDP with `finalize_model_grads_func` set. False: the gradients
+            are summed over data × context by `sum_gradients` or by the caller.
+        groups: defaults to `ParallelGroups.from_megatron()`.
+
+    Returns:
+        logits [B, S/cp, V/tp] → what the schedule expects. Its report holds the unscaled share.
+
+    Raises:
+        ValueError: num_microbatches below 1; experts or multi-token prediction with calculate_per_token_loss and
+        without DDP.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches = {num_microbatches} must be at least 1")
+    auxiliary = bool(config.num_moe_experts) or bool(config.mtp_num_layers)
+    if auxiliary and config.calculate_per_token_loss and not ddp:
+        raise ValueError(
+            "calculate_per_token_loss = True with experts or multi-token prediction needs Megatron's DDP (ddp=True)"
+        )
+    where = groups or ParallelGroups.from_megatron()
+
+    def loss_func(logits: Tensor) -> LossResult:
+        with plain_torch():
+            share, metrics = loss_fn(
+                logits,
+                data,
+                global_valid_seqs,
+                global_valid_toks,
+                vocab_parallel_rank=where.tp_rank,
+                vocab_parallel_group=where.tensor,
+                context_parallel_group=where.context,
+            )
+        # The schedule divides in place, so what is reported must not share memory with what is returned.
+        report = LossReport(loss=share.detach().clone(), metrics=metrics)
+        if not config.calculate_per_token_loss:
+            return share * (num_microbatches * where.dp_size if ddp else num_microbatches / where.cp_size), report
+        if not auxiliary:
+            return share, torch.zeros((), dtype=torch.int, device=share.device), report
+        # finalize_model_grads multiplies by 1.0 / Σn, rounded to torch's default dtype; dividing by the same number
+        # loses nothing.
+        scaling = (1.0 / global_valid_toks.to(torch.int)).to(share)
+        return share / scaling, _valid_tokens(data, where, share.device), report
+
+    return loss_func
+
+
+def _valid_tokens(data: Mapping[str, Tensor], groups: ParallelGroups, device: torch.device) -> Tensor:
+    """This micro-batch's tokens, told by one context rank only: Megatron sums them over data × context."""
+    valid = (data["token_mask"][:, 1:] != 0) & (data["sample_mask"] != 0).unsqueeze(1)
+    return valid.sum().to(device=device, dtype=torch.int) * (groups.cp_rank == 0)

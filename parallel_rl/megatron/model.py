@@ -1,0 +1,204 @@
+"""Groups and GPT models of megatron-core, on GPUs with Transformer Engine and on CPUs without."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from parallel_rl.megatron.attention import SelfAttentionCore
+from parallel_rl.megatron.config import has_transformer_engine
+from parallel_rl.megatron.cpu import enable_cpu
+from parallel_rl.megatron.norm import ShardedNorm
+from parallel_rl.megatron.weights import global_parameters, initialize_weights
+
+PositionEmbedding = Literal["rope", "learned_absolute"]
+
+
+def initialize(tp: int = 1, cp: int = 1, pp: int = 1, *, seed: int = 0, virtual_pp: int | None = None) -> None:
+    """Megatron's process groups and random states over the default process group; what remains of the world is data
+    parallel.
+
+    A layout that is there already is destroyed first. Where CUDA is missing, `enable_cpu()` is called.
+
+    Args:
+        tp, cp, pp: tensor, context and pipeline parallel sizes.
+        seed: of Megatron's random states; it must be the same on every rank.
+        virtual_pp: model chunks per pipeline stage (interleaved schedule).
+
+    Raises:
+        ValueError: a size below 1, or a world that tp·cp·pp does not divide.
+        RuntimeError: torch.distributed is not initialised.
+    """
+    for name, size in (("tp", tp), ("cp", cp), ("pp", pp)):
+        if size < 1:
+            raise ValueError(f"{name} = {size} must be at least 1")
+    if not dist.is_initialized():
+        raise RuntimeError("call torch.distributed.init_process_group first (torchrun sets its environment)")
+    world = dist.get_world_size()
+    if world % (tp * cp * pp):
+        raise ValueError(
+            f"the world has {world} ranks, which tp {tp} × cp {cp} × pp {pp} = {tp * cp * pp} does not divide"
+        )
+    on_host = enable_cpu()
+    destroy()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=virtual_pp,
+    )
+    # On the host there is one random state, so Megatron's tracker must not swap it; nothing random runs inside a
+    # model anyway.
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_host, force_reset_rng=True)
+
+
+def destroy() -> None:
+    """Forgets Megatron's process groups; the default process group stays."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    """Megatron's Transformer Engine layers where they can be used, otherwise its local layers with our norm and
+    attention.
+    """
+    if has_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = ShardedNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = SelfAttentionCore
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = ShardedNorm
+    return spec
+
+
+def padded_vocab_size(vocab_size: int, multiple: int = 1) -> int:
+    """The smallest size ≥ `vocab_size` that divides by `multiple` × the tensor parallel size."""
+    unit = multiple * parallel_state.get_tensor_model_parallel_world_size()
+    return -(-vocab_size // unit) * unit
+
+
+def build_model(
+    config: TransformerConfig,
+    vocab_size: int,
+    max_sequence_length: int,
+    *,
+    position_embedding: PositionEmbedding = "rope",
+    rotary_base: int = 10000,
+    rotary_percent: float = 1.0,
+    tie_embeddings: bool = False,
+    vocab_multiple: int = 1,
+    seed: int = 0,
+    vp_stage: int | None = None,
+) -> GPTModel:
+    """This rank's part of a GPT decoder; its weights depend on (seed, name), not on the layout.
+
+    Args:
+        config: from `build_config`.
+        vocab_size: V. The embedding and the head are padded so that they divide by `vocab_multiple` × tp; hand the
+            true V to the losses as `vocab_size=`, they then leave the padding out.
+        max_sequence_length: the longest sequence (learned positions have as many rows).
+        position_embedding: rotary or learned.
+        tie_embeddings: one matrix for embedding and head.
+        seed: of the weights.
+        vp_stage: which model chunk of this stage, for an interleaved schedule.
+
+    Returns:
+        The model: its forward gives logits [B, S/cp, V_padded/tp] on the last pipeline stage.
+
+    Raises:
+        ValueError: a size below 1, an unknown position embedding.
+    """
+    if vocab_size < 1 or max_sequence_length < 1:
+        raise ValueError(
+            f"vocab_size = {vocab_size} and max_sequence_length = {max_sequence_length} must be at least 1"
+        )
+    if position_embedding not in ("rope", "learned_absolute"):
+        raise ValueError(
+            f"position_embedding = {position_embedding!r} is not valid; choose 'rope' or 'learned_absolute'"
+        )
+    spec = layer_spec(config)
+    if not has_transformer_engine():
+        # A bare layer spec would get Megatron's own final norm, which does not know sequence parallelism without TE
+        # or Apex.
+        layers = get_num_layers_to_build(config, vp_stage)
+        spec = TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=ShardedNorm)
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=padded_vocab_size(vocab_size, vocab_multiple),
+        max_sequence_length=max_sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=tie_embeddings,
+        position_embedding_type=position_embedding,
+        rotary_base=rotary_base,
+        rotary_percent=rotary_percent,
+        vp_stage=vp_stage,
+    )
+    model.to(
+        device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    )
+    # Megatron makes learned positions in torch's default dtype; without Float16Module nobody would cast them.
+    model.to(dtype=config.params_dtype)
+    for name, parameter in global_parameters([model]):
+        if config.gated_linear_unit and ".linear_fc1." in name:
+            # Each rank holds its part of both halves; not every version says so.
+            parameter.partition_stride = 2  # type: ignore[attr-defined]
+    initialize_weights([model], seed, vocab_size)
+    return model
+
+
+def wrap_model(
+    model: GPTModel, *, ddp: bool | DistributedDataParallelConfig = True
+) -> GPTModel | Float16Module | DistributedDataParallel:
+    """`Float16Module` where the config says bf16 or fp16, then Megatron's data parallel wrapper.
+
+    With the wrapper the config gets `finalize_model_grads_func` (and `no_sync_func` where reductions overlap),
+    without it neither.
+
+    Args:
+        ddp: True for gradient buffers in max(float32, dtype) without overlap, a config for anything else, False for
+            none.
+    """
+    module: MegatronModule = model
+    if model.config.bf16 or model.config.fp16:
+        module = Float16Module(model.config, module)
+    if ddp is False:
+        return module
+    settings = ddp if isinstance(ddp, DistributedDataParallelConfig) else None
+    if settings is None:
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=model.config.params_dtype.itemsize < 4)
+    wrapped = DistributedDataParallel(model.config, settings, module)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    if settings.overlap_grad_reduce:
+        chunks = model.config.no_sync_func or []
+        model.config.no_sync_func = wrapped.no_sync if model.vp_stage is None else [*chunks, wrapped.no_sync]
+    return wrapped
+
+
+def unwrap(model: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside its wrappers."""
+    while isinstance(model, DistributedDataParallel | Float16Module):
+        model = model.module
+    return model

@@ -1,0 +1,127 @@
+"""Megatron's schedules without gradients, and what the last pipeline stage alone knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+BatchT = TypeVar("BatchT")
+ResultT = TypeVar("ResultT")
+
+_DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+_MAX_DIMS = 6
+
+
+@torch.no_grad()
+def forward_only(
+    forward: Callable[[torch.nn.Module, BatchT], Tensor],
+    models: Sequence[torch.nn.Module],
+    batches: Sequence[BatchT],
+    collect: Callable[[Tensor, int], ResultT],
+    *,
+    seq_length: int,
+    micro_batch_size: int,
+) -> list[ResultT] | None:
+    """Runs the pipeline without gradient and keeps what `collect` makes of each micro-batch's logits.
+
+    Args:
+        forward: model chunk and micro-batch → the chunk's output (`forward_logits` for a `ModelInput`).
+        models: the model chunks of this rank (one, except under an interleaved schedule).
+        batches: the micro-batches; as many on every rank.
+        collect: (logits, index of the micro-batch) → anything; called on the last pipeline stage only, in order.
+        seq_length, micro_batch_size: S (packed: T) over all context ranks and B (packed: 1). Only pipelines whose
+            config has `variable_seq_lengths` False read them.
+
+    Returns:
+        One result per micro-batch on the last pipeline stage, None on the others.
+    """
+
+    def step(batches: Iterator[tuple[int, BatchT]], model: torch.nn.Module) -> tuple[Tensor, Callable[..., ResultT]]:
+        index, batch = next(batches)
+        return forward(model, batch), partial(_collect, index)
+
+    def _collect(index: int, logits: Tensor, non_loss_data: bool = True) -> ResultT:
+        return collect(logits, index)
+
+    iterators = [iter(list(enumerate(batches))) for _ in models]
+    results: list[ResultT] = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iterators if len(models) > 1 else iterators[0],
+        model=list(models),
+        num_microbatches=len(batches),
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    return results if is_last_stage() else None
+
+
+def is_last_stage() -> bool:
+    """Whether this rank is on the last pipeline stage, the one that has logits."""
+    return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+
+
+def broadcast_from_last_stage(
+    tensor: Tensor | None, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The last pipeline stage's tensor on every stage; called by every rank of the pipeline group.
+
+    Args:
+        tensor: on the last stage; the other stages pass None (or anything).
+        shape, dtype: of the tensor, where every stage knows them: one broadcast. Without, a header goes first.
+
+    Raises:
+        ValueError: no tensor on the last stage; one of the two known only; more than 6 dimensions or an unusual dtype.
+    """
+    group = parallel_state.get_pipeline_model_parallel_group()
+    if is_last_stage() and tensor is None:
+        raise ValueError("the last pipeline stage must pass the tensor")
+    if (shape is None) != (dtype is None):
+        raise ValueError(f"give both shape and dtype or none of them, got shape = {shape} and dtype = {dtype}")
+    if dist.get_world_size(group) == 1:
+        assert tensor is not None
+        return tensor
+    source = parallel_state.get_pipeline_model_parallel_last_rank()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if shape is None or dtype is None:
+        shape, dtype = _exchange_header(tensor if is_last_stage() else None, source, device)
+    if is_last_stage():
+        assert tensor is not None
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype:
+            raise ValueError(f"the tensor is {tensor.dtype} {list(tensor.shape)}; announced were {dtype} {list(shape)}")
+        out = tensor.detach().contiguous()
+    else:
+        out = torch.empty(tuple(shape), dtype=dtype, device=device)
+    dist.broadcast(out, source, group=group)
+    return out
+
+
+def _exchange_header(tensor: Tensor | None, source: int, device: torch.device) -> tuple[list[int], torch.dtype]:
+    header = torch.zeros(2 + _MAX_DIMS, dtype=torch.int64, device=device)
+    if tensor is not None:
+        if tensor.dim() > _MAX_DIMS or tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"cannot announce a {tensor.dtype} tensor of {tensor.dim()} dimensions; give shape and dtype"
+            )
+        values = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        header[: len(values)] = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.broadcast(header, source, group=parallel_state.get_pipeline_model_parallel_group())
+    code, dims, *sizes = header.tolist()
+    return sizes[:dims], _DTYPES[code]

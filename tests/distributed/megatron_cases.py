@@ -1,0 +1,228 @@
+"""One training step on the real megatron-core in any layout, and how far its gradients are from a given reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+VOCAB, WIDTH, MICRO_BATCHES = 31, 16, 6  # an odd vocabulary: the head is padded under tensor parallelism
+LENGTHS = (13, 16, 5, 9, 16, 3)
+
+Batch = dict[str, Tensor]
+What = Literal["ragged", "masked micro-batch", "one context rank"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and the ways in which one step can be run on it."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    sp: bool = False
+    rows: Literal["padded", "packed", "padding"] = "padded"
+    micro_batches: int = 3  # over all data ranks
+    position: Literal["rope", "learned_absolute"] = "rope"
+    tied: bool = False
+    groups: int = 2  # key and value heads of the rotary model
+    per_token: bool = True
+    ddp: bool = True
+    data: What = "ragged"
+    loss: Literal["nll", "pg"] = "nll"
+    experts: bool = False  # takes the branch of the callback that mixture-of-experts models need
+
+    @property
+    def model(self) -> tuple[str, bool, int]:
+        return self.position, self.tied, self.groups
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.cp * self.pp
+
+
+@dataclass
+class Outcome:
+    """What one step gave, on one process: the loss, the gradient norm and the gradients by global name."""
+
+    loss: float
+    norm: float
+    grads: dict[str, Tensor]
+
+
+def make_data(what: What) -> Batch:
+    """Six ragged rows, or full ones whose valid tokens are predicted from the middle half only (one zigzag rank of
+    two).
+    """
+    g = torch.Generator().manual_seed(5)
+    rows = len(LENGTHS)
+    lengths = torch.full((rows,), WIDTH) if what == "one context rank" else torch.tensor(LENGTHS)
+    column = torch.arange(WIDTH)
+    mask = (column < lengths[:, None]) & (torch.rand(rows, WIDTH, generator=g) > 0.2)
+    if what == "one context rank":
+        mask = ((column > WIDTH // 4) & (column <= 3 * WIDTH // 4)).expand(rows, WIDTH)
+    sample_mask = torch.ones(rows)
+    if what == "masked micro-batch":
+        sample_mask[2:4] = 0  # all rows of the second of three micro-batches
+    logprobs = -torch.rand(rows, WIDTH, generator=g, dtype=torch.float64) * 3
+    return {
+        "input_ids": torch.randint(0, VOCAB, (rows, WIDTH), generator=g),
+        "lengths": lengths,
+        "token_mask": mask.to(torch.float64),
+        "sample_mask": sample_mask.to(torch.float64),
+        "advantages": torch.randn(rows, WIDTH, generator=g, dtype=torch.float64),
+        "prev_logprobs": logprobs,
+        "generation_logprobs": logprobs + 0.1 * torch.randn(rows, WIDTH, generator=g, dtype=torch.float64),
+        "reference_policy_logprobs": logprobs + 0.3 * torch.randn(rows, WIDTH, generator=g, dtype=torch.float64),
+    }
+
+
+def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3) -> torch.nn.Module:
+    """A small model with grouped queries and biases where learned positions are asked for (a GPT-2), else a Llama."""
+    import parallel_rl.megatron as M
+
+    old = case.position == "learned_absolute"
+    config = M.build_config(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_query_groups=4 if old else case.groups,
+        dtype=dtype,
+        sequence_parallel=case.sp,
+        calculate_per_token_loss=case.per_token,
+        normalization="LayerNorm" if old else "RMSNorm",
+        gated=not old,
+        bias=old,
+        qk_norm=not old,
+        init_std=0.3,
+    )
+    return M.build_model(config, VOCAB, WIDTH, position_embedding=case.position, tie_embeddings=case.tied, seed=seed)
+
+
+def oracle(rank: int, cases: list[Case]) -> list[Outcome]:
+    """One process, no schedule, no wrapper, row by row, one step's loss for each case."""
+    import parallel_rl.megatron as M
+
+    M.initialize()
+    outcomes = []
+    for case in cases:
+        model = make_model(replace(case, sp=False))
+        whole = make_data(case.data)
+        n_tokens = (whole["token_mask"][:, 1:] * whole["sample_mask"][:, None]).sum()
+        if case.loss == "nll":
+            loss = torch.zeros((), dtype=torch.float64)
+            for i, length in enumerate(whole["lengths"].tolist()):
+                row = whole["input_ids"][i : i + 1, :length]
+                logprobs = M.forward_logits(model, M.padded_input(row))[0, :-1, :VOCAB].log_softmax(-1)
+                chosen = logprobs.gather(-1, row[0, 1:, None])[:, 0]
+                loss = loss - (chosen * whole["token_mask"][i, 1:length] * whole["sample_mask"][i]).sum() / n_tokens
+        else:
+            fn = make_loss(case)
+            loss, _ = fn(
+                M.forward_logits(model, M.padded_input(whole["input_ids"])), whole, whole["sample_mask"].sum(), n_tokens
+            )
+        loss.backward()
+        grads = {name: p.grad for name, p in M.global_parameters([model])}
+        norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
+        outcomes.append(Outcome(loss.item(), norm.item(), {name: g.clone() for name, g in grads.items()}))
+    M.destroy()
+    return outcomes
+
+
+def make_loss(
+    case: Case, cu_seqlens: tuple[Tensor, Tensor] | None = None
+) -> Callable[..., tuple[Tensor, Mapping[str, Tensor]]]:
+    from parallel_rl import ClippedPGLossFn, NLLLoss, SequencePackingLossWrapper
+
+    if case.loss == "nll":
+        fn: Callable[..., tuple[Tensor, Mapping[str, Tensor]]] = NLLLoss(vocab_size=VOCAB)
+    else:
+        options = {"reference_policy_kl_penalty": 0.1, "use_importance_sampling_correction": True}
+        fn = ClippedPGLossFn(options, vocab_size=VOCAB)
+    return fn if cu_seqlens is None else SequencePackingLossWrapper(fn, *cu_seqlens)
+
+
+def step(
+    case: Case, models: list[torch.nn.Module] | None = None
+) -> tuple[Tensor, list[torch.nn.Module], list[Mapping[str, Tensor]]]:
+    """One forward and backward of the whole batch through Megatron's schedule: the summed loss, the model, the
+    metrics.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import parallel_rl.megatron as M
+    from parallel_rl import count_valid
+
+    wrapped = models[0] if models else M.wrap_model(make_model(case), ddp=case.ddp)
+    config = wrapped.config
+    if case.experts:
+        config.num_moe_experts = 2
+    size = parallel_state.get_data_parallel_world_size()
+    batches = split(make_data(case.data), case.micro_batches)[parallel_state.get_data_parallel_rank() :: size]
+    counts = count_valid(batches, parallel_state.get_data_parallel_group())
+
+    def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple]]:
+        batch = next(batches)
+        cu_seqlens = None
+        if case.rows == "padded":
+            inputs = M.padded_input(batch["input_ids"])
+        else:
+            cu_seqlens = M.packed_bounds(batch["lengths"], multiple=8 if case.rows == "padding" else 1)
+            inputs = M.packed_input(batch["input_ids"], *cu_seqlens)
+        loss_func = partial(M.megatron_loss_func, config=config, num_microbatches=len(batches_list), ddp=case.ddp)
+        return M.forward_logits(chunk, inputs), loss_func(make_loss(case, cu_seqlens), batch, counts.seqs, counts.toks)
+
+    batches_list = batches
+    reports = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[wrapped],
+        num_microbatches=len(batches),
+        seq_length=WIDTH,
+        micro_batch_size=len(LENGTHS) // case.micro_batches,
+    )
+    if not case.ddp:
+        M.sum_gradients([wrapped])
+    loss = sum((report["loss"] for report in reports), torch.zeros((), dtype=torch.float64))
+    dist.all_reduce(loss, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return M.broadcast_from_last_stage(loss), [wrapped], [report["metrics"] for report in reports]
+
+
+def split(batch: Batch, parts: int) -> list[Batch]:
+    """The rows in as many micro-batches, in order."""
+    rows = len(LENGTHS) // parts
+    return [{name: field[i * rows : (i + 1) * rows] for name, field in batch.items()} for i in range(parts)]
+
+
+def compare(rank: int, pairs: list[tuple[Case, Outcome]]) -> list[dict[str, float]]:
+    """Each case's largest relative error against its reference on this rank: of the loss, the gradient norm and any
+    gradient.
+    """
+    import parallel_rl.megatron as M
+
+    errors, groups = [], None
+    for case, reference in pairs:
+        if groups != (case.tp, case.cp, case.pp):
+            groups = (case.tp, case.cp, case.pp)
+            M.initialize(*groups)
+        loss, models, _ = step(case)
+        worst = {"loss": abs(loss.item() - reference.loss) / abs(reference.loss)}
+        worst["norm"] = abs(M.grad_norm(models).item() - reference.norm) / reference.norm
+        names = set()
+        for name, parameter in M.global_parameters(models):
+            whole = reference.grads[name]
+            grad = M.gradient(parameter)
+            assert grad is not None
+            error = (grad - M.local_shard(whole, parameter)).norm() / whole.norm().clamp(min=1e-3 * reference.norm)
+            worst[name] = error.item()
+            names.add(name)
+        assert names, "a rank without parameters compares nothing"
+        errors.append(worst)
+    M.destroy()
+    return errors

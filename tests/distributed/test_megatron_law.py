@@ -1,0 +1,76 @@
+"""The law on the real megatron-core: the gradients of every layout are those of one process, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.distributed.megatron_cases import Case, Outcome, compare, oracle
+from tests.distributed.pool import preload, run_world
+
+core = pytest.importorskip("megatron.core")
+preload("parallel_rl.megatron")
+
+LAYOUTS = {
+    1: [Case(), Case(rows="packed"), Case(rows="padding", micro_batches=6)],
+    2: [
+        Case(tp=2),
+        Case(tp=2, sp=True),
+        *([Case(tp=2, groups=1)] if core.__version__ >= "0.16" else []),  # fewer key heads than tensor ranks
+        Case(tp=2, sp=True, rows="packed", position="learned_absolute", tied=True),
+        Case(cp=2),
+        Case(cp=2, rows="packed", position="learned_absolute"),
+        Case(cp=2, rows="padding"),
+        Case(pp=2),
+        Case(pp=2, tied=True, rows="packed"),
+        Case(pp=2, tied=True, position="learned_absolute", micro_batches=6),
+        Case(micro_batches=6),
+        Case(rows="packed", micro_batches=2),
+    ],
+    4: [
+        Case(tp=2, cp=2, sp=True),
+        Case(tp=2, cp=2, sp=True, rows="packed"),
+        Case(tp=2, cp=2, sp=True, rows="padding", position="learned_absolute", tied=True),
+        Case(tp=4, rows="packed", position="learned_absolute"),
+        Case(cp=2, micro_batches=6),
+        Case(tp=2, pp=2, sp=True, tied=True),
+        Case(cp=2, pp=2, rows="packed", tied=True),
+    ],
+}
+WAYS = [
+    {"per_token": True, "ddp": True},
+    {"per_token": False, "ddp": True, "data": "masked micro-batch"},
+    {"per_token": True, "ddp": False, "data": "one context rank", "loss": "pg"},
+    {"per_token": False, "ddp": False, "loss": "pg"},
+    {"per_token": True, "ddp": True, "experts": True, "data": "one context rank"},
+    {"per_token": False, "ddp": True, "experts": True, "loss": "pg", "data": "masked micro-batch"},
+]
+
+_references: dict[tuple[object, ...], Outcome] = {}
+
+
+def _with_references(cases: list[Case]) -> list[tuple[Case, Outcome]]:
+    """Each case with its one-process outcome; each outcome is computed once a session."""
+    keys = [(*case.model, case.data, case.loss) for case in cases]
+    missing = {key: case for key, case in zip(keys, cases, strict=True) if key not in _references}
+    plain = [
+        Case(position=case.position, tied=case.tied, groups=case.groups, data=case.data, loss=case.loss)
+        for case in missing.values()
+    ]
+    if plain:
+        _references.update(zip(missing, run_world(1, oracle, plain)[0], strict=True))
+    return [(case, _references[key]) for case, key in zip(cases, keys, strict=True)]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=[",".join(f"{k}={v}" for k, v in way.items()) for way in WAYS])
+@pytest.mark.parametrize("world", list(LAYOUTS))
+def test_every_layout_gives_the_gradients_of_one_process(world: int, way: dict[str, object]) -> None:
+    # How the loss is scaled has nothing to do with tensor parallelism: there the first ways are enough.
+    layouts = [case for case in LAYOUTS[world] if case.tp == 1 or way in WAYS[:2]]
+    cases = [replace(case, **way) for case in layouts]  # type: ignore[arg-type]
+    results = run_world(world, compare, _with_references(cases))
+    for rank, errors in enumerate(results):
+        for case, worst in zip(cases, errors, strict=True):
+            bad = {name: error for name, error in worst.items() if not error < 1e-12}
+            assert not bad, f"rank {rank}, {case}: {bad}"
