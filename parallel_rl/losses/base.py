@@ -175,6 +175,7 @@ class LossFn(ABC, Generic[ConfigT]):
         packed_row: PackedRow | None,
     ) -> TokenBatch:
         layouts: list[SequenceLayout] = []
+        data = self._complete(logits, data)
 
         def check() -> None:
             if self.needs_statistics != (statistics is not None):
@@ -213,6 +214,10 @@ class LossFn(ABC, Generic[ConfigT]):
         batch = TokenBatch(data, layouts[0], counts, context_group, statistics=statistics)
         return self._read_head(batch, logits, tensor_group)
 
+    def _complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The data with fields that this loss can do without."""
+        return data
+
     def _layout(
         self, logits: Tensor, rows: int, width: int, context_group: ProcessGroup | None, packed_row: PackedRow | None
     ) -> SequenceLayout:
@@ -222,6 +227,8 @@ class LossFn(ABC, Generic[ConfigT]):
             )
         cp = group_size(context_group), group_rank(context_group)
         if packed_row is not None:
+            if logits.shape[0] != 1:
+                raise ValueError(f"packed logits must be [1, T/cp, V/tp], got {list(logits.shape)}")
             layout = packed_row(width, logits.shape[1] * cp[0], *cp, self.options.cp_layout)
         else:
             layout = SequenceLayout.padded(

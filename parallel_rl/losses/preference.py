@@ -43,12 +43,11 @@ class PreferenceLoss(LossFn[NoConfig]):
         L = −Σ_pairs log σ(r_chosen − r_rejected) / (N_seq / 2)
 
     Rows are pairs: chosen even, rejected odd. In place of logits it takes the reward head's output, equal on tensor
-    ranks: [B] or [B, 1], one reward a row (whole on every context rank), or [B, S/cp, 1] (packed: [1, T/cp, 1]), where
-    the reward of a row is the output at its last valid token.
+    ranks: [B] or [B, 1], one reward a row, whole on every context rank (`data` then needs `sample_mask` only); or
+    [B, S/cp, 1] (packed: [1, T/cp, 1]), where the reward of a row is the output at its last valid token.
 
-    Metrics: loss, accuracy (ties count as wrong), rewards_chosen_mean, rewards_rejected_mean, num_valid_samples
-        (pairs). Call and
-    errors: see `LossFn`; an odd number of rows raises.
+    Metrics: loss, accuracy (ties count as wrong), rewards_chosen_mean, rewards_rejected_mean, num_valid_samples (pairs).
+    Call and errors: see `LossFn`; an odd number of rows raises.
 
     Paper: Bradley & Terry 1952; arXiv 2203.02155.
     """
@@ -60,6 +59,12 @@ class PreferenceLoss(LossFn[NoConfig]):
         assert batch.head is not None
         loss, metrics = _pair_terms(batch, batch.head, beta=1.0)
         return loss, Metrics({"loss": Metric("share", loss)} | metrics)
+
+    def _complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if logits.dim() == 3 or "sample_mask" not in data:
+            return data
+        rows = data["sample_mask"].new_ones(data["sample_mask"].numel(), 1)  # nothing of the tokens is read
+        return {"input_ids": rows.to(torch.int64), "token_mask": rows, **data}
 
     def _layout(
         self, logits: Tensor, rows: int, width: int, context_group: ProcessGroup | None, packed_row: PackedRow | None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.megatron.cpu import plain_torch
+from parallel_rl.reduce import valid_tokens
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -109,12 +110,11 @@ def megatron_loss_func(
         # finalize_model_grads multiplies by 1.0 / Σn, rounded to torch's default dtype; dividing by the same number
         # loses nothing.
         scaling = (1.0 / global_valid_toks.to(torch.int)).to(share)
-        return share / scaling, _valid_tokens(data, where, share.device), report
+        return share / scaling, _counted_tokens(data, where, share.device), report
 
     return loss_func
 
 
-def _valid_tokens(data: Mapping[str, Tensor], groups: ParallelGroups, device: torch.device) -> Tensor:
+def _counted_tokens(data: Mapping[str, Tensor], groups: ParallelGroups, device: torch.device) -> Tensor:
     """This micro-batch's tokens, told by one context rank only: Megatron sums them over data × context."""
-    valid = (data["token_mask"][:, 1:] != 0) & (data["sample_mask"] != 0).unsqueeze(1)
-    return valid.sum().to(device=device, dtype=torch.int) * (groups.cp_rank == 0)
+    return valid_tokens(data).sum().to(device=device, dtype=torch.int) * (groups.cp_rank == 0)

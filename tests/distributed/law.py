@@ -27,6 +27,7 @@ from parallel_rl.losses.batch import TokenBatch
 from tests import reference
 
 ROWS, WIDTH, VOCAB = 12, 16, 23
+POISON = (math.nan, math.inf, -math.inf)
 
 
 @register_objective("test_entropy", token_fields=("advantages",), needs_entropy=True)
@@ -244,6 +245,11 @@ class Piece(NamedTuple):
     cu_seqlens: Tensor | None
     cu_seqlens_padded: Tensor | None
 
+    def index(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, columns, and whether there is one, of each local position."""
+        pairs = torch.tensor([(-1, 0) if at is None else at for at in self.places])
+        return pairs[:, 0].clamp(min=0), pairs[:, 1], pairs[:, 0] >= 0
+
 
 def cut_rows(rows: list[int], lengths: list[int], layout: Layout, cp_rank: int) -> Piece:
     if layout.packing == "padded":
@@ -273,9 +279,7 @@ def poisoned(data: dict[str, Tensor], predictor_aligned: bool) -> dict[str, Tens
             value[masked] = torch.where(torch.arange(int(masked.sum())) % 2 == 0, -7, 10**6)
         elif value.dim() == 2 and value.is_floating_point():
             there = masked.roll(-1, 1) if predictor_aligned and name == "reference_policy_logprobs" else masked
-            value[there] = (
-                torch.tensor([math.nan, math.inf, -math.inf]).repeat(ROWS * WIDTH)[: int(masked.sum())].to(value.dtype)
-            )
+            value[there] = torch.tensor(POISON).repeat(ROWS * WIDTH)[: int(masked.sum())].to(value.dtype)
     bad["rewards"][data["sample_mask"] == 0] = math.nan
     return bad
 
@@ -371,14 +375,12 @@ def _local_logits(
 ) -> Tensor:
     """[T_local, width] of a [ROWS, WIDTH, V] tensor; NaN and inf at masked places, wild numbers in padding columns."""
     real = [c for c in columns if c is not None]
-    out = whole.new_zeros(len(piece.places), len(columns))
+    rows, places, there = piece.index()
+    there = there & carries[rows, places]
+    out = whole.new_full((len(piece.places), len(columns)), 1e4 if poison else 0.0)
     if poison:
-        out[:] = 1e4
-    for p, at in enumerate(piece.places):
-        if at is not None and bool(carries[at]):
-            out[p, : len(real)] = whole[at[0], at[1], real]
-        elif poison:
-            out[p] = (math.nan, math.inf, -math.inf)[p % 3]
+        out[:] = torch.where(there[:, None], out, torch.tensor(POISON).repeat(len(out))[: len(out), None].to(whole))
+    out[:, : len(real)] = torch.where(there[:, None], whole[rows, places][:, real], out[:, : len(real)])
     return out
 
 

@@ -160,12 +160,9 @@ def test_dpo() -> None:
 @pytest.mark.parametrize("shape", [(4,), (4, 1)])
 def test_preference_on_pooled_rewards(shape: tuple[int, ...]) -> None:
     rewards = torch.tensor([1.0, 0.5, -0.2, 0.3], dtype=torch.float64)
-    data = {
-        "input_ids": torch.zeros(4, 3, dtype=torch.int64),
-        "token_mask": torch.ones(4, 3),
-        "sample_mask": torch.ones(4),
-    }
-    loss, metrics = PreferenceLoss()(rewards.view(shape), data, *count_valid(data))
+    loss, metrics = PreferenceLoss()(
+        rewards.view(shape), {"sample_mask": torch.ones(4)}, torch.tensor(4), torch.tensor(4)
+    )
     expected = (torch.log1p(torch.tensor(-0.5).double().exp()) + torch.log1p(torch.tensor(0.5).double().exp())) / 2
     assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
     assert metrics["accuracy"].item() == 0.5
