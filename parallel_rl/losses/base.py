@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -14,9 +14,10 @@ from parallel_rl.config import configure
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.checks import check_data, check_lengths
 from parallel_rl.reduce import Metrics, ValidCounts, valid_tokens
 from parallel_rl.statistics import Statistics
-from parallel_rl.validation import agreed_check, checks_values
+from parallel_rl.validation import agreed_check
 from parallel_rl.vocab.backends.torch_backend import Backend
 from parallel_rl.vocab.shards import shard_range
 from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
@@ -103,7 +104,11 @@ class LossFn(ABC, Generic[ConfigT]):
         """The share of the loss and its metrics, from flat local tokens."""
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
-        """This rank's part of the statistics of the step, for a loss that needs them."""
+        """This rank's part of the statistics of the step.
+
+        Raises:
+            ValueError: a loss that needs none.
+        """
         raise ValueError(f"{type(self).__name__} in this configuration needs no statistics of the step")
 
     def __call__(
@@ -152,7 +157,11 @@ class LossFn(ABC, Generic[ConfigT]):
         *,
         packed_row: PackedRow | None = None,
     ) -> Statistics:
-        """This rank's part of the statistics of the step, from the loss's call; `+` joins micro-batches, then `reduce`."""
+        """This rank's part of the statistics of the step, from the loss's call; `+` joins micro-batches, then `reduce`.
+
+        Raises:
+            ValueError: a loss that needs none; input that does not fit, on all ranks of both groups.
+        """
         if not self.needs_statistics:
             raise ValueError(f"{type(self).__name__} in this configuration needs no statistics of the step")
         return self.collect_from(
@@ -259,81 +268,3 @@ class LossFn(ABC, Generic[ConfigT]):
             self.needs_entropy, options.consume_logits, options.backend,
         )  # fmt: skip
         return replace(batch, token_stats=stats)
-
-
-def check_data(
-    data: Mapping[str, Tensor],
-    token_fields: Sequence[str],
-    sequence_fields: Sequence[str],
-    predictor_fields: Sequence[str],
-    device: torch.device,
-) -> tuple[int, int]:
-    """(B, S) of whole data, after a look at each field's presence, shape, dtype and device, and at values (`set_validation`).
-
-    Raises:
-        ValueError: a missing field, no tensor, another shape, dtype or device; a mask with other values than 0 and 1; NaN in a
-            valid place.
-    """
-    names = ("input_ids", "token_mask", "sample_mask", *token_fields, *sequence_fields)
-    for name in names:
-        if name not in data:
-            raise ValueError(f"data lacks the field {name!r}; this loss needs {', '.join(names)}")
-        if not isinstance(data[name], Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(data[name]).__name__}")
-        if data[name].device != device:
-            raise ValueError(
-                f"{name} is on {data[name].device}, the model's output on {device}; they must be on one device"
-            )
-    ids = data["input_ids"]
-    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"input_ids must be integers [B, S], got {ids.dtype} {list(ids.shape)}")
-    rows, width = ids.shape
-    for name in names[1:]:
-        wanted = (rows,) if name == "sample_mask" or name in sequence_fields else (rows, width)
-        if tuple(data[name].shape) != wanted:
-            raise ValueError(
-                f"{name} has shape {list(data[name].shape)}; input_ids [B, S] = {[rows, width]} calls for {list(wanted)}"
-            )
-        if name in (*token_fields, *sequence_fields) and not data[name].is_floating_point():
-            raise ValueError(f"{name} must be floating point, got {data[name].dtype}")
-    if checks_values(ids):
-        _check_values(data, token_fields, sequence_fields, predictor_fields)
-    return rows, width
-
-
-def check_lengths(data: Mapping[str, Tensor], layout: SequenceLayout) -> None:
-    """Every token that carries loss lies within its sequence in the packed row, where values are checked.
-
-    Raises:
-        ValueError: one that does not; it would be counted and never summed.
-    """
-    if not checks_values(data["token_mask"]):
-        return
-    columns = torch.arange(layout.shape[1], device=layout.lengths.device)
-    beyond = valid_tokens(data) & (columns >= layout.lengths[:, None])
-    if bool(beyond.any()):
-        row, column = beyond.nonzero()[0].tolist()
-        raise ValueError(
-            f"token_mask is set at [{row}, {column}], but cu_seqlens gives sequence {row} "
-            f"{int(layout.lengths[row])} tokens"
-        )
-
-
-def _check_values(
-    data: Mapping[str, Tensor],
-    token_fields: Sequence[str],
-    sequence_fields: Sequence[str],
-    predictor_fields: Sequence[str],
-) -> None:
-    for name in ("token_mask", "sample_mask"):
-        mask = data[name]
-        if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
-            raise ValueError(f"{name} must hold 0 and 1 only; a weight belongs into the advantages")
-    valid = valid_tokens(data)
-    places = dict.fromkeys(token_fields, valid)
-    places |= dict.fromkeys(predictor_fields, valid.roll(-1, 1))
-    places |= dict.fromkeys(sequence_fields, data["sample_mask"].bool())
-    for name, place in places.items():
-        bad = data[name].isnan() & place
-        if bool(bad.any()):
-            raise ValueError(f"{name} is NaN at {bad.nonzero()[0].tolist()}, a valid place")

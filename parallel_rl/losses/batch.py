@@ -89,10 +89,17 @@ class TokenBatch:
 
     def field(self, name: str, alignment: Alignment = "token") -> Tensor:
         """[T_local] a [B, S] field; alignment "predictor" is for one stored where the prediction is made."""
-        values = self.data[name]
-        if values.is_floating_point() and self.token_stats is not None:
-            values = values.to(self.logprobs.dtype)  # the mathematics runs in max(float32, the logits' dtype)
-        return torch.where(self.mask, self.layout.shard(values, shift=alignment == "token"), 0)
+        if (name, alignment) not in self._fields:
+            values = self.data[name]
+            if values.is_floating_point() and self.token_stats is not None:
+                values = values.to(self.logprobs.dtype)  # the mathematics runs in max(float32, the logits' dtype)
+            local = self.layout.shard(values, shift=alignment == "token")
+            self._fields[name, alignment] = torch.where(self.mask, local, 0)
+        return self._fields[name, alignment]
+
+    @cached_property
+    def _fields(self) -> dict[tuple[str, Alignment], Tensor]:
+        return {}
 
     def per_sequence(self, name: str) -> Tensor:
         """[B] a field of the data with one value a sequence, 0 where the sequence is masked."""

@@ -140,7 +140,7 @@ class _TokenStats(torch.autograd.Function):
         return logp, None if ent is None else torch.where(keep, ent, zero), lse
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: FunctionCtx, g_logp: Tensor | None, g_ent: Tensor | None, g_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True

@@ -119,7 +119,10 @@ def _rows_per_block(z: Tensor) -> int:
 
 @cache
 def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, dynamic=True)
+    # Each dtype, stride and option makes a variant; past torch's limit (8) a whole shard would silently run eagerly.
+    raise_limit = torch._dynamo.config.patch(recompile_limit=32)
+    called: Callable = raise_limit(torch.compile(function, dynamic=True))
+    return called
 
 
 @cache

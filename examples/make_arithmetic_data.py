@@ -1,0 +1,56 @@
+"""Writes the arithmetic data of configs/data, the same bytes every time: python examples/make_arithmetic_data.py [FOLDER]
+
+Sums of two numbers below 50, two digits each. The demonstrations of the warm-up come from a careless teacher, who is off by
+one or by ten more often than not: a policy that imitates them knows how sums work and is seldom right; the rest is left to RL.
+"""
+
+import json
+import random
+import sys
+from pathlib import Path
+
+HELD_OUT = 100
+COPIES = 2  # demonstrations per prompt
+RIGHT = 0.15  # of the demonstrations
+ERRORS = (-1, 1, 10)
+
+
+def two_digits(number: int) -> str:
+    return f"{min(max(number, 0), 99):02d}"
+
+
+def prompt(a: int, b: int) -> str:
+    return f"{two_digits(a)}+{two_digits(b)}="
+
+
+def wrong(rng: random.Random, total: int) -> str:
+    return two_digits(rng.choice([total + error for error in ERRORS if 0 <= total + error <= 99]))
+
+
+def write(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{path}: {len(rows)} lines")
+
+
+def main(folder: Path) -> None:
+    rng = random.Random(0)
+    problems = [(a, b) for a in range(50) for b in range(50)]
+    rng.shuffle(problems)
+    held_out, train = problems[:HELD_OUT], problems[HELD_OUT:]
+    write(folder / "arithmetic_train.jsonl", [{"prompt": prompt(a, b), "answer": two_digits(a + b)} for a, b in train])
+    write(
+        folder / "arithmetic_held_out.jsonl",
+        [{"prompt": prompt(a, b), "answer": two_digits(a + b)} for a, b in held_out],
+    )
+    careless = [
+        {"prompt": prompt(a, b), "answer": two_digits(a + b) if rng.random() < RIGHT else wrong(rng, a + b)}
+        for _ in range(COPIES)
+        for a, b in train
+    ]
+    write(folder / "arithmetic_careless.jsonl", careless)
+    pairs = [{"prompt": prompt(a, b), "chosen": two_digits(a + b), "rejected": wrong(rng, a + b)} for a, b in train]
+    write(folder / "arithmetic_pairs.jsonl", pairs)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "configs" / "data")

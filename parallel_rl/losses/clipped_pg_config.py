@@ -1,0 +1,151 @@
+"""Options of the clipped policy-gradient loss, and which of them go together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from parallel_rl.objectives.importance import Truncation
+from parallel_rl.objectives.kl import KLType
+
+
+@dataclass(frozen=True)
+class ClippedPGLossConfig:
+    """Options of `ClippedPGLossFn`.
+
+    disable_ppo_ratio: REINFORCE / RLOO: log π in place of the ratio.
+    token_level_loss: mean over all valid tokens; False is the mean over sequences of their token means.
+    sequence_level_importance_ratios: GSPO: the geometric mean of a sequence's ratios, and product importance weights.
+    ratio_clip_min, ratio_clip_max: the ratio is clipped to [1 − min, 1 + max].
+    ratio_clip_c: dual clip, > 1; None is off.
+    reference_policy_kl_penalty: β of the KL to the reference; 0 is off.
+    reference_policy_kl_type: k1, k2 or k3.
+    kl_input_clamp_value, kl_output_clamp_value: bounds on the log-ratio and on the estimate; None is off.
+    use_kl_in_reward: the KL is part of the advantages already, so the loss leaves it out.
+    use_on_policy_kl_approximation: weigh the KL by π/π_generation instead of by 1 (with gradient).
+    use_importance_sampling_correction: multiply the actor loss by π_prev/π_generation.
+    truncated_importance_sampling_type: tis (clamp), icepop (drop tokens) or seq-mask-tis (drop sequences by geometric
+        mean).
+    truncated_importance_sampling_ratio, truncated_importance_sampling_ratio_min: upper and lower bound of that.
+    force_on_policy_ratio: the ratio is exp(l − sg[l]), for strictly on-policy steps; prev_logprobs is not read.
+    use_cispo: CISPO.
+    positive_example_nll_weight: μ of VAPO's NLL on sequences with reward > 0; the loss then needs `statistics`.
+    """
+
+    disable_ppo_ratio: bool = False
+    token_level_loss: bool = True
+    sequence_level_importance_ratios: bool = False
+    ratio_clip_min: float = 0.2
+    ratio_clip_max: float = 0.2
+    ratio_clip_c: float | None = None
+    reference_policy_kl_penalty: float = 0.01
+    reference_policy_kl_type: KLType = "k3"
+    kl_input_clamp_value: float | None = 20.0
+    kl_output_clamp_value: float | None = 10.0
+    use_kl_in_reward: bool = False
+    use_on_policy_kl_approximation: bool = False
+    use_importance_sampling_correction: bool = False
+    truncated_importance_sampling_type: Truncation | None = None
+    truncated_importance_sampling_ratio: float | None = None
+    truncated_importance_sampling_ratio_min: float | None = None
+    force_on_policy_ratio: bool = False
+    use_cispo: bool = False
+    positive_example_nll_weight: float = 0.0
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.reference_policy_kl_penalty != 0 and not self.use_kl_in_reward
+
+    @property
+    def truncation_bounds(self) -> tuple[float, float]:
+        return self.truncated_importance_sampling_ratio_min or 0.0, self.truncated_importance_sampling_ratio or math.inf
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_contradictions()
+        self._check_truncation()
+
+    def _check_ranges(self) -> None:
+        for name in ("ratio_clip_min", "ratio_clip_max", "reference_policy_kl_penalty", "positive_example_nll_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 0")
+        for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must be positive, or None for no clamp")
+        if self.ratio_clip_c is not None and not self.ratio_clip_c > 1:
+            raise ValueError(f"ratio_clip_c = {self.ratio_clip_c} must exceed 1, or be None for no dual clip")
+
+    def _check_contradictions(self) -> None:
+        """Pairs that contradict each other, and options that the others leave without effect."""
+        no_ratio = (
+            "disable_ppo_ratio"
+            if self.disable_ppo_ratio
+            else "force_on_policy_ratio"
+            if self.force_on_policy_ratio
+            else None
+        )
+        rules = [
+            (
+                "disable_ppo_ratio",
+                self.disable_ppo_ratio and self.force_on_policy_ratio,
+                "force_on_policy_ratio = True",
+            ),
+            (
+                "token_level_loss",
+                self.token_level_loss and self.sequence_level_importance_ratios,
+                "sequence_level_importance_ratios = True",
+            ),
+            ("token_level_loss", not self.token_level_loss and self.use_cispo, "use_cispo = True"),
+            (
+                "sequence_level_importance_ratios",
+                self.sequence_level_importance_ratios and self.use_cispo,
+                "use_cispo = True",
+            ),
+            ("ratio_clip_c", self.ratio_clip_c is not None and self.use_cispo, "use_cispo = True"),
+            (
+                "use_on_policy_kl_approximation",
+                self.use_on_policy_kl_approximation and not self.kl_in_loss,
+                "no KL in the loss",
+            ),
+        ]
+        if no_ratio:
+            rules.append(("use_cispo", self.use_cispo, f"{no_ratio} = True"))
+            rules += [
+                (name, self._is_set(name), f"{no_ratio} = True")
+                for name in ("ratio_clip_c", "ratio_clip_min", "ratio_clip_max")
+            ]
+        for name, wrong, because in rules:
+            if wrong:
+                raise ValueError(f"{name} = {getattr(self, name)!r} does not go with {because}; leave out one of them")
+
+    def _is_set(self, name: str) -> bool:
+        default = next(field.default for field in dataclasses.fields(self) if field.name == name)
+        return bool(getattr(self, name) != default)
+
+    def _check_truncation(self) -> None:
+        kind, high = self.truncated_importance_sampling_type, self.truncated_importance_sampling_ratio
+        low = self.truncated_importance_sampling_ratio_min
+        if kind is None:
+            for name in ("truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} = {getattr(self, name)} has no effect without truncated_importance_sampling_type"
+                    )
+            return
+        if not self.use_importance_sampling_correction:
+            raise ValueError(
+                f"truncated_importance_sampling_type = {kind!r} has no effect without use_importance_sampling_correction = True"
+            )
+        if high is None or not high > 0:
+            raise ValueError(f"truncated_importance_sampling_ratio = {high} must be positive with type {kind!r}")
+        if low is None and kind != "tis":
+            raise ValueError(f"truncated_importance_sampling_ratio_min must be set with type {kind!r}")
+        if low is not None and not 0 <= low <= high:
+            raise ValueError(
+                f"truncated_importance_sampling_ratio_min = {low} must lie in [0, truncated_importance_sampling_ratio = {high}]"
+            )
+        if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
+            raise ValueError(
+                "truncated_importance_sampling_type = 'seq-mask-tis' does not go with sequence_level_importance_ratios = True"
+            )

@@ -1,0 +1,1 @@
+"""The reference trainer on megatron-core: `parallel-rl train CONFIG`."""

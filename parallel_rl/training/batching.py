@@ -1,0 +1,119 @@
+"""From sequences of tokens to what the model and the losses read: whole rows, cut into micro-batches, padded or packed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel_rl import SequencePackingLossWrapper
+from parallel_rl.losses.base import LossFn
+from parallel_rl.megatron import ModelInput, packed_bounds, packed_input, padded_input
+from parallel_rl.megatron.loss import LossFunction
+from parallel_rl.training.tokenizer import PAD
+
+
+@dataclass(frozen=True)
+class Rows:
+    """N sequences, right-padded to one width: `fields` hold token-aligned [N, S] or [N] tensors, `lengths` true ones [N]."""
+
+    fields: Mapping[str, Tensor]
+    lengths: Tensor
+
+    def __len__(self) -> int:
+        return self.lengths.numel()
+
+    def take(self, rows: slice) -> Rows:
+        return Rows({name: field[rows] for name, field in self.fields.items()}, self.lengths[rows])
+
+    def with_fields(self, **fields: Tensor) -> Rows:
+        return Rows({**self.fields, **fields}, self.lengths)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The model's input on this rank, and the whole data of the same sequences for the loss."""
+
+    input: ModelInput
+    data: Mapping[str, Tensor]
+    bounds: tuple[Tensor, Tensor] | None
+
+    def wrap(self, loss_fn: LossFn) -> LossFunction:
+        """`loss_fn` for this micro-batch's logits: packed ones need the bounds."""
+        if self.bounds is None:
+            return loss_fn
+        wrapped: LossFunction = SequencePackingLossWrapper(loss_fn, *self.bounds)
+        return wrapped
+
+
+def make_rows(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], dtype: torch.dtype) -> Rows:
+    """(prompt, completion) token pairs; the completion's tokens carry the loss. `dtype` is of the masks."""
+    lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion in sequences])
+    shape = len(sequences), int(lengths.max())
+    ids = torch.full(shape, PAD)
+    mask = torch.zeros(shape, dtype=dtype)
+    for row, (prompt, completion) in enumerate(sequences):
+        ids[row, : lengths[row]] = torch.tensor([*prompt, *completion])
+        mask[row, len(prompt) : lengths[row]] = 1
+    return Rows({"input_ids": ids, "token_mask": mask, "sample_mask": torch.ones(len(sequences), dtype=dtype)}, lengths)
+
+
+def spread(values: Sequence[Sequence[float]], starts: Sequence[int], width: int, dtype: torch.dtype) -> Tensor:
+    """Ragged per-token values as [N, S] with row i's values from column `starts[i]` on."""
+    out = torch.zeros(len(values), width, dtype=dtype)
+    for row, (start, items) in enumerate(zip(starts, values, strict=True)):
+        out[row, start : start + len(items)] = torch.tensor(items, dtype=dtype)
+    return out
+
+
+def share(count: int, rank: int, size: int) -> slice:
+    """The rows that data parallel rank `rank` of `size` trains on.
+
+    Raises:
+        ValueError: the rows do not divide evenly.
+    """
+    if count % size:
+        raise ValueError(f"{count} sequences do not divide by the {size} data parallel ranks")
+    return slice(rank * count // size, (rank + 1) * count // size)
+
+
+def micro_batches(rows: Rows, size: int, *, packing: bool, unit: int, device: torch.device) -> list[MicroBatch]:
+    """This rank's rows, `size` at a time and in order.
+
+    Args:
+        unit: what a padded width divides by: see `width_unit`.
+
+    Raises:
+        ValueError: from the layout, where lengths do not fit.
+    """
+    return [_micro_batch(rows.take(slice(at, at + size)), packing, unit, device) for at in range(0, len(rows), size)]
+
+
+def width_unit(*, tensor: int, context: int, sequence_parallel: bool) -> int:
+    """What a row's width divides by: 2·cp chunks of the zigzag layout, and tp equal parts of each context rank's share."""
+    chunks = 2 * context if context > 1 else 1
+    return math.lcm(chunks, context * tensor) if sequence_parallel else chunks
+
+
+def _micro_batch(rows: Rows, packing: bool, unit: int, device: torch.device) -> MicroBatch:
+    if packing:
+        data = {name: field.to(device) for name, field in rows.fields.items()}
+        bounds = packed_bounds(rows.lengths)
+        on_device = bounds[0].to(device), bounds[1].to(device)
+        return MicroBatch(packed_input(data["input_ids"], *bounds), data, on_device)
+    width = -(-int(rows.lengths.max()) // unit) * unit
+    data = {
+        name: _fit(field, width).to(device) if field.dim() == 2 else field.to(device)
+        for name, field in rows.fields.items()
+    }
+    return MicroBatch(padded_input(data["input_ids"]), data, None)
+
+
+def _fit(field: Tensor, width: int) -> Tensor:
+    """[N, S] to [N, width]: cut off padding, or add some."""
+    if field.shape[1] >= width:
+        return field[:, :width].contiguous()
+    return torch.nn.functional.pad(field, (0, width - field.shape[1]))

@@ -1,0 +1,89 @@
+"""Everything a run reads, read and checked before any work, and the order in which it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from parallel_rl.training.config import TrainConfig
+from parallel_rl.training.data import (
+    Example,
+    Pair,
+    Prompt,
+    Rollout,
+    read_examples,
+    read_pairs,
+    read_prompts,
+    read_rollouts,
+)
+from parallel_rl.training.tokenizer import CharTokenizer
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What the config names; the rest is empty."""
+
+    train: Sequence[Prompt] = ()
+    held_out: Sequence[Prompt] = ()
+    examples: Sequence[Example] = ()
+    pairs: Sequence[Pair] = ()
+    rollouts: Sequence[Rollout] = ()
+
+    def longest(self, max_new_tokens: int) -> int:
+        """Tokens of the longest sequence that a run can make of it."""
+        lengths = [len(prompt.tokens) + max_new_tokens for prompt in (*self.train, *self.held_out)]
+        lengths += [len(example.prompt) + len(example.completion) for example in self.examples]
+        lengths += [len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in self.pairs]
+        return max([*lengths, *(len(rollout.tokens) for rollout in self.rollouts)])
+
+
+def read_datasets(config: TrainConfig, tokenizer: CharTokenizer) -> Datasets:
+    """Reads the files that the config names.
+
+    Raises:
+        ValueError: a missing file, a malformed line (by file and number), a prompt in both `train` and `held_out`, an answer
+            that `sampling.max_new_tokens` cannot hold, fewer recorded rollouts than a step needs.
+    """
+    files = config.data
+    train = read_prompts(files.train, tokenizer) if files.train else []
+    held_out = read_prompts(files.held_out, tokenizer) if files.held_out else []
+    both = {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
+    if both:
+        raise ValueError(
+            f"the prompt {min(both)!r} is in data.train and in data.held_out; held-out prompts must not be trained on"
+        )
+    for prompt in (*train, *held_out):
+        needed = len(tokenizer.completion(prompt.answer))
+        if needed > config.sampling.max_new_tokens:
+            raise ValueError(
+                f"the answer {prompt.answer!r} and its end take {needed} tokens; sampling.max_new_tokens = "
+                f"{config.sampling.max_new_tokens} must be at least that"
+            )
+    rollouts = read_rollouts(files.rollouts, tokenizer.vocab_size) if files.rollouts else []
+    if config.grpo is not None and rollouts and len(rollouts) < config.grpo.prompts * config.grpo.group_size:
+        raise ValueError(
+            f"data.rollouts has {len(rollouts)} sequences; a step takes grpo.prompts {config.grpo.prompts} × group_size "
+            f"{config.grpo.group_size} = {config.grpo.prompts * config.grpo.group_size}"
+        )
+    return Datasets(
+        train=train,
+        held_out=held_out,
+        examples=read_examples(files.examples, tokenizer) if files.examples else [],
+        pairs=read_pairs(files.pairs, tokenizer) if files.pairs else [],
+        rollouts=rollouts,
+    )
+
+
+def take(size: int, first: int, count: int, seed: int) -> list[int]:
+    """Items `first` to `first + count` of an endless stream of shuffled passes over `size` items, fixed by the seed."""
+    return [_pass(size, place // size, seed)[place % size] for place in range(first, first + count)]
+
+
+@lru_cache(maxsize=8)
+def _pass(size: int, number: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
+    order: list[int] = torch.randperm(size, generator=generator).tolist()
+    return order

@@ -1,0 +1,156 @@
+"""What a run shows and writes: a progress bar with one table row a step, metrics.jsonl, TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+Row = Mapping[str, float | int | str]
+
+# heading, metric, format
+_COLUMNS: tuple[tuple[str, str, str], ...] = (
+    ("reward", "reward", ".3f"),
+    ("held-out", "held_out_reward", ".3f"),
+    ("accuracy", "accuracy", ".3f"),
+    ("loss", "loss", ".5f"),
+    ("KL", "kl_penalty", ".5f"),
+    ("entropy", "entropy", ".3f"),
+    ("clip low", "clip_fraction_low", ".4f"),
+    ("clip high", "clip_fraction_high", ".4f"),
+    ("grad norm", "grad_norm", ".4f"),
+    ("tokens/s", "tokens_per_second", ".0f"),
+)
+_SHOWN = {
+    "grpo": ("reward", "held-out", "loss", "KL", "entropy", "clip low", "clip high", "grad norm", "tokens/s"),
+    "dpo": ("held-out", "accuracy", "loss", "grad norm", "tokens/s"),
+    "sft": ("held-out", "loss", "grad norm", "tokens/s"),
+}
+
+
+class RunLog:
+    """Rows of metrics to the screen and to the run's folder; on every rank but the first it does nothing.
+
+    Use as a context manager. A row is written out before the next step starts, so that a killed run keeps its metrics.
+    """
+
+    def __init__(self, folder: Path, objective: str, *, active: bool, after: Mapping[str, int] | None) -> None:
+        """`after`: steps per phase of the checkpoint that is continued from (later rows are dropped); None is a new run."""
+        self.active = active
+        self.objective = objective
+        self._bar: Progress | None = None
+        self._writer: SummaryWriter | None = None
+        self._heading = ""
+        if not active:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        kept = (
+            []
+            if after is None
+            else [row for row in read_metrics(self.path) if int(row["step"]) <= after.get(str(row["phase"]), -1)]
+        )
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        os.replace(partial, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._writer = _tensorboard(folder / "tensorboard", len(kept) if after is not None else None)
+        self._written = len(kept)
+        self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+    def __enter__(self) -> RunLog:
+        if self.active and self.console.is_terminal:
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
+            self._bar = Progress(*columns, console=self.console)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.active:
+            return
+        if self._bar is not None:
+            self._bar.stop()
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+    def say(self, text: str) -> None:
+        """A line of plain text."""
+        if self.active:
+            self.console.print(text, markup=False, soft_wrap=True)
+
+    def phase(self, name: str, steps: int, done: int) -> None:
+        """A new phase of `steps` steps, `done` of which are behind."""
+        self._heading = ""
+        if self._bar is not None:
+            for task in self._bar.task_ids:
+                self._bar.remove_task(task)
+            self._bar.add_task(name, total=steps, completed=done)
+
+    def step(self, phase: str, step: int, row: Row) -> None:
+        """One step's row."""
+        if not self.active:
+            return
+        whole = {"phase": phase, "step": step, **row}
+        self._file.write(json.dumps(whole) + "\n")
+        self._file.flush()
+        self._written += 1
+        if self._writer is not None:
+            for name, value in row.items():
+                if isinstance(value, (int, float)):
+                    self._writer.add_scalar(f"{phase}/{name}", value, step)
+            self._writer.flush()
+        self._print(phase, step, row)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
+
+    def _print(self, phase: str, step: int, row: Row) -> None:
+        shown = _SHOWN["sft" if phase == "warmup" else self.objective]
+        columns = [column for column in _COLUMNS if column[0] in shown]
+        heading = "  ".join([f"{phase:>6} step", *(f"{title:>9}" for title, _, _ in columns)])
+        if heading != self._heading:
+            self._heading = heading
+            self.say(heading)
+        cells = [f"{step:>{len(phase) + 5 if len(phase) > 6 else 11}}"]
+        for _, name, style in columns:
+            cells.append(f"{row[name]:>9{style}}" if name in row else " " * 8 + "·")
+        self.say("  ".join(cells))
+
+
+def read_metrics(path: Path) -> list[dict[str, float | int | str]]:
+    """The rows of a metrics.jsonl; a last line that a kill cut off is left out."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def _tensorboard(folder: Path, purge_step: int | None) -> SummaryWriter | None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:  # the extra `megatron` has it; a run goes on without
+        return None
+    return SummaryWriter(str(folder), purge_step=purge_step)

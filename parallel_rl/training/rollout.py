@@ -1,0 +1,122 @@
+"""Rollouts drawn from the sharded logits: any layout draws the same tokens from the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_rl.megatron import broadcast_from_last_stage, forward_logits, forward_only, padded_input, replicas
+from parallel_rl.training.config import SamplingConfig
+from parallel_rl.training.engine import Engine
+from parallel_rl.training.tokenizer import EOS, PAD
+from parallel_rl.vocab.sampling import sample_keys, sample_tokens
+from parallel_rl.vocab.stats import token_stats
+
+ROWS_AT_A_TIME = 1024  # bounds the logits that one decoding position holds
+
+
+@dataclass(frozen=True)
+class Samples:
+    """N sampled sequences on the host: tokens [N, S] with the prompt, the log-prob of each drawn token (0 elsewhere) [N, S],
+    the lengths of the prompts and of the whole [N]."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    prompt_lengths: Tensor
+    lengths: Tensor
+
+    def completions(self) -> list[list[int]]:
+        """The drawn tokens of each sample."""
+        rows = zip(self.tokens.tolist(), self.prompt_lengths.tolist(), self.lengths.tolist(), strict=True)
+        return [tokens[start:end] for tokens, start, end in rows]
+
+
+def sample(
+    engine: Engine, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], seed: int, config: SamplingConfig
+) -> Samples:
+    """Continues each prompt up to its end token or `max_new_tokens`.
+
+    The draw at position t of sample i is keyed by (seed, sample_ids[i], t). Context ranks share the rows among them as data
+    replicas and sequence parallelism is off; all ranks that hold the same data get the same samples.
+
+    Args:
+        prompts: N token lists, the same on every tensor, context and pipeline rank.
+        sample_ids: N integers that name the samples over the whole run.
+    """
+    count, width = len(prompts), max(map(len, prompts)) + config.max_new_tokens
+    tokens = torch.full((count, width), PAD)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = torch.tensor(prompt)
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
+    ids = torch.tensor(sample_ids)
+    logprobs = torch.zeros(count, width, dtype=engine.numbers)
+    lengths = prompt_lengths.clone()
+    groups = engine.groups
+    mine = range(groups.cp_rank * count // groups.cp_size, (groups.cp_rank + 1) * count // groups.cp_size)
+    with replicas([engine.model]), torch.no_grad():
+        engine.model.eval()
+        for first in range(mine.start, mine.stop, ROWS_AT_A_TIME):
+            rows = slice(first, min(first + ROWS_AT_A_TIME, mine.stop))
+            _decode(engine, tokens[rows], logprobs[rows], lengths[rows], ids[rows], seed, config)
+        engine.model.train()
+    if groups.cp_size > 1:
+        _exchange(engine, mine, [tokens, logprobs, lengths])
+    return Samples(tokens, logprobs, prompt_lengths, lengths)
+
+
+def _decode(
+    engine: Engine,
+    tokens: Tensor,
+    logprobs: Tensor,
+    lengths: Tensor,
+    sample_ids: Tensor,
+    seed: int,
+    config: SamplingConfig,
+) -> None:
+    """Fills the rows in place, one position after the other; the whole prefix is run each time (there is no cache)."""
+    alive = torch.arange(len(lengths))
+    for _ in range(config.max_new_tokens):
+        at = lengths[alive]
+        keys = sample_keys(seed, sample_ids[alive], at)
+        drawn, scores = _draw(engine, tokens[alive, : int(at.max())], at - 1, keys, config.temperature)
+        tokens[alive, at], logprobs[alive, at] = drawn, scores
+        lengths[alive] += 1
+        alive = alive[drawn != EOS]
+        if not len(alive):
+            return
+
+
+def _draw(engine: Engine, prefix: Tensor, last: Tensor, keys: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """One token a row and its log-prob, from the logits at column `last`: on the last stage, then on all."""
+
+    def collect(logits: Tensor, index: int) -> Tensor:
+        at_last = logits[torch.arange(len(last), device=logits.device), last.to(logits.device)]
+        group, size = engine.groups.tensor, engine.vocab_size
+        drawn = sample_tokens(at_last, keys.to(logits.device), temperature=temperature, group=group, vocab_size=size)
+        stats = token_stats(at_last, drawn, group=group, vocab_size=size, temperature=temperature, entropy=False)
+        # one broadcast for both: a token id is exact in float64
+        return torch.stack([drawn.double(), stats.logprobs.double()])
+
+    found = forward_only(
+        lambda model, tokens: forward_logits(model, padded_input(tokens, context_parallel=False)),
+        [engine.model],
+        [prefix.to(engine.device)],
+        collect,
+        seq_length=prefix.shape[1],
+        micro_batch_size=prefix.shape[0],
+    )
+    both = broadcast_from_last_stage(found[0] if found else None, shape=(2, len(last)), dtype=torch.float64).cpu()
+    return both[0].long(), both[1].to(engine.numbers)
+
+
+def _exchange(engine: Engine, mine: range, fields: Sequence[Tensor]) -> None:
+    """Context ranks tell each other their rows: the sum of what is zero outside one's own, in place."""
+    for field in fields:
+        whole = torch.zeros_like(field, device=engine.device)
+        whole[mine.start : mine.stop] = field[mine.start : mine.stop].to(engine.device)
+        dist.all_reduce(whole, group=engine.groups.context)
+        field.copy_(whole)

@@ -1,0 +1,46 @@
+"""Runs of the trainer on the warm pool."""
+
+from __future__ import annotations
+
+import multiprocessing
+import warnings
+from pathlib import Path
+
+from tests.distributed import pool
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+DATA = CONFIGS / "data"
+LAYOUTS = {
+    "one process": (1, {}, False),
+    "TP 2": (2, {"tensor": 2}, False),
+    "CP 2": (2, {"context": 2}, False),
+    "TP 2 × CP 2 × SP packed": (4, {"tensor": 2, "context": 2, "sequence_parallel": True}, True),
+    "PP 2": (2, {"pipeline": 2}, False),
+}
+# of a run, not of what it computed
+CLOCK = {"seconds", "tokens_per_second"}
+
+pool.preload("megatron.core", "parallel_rl.training.trainer")
+
+
+def run(config: str, **overrides: object) -> list[str]:
+    """Command-line overrides; `__` stands for the dot."""
+    return [str(CONFIGS / config), *(f"--{key.replace('__', '.')}={value}" for key, value in overrides.items())]
+
+
+def long_answers(prompt: str, completion: str, answer: str) -> float:
+    """A checker under which even an untrained policy's samples differ."""
+    return len(completion) / 4
+
+
+def train_rows(rank: int, arguments: list[str]) -> list[dict[str, float | int | str]]:
+    """Trains on this rank of the pool; the rows without what the clock says."""
+    from parallel_rl.training.load import load_config
+    from parallel_rl.training.trainer import train
+
+    # dist_checkpointing writes from a child process, and a pool's worker is a daemon, which may have none.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    warnings.simplefilter("ignore")
+    result = train(load_config(arguments[0], arguments[1:]))
+    return [{key: value for key, value in row.items() if key not in CLOCK} for row in result.rows]

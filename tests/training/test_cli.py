@@ -1,0 +1,153 @@
+"""The command: alone and under torchrun, and what it says where something does not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from parallel_rl.cli import main
+from tests.distributed.pool import run_world
+from tests.training.helpers import CONFIGS, ROOT
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
+
+
+def command(*arguments: str, ranks: int | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    launcher = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    line = [sys.executable, *launcher, "-m", "parallel_rl.cli", *arguments]
+    return subprocess.run(line, env=ENVIRONMENT, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def test_a_run_from_the_shell(tmp_path: Path) -> None:
+    """In a folder of its own: data paths start at the config's folder, the run's folder at the working one."""
+    small = {
+        "warmup": "null",
+        "model.hidden": 16,
+        "batch.micro_batch_size": 32,
+        "evaluation": "{samples: 1}",
+        "data.examples": "null",
+    }
+    grpo = "{steps: 2, prompts: 4, group_size: 2, optimizer: {lr: 1e-3}}"
+    overrides = [item for key, value in small.items() for item in (f"--{key}", str(value))]
+    done = command("train", GRPO, *overrides, "--grpo", grpo, "--parallel", "{}", "--run.dir=here", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "held-out reward before: " in done.stdout and "after grpo: " in done.stdout
+    lines = done.stdout.splitlines()
+    [heading] = [line for line in lines if "grad norm" in line]
+    for column in ("grpo step", "reward", "held-out", "loss", "KL", "entropy", "clip low", "clip high", "tokens/s"):
+        assert column in heading
+    rows = [
+        line.split() for line in lines[lines.index(heading) + 1 :] if line.split()[0].isdigit() and "s;" not in line
+    ]
+    assert [row[0] for row in rows] == ["1", "2"] and {len(row) for row in rows} == {10}
+    folder = tmp_path / "here"
+    logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in logged] == [1, 2]
+    assert float(rows[1][3]) == pytest.approx(logged[1]["loss"], abs=1e-5)
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000002"]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("grpo/loss")] == pytest.approx([row["loss"] for row in logged])
+    assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([GRPO], "the world has 1 ranks; parallel.tensor 2 × context 2 × pipeline 1 needs 4 or a multiple of it"),
+        ([GRPO, "--grpo.stepz", "3"], "unknown key grpo.stepz = 3 in GRPOConfig; did you mean 'steps'?"),
+        ([GRPO, "--parallel", "{}", "--data.train", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
+        (
+            [GRPO, "--parallel", "{}", "--data.train", str(CONFIGS / "grpo_arithmetic.yaml")],
+            "grpo_arithmetic.yaml, line 1: no JSON",
+        ),
+        ([GRPO, "--parallel", "{}", "--reward", "nobody:knows"], "reward = 'nobody:knows' cannot be loaded"),
+        ([GRPO, "--parallel", "{}", "--model.max_positions", "8"], "model.max_positions = 8 is too few"),
+        (["nowhere.yaml"], "nowhere.yaml does not exist"),
+        ([GRPO, "stray"], "'stray' is no override"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    where = [] if "stray" in arguments or "nowhere.yaml" in arguments else ["--run.dir", str(tmp_path)]
+    [(status, said)] = run_world(1, refused, ["train", *arguments, *where])
+    assert status == 2 and message in said and said.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
+def refused(rank: int, arguments: list[str]) -> tuple[int, str]:
+    """The command's exit status and what it says, in a process that has Megatron loaded."""
+    keep = dist.destroy_process_group
+    dist.destroy_process_group = lambda group=None: None  # the world is the pool's, not the command's
+    screen = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(screen):
+            return main(arguments), screen.getvalue()
+    finally:
+        dist.destroy_process_group = keep
+
+
+def test_a_world_that_does_not_match_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    done = command("train", GRPO, "--run.dir", str(tmp_path), ranks=2)
+    assert done.returncode != 0
+    for rank in range(2):
+        assert f"parallel-rl: error (rank {rank}): the world has 2 ranks; parallel.tensor 2 × context 2" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_torchrun_with_data_parallel_ranks(tmp_path: Path) -> None:
+    small = [
+        "--batch.micro_batch_size",
+        "8",
+        "--model.hidden",
+        "16",
+        "--sft.steps",
+        "3",
+        "--sft.batch_size",
+        "8",
+        "--evaluation.every",
+        "0",
+    ]
+    for ranks, folder in ((None, tmp_path / "one"), (2, tmp_path / "two")):
+        done = command(
+            "train",
+            str(CONFIGS / "sft_arithmetic.yaml"),
+            *small,
+            "--run.dtype",
+            "float64",
+            "--run.dir",
+            str(folder),
+            ranks=ranks,
+        )
+        assert done.returncode == 0, done.stderr
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    for row, other in zip(one, two, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert row[key] == pytest.approx(other[key], rel=1e-8)
+    assert one[-1]["held_out_reward"] == two[-1]["held_out_reward"]
+
+
+def test_help_and_the_package_do_without_megatron() -> None:
+    code = "import sys, parallel_rl, parallel_rl.cli, parallel_rl.training.load as c\n"
+    code += f"c.load_config({GRPO!r})\n"
+    code += "print([m for m in ('megatron', 'triton', 'tensorboard', 'matplotlib') if m in sys.modules])"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert found.stdout.strip() == "[]"
+    assert "train by a YAML config" in command("--help").stdout

@@ -1,0 +1,138 @@
+"""Configs: what ships loads, overrides reach their key, and whatever does not fit is named."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from parallel_rl.training.config import ParallelConfig, data_parallel_size
+from parallel_rl.training.load import as_mapping, load_config
+from parallel_rl.training.schedule import learning_rate
+from tests.training.helpers import CONFIGS, DATA, run
+
+
+def load(config: str = "grpo_arithmetic.yaml", **overrides: object):  # type: ignore[no-untyped-def]
+    path, *arguments = run(config, **overrides)
+    return load_config(path, arguments)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_what_ships_loads_and_says_what_it_is(path: Path) -> None:
+    config = load_config(str(path))
+    assert path.read_text().startswith("# ") and f"train configs/{path.name}" in path.read_text()
+    for name in ("train", "held_out", "examples", "pairs"):
+        file = getattr(config.data, name)
+        assert file is None or Path(file).is_file()
+    # what a run writes down can be read again
+    written = yaml.safe_load(yaml.safe_dump(as_mapping(config)))
+    assert written["model"]["hidden"] == config.model.hidden
+
+
+def test_overrides() -> None:
+    config = load(
+        grpo__optimizer__lr="1e-4", parallel="{tensor: 4}", evaluation="null", data__held_out="null", run__dir="a b"
+    )
+    assert config.grpo.optimizer.lr == 1e-4 and config.grpo.optimizer.warmup_steps > 0
+    assert config.parallel == ParallelConfig(tensor=4)
+    assert config.evaluation is None and config.run.dir == "a b"
+    path = str(CONFIGS / "grpo_arithmetic.yaml")
+    assert load_config(path, ["--run.seed", "7", "--batch.packing", "false"]).run.seed == 7
+    assert (
+        load_config(path, ["--data.train=elsewhere.jsonl"]).data.train == "elsewhere.jsonl"
+    )  # from the working folder
+    assert load_config(path).data.train == str(DATA / "arithmetic_train.jsonl")  # from the config's folder
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"grpo__group_sise": 4}, r"unknown key grpo.group_sise = 4 in GRPOConfig; did you mean 'group_size'\?"),
+        ({"grpo__loss__ratio_clip_mix": 0.1}, "unknown key grpo.loss.ratio_clip_mix"),
+        ({"grpo__loss__ratio_clip_c": 0.5}, "grpo.loss: ratio_clip_c = 0.5 must exceed 1"),
+        ({"grpo__steps": "many"}, "grpo.steps = 'many' is not valid; a value of type int"),
+        ({"grpo__steps": 0}, "grpo: steps = 0 must be at least 1"),
+        (
+            {"run__dtype": "float16"},
+            "run.dtype = 'float16' is not valid; choose one of 'float64', 'float32', 'bfloat16'",
+        ),
+        ({"model__hidden": 30}, "model: hidden = 30 does not divide by heads = 4"),
+        ({"model__dropout": 0.1}, "unknown key model.dropout = 0.1"),
+        ({"parallel": "{sequence_parallel: true}"}, "sequence_parallel = True has no effect with tensor = 1"),
+        ({"parallel__tensor": 3}, "model.heads = 4 does not divide by parallel.tensor = 3"),
+        ({"parallel__pipeline": 4}, "model.layers = 2 does not divide by parallel.pipeline = 4"),
+        ({"parallel__tensor": 0}, "parallel: tensor = 0 must be at least 1"),
+        ({"objective": "ppo"}, "objective = 'ppo' is not valid"),
+        ({"objective": "sft"}, "the section 'grpo' has no effect with objective = 'sft'"),
+        ({"grpo": "null"}, "objective = 'grpo' needs the section 'grpo', which is missing"),
+        (
+            {"sft": "{steps: 1, batch_size: 1, optimizer: {lr: 1}}"},
+            "the section 'sft' has no effect with objective = 'grpo'",
+        ),
+        ({"data__pairs": "x"}, "data.pairs = 'x' would not be read"),
+        ({"data__examples": "null"}, "data.examples is missing; the supervised steps needs it"),
+        ({"data__train": "null"}, "data.train is missing"),
+        ({"data__rollouts": "x"}, "data.train = .* would not be read"),
+        ({"grpo__updates": 3}, "grpo: prompts = 64 does not divide by updates = 3"),
+        ({"grpo__loss__use_kl_in_reward": "true"}, "loss.use_kl_in_reward = True is not supported"),
+        ({"grpo__optimizer__lr": 0}, "grpo.optimizer: lr = 0.0 must be above 0"),
+        (
+            {"grpo__optimizer": "{lr: 1, final_fraction: 0.1}"},
+            "final_fraction = 0.1 has no effect with schedule = 'constant'",
+        ),
+        ({"grpo__optimizer__betas": "[0.9]"}, "betas = .* two numbers"),
+        ({"sampling__temperature": 0}, "temperature = 0.0 must be above 0"),
+        ({"model__hidden__size": 4}, "--model.hidden.size: model.hidden = 64 is a value, not a section"),
+    ],
+)
+def test_what_does_not_fit_is_named(overrides: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(**overrides)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--run.seed"], "the override --run.seed has no value"),
+        (["--run.seed", "--run.dir", "x"], "the override --run.seed has no value"),
+        (["run.seed", "3"], "'run.seed' is no override"),
+        (["--run.seed", "[1"], "is no valid YAML"),
+    ],
+)
+def test_malformed_overrides(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(str(CONFIGS / "sft_arithmetic.yaml"), arguments)
+
+
+def test_malformed_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere.yaml does not exist"):
+        load_config(str(tmp_path / "nowhere.yaml"))
+    file = tmp_path / "config.yaml"
+    for text, message in (
+        ("a: [", "is no valid YAML"),
+        ("- 1", "a mapping of sections is needed"),
+        ("a: 1", "unknown key a = 1"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            load_config(str(file))
+
+
+def test_the_world_must_match() -> None:
+    assert data_parallel_size(ParallelConfig(tensor=2, context=2), 4) == 1
+    assert data_parallel_size(ParallelConfig(tensor=2, data=3), 6) == 3
+    with pytest.raises(
+        ValueError, match=r"the world has 6 ranks; parallel.tensor 2 × context 2 × pipeline 1 needs 4 or a multiple"
+    ):
+        data_parallel_size(ParallelConfig(tensor=2, context=2), 6)
+    with pytest.raises(ValueError, match=r"the world has 4 ranks; .* × data 1 needs exactly 2"):
+        data_parallel_size(ParallelConfig(tensor=2, data=1), 4)
+
+
+def test_learning_rate() -> None:
+    config = load(grpo__optimizer="{lr: 2.0, warmup_steps: 4, schedule: cosine, final_fraction: 0.5}").grpo.optimizer
+    rates = [learning_rate(config, step, 14) for step in range(14)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and rates[4] == 2.0
+    assert rates[9] == pytest.approx(1.5) and all(a > b for a, b in pairwise(rates[4:])) and rates[13] > 1.0

@@ -1,0 +1,91 @@
+"""Training is the same on every layout: the first 20 steps on recorded rollouts, to the last digits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import run_world
+from tests.training.helpers import DATA, LAYOUTS, run, train_rows
+
+TOLERANCE = {"float64": (1e-8, 1e-12), "float32": (1e-5, 1e-6)}
+_rows: dict[tuple[str, str, str], list[dict[str, float | str]]] = {}
+
+
+def twenty_steps(layout: str, dtype: str, folder: Path, **overrides: object) -> list[dict[str, float | str]]:
+    """Rows of 20 steps of GRPO with the reference KL on recorded rollouts; every rank must report the same ones."""
+    key = (layout, dtype, str(sorted(overrides.items())))
+    if key not in _rows:
+        world, parallel, packing = LAYOUTS[layout]
+        arguments = run(
+            "grpo_arithmetic.yaml",
+            run__dir=folder,
+            run__dtype=dtype,
+            parallel=parallel,
+            batch__packing=packing,
+            batch__micro_batch_size=8,
+            data={"rollouts": str(DATA / "arithmetic_rollouts.jsonl")},
+            warmup="null",
+            evaluation="null",
+            model__hidden=32,
+            model__position="rope",
+            grpo__steps=20,
+            grpo__prompts=8,
+            grpo__group_size=4,
+            grpo__updates=2,
+            grpo__optimizer={"lr": 3e-3},
+            grpo__loss__ratio_clip_min=0.1,
+            grpo__loss__ratio_clip_max=0.1,
+            **overrides,
+        )
+        results = run_world(world, train_rows, arguments, timeout=240)
+        assert all(rows == results[0] for rows in results)
+        _rows[key] = results[0]
+    return _rows[key]
+
+
+def compare(
+    rows: list[dict[str, float | str]], expected: list[dict[str, float | str]], dtype: str, keys: set[str]
+) -> None:
+    relative, absolute = TOLERANCE[dtype]
+    assert len(rows) == len(expected) == 20
+    for row, other in zip(rows, expected, strict=True):
+        assert row.keys() == other.keys()
+        for key in keys:
+            assert row[key] == pytest.approx(other[key], rel=relative, abs=absolute), f"{key} at step {row['step']}"
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one process"])
+def test_twenty_steps_in_float64(layout: str, tmp_path: Path) -> None:
+    expected = twenty_steps("one process", "float64", tmp_path / "one")
+    rows = twenty_steps(layout, "float64", tmp_path / "many")
+    compare(rows, expected, "float64", set(expected[0]) - {"phase"})
+    # the run does something: clipping is active, the KL leaves 0, the gradient is there
+    assert (
+        max(float(row["clip_fraction_high"]) for row in expected)
+        > 0
+        < max(float(row["clip_fraction_low"]) for row in expected)
+    )
+    assert float(expected[-1]["kl_penalty"]) > 1e-3 and min(float(row["grad_norm"]) for row in expected) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one process"])
+def test_twenty_steps_in_float32(layout: str, tmp_path: Path) -> None:
+    expected = twenty_steps("one process", "float32", tmp_path / "one")
+    rows = twenty_steps(layout, "float32", tmp_path / "many")
+    compare(rows, expected, "float32", {"loss", "grad_norm"})
+
+
+@pytest.mark.slow
+def test_data_parallel_and_gated_tied_model_in_float64(tmp_path: Path) -> None:
+    model = {"model__gated": True, "model__tie_embeddings": True}
+    expected = twenty_steps("one process", "float64", tmp_path / "one", **model)
+    for name, world, parallel, packing in (
+        ("DP 2", 2, {}, True),
+        ("TP 2 × PP 2 × SP", 4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}, True),
+    ):
+        LAYOUTS[name] = (world, parallel, packing)
+        rows = twenty_steps(name, "float64", tmp_path / name, **model)
+        compare(rows, expected, "float64", set(expected[0]) - {"phase"})

@@ -1,0 +1,116 @@
+"""The objectives learn, alike on every layout; what a run records can be trained on; the display survives a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from parallel_rl.training.logging import RunLog, read_metrics
+from parallel_rl.training.plot import draw_curves
+from tests.distributed.pool import run_world
+from tests.training.helpers import LAYOUTS, run, train_rows
+
+TINY = {"model__hidden": 32, "run__dtype": "float64", "batch__micro_batch_size": 8, "evaluation": "{samples: 1}"}
+WARMUP = "{steps: 2, batch_size: 8, optimizer: {lr: 3e-3}}"
+
+
+def rows_of(config: str, folder: Path, layout: str, **overrides: object) -> list[dict]:
+    world, parallel, packing = LAYOUTS[layout]
+    arguments = run(config, run__dir=folder, parallel=parallel, batch__packing=packing, **{**TINY, **overrides})
+    results = run_world(world, train_rows, arguments)
+    assert all(rows == results[0] for rows in results)
+    return results[0]
+
+
+OBJECTIVES = {
+    "dpo_arithmetic.yaml": {"warmup": WARMUP, "dpo__steps": 6, "dpo__pairs": 8, "dpo__optimizer": "{lr: 3e-3}"},
+    "sft_arithmetic.yaml": {"sft__steps": 6, "sft__batch_size": 16, "sft__optimizer": "{lr: 3e-3}"},
+}
+
+
+@pytest.mark.parametrize("config", OBJECTIVES)
+def test_the_other_objectives_agree_and_learn(config: str, tmp_path: Path) -> None:
+    one = rows_of(config, tmp_path / "one", "one process", **OBJECTIVES[config])
+    four = rows_of(config, tmp_path / "four", "TP 2 × CP 2 × SP packed", **OBJECTIVES[config])
+    for row, other in zip(one, four, strict=True):
+        assert row.pop("phase") == other.pop("phase")
+        assert row == pytest.approx(other, rel=1e-8, abs=1e-12)
+    main = [row for row in one if "accuracy" in row or config.startswith("sft")]
+    assert len(main) == 6 and main[-1]["loss"] < main[0]["loss"] - 0.02
+
+
+def test_sampled_grpo_agrees_on_every_layout(tmp_path: Path) -> None:
+    small = {"warmup": WARMUP, "grpo__steps": 2, "grpo__prompts": 4, "grpo__group_size": 4, "grpo__updates": 2}
+    reward = {"reward": "tests.training.helpers:long_answers", "grpo__optimizer": "{lr: 3e-3}"}
+    LAYOUTS["DP 2"] = (2, {}, True)
+    runs = {
+        layout: rows_of("grpo_arithmetic.yaml", tmp_path / str(index), layout, **small, **reward)
+        for index, layout in enumerate(("one process", "TP 2 × CP 2 × SP packed", "PP 2", "DP 2"))
+    }
+    expected = runs.pop("one process")
+    assert 0 < expected[-1]["reward"] < 1
+    for layout, rows in runs.items():
+        for row, other in zip(rows, expected, strict=True):
+            assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12), layout
+
+
+def test_what_was_recorded_can_be_trained_on(tmp_path: Path) -> None:
+    """The first update on the recording is the one on the fresh samples: the same numbers."""
+    small = {
+        "warmup": "null",
+        "data__examples": "null",
+        "grpo__prompts": 4,
+        "grpo__group_size": 4,
+        "grpo__optimizer": "{lr: 3e-3}",
+    }
+    more = {"reward": "tests.training.helpers:long_answers", "grpo__updates": 1}
+    first = rows_of("grpo_arithmetic.yaml", tmp_path / "a", "TP 2", **small, **more, grpo__steps=2, grpo__record="true")
+    files = sorted((tmp_path / "a" / "rollouts").iterdir())
+    assert [path.name for path in files] == ["step_000001_0.jsonl", "step_000002_0.jsonl"]
+    recording = tmp_path / "rollouts.jsonl"
+    recording.write_text("".join(path.read_text() for path in files))
+    assert len({json.loads(line)["group"] for line in recording.read_text().splitlines()}) == 8
+    data = {"data": {"rollouts": str(recording)}, "evaluation": "null"}
+    small.pop("data__examples")
+    again = rows_of("grpo_arithmetic.yaml", tmp_path / "b", "one process", **{**small, **more, **data}, grpo__steps=2)
+    for row, other in zip(again, first, strict=True):
+        other.pop("held_out_reward", None)
+        assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-9)
+
+
+def test_rows_survive_a_kill_and_a_resume(tmp_path: Path) -> None:
+    with RunLog(tmp_path, "grpo", active=True, after=None) as log:
+        for step in (1, 2, 3):
+            log.step("grpo", step, {"loss": 0.5 * step, "tokens_per_second": 1.0})
+            assert len(read_metrics(tmp_path / "metrics.jsonl")) == step  # on the disk before the next step
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"phase": "gr')
+    with RunLog(tmp_path, "grpo", active=True, after={"warmup": 5, "grpo": 2}):
+        assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    with RunLog(tmp_path, "grpo", active=False, after=None) as log:  # another rank
+        log.step("grpo", 9, {"loss": 1.0})
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_terminal_gets_a_progress_bar_and_a_file_does_not(tmp_path: Path) -> None:
+    shown = []
+    for terminal in (True, False):
+        log = RunLog(tmp_path, "grpo", active=True, after=None)
+        screen = io.StringIO()
+        log.console = type(log.console)(file=screen, force_terminal=terminal, width=160)
+        with log:
+            log.phase("grpo", 7, 0)
+            log.step("grpo", 1, {"reward": 0.25, "loss": 0.5, "tokens_per_second": 1.0})
+        shown.append(screen.getvalue())
+    assert "1/7" in shown[0] and "━" in shown[0]
+    assert "1/7" not in shown[1] and "\x1b" not in shown[1] and "0.250" in shown[1]
+
+
+def test_no_picture_of_nothing(tmp_path: Path) -> None:
+    assert not draw_curves([{"phase": "warmup", "step": 1, "loss": 1.0}], tmp_path / "a.png", "a")
+    assert list(tmp_path.iterdir()) == []
+    assert draw_curves([{"phase": "sft", "step": 1, "loss": 1.0}], tmp_path / "a.png", "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]

@@ -1,0 +1,97 @@
+"""Rollouts: the same tokens on every layout, and log-probs that the training forward agrees with."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.pool import run_world
+from tests.training.helpers import LAYOUTS, run
+
+PROMPTS = [[1, 4, 5, 13, 6, 14], [1, 8, 13, 8, 14], [1, 4, 13, 5, 3, 14], [1, 3, 14], [1, 9, 9, 13, 3, 3, 14]]
+
+
+def _engine(arguments: list[str]):  # type: ignore[no-untyped-def]
+    from parallel_rl.training.engine import build_engine, start_world
+    from parallel_rl.training.load import load_config
+
+    warnings.simplefilter("ignore")
+    config = load_config(arguments[0], arguments[1:])
+    start_world(config)
+    return build_engine(config, 15, 64)
+
+
+def draw(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]:
+    from parallel_rl.training.rollout import sample
+
+    engine = _engine(arguments)
+    before = engine.bare.config.sequence_parallel, engine.bare.config.context_parallel_size
+    samples = sample(engine, PROMPTS, [3, 9, 11, 12, 700], seed, engine.config.sampling)
+    assert (engine.bare.config.sequence_parallel, engine.bare.config.context_parallel_size) == before
+    return samples.tokens, samples.logprobs, samples.prompt_lengths, samples.lengths
+
+
+def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]:
+    """Log-probs of the sampler and of the training forward on the same rows."""
+    from parallel_rl.training.batching import make_rows, micro_batches, width_unit
+    from parallel_rl.training.engine import log_probs
+    from parallel_rl.training.rollout import sample
+
+    engine = _engine(arguments)
+    config, sizes = engine.config, engine.config.parallel
+    samples = sample(engine, PROMPTS, [3, 9, 11, 12, 700], seed, config.sampling)
+    pairs = [(prompt, drawn) for prompt, drawn in zip(PROMPTS, samples.completions(), strict=True)]
+    rows = make_rows(pairs, engine.numbers)
+    unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
+    batches = micro_batches(rows, 2, packing=config.batch.packing, unit=unit, device=engine.device)
+    width = rows.fields["input_ids"].shape[1]
+    found = log_probs(engine, engine.model, batches, config.sampling.temperature)
+    whole = torch.cat([torch.nn.functional.pad(part, (0, max(0, width - part.shape[1])))[:, :width] for part in found])
+    return whole * rows.fields["token_mask"], samples.logprobs[:, :width]
+
+
+def _arguments(folder: Path, layout: str, temperature: float = 0.7) -> tuple[int, list[str]]:
+    world, parallel, packing = LAYOUTS[layout]
+    arguments = run(
+        "grpo_arithmetic.yaml",
+        run={"dir": str(folder), "dtype": "float64"},
+        parallel=parallel,
+        model={"layers": 2, "hidden": 32, "heads": 4, "init_std": 0.3, "vocab_multiple": 4},
+        batch__packing=packing,
+        sampling={"max_new_tokens": 6, "temperature": temperature},
+    )
+    return world, arguments
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one process"])
+def test_any_layout_draws_the_same_tokens(layout: str, tmp_path: Path) -> None:
+    one, arguments = _arguments(tmp_path, "one process")
+    [expected] = run_world(one, draw, arguments, 5)
+    world, arguments = _arguments(tmp_path, layout)
+    for tokens, logprobs, prompts, lengths in run_world(world, draw, arguments, 5):
+        assert (
+            torch.equal(tokens, expected[0]) and torch.equal(prompts, expected[2]) and torch.equal(lengths, expected[3])
+        )
+        torch.testing.assert_close(logprobs, expected[1], rtol=1e-10, atol=1e-12)
+    completions = expected[0][:, 3:]
+    assert (
+        len(completions.unique()) > 4 and len(expected[3].unique()) > 1
+    )  # drawn, not a constant; rows end on their own
+    assert int(expected[0].max()) < 15  # never a padding column of the vocabulary
+
+
+def test_another_seed_draws_other_tokens(tmp_path: Path) -> None:
+    _, arguments = _arguments(tmp_path, "one process")
+    [first], [again], [other] = (run_world(1, draw, arguments, seed) for seed in (5, 5, 6))
+    assert torch.equal(first[0], again[0]) and not torch.equal(first[0], other[0])
+
+
+@pytest.mark.parametrize("layout", ["one process", "TP 2 × CP 2 × SP packed", "PP 2"])
+def test_generation_logprobs_are_the_training_forwards(layout: str, tmp_path: Path) -> None:
+    world, arguments = _arguments(tmp_path, layout)
+    for trained, sampled in run_world(world, recompute, arguments, 5):
+        assert (sampled < 0).sum() >= 10
+        torch.testing.assert_close(trained, sampled, rtol=1e-9, atol=1e-11)
