@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+
+# torch 2.13 renamed it; 2.8 knows the old name only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -20,6 +25,17 @@ def group_size(group: ProcessGroup | None) -> int:
 def group_rank(group: ProcessGroup | None) -> int:
     """This process's rank in `group`; None is a group of one."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    """[...] to [ranks, ...] in rank order, with one collective; without gradient."""
+    size = group_size(group)
+    if size == 1:
+        return x[None]
+    x = x.contiguous()
+    gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
+    _all_gather(gathered, x, group=group)
+    return gathered.view(size, *x.shape)
 
 
 @dataclass(frozen=True)

@@ -71,10 +71,7 @@ class SequenceLayout:
             )
         local = seq_len // cp_size
         place = torch.arange(local, device=device)
-        if cp_layout == "zigzag":
-            place = _zigzag(place, seq_len // parts, cp_size, cp_rank)
-        else:
-            place = place + cp_rank * local
+        place = _zigzag(place, seq_len // parts, cp_size, cp_rank) if cp_layout == "zigzag" else place + cp_rank * local
         return cls(
             shape=(batch_size, seq_len),
             sequence_ids=torch.arange(batch_size, device=device).repeat_interleave(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from parallel_rl.groups import ParallelGroups, group_size
+from parallel_rl.groups import ParallelGroups, all_gather, group_size
 from parallel_rl.validation import agreed_check
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def reduce_metrics(metrics: Sequence[Metrics], groups: ParallelGroups | None = N
     rows = _combine(rows, columns)
     for group in [groups.data_context] if groups.data_context is not None else [groups.context, groups.data]:
         if group_size(group) > 1:
-            rows = _combine(_all_gather(rows, group), columns)
+            rows = _combine(all_gather(rows, group)[:, 0], columns)
     values = iter(rows[0].unbind())
     reduced = {name: next(values) for name in names}
     for name, kind in zip(names, kinds, strict=True):
@@ -225,9 +225,3 @@ def _flat(row: list[Metric]) -> list[Tensor]:
 
 def _combine(rows: Tensor, kinds: Sequence[str]) -> Tensor:
     return torch.stack([_COMBINE[kind](rows[:, k]) for k, kind in enumerate(kinds)])[None]
-
-
-def _all_gather(row: Tensor, group: ProcessGroup | None) -> Tensor:
-    gathered = row.new_empty(group_size(group), row.shape[1])
-    dist.all_gather_into_tensor(gathered, row, group=group)
-    return gathered

@@ -6,9 +6,8 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
-from parallel_rl.groups import group_size
+from parallel_rl.groups import all_gather
 from parallel_rl.validation import agreed_check, checks_values
 from parallel_rl.vocab.shards import ShardRange, shard_range
 
@@ -136,13 +135,7 @@ def _best_of_shard(z: Tensor, keys: Tensor, temperature: float, start: int, best
 
 
 def _best_of_group(best: Tensor, group: ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    size = group_size(group)
-    if size > 1:
-        gathered = best.new_empty(size * best.shape[0], 2)
-        dist.all_gather_into_tensor(gathered, best, group=group)
-        best = gathered.view(size, -1, 2)
-    else:
-        best = best[None]
+    best = all_gather(best, group)
     value = best[..., 0].amax(0)  # NaN wins
     token = best[..., 1].masked_fill(best[..., 0] < value, math.inf).amin(0)
     return value, token.to(torch.int64)

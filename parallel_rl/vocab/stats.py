@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
 
-from parallel_rl.groups import group_size
+from parallel_rl.groups import all_gather
 from parallel_rl.validation import agreed_check, checks_values
 from parallel_rl.vocab.backends.torch_backend import _LOWEST, Backend, math_dtype, shard_grad, shard_stats
 from parallel_rl.vocab.shards import ShardRange, shard_range
@@ -130,7 +129,7 @@ class _TokenStats(torch.autograd.Function):
         backend: Backend,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         parts = shard_stats(z[:, :valid], y, inv_t, entropy, backend)
-        top, log_a, t, ent = _combine(_gather(parts, group), inv_t, entropy)
+        top, log_a, t, ent = _combine(all_gather(parts, group), inv_t, entropy)
         ctx.save_for_backward(z, y, keep, inv_t, top, log_a, *([ent] if ent is not None else []))
         ctx.valid, ctx.consume, ctx.backend, ctx.consumed = valid, consume, backend, False  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
@@ -169,17 +168,6 @@ class _TokenStats(torch.autograd.Function):
         shard_grad(real, y, inv_t, rows, ct, keep, real if ctx.consume else dz[:, :valid], ctx.backend)  # type: ignore[attr-defined]
         dz[:, valid:] = 0
         return dz, *(None,) * 8
-
-
-def _gather(parts: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[T, K] to [tp, T, K] in rank order."""
-    size = group_size(group)
-    if size == 1:
-        return parts[None]
-    parts = parts.contiguous()
-    gathered = parts.new_empty(size * parts.shape[0], parts.shape[1])
-    dist.all_gather_into_tensor(gathered, parts, group=group)
-    return gathered.view(size, *parts.shape)
 
 
 def _combine(parts: Tensor, inv_t: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import parallel_rl.vocab.sampling as sampling
 from parallel_rl.validation import validation
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
+from tests.collectives import recorded
 from tests.distributed.pool import WorldError, run_world
 
 MASK = (1 << 64) - 1
@@ -222,17 +223,12 @@ def _draw(rank: int, split: str, temperature: float, dtype: torch.dtype) -> tupl
     logits = _logits(200, 103).to(dtype)
     logits[0] = logits[1, :] = 0.25  # ties over the shards
     part, vocab, start = _shard(logits, rank, split, size)
-    gathers = []
-    real = dist.all_gather_into_tensor
-    dist.all_gather_into_tensor = lambda out, x, **options: (gathers.append(x.shape), real(out, x, **options))[1]
-    try:
+    with recorded() as collectives:
         tokens = sample_tokens(
             part, _keys(200), temperature=temperature, group=dist.group.WORLD, vocab_size=vocab, vocab_start=start
         )
-    finally:
-        dist.all_gather_into_tensor = real
     one = sample_tokens(logits, _keys(200), temperature=temperature)
-    return tokens, torch.equal(tokens, one), len(gathers)
+    return tokens, torch.equal(tokens, one), collectives.count("_allgather_base_")
 
 
 @pytest.mark.parametrize("size", [2, 4])

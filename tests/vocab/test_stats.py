@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from torch.testing import assert_close
 from parallel_rl import token_stats
 from parallel_rl.validation import validation
 from parallel_rl.vocab.backends.torch_backend import Backend
+from tests.collectives import recorded
 from tests.distributed.pool import run_world
 
 T, V = 24, 37
@@ -245,34 +244,17 @@ def test_two_ranks_give_what_one_gives(backend: Backend) -> None:
         assert not mine["padding"].any() and not other["padding"].any()
 
 
-@contextmanager
-def counted_collectives() -> Iterator[list[str]]:
-    """The c10d operators that run inside, by name."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen: list[str] = []
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            if func.namespace == "c10d":
-                seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
-    with Count():
-        yield seen
-
-
 def count_case(rank: int) -> tuple[list[str], list[str]]:
     logits, targets, upstream = make(torch.float32)
     z = _columns(logits, SPLITS["padded"][1][rank]).float().requires_grad_()
-    with validation("never"), counted_collectives() as forward:
+    with validation("never"), recorded() as forward:
         stats = token_stats(z, targets, group=dist.group.WORLD, vocab_size=37)
-    with counted_collectives() as backward:
+    with recorded() as backward:
         torch.autograd.backward(list(stats), [g.float() for g in upstream])  # type: ignore[arg-type]
     return forward, backward
 
 
 def test_one_collective_forward_and_none_backward() -> None:
     for forward, backward in run_world(2, count_case):
-        assert forward == ["c10d::_allgather_base_"]
+        assert forward == ["_allgather_base_"]
         assert backward == []

@@ -1,0 +1,187 @@
+"""A fault of one rank is the same ValueError on all ranks of its groups; nothing hangs, and the groups work on."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from parallel_rl import ParallelGroups, token_logprobs
+from parallel_rl.validation import validation
+from tests.collectives import recorded
+from tests.distributed.law import make_groups
+from tests.distributed.pool import WorldError, preload, run_world
+from tests.losses.faults import FAULTS, S, V, make_call
+
+preload("tests.distributed.law", "tests.losses.faults", "tests.collectives")
+
+WORLD, TP, CP = 4, 2, 2
+FAULTY = 3
+
+
+def told_and_after(rank: int) -> dict[str, tuple[str, float, float]]:
+    """For each fault of rank 3: what this rank raised, and its share of a right call before and after it."""
+    groups, _ = make_groups(rank, WORLD, TP, CP)
+    seen, right = {}, {}
+    for fault in FAULTS:
+        kind = (fault.loss, str(fault.config), fault.packed)
+        if kind not in right:
+            right[kind] = make_call(fault.loss, fault.config, fault.packed, groups).run()
+        call = make_call(fault.loss, fault.config, fault.packed, groups)
+        if rank == FAULTY:
+            fault.spoil(call)
+        told = "nothing"
+        try:
+            call.run()
+        except ValueError as error:
+            told = str(error)
+        after = make_call(fault.loss, fault.config, fault.packed, groups).run()
+        seen[fault.name] = (told, right[kind], after)
+    return seen
+
+
+@cache
+def outcomes() -> list[dict[str, tuple[str, float, float]]]:
+    return run_world(WORLD, told_and_after, timeout=60)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_one_rank_is_wrong_and_all_ranks_say_so(fault) -> None:  # type: ignore[no-untyped-def]
+    mine = [seen[fault.name] for seen in outcomes()]
+    texts = [told for told, _, _ in mine]
+    assert texts == [texts[0]] * WORLD
+    assert texts[0].startswith(f"rank {FAULTY}: ") and re.search(fault.message, texts[0])
+    shares = [after for _, _, after in mine]
+    assert shares == [before for _, before, _ in mine]
+    assert shares[0] == shares[1] and shares[2] == shares[3]  # tensor ranks
+    alone = make_call(fault.loss, fault.config, fault.packed, ParallelGroups()).run()
+    assert shares[0] + shares[2] == pytest.approx(alone, rel=1e-12)
+
+
+def uncaught(rank: int) -> None:
+    groups, _ = make_groups(rank, WORLD, TP, CP)
+    call = make_call("nll", {}, False, groups)
+    if rank in (0, FAULTY):  # two ranks, neither of which shares a group with the other
+        call.data["input_ids"][rank, 1] = V + rank
+    call.run()
+
+
+def test_an_error_that_nobody_catches_ends_all_ranks() -> None:
+    with pytest.raises(WorldError) as caught:
+        run_world(WORLD, uncaught, timeout=30)
+    text = f"ValueError: rank 0: target {V} at [0, 1] lies outside the vocabulary [0, {V})"
+    assert caught.value.silent == []
+    assert caught.value.errors == dict.fromkeys(range(WORLD), text)
+
+
+# Log-probs as data, and groups.
+
+
+def spoilt_logprobs(rank: int) -> list[str]:
+    groups, _ = make_groups(rank, WORLD, TP, CP)
+    logits, ids = torch.zeros(4, S // CP, 6), torch.zeros(4, S, dtype=torch.int64)
+    right = {"input_ids": ids}
+    told = []
+    for data, temperature in (
+        ({"input_ids": ids[:, :6]}, 1.0),
+        ({}, 1.0),
+        ({"input_ids": torch.full_like(ids, V)}, 1.0),
+        (right, 0.0),
+    ):
+        mine, t = (data, temperature) if rank == FAULTY else (right, 1.0)
+        try:
+            token_logprobs(logits, mine, groups.tensor, groups.context, vocab_size=V, temperature=t)
+        except ValueError as error:
+            told.append(str(error))
+    whole = token_logprobs(logits, right, groups.tensor, groups.context, vocab_size=V)
+    want = torch.full((4, S), -float(torch.tensor(V).log()))
+    want[:, 0] = 0
+    torch.testing.assert_close(whole, want)
+    return told
+
+
+def test_log_probs_as_data() -> None:
+    results = run_world(WORLD, spoilt_logprobs, timeout=60)
+    assert results == [results[0]] * WORLD
+    patterns = (
+        r"rank 3: the sequence length 6 does not divide by 4",
+        r"rank 3: data needs the field 'input_ids'",
+        r"rank 3: target 11 at \[0\] lies outside the vocabulary \[0, 11\)",
+        r"rank 3: temperature = 0.0 must be positive",
+    )
+    for text, pattern in zip(results[0], patterns, strict=True):
+        assert re.match(pattern, text)
+
+
+def wrong_groups(rank: int) -> list[str]:
+    groups, (tp_rank, _, _) = make_groups(rank, WORLD, TP, CP)
+    world, tensor, context = dist.group.WORLD, groups.tensor, groups.context
+    mesh = init_device_mesh("cpu", (CP, TP), mesh_dim_names=("context", "tensor"))
+
+    def share_with(other: ParallelGroups, vocab_rank: int | None = None) -> float:
+        call = make_call("nll", {}, False, groups)
+        call.groups, call.vocab_rank = other, vocab_rank
+        return call.run()
+
+    told = []
+    for attempt in (
+        lambda: ParallelGroups(context=context, data_context=world),
+        lambda: ParallelGroups.from_device_mesh(mesh, tensor="model"),
+        lambda: share_with(ParallelGroups(tensor=tensor)),
+        lambda: share_with(ParallelGroups(tensor=tensor, context=world)),
+        lambda: share_with(ParallelGroups(context=context)),
+        lambda: share_with(ParallelGroups(tensor=world, context=context), tp_rank),
+    ):
+        try:
+            attempt()
+        except ValueError as error:
+            told.append(str(error))
+    of_mesh = ParallelGroups.from_device_mesh(mesh, tensor="tensor", context="context")
+    assert share_with(of_mesh) == share_with(groups, tp_rank)
+    assert (of_mesh.tp_rank, of_mesh.cp_rank, of_mesh.dp_size) == (tp_rank, rank // TP, 1)
+    return told
+
+
+def test_groups_of_the_wrong_size() -> None:
+    for rank, told in enumerate(run_world(WORLD, wrong_groups, timeout=60)):
+        for text, pattern in zip(
+            told,
+            (
+                "data_context has 4 ranks; data × context has 1 × 2 = 2",
+                "tensor = 'model' is no dimension of the mesh; it has context, tensor",
+                rf"rank {rank // TP * TP}: .* shape \[4, 4\]; data of shape \[4, 8\] over cp = 1 needs \[4, 8\]",
+                r"rank 0: .* shape \[4, 4\]; data of shape \[4, 8\] over cp = 4 .*",
+                rf"rank {rank % TP}: the logits' last dimension is 6 on tensor rank 0 of 1, but vocab_size = 11 .*",
+                "rank 2: vocab_parallel_rank = 0, but this process is rank 2 of the group",
+            ),
+            strict=True,
+        ):
+            assert re.fullmatch(pattern, text), text
+
+
+# How much it costs to agree.
+
+
+def collectives_by_mode(rank: int) -> dict[tuple[str, bool], dict[str, list[str]]]:
+    groups, _ = make_groups(rank, WORLD, TP, CP)
+    found: dict[tuple[str, bool], dict[str, list[str]]] = {}
+    for loss in ("clipped_pg", "nll", "dpo", "preference"):
+        for packed in (False, True):
+            found[loss, packed] = {}
+            for mode in ("never", "auto", "always"):
+                call = make_call(loss, {}, packed, groups)
+                with validation(mode), recorded() as ops:
+                    call.run()
+                found[loss, packed][mode] = ops
+    return found
+
+
+def test_to_agree_costs_one_max_a_group_and_nothing_where_validation_is_off() -> None:
+    for found in run_world(WORLD, collectives_by_mode, timeout=60):
+        for (loss, packed), ops in found.items():
+            assert ops["auto"] == ops["always"] == ["allreduce_ MAX"] * 2 + ops["never"], f"{loss} {packed}"
+            assert not any("MAX" in op for op in ops["never"])

@@ -1,0 +1,283 @@
+"""A right call of a loss on any layout, and one way after the other to spoil it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_rl import (
+    ParallelGroups,
+    SequenceLayout,
+    SequencePackingLossWrapper,
+    Statistics,
+    ValidCounts,
+    count_valid,
+    get_loss,
+)
+
+B, S, V = 4, 8, 11
+LENGTHS = [8, 6, 7, 4]
+ROOM = [8, 8, 8, 8]
+
+
+@dataclass
+class Call:
+    """The arguments of one call on this rank; a fault changes some of them."""
+
+    loss: str
+    config: dict
+    options: dict[str, Any]
+    logits: Tensor
+    data: dict[str, Any]
+    counts: ValidCounts
+    groups: ParallelGroups
+    vocab_rank: int | None
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_padded: Tensor | None = None
+    statistics: Statistics | None = None
+
+    def run(self) -> float:
+        """This rank's share."""
+        loss_fn = get_loss(self.loss)(self.config, **self.options)
+        fn = (
+            loss_fn
+            if self.cu_seqlens is None
+            else SequencePackingLossWrapper(loss_fn, self.cu_seqlens, self.cu_seqlens_padded)
+        )
+        loss, _ = fn(
+            self.logits, self.data, *self.counts, self.vocab_rank, self.groups.tensor, self.groups.context,
+            statistics=self.statistics,
+        )  # fmt: skip
+        return loss.item()
+
+
+def make_data() -> dict[str, Any]:
+    g = torch.Generator().manual_seed(3)
+    inside = torch.arange(S) < torch.tensor(LENGTHS)[:, None]
+    data: dict[str, Any] = {
+        "input_ids": torch.randint(0, V, (B, S), generator=g),
+        "token_mask": inside.to(torch.int64),
+        "sample_mask": torch.ones(B),
+        "rewards": torch.randn(B, generator=g, dtype=torch.float64),
+    }
+    for name in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+        data[name] = -torch.rand(B, S, generator=g, dtype=torch.float64)
+    return data
+
+
+def make_call(loss: str, config: dict, packed: bool, groups: ParallelGroups) -> Call:
+    """Right on every rank: padded vocabulary, zigzag context ranks, ragged rows."""
+    scalar, data, cp = loss == "preference", make_data(), groups.cp_size
+    whole = torch.randn(B, S, 1 if scalar else V, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    true, padded = (torch.tensor([0, *sizes]).cumsum(0).to(torch.int32) for sizes in (LENGTHS, ROOM))
+    if packed:
+        layout = SequenceLayout.packed(true, padded, seq_len=S, total=sum(ROOM), cp_size=cp, cp_rank=groups.cp_rank)
+    else:
+        layout = SequenceLayout.padded(B, S, cp_size=cp, cp_rank=groups.cp_rank)
+    local = whole[layout.sequence_ids, layout.positions]
+    if not scalar:
+        width = -(-V // groups.tp_size)
+        local = torch.nn.functional.pad(local, (0, width * groups.tp_size - V))
+        local = local[:, groups.tp_rank * width : (groups.tp_rank + 1) * width]
+    options = {} if scalar else {"vocab_size": V}
+    call = Call(
+        loss, dict(config), options, local.reshape(*layout.local_shape, -1).contiguous(), data, count_valid(data),
+        groups, groups.tp_rank,
+    )  # fmt: skip
+    if packed:
+        call.cu_seqlens, call.cu_seqlens_padded = true, padded
+    if get_loss(loss)(config).needs_statistics:
+        call.statistics = Statistics({"positive_tokens": torch.tensor(9)})
+    return call
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    message: str  # a pattern
+    spoil: Callable[[Call], object] = field(compare=False)
+    loss: str = "clipped_pg"
+    config: dict = field(default_factory=dict)
+    packed: bool = False
+    by_value: bool = False  # only a look at the values can tell
+    needs_context: bool = False  # with one context rank it is right
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+def at(name: str, place: tuple[int, ...], value: float) -> Callable[[Call], object]:
+    """Another value at one place of a field."""
+
+    def spoil(call: Call) -> None:
+        call.data[name] = call.data[name].clone()
+        call.data[name][place] = value
+
+    return spoil
+
+
+def use(**values: Any) -> Callable[[Call], object]:
+    return lambda call: call.data.update(values)
+
+
+def bounds(true: list | None = None, padded: list | None = None) -> Callable[[Call], object]:
+    def spoil(call: Call) -> None:
+        call.cu_seqlens = call.cu_seqlens if true is None else torch.tensor(true)
+        call.cu_seqlens_padded = call.cu_seqlens_padded if padded is None else torch.tensor(padded)
+
+    return spoil
+
+
+def rows(count: int) -> Callable[[Call], object]:
+    def spoil(call: Call) -> None:
+        call.logits = call.logits[:count]
+        call.data = {name: value[:count] for name, value in call.data.items()}
+
+    return spoil
+
+
+def logits(change: Callable[[Tensor], Tensor]) -> Callable[[Call], object]:
+    return lambda call: setattr(call, "logits", change(call.logits))
+
+
+def options(**values: Any) -> Callable[[Call], object]:
+    return lambda call: call.options.update(values)
+
+
+def drop(name: str) -> Callable[[Call], object]:
+    return lambda call: call.data.pop(name)
+
+
+def narrow(name: str) -> Callable[[Call], object]:
+    return lambda call: call.data.update({name: call.data[name][:, 1:]})
+
+
+def argument(name: str, value: object) -> Callable[[Call], object]:
+    return lambda call: setattr(call, name, value)
+
+
+def strided(call: Call) -> None:
+    call.logits = call.logits.transpose(0, 1).contiguous().transpose(0, 1)
+    call.options["consume_logits"] = True
+
+
+def six_tokens(call: Call) -> None:
+    call.logits = call.logits[:, :3]
+    call.data.update({name: value[:, :6] for name, value in call.data.items() if value.dim() == 2})
+
+
+def next_rank(call: Call) -> None:
+    call.vocab_rank = (call.vocab_rank or 0) + 1
+
+
+NLL = {"positive_example_nll_weight": 0.1}
+FLOATS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+TWO_COUNTS = ValidCounts(torch.ones(2), torch.tensor(1))
+NEEDLESS = Statistics({"positive_tokens": torch.tensor(9)})
+PREDICTOR = {"reference_logprobs_alignment": "predictor"}
+
+# fmt: off
+FAULTS = [
+    # the logits
+    Fault("flat logits", r"next_token_logits must be \[B, S/cp, V/tp\]", logits(lambda z: z.flatten(0, 1))),
+    Fault("integer logits", r"the logits must be floating point .* got torch.int64", logits(lambda z: z.long())),
+    Fault("a row too few", r"leading shape \[3, \d\]; data of shape \[4, 8\]", logits(lambda z: z[:3])),
+    Fault("a token too few", r"leading shape \[4, \d\]; .* needs \[4, \d\]", logits(lambda z: z[:, 1:])),
+    Fault("strided logits to consume", r"consume_logits=True .* contiguous; got strides", strided),
+    # the vocabulary
+    Fault("a shard too narrow", r"last dimension is 4 on tensor rank \d of \d, but vocab_size = 11 splits",
+          logits(lambda z: z[..., :4])),
+    Fault("another vocab_size", r"last dimension is \d+ on tensor rank .* vocab_size = 230", options(vocab_size=230)),
+    Fault("vocab_size 0", "vocab_size = 0 must be at least 1", options(vocab_size=0)),
+    Fault("vocab_start alone", "vocab_start = 3 needs vocab_size", options(vocab_size=None, vocab_start=3)),
+    Fault("vocab_start outside", r"vocab_start = 12 must lie in \[0, vocab_size = 11\]", options(vocab_start=12)),
+    Fault("another tensor rank", r"vocab_parallel_rank = \d, but this process is rank \d of the group", next_rank),
+    Fault("target V", r"target 11 at \[1, 3\] lies outside the vocabulary \[0, 11\)", at("input_ids", (1, 3), V),
+          by_value=True),
+    Fault("target -1", r"target -1 at \[1, 3\] lies outside the vocab", at("input_ids", (1, 3), -1), by_value=True),
+    Fault("target -100", r"target -100 at \[0, 7\] lies outside", at("input_ids", (0, 7), -100), by_value=True),
+    # options
+    *(Fault(f"temperature {t}", f"temperature = {t} must be positive", options(temperature=t))
+      for t in (0.0, -1.0, math.nan)),
+    Fault("no such backend", "backend = 'cuda' is not valid; choose one of", options(backend="cuda")),
+    Fault("no such layout", "cp_layout = 'ring' is not valid; choose 'zigzag' or 'contig", options(cp_layout="ring")),
+    # the fields
+    *(Fault(f"{name} missing", f"data lacks the field '{name}'; this loss needs input_ids, ", drop(name))
+      for name in ("input_ids", "token_mask", "sample_mask", *FLOATS)),
+    Fault("rewards missing", "data lacks the field 'rewards'", drop("rewards"), config=NLL),
+    *(Fault(f"narrow {name}", rf"{name} has shape \[4, 7\]; input_ids \[B, S\] = \[4, 8\] calls for \[4, 8\]",
+            narrow(name)) for name in ("token_mask", *FLOATS)),
+    Fault("a column of sample_mask", r"sample_mask has shape \[4, 1\]; .* calls for \[4\]",
+          use(sample_mask=torch.ones(4, 1))),
+    Fault("rewards of tokens", r"rewards has shape \[4, 8\]; .* calls for \[4\]", use(rewards=torch.ones(4, 8)),
+          config=NLL),
+    *(Fault(f"{what} input_ids", rf"input_ids must be integers \[B, S\], got {kind}", use(input_ids=ids))
+      for what, kind, ids in (
+          ("flat", r"torch.int64 \[32\]", torch.ones(32).long()),
+          ("float", "torch.float32", torch.ones(4, 8)),
+          ("bool", "torch.bool", torch.ones(4, 8).bool()),
+      )),
+    *(Fault(f"integer {name}", f"{name} must be floating point, got torch.int64",
+            use(**{name: torch.ones(4, 8).long()})) for name in FLOATS),
+    Fault("integer rewards", "rewards must be floating point, got torch.int64", use(rewards=torch.ones(4).long()),
+          config=NLL),
+    Fault("a list for a tensor", "advantages must be a tensor, got list", use(advantages=[[0.0] * 8] * 4)),
+    Fault("a field elsewhere", "advantages is on meta, the model's output on cpu; they must be on one device",
+          use(advantages=torch.ones(4, 8, device="meta"))),
+    # their values
+    Fault("a soft mask", "token_mask must hold 0 and 1 only", use(token_mask=torch.full((4, 8), 0.5)), by_value=True),
+    Fault("a mask of 2", "token_mask must hold 0 and 1 only", at("token_mask", (0, 0), 2), by_value=True),
+    Fault("a mask of NaN", "sample_mask must hold 0 and 1 only", at("sample_mask", (2,), math.nan), by_value=True),
+    *(Fault(f"NaN in {name}", rf"{name} is NaN at \[2, 6\], a valid place", at(name, (2, 6), math.nan), by_value=True)
+      for name in FLOATS),
+    Fault("NaN in rewards", r"rewards is NaN at \[1\], a valid place", at("rewards", (1,), math.nan), config=NLL,
+          by_value=True),
+    Fault("NaN at the predictor", r"reference_policy_logprobs is NaN at \[2, 0\], a valid place",
+          at("reference_policy_logprobs", (2, 0), math.nan), "dpo", PREDICTOR, by_value=True),
+    # counts and statistics
+    Fault("two counts", r"global_valid_seqs must be one number, see count_valid; got shape \[2\]",
+          argument("counts", TWO_COUNTS)),
+    Fault("no counts", "global_valid_toks must be one number, see count_valid; got None",
+          argument("counts", (torch.tensor(1), None))),
+    Fault("no statistics", "ClippedPGLossFn in this configuration needs statistics=", argument("statistics", None),
+          config=NLL),
+    Fault("needless statistics", "ClippedPGLossFn in this configuration takes no statistics=",
+          argument("statistics", NEEDLESS)),
+    # pairs
+    Fault("odd rows", r"pairs are \(even, odd\) rows, so their number must be even; got 3 rows", rows(3), "dpo"),
+    Fault("odd rewards", "their number must be even; got 3 rows", rows(3), "preference"),
+    Fault("two rewards a token", r"rewards must be floating point \[B, S/cp, 1\] .*, got torch.float64 \[4, \d, 2\]",
+          logits(lambda z: z.expand(-1, -1, 2)), "preference"),
+    Fault("integer head", "rewards must be floating point .* got torch.int64", logits(lambda z: z.long()),
+          "preference"),
+    Fault("five rewards", r"one reward a row must be \[B\] or \[B, 1\] with B = 4, got \[5\]",
+          logits(lambda z: torch.ones(5)), "preference"),
+    # packed rows
+    Fault("falling bounds", r"cu_seqlens must start at 0 and increase, got \[0, 8, 6, 21, 25\]",
+          bounds([0, 8, 6, 21, 25]), packed=True, by_value=True),
+    Fault("bounds from 1", r"cu_seqlens_padded must start at 0 and increase, got \[1, 8, 16, 24, 32\]",
+          bounds(padded=[1, 8, 16, 24, 32]), packed=True, by_value=True),
+    Fault("longer than its room", r"a sequence is longer than its padded room: cu_seqlens \[0, 9, 14, 21, 25\], padded",
+          bounds([0, 9, 14, 21, 25]), packed=True, by_value=True),
+    Fault("an early end", "cu_seqlens_padded ends at 28; the packed row has 32 positions",
+          bounds(padded=[0, 8, 16, 24, 28]), packed=True, by_value=True),
+    Fault("float bounds", r"cu_seqlens must be integers \[B \+ 1\]", bounds([0.0, 8.0, 14.0, 21.0, 25.0]), packed=True),
+    Fault("fewer bounds", "cu_seqlens_padded has 4 bounds, cu_seqlens 5", bounds(padded=[0, 8, 16, 32]), packed=True),
+    Fault("fewer sequences", "cu_seqlens describes 3 sequences, the data has 4 rows",
+          bounds([0, 8, 14, 21], [0, 8, 16, 32]), packed=True),
+    Fault("a token too far", r"token_mask is set at \[1, 6\], but cu_seqlens gives sequence 1 6 tokens",
+          at("token_mask", (1, 6), 1), packed=True, by_value=True),
+    Fault("two packed rows", r"packed logits must be \[1, T/cp, V/tp\], got \[2, \d+, \d+\]",
+          logits(lambda z: z.view(2, -1, z.shape[-1])), packed=True),
+    # context parallelism
+    Fault("six tokens", r"the sequence length 6 does not divide by 4 \(2·cp = 4 chunks of the zigzag layout\)",
+          six_tokens, needs_context=True),
+    Fault("uneven room", r"padded lengths \[10, 6, 8, 8\] do not divide by 4", bounds(padded=[0, 10, 16, 24, 32]),
+          packed=True, by_value=True, needs_context=True),
+]
+# fmt: on

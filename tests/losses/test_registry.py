@@ -1,0 +1,183 @@
+"""A user's objective in a few lines is a loss like those that are shipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_rl import (
+    ClippedPGLossFn,
+    DPOLossFn,
+    NLLLoss,
+    PreferenceLoss,
+    SequencePackingLossWrapper,
+    count_valid,
+    get_loss,
+    losses,
+    reduce_metrics,
+    register_objective,
+)
+from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.batch import TokenBatch
+
+ROWS, WIDTH, VOCAB = 5, 9, 7
+LENGTHS = [9, 4, 7, 2, 6]
+
+
+def make() -> tuple[Tensor, dict[str, Tensor]]:
+    g = torch.Generator().manual_seed(11)
+    inside = torch.arange(WIDTH) < torch.tensor(LENGTHS)[:, None]
+    data = {
+        "input_ids": torch.randint(0, VOCAB, (ROWS, WIDTH), generator=g),
+        "token_mask": (inside & (torch.rand(ROWS, WIDTH, generator=g) < 0.8)).float(),
+        "sample_mask": torch.tensor([1, 1, 0, 1, 1]),
+        "rewards": torch.randn(ROWS, generator=g, dtype=torch.float64),
+    }
+    for name in ("advantages", "prev_logprobs", "generation_logprobs"):
+        data[name] = torch.randn(ROWS, WIDTH, generator=g, dtype=torch.float64)
+    return torch.randn(ROWS, WIDTH, VOCAB, generator=g, dtype=torch.float64), data
+
+
+def run(loss_fn: LossFn, logits: Tensor, data: dict[str, Tensor]) -> tuple[float, Tensor, dict[str, float]]:
+    leaf = logits.clone().requires_grad_()
+    loss, metrics = loss_fn(leaf, data, *count_valid(data))
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.item(), leaf.grad, {name: value.item() for name, value in reduce_metrics([metrics]).items()}
+
+
+@register_objective("doc_reinforce", token_fields=("advantages",))
+def Reinforce(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+    """REINFORCE."""
+    return -batch["advantages"] * logprobs
+
+
+@register_objective("doc_likelihood", level="sequence", sequence_fields=("rewards",))
+def Likelihood(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+    """A sequence's likelihood, weighed by its reward."""
+    return -batch.per_sequence("rewards") * (logprobs / 5).exp()
+
+
+@register_objective("doc_entropy", needs_entropy=True)
+def Entropy(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+    """The mean entropy, to be raised."""
+    return -batch.entropy
+
+
+def test_the_shipped_losses_are_there_by_name() -> None:
+    shipped = {"clipped_pg": ClippedPGLossFn, "nll": NLLLoss, "preference": PreferenceLoss, "dpo": DPOLossFn}
+    assert losses().items() >= shipped.items()
+    assert get_loss("dpo") is DPOLossFn
+    losses().clear()  # type: ignore[attr-defined]
+    assert get_loss("nll") is NLLLoss  # what one gets is a copy
+
+
+def test_the_decorator_gives_a_loss_class() -> None:
+    assert issubclass(Reinforce, LossFn) and get_loss("doc_reinforce") is Reinforce
+    assert Reinforce.__name__ == "Reinforce" and Reinforce.__doc__ == "REINFORCE."
+    assert Reinforce.__module__ == __name__
+
+
+@pytest.mark.parametrize(("aggregation", "token_level"), [("token-mean", True), ("seq-mean-token-mean", False)])
+def test_a_token_objective_equals_the_shipped_loss(aggregation: str, token_level: bool) -> None:
+    logits, data = make()
+    config = {"disable_ppo_ratio": True, "reference_policy_kl_penalty": 0.0, "token_level_loss": token_level}
+    loss, gradient, metrics = run(Reinforce({"aggregation": aggregation}, temperature=0.7), logits, data)
+    want, want_gradient, _ = run(ClippedPGLossFn(config, temperature=0.7), logits, data)
+    assert loss == pytest.approx(want, rel=1e-14) and loss != 0
+    torch.testing.assert_close(gradient, want_gradient, rtol=1e-12, atol=1e-15)
+    assert metrics == {"loss": loss, "num_valid_samples": 4.0}
+
+
+def dense_logprobs(logits: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, Tensor, list[tuple[int, int]]]:
+    """Log-probs and entropies [ROWS, WIDTH], token-aligned, and the (row, column) of the valid tokens."""
+    log_p = torch.log_softmax(logits, -1).roll(1, 1)
+    picked = log_p.gather(-1, data["input_ids"][..., None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    valid = [
+        (i, t)
+        for i in range(ROWS)
+        for t in range(1, WIDTH)
+        if data["sample_mask"][i] != 0 and data["token_mask"][i, t] != 0
+    ]
+    return picked, entropy, valid
+
+
+def test_a_sequence_objective() -> None:
+    logits, data = make()
+    leaf = logits.clone().requires_grad_()
+    picked, _, valid = dense_logprobs(leaf, data)
+    terms = [
+        -data["rewards"][i]
+        * (sum([picked[place] for place in valid if place[0] == i], start=torch.zeros(())) / 5).exp()
+        for i in range(ROWS)
+        if data["sample_mask"][i] != 0
+    ]
+    want = torch.stack(terms).mean()
+    want.backward()
+    loss, gradient, _ = run(Likelihood(), logits, data)
+    assert loss == pytest.approx(want.item(), rel=1e-13)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-11, atol=1e-14)
+
+
+def test_entropy() -> None:
+    logits, data = make()
+    leaf = logits.clone().requires_grad_()
+    _, entropy, valid = dense_logprobs(leaf, data)
+    want = -torch.stack([entropy[place] for place in valid]).mean()
+    want.backward()
+    loss, gradient, _ = run(Entropy(), logits, data)
+    assert loss == pytest.approx(want.item(), rel=1e-13)
+    torch.testing.assert_close(gradient, leaf.grad, rtol=1e-11, atol=1e-14)
+
+
+def test_entropy_needs_to_be_declared() -> None:
+    @register_objective("doc_undeclared")
+    def undeclared(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+        return -batch.entropy
+
+    logits, data = make()
+    with pytest.raises(AssertionError, match="does not declare needs_entropy"):
+        run(undeclared(), logits, data)
+
+
+@pytest.mark.parametrize("name", ["doc_reinforce", "doc_likelihood", "doc_entropy"])
+def test_it_packs_like_any_loss(name: str) -> None:
+    logits, data = make()
+    loss, gradient, _ = run(get_loss(name)(), logits, data)
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+    leaf = logits.clone().requires_grad_()
+    row = torch.cat([leaf[i, :length] for i, length in enumerate(LENGTHS)])[None]
+    packed, _ = SequencePackingLossWrapper(get_loss(name)(), bounds)(row, data, *count_valid(data))
+    packed.backward()
+    assert packed.item() == pytest.approx(loss, rel=1e-13)
+    torch.testing.assert_close(leaf.grad, gradient, rtol=1e-11, atol=1e-15)
+
+
+def test_a_field_that_it_declares_is_asked_for() -> None:
+    logits, data = make()
+    with pytest.raises(ValueError, match="data lacks the field 'advantages'"):
+        run(Reinforce(), logits, {name: value for name, value in data.items() if name != "advantages"})
+    with pytest.raises(ValueError, match="data lacks the field 'rewards'"):
+        run(Likelihood(), logits, {name: value for name, value in data.items() if name != "rewards"})
+
+
+def test_names_and_levels_that_do_not_do() -> None:
+    for taken in ("nll", "doc_reinforce"):
+        with pytest.raises(ValueError, match=f"a loss is registered as '{taken}' already"):
+            register_objective(taken)
+    with pytest.raises(ValueError, match="level = 'word' is not valid; choose 'token' or 'sequence'"):
+        register_objective("doc_word", level="word")  # type: ignore[arg-type]
+    assert "doc_word" not in losses()
+    with pytest.raises(ValueError, match=r"no loss is registered as 'cliped_pg'; did you mean 'clipped_pg'\?"):
+        get_loss("cliped_pg")
+    with pytest.raises(ValueError, match=r"no loss is registered as '\?'; valid: .*clipped_pg"):
+        get_loss("?")
+
+
+def test_options_without_effect_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown key aggregation = 'token-mean'"):
+        Likelihood({"aggregation": "token-mean"})
+    with pytest.raises(ValueError, match="max_length = 3 goes with aggregation 'constant-length' only"):
+        Reinforce({"max_length": 3})

@@ -1,0 +1,260 @@
+"""Counts, token weights, group sums and metrics: any split gives the numbers of one process that holds everything."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parallel_rl import Metrics, ParallelGroups, ValidCounts, count_valid, reduce_metrics
+from parallel_rl.reduce import Metric, group_sum, token_weights, valid_tokens
+from parallel_rl.validation import validation
+from tests.collectives import recorded
+from tests.distributed.law import make_groups
+from tests.distributed.pool import preload, run_world
+
+preload("tests.distributed.law", "tests.test_reduce")
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+# Counts.
+
+
+def masks(rows: list[list[int]], sample: list[int], dtype: torch.dtype = torch.int64) -> dict[str, Tensor]:
+    return {"token_mask": torch.tensor(rows, dtype=dtype), "sample_mask": torch.tensor(sample, dtype=dtype)}
+
+
+def counted(batches: list[dict[str, Tensor]]) -> tuple[int, int]:
+    seqs = toks = 0
+    for data in batches:
+        for row, sample in zip(data["token_mask"].tolist(), data["sample_mask"].tolist(), strict=True):
+            seqs += bool(sample)
+            toks += sum(bool(t) for t in row[1:]) if sample else 0
+    return max(seqs, 1), max(toks, 1)
+
+
+FIRST = masks([[1, 1, 0, 1], [1, 0, 0, 0], [1, 1, 1, 1]], [1, 1, 0])  # a row with column 0 only, a masked row
+SECOND = masks([[0, 1, 1, 1]], [1])
+EMPTY = masks([[1, 1, 1, 1]], [0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
+def test_what_is_counted(dtype: torch.dtype) -> None:
+    data = {name: value.to(dtype) for name, value in FIRST.items()}
+    counts = count_valid(data)
+    assert (counts.seqs.item(), counts.toks.item()) == (2, 2)
+    assert counts.seqs.dtype == counts.toks.dtype == torch.int64 and counts.seqs.dim() == counts.toks.dim() == 0
+    assert valid_tokens(data).tolist() == [
+        [False, True, False, True],
+        [False, False, False, False],
+        [False, False, False, False],
+    ]
+
+
+def test_micro_batches_add_up_and_nothing_counts_as_one() -> None:
+    assert tuple(map(int, count_valid([FIRST, SECOND, EMPTY]))) == (3, 5) == counted([FIRST, SECOND, EMPTY])
+    assert tuple(map(int, count_valid(EMPTY))) == (1, 1)
+    assert tuple(map(int, count_valid([]))) == (1, 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=5, max_size=5), st.integers(0, 1)), min_size=1))
+def test_any_masks(rows: list[tuple[list[int], int]]) -> None:
+    batches = [masks([row], [sample]) for row, sample in rows]
+    together = masks([row for row, _ in rows], [sample for _, sample in rows])
+    assert tuple(map(int, count_valid(batches))) == tuple(map(int, count_valid(together))) == counted(batches)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"sample_mask": torch.ones(2)}, "data lacks the field 'token_mask'"),
+        ({"token_mask": torch.ones(2, 3)}, "data lacks the field 'sample_mask'"),
+        (
+            {"token_mask": torch.ones(6), "sample_mask": torch.ones(2)},
+            r"token_mask must be a tensor \[B, S\], got \[6\]",
+        ),
+        ({"token_mask": torch.ones(2, 3), "sample_mask": [1, 1]}, r"sample_mask must be a tensor \[B\], got list"),
+        ({"token_mask": torch.ones(2, 3), "sample_mask": torch.ones(3)}, "sample_mask has 3 rows, token_mask 2"),
+    ],
+)
+def test_masks_that_do_not_fit(data: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        count_valid([SECOND, data])
+
+
+# Weights.
+
+N_I = [3, 0, 5]
+COUNTS = ValidCounts(torch.tensor(4), torch.tensor(20))
+
+
+@pytest.mark.parametrize(
+    ("mode", "max_length", "want"),
+    [
+        ("token-mean", None, [1 / 20 for _ in N_I]),
+        ("seq-mean-token-mean", None, [1 / (4 * n) if n else 1 / 4 for n in N_I]),
+        ("seq-mean-token-sum", None, [1 / 4 for _ in N_I]),
+        ("constant-length", 50, [1 / (4 * 50) for _ in N_I]),
+    ],
+)
+def test_token_weights(mode: str, max_length: int | None, want: list[float]) -> None:
+    weights = token_weights(mode, torch.tensor(N_I), COUNTS, max_length)  # type: ignore[arg-type]
+    assert weights.dtype == torch.float64
+    assert weights.tolist() == pytest.approx(want, rel=1e-15)
+
+
+def test_aggregations_that_do_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"aggregation = 'mean' is not valid; choose token-mean, seq-mean-token-mean"):
+        token_weights("mean", torch.tensor(N_I), COUNTS)  # type: ignore[arg-type]
+    for length in (None, 0):
+        with pytest.raises(ValueError, match=f"max_length = {length} must be a positive number of tokens"):
+            token_weights("constant-length", torch.tensor(N_I), COUNTS, length)
+
+
+# Metrics: what every rank and micro-batch holds, and what one process with all of it would say.
+
+SHARE = [0.5, -1.25, 3.0, 0.0, 7.0, 1e-3, -2.0, 0.125, 1.0, 2.0, 4.0, 8.0]
+LOW = [3.0, math.inf, -2.5, math.inf, 1.0, 9.0, math.inf, math.inf, 0.0, 5.0, 6.0, 7.0]  # inf: no valid token there
+WHOLE = {  # the shares are exact in binary, so that any order of addition gives the same sum
+    "share": math.fsum(SHARE),
+    "count": float(sum(range(12))),
+    "low": -2.5,
+    "high": 2.5,
+    "ratio": math.fsum(SHARE) / sum(range(12)),
+    "nothing over nothing": 0.0,
+    "nobody": math.inf,
+}
+
+
+def part(k: int) -> Metrics:
+    """The metrics of the k-th of 12 micro-batches; their names in another order each time."""
+    metrics = {
+        "share": Metric("share", scalar(SHARE[k])),
+        "count": Metric("count", torch.tensor(k)),
+        "low": Metric("min", torch.tensor(LOW[k], dtype=torch.float32)),
+        "high": Metric("max", scalar(-LOW[k])),
+        "ratio": Metric("ratio", scalar(SHARE[k]), torch.tensor(k)),
+        "nothing over nothing": Metric("ratio", scalar(0.0), scalar(0.0)),
+        "nobody": Metric("min", scalar(math.inf)),
+    }
+    names = list(metrics)
+    return Metrics({name: metrics[name] for name in names[k % 7 :] + names[: k % 7]})
+
+
+def test_one_process_reduces_its_micro_batches() -> None:
+    reduced = reduce_metrics([part(k) for k in range(12)])
+    assert all(value.dtype == torch.float64 and value.dim() == 0 for value in reduced.values())
+    assert {name: value.item() for name, value in reduced.items()} == pytest.approx(WHOLE, rel=1e-14)
+
+
+def test_reading_a_metric() -> None:
+    value = torch.tensor(2.0, requires_grad=True)
+    metrics = Metrics({"a": Metric("share", value), "b": Metric("ratio", value, torch.tensor(4.0)), **part(0)._metrics})
+    assert metrics["a"].item() == 2 and not metrics["a"].requires_grad
+    assert metrics["b"].item() == 0.5 and metrics.parts("b").denominator.item() == 4  # type: ignore[union-attr]
+    assert metrics["ratio"].item() == 0.0  # of this rank alone, whose denominator is 0
+    assert len(metrics) == 9 and list(metrics)[:2] == ["a", "b"] and "a: share, b: ratio" in repr(metrics)
+    with pytest.raises(KeyError):
+        metrics["c"]
+
+
+def test_metrics_that_do_not_go_together() -> None:
+    with pytest.raises(ValueError, match="at least one micro-batch, got an empty list"):
+        reduce_metrics([])
+    one, other = Metrics({"a": Metric("share", scalar(1))}), Metrics({"b": Metric("share", scalar(1))})
+    with pytest.raises(ValueError, match=r"must report the same metrics: \['b'\] against \['a'\]"):
+        reduce_metrics([one, other])
+    with pytest.raises(ValueError, match="must report the same metrics"):
+        reduce_metrics([one, Metrics({"a": Metric("max", scalar(1))})])
+
+
+# Over real ranks.
+
+
+class Reduced(NamedTuple):
+    metrics: dict[str, float]
+    ops: list[str]
+    ops_without_data_context: list[str]
+    counts: tuple[int, int]
+    count_ops: list[str]
+    rank_without_batches: tuple[int, int]
+    fault: str
+
+
+def reduce_on(rank: int, world: int, cp: int) -> Reduced:
+    """Each rank has 12 / world of the parts; its micro-batches 1 or 2 of the masks, the same on context ranks."""
+    groups, (_, _, dp_rank) = make_groups(rank, world, 1, cp)
+    size = 12 // world
+    mine = [part(k) for k in range(rank * size, (rank + 1) * size)]
+    with recorded() as ops:
+        reduced = reduce_metrics(mine, groups)
+    with recorded() as more:
+        again = reduce_metrics(mine, ParallelGroups(context=groups.context, data=groups.data))
+    assert {name: value.item() for name, value in again.items()} == pytest.approx(
+        {name: value.item() for name, value in reduced.items()}, rel=1e-14
+    )
+    batches = [[FIRST, EMPTY], [SECOND, SECOND]][dp_rank]
+    with validation("never"), recorded() as count_ops:
+        counts = count_valid(batches, groups.data)
+    idle = count_valid(batches if dp_rank == 0 else [], groups.data)
+    fault = ""
+    try:
+        count_valid(batches if dp_rank == 0 else {"token_mask": FIRST["token_mask"]}, groups.data)
+    except ValueError as error:
+        fault = str(error)
+    return Reduced(
+        {name: value.item() for name, value in reduced.items()}, ops, more,
+        (int(counts.seqs), int(counts.toks)), count_ops, (int(idle.seqs), int(idle.toks)), fault,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "cp"), [(2, 1), (4, 2)])
+def test_any_rank_gets_the_numbers_of_one_process(world: int, cp: int) -> None:
+    results = run_world(world, reduce_on, world, cp, timeout=60)
+    for got in results:
+        assert got.metrics == results[0].metrics  # to the bit
+        assert got.metrics == pytest.approx(WHOLE, rel=1e-14)
+        assert got.ops == ["_allgather_base_"]
+        assert got.ops_without_data_context == ["_allgather_base_"] * (2 if cp > 1 else 1)
+        assert got.counts == counted([FIRST, EMPTY, SECOND, SECOND])
+        assert got.count_ops == ["allreduce_ SUM"]
+        assert got.rank_without_batches == counted([FIRST, EMPTY])
+        assert got.fault.endswith(
+            "data lacks the field 'sample_mask'; token_mask [B, S] and sample_mask [B] are counted"
+        )
+
+
+def sum_over(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor, list[str]]:
+    x = (torch.arange(6, dtype=torch.float64).view(2, 3) + 10 * rank).T.requires_grad_()  # not contiguous
+    cotangent = torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2) * (rank + 1) ** 2
+    before = x.detach().clone()
+    with recorded() as ops:
+        y = group_sum(x, dist.group.WORLD)
+        (gradient,) = torch.autograd.grad(y, x, cotangent, create_graph=True)
+    assert torch.equal(x.detach(), before) and group_sum(x, None) is x
+    # every rank adds S², so the gradient is that of world · S²
+    (of_square,) = torch.autograd.grad(group_sum(x, dist.group.WORLD).square().sum(), x)
+    return y.detach(), gradient.detach(), of_square, ops
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_group_sum_and_the_sum_of_its_cotangents(world: int) -> None:
+    results = run_world(world, sum_over, world, timeout=60)
+    value = sum((torch.arange(6).double().view(2, 3) + 10 * r).T for r in range(world))
+    gradient = torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2) * sum((r + 1) ** 2 for r in range(world))
+    for y, grad, of_square, ops in results:
+        assert torch.equal(y, results[0][0]) and torch.equal(grad, results[0][1])
+        torch.testing.assert_close(y, value, rtol=1e-15, atol=0)
+        torch.testing.assert_close(grad, gradient, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(of_square, 2 * value * world, rtol=1e-15, atol=0)
+        assert ops == ["allreduce_ SUM"] * 2
