@@ -1,13 +1,14 @@
 """A Megatron loop with a loss of ours, on any layout: torchrun --nproc-per-node 4 examples/megatron_loop.py --tp 2 --cp 2
 
-One process works too: torchrun --nproc-per-node 1 examples/megatron_loop.py. The printed losses are the same on every layout.
+One process works too: torchrun --nproc-per-node 1 examples/megatron_loop.py. The printed losses are the same for every
+--tp and --cp; a further data parallel rank brings sequences of its own.
 """
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from parallel_rl import NLLLoss, ParallelGroups, count_valid, reduce_metrics
@@ -18,10 +19,11 @@ parser.add_argument("--tp", type=int, default=1)
 parser.add_argument("--cp", type=int, default=1)
 sizes = parser.parse_args()
 
+if torch.cuda.is_available():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 m.initialize(sizes.tp, sizes.cp)
 config = m.build_config(num_layers=2, hidden_size=64, num_attention_heads=4, sequence_parallel=sizes.tp > 1)
-config.finalize_model_grads_func = finalize_model_grads
 model = m.wrap_model(m.build_model(config, vocab_size=64, max_sequence_length=32))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 groups, device = ParallelGroups.from_megatron(), next(model.parameters()).device

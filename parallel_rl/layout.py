@@ -95,6 +95,7 @@ class SequenceLayout:
         cp_size: int = 1,
         cp_rank: int = 0,
         cp_layout: CPLayout = "zigzag",
+        device: torch.device | str | None = None,
     ) -> SequenceLayout:
         """Sequences one after the other in one row: the logits are [1, T/cp, V/tp].
 
@@ -106,17 +107,19 @@ class SequenceLayout:
             seq_len: S, the width of the unpacked data. A last sequence that holds the row's alignment padding may be
                 longer.
             total: T, the padded length of the row over all context ranks.
+            device: of the layout; None is that of `cu_seqlens`. Bounds on the host are checked before they move.
 
         Raises:
             ValueError: shapes or dtypes; on host tensors also: not starting at 0, not increasing, a true length above
                 its padded one, padded lengths that do not divide, a last bound that is not `total`.
         """
         _check_cp(cp_size, cp_rank, cp_layout)
-        padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+        padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded.to(cu_seqlens.device)
         _check_cu_seqlens(cu_seqlens, padded, total, _parts(cp_size, cp_layout), cp_size, cp_layout)
         count = cu_seqlens.numel() - 1
-        bounds = padded.to(torch.int64)
-        lengths = cu_seqlens.to(torch.int64).diff()
+        where = cu_seqlens.device if device is None else device
+        bounds = padded.to(where, torch.int64)
+        lengths = cu_seqlens.to(where, torch.int64).diff()
         local = total // cp_size
         place = torch.arange(local, device=bounds.device)
         if cp_layout == "zigzag":

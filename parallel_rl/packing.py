@@ -87,14 +87,14 @@ class SequencePackingLossWrapper:
     ) -> SequenceLayout:
         key = (device, seq_len, total, cp_size, cp_rank, cp_layout)
         if key not in self._layouts:
-            padded = self.cu_seqlens_q_padded
             self._layouts[key] = SequenceLayout.packed(
-                self.cu_seqlens_q.to(device),
-                None if padded is None else padded.to(device),
+                self.cu_seqlens_q,
+                self.cu_seqlens_q_padded,
                 seq_len=seq_len,
                 total=total,
                 cp_size=cp_size,
                 cp_rank=cp_rank,
                 cp_layout=cp_layout,
+                device=device,
             )
         return self._layouts[key]

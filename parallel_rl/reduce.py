@@ -40,8 +40,7 @@ def count_valid(
 
     Args:
         batches: every micro-batch that this rank trains on in the step (or the only one), each whole on its context
-            ranks, with `token_mask` [B, S] and `sample_mask` [B]. A rank without a micro-batch passes an empty list
-            and a group whose device is the host.
+            ranks, with `token_mask` [B, S] and `sample_mask` [B]. A rank without a micro-batch passes an empty list.
         data_parallel_group: without context parallelism; None is a group of one.
 
     Returns:
@@ -52,14 +51,21 @@ def count_valid(
     """
     batches = [batches] if isinstance(batches, Mapping) else batches
     masks = [data["token_mask"] for data in batches if isinstance(data.get("token_mask"), torch.Tensor)]
-    counts = torch.zeros(2, dtype=torch.int64, device=masks[0].device if masks else torch.device("cpu"))
+    counts = torch.zeros(2, dtype=torch.int64, device=_device_of(data_parallel_group, masks))
     agreed_check(lambda: _check_masks(batches), [data_parallel_group], counts)
     for data in batches:
-        counts += torch.stack([data["sample_mask"].bool().sum(), valid_tokens(data).sum()])
+        counts += torch.stack([data["sample_mask"].bool().sum(), valid_tokens(data).sum()]).to(counts.device)
     if group_size(data_parallel_group) > 1:
         dist.all_reduce(counts, group=data_parallel_group)
     seqs, toks = counts.clamp_(min=1).unbind()
     return ValidCounts(seqs, toks)
+
+
+def _device_of(group: ProcessGroup | None, masks: Sequence[Tensor]) -> torch.device:
+    """Where the counts are: on the GPU if the group communicates from there, whatever device the masks are still on."""
+    if group_size(group) > 1 and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return masks[0].device if masks else torch.device("cpu")
 
 
 def _check_masks(batches: Sequence[Mapping[str, Tensor]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -57,33 +57,57 @@ def checks_values(tensor: Tensor) -> bool:
     return _mode == "always" or (_mode == "auto" and tensor.device.type == "cpu")
 
 
-def agreed_check(check: Callable[[], None], groups: Sequence[ProcessGroup | None], like: Tensor) -> None:
-    """Runs `check`; where values are checked, its ValueError is raised on every rank of `groups`, and nothing hangs.
+def agreed_check(
+    check: Callable[[], None],
+    groups: Sequence[ProcessGroup | None],
+    like: Tensor,
+    same: Mapping[str, int] | None = None,
+) -> None:
+    """Runs `check`; where values are checked, its error is raised on every rank of `groups`, and nothing hangs.
 
     Args:
-        check: raises ValueError where this rank's input is bad.
+        check: raises where this rank's input is bad.
         groups: the groups whose collectives come next; None entries are groups of one.
         like: a tensor on the device that the groups communicate from.
+        same: numbers by name that all ranks of the groups must agree in, such as the number of tokens; the names are
+            the same everywhere.
+
+    Raises:
+        ValueError: what `check` found on any rank, or a number in which ranks differ.
     """
+    real = [group for group in groups if group is not None and dist.get_world_size(group) > 1]
+    if not real or not checks_values(like):
+        return check()
     fault: str | None = None
     try:
         check()
     except ValueError as error:
-        fault = str(error)
-    real = (
-        [group for group in groups if group is not None and dist.get_world_size(group) > 1]
-        if checks_values(like)
-        else []
-    )
-    if fault is not None and real:
-        fault = f"rank {dist.get_rank()}: {fault}"
+        fault = f"rank {dist.get_rank()}: {error}"
+    except Exception as error:  # what torch raises of an input that no check foresaw; alone it would hang the others
+        fault = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    same = same or {}
     # One group after the other: whoever heard of a fault over the first passes it on over the second.
     for group in real:
-        flag = torch.tensor([fault is not None], dtype=torch.int32, device=like.device)
+        numbers = [int(fault is not None), *same.values(), *(-x for x in same.values())]
+        flag = torch.tensor(numbers, dtype=torch.int64, device=like.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        if flag.item():
+        found, *bounds = flag.tolist()
+        if found:
             told: list[str | None] = [None] * dist.get_world_size(group)
             dist.all_gather_object(told, fault, group=group)
             fault = next(text for text in told if text is not None)
+            continue
+        for name, high, low in zip(same, bounds, bounds[len(same) :], strict=False):
+            if high != -low:
+                fault = f"the ranks of a group differ in {name}: it is {-low} on one and {high} on another"
     if fault is not None:
         raise ValueError(fault)
+
+
+def shape_numbers(logits: Tensor, vocab_size: int | None) -> dict[str, int]:
+    """What ranks that share a batch agree in: tokens, and the shard's width where no `vocab_size` allows for uneven ones."""
+    width = logits.shape[-1] if logits.dim() else 1
+    return {
+        "the number of local tokens": logits.numel() // max(width, 1),
+        "the width of the vocabulary shard (without vocab_size)": width if vocab_size is None else 0,
+    }

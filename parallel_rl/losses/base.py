@@ -17,7 +17,7 @@ from parallel_rl.losses.batch import TokenBatch
 from parallel_rl.losses.checks import check_data, check_lengths
 from parallel_rl.reduce import Metrics, ValidCounts, valid_tokens
 from parallel_rl.statistics import Statistics
-from parallel_rl.validation import agreed_check
+from parallel_rl.validation import agreed_check, checks_values, shape_numbers
 from parallel_rl.vocab.backends.torch_backend import Backend
 from parallel_rl.vocab.shards import shard_range
 from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
@@ -204,6 +204,8 @@ class LossFn(ABC, Generic[ConfigT]):
                 if not isinstance(count, (int, float, Tensor)) or torch.as_tensor(count).numel() != 1:
                     got = f"shape {list(count.shape)}" if isinstance(count, Tensor) else repr(count)
                     raise ValueError(f"{name} must be one number, see count_valid; got {got}")
+                if checks_values(torch.as_tensor(count)) and not count >= 1:
+                    raise ValueError(f"{name} = {count} must be at least 1, see count_valid")
             rows, width = check_data(
                 data, self.token_fields, self.sequence_fields, self.predictor_fields, logits.device
             )
@@ -216,7 +218,7 @@ class LossFn(ABC, Generic[ConfigT]):
                 check_lengths(data, layouts[0])
             self._check_head(logits, data, tensor_group)
 
-        agreed_check(check, [tensor_group, context_group], logits)
+        agreed_check(check, [tensor_group, context_group], logits, shape_numbers(logits, self.options.vocab_size))
         counts = ValidCounts(
             *(torch.as_tensor(n, device=logits.device) for n in (global_valid_seqs, global_valid_toks))
         )

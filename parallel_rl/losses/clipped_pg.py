@@ -129,17 +129,14 @@ class ClippedPGLossFn(LossFn[ClippedPGLossConfig]):
 
     def _kl(self, batch: TokenBatch) -> Tensor:
         cfg, logprobs = self.config, batch.logprobs
-        if cfg.use_on_policy_kl_approximation:
-            weight = exp_or_zero(logprobs - batch["generation_logprobs"])
-        else:
-            weight = straight_through_one(logprobs)
+        sampler = batch["generation_logprobs"] if cfg.use_on_policy_kl_approximation else logprobs.detach()
         return kl_estimate(
             logprobs,
             batch["reference_policy_logprobs"],
             cfg.reference_policy_kl_type,
             input_clamp=cfg.kl_input_clamp_value,
             output_clamp=cfg.kl_output_clamp_value,
-            weight=weight,
+            weight=exp_or_zero(logprobs - sampler),
         )
 
     def _positive_nll(self, batch: TokenBatch) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.groups import group_size
-from parallel_rl.layout import SequenceLayout
+from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.base import LossFn, NoConfig
 from parallel_rl.losses.batch import Alignment, TokenBatch
 from parallel_rl.objectives.preference import bradley_terry
@@ -54,6 +54,9 @@ class PreferenceLoss(LossFn[NoConfig]):
 
     config_class = NoConfig
     paired = True
+
+    def __init__(self, config: NoConfig | Mapping | None = None, *, cp_layout: CPLayout = "zigzag") -> None:
+        super().__init__(config, cp_layout=cp_layout)  # a scalar head has no vocabulary, so none of its options
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         assert batch.head is not None

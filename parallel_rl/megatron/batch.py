@@ -59,12 +59,13 @@ def packed_input(
     if cu_seqlens.numel() - 1 != input_ids.shape[0]:
         raise ValueError(f"cu_seqlens has {cu_seqlens.numel() - 1} sequences, input_ids {input_ids.shape[0]} rows")
     layout = SequenceLayout.packed(
-        cu_seqlens.to(input_ids.device),
-        bounds.to(input_ids.device),
+        cu_seqlens,
+        bounds,
         seq_len=input_ids.shape[1],
         total=int(bounds[-1]),
         cp_size=size,
         cp_rank=rank,
+        device=input_ids.device,
     )
     longest = int(bounds.diff().max())
     # A sequence's padding stands behind it, where causality hides it: the padded bounds are all that attention needs,

@@ -97,7 +97,7 @@ def build_config(
         "recompute_granularity": "full" if recompute else None,
         "recompute_method": "uniform" if recompute else None,
         "recompute_num_layers": 1 if recompute else None,
-        **_fusions(),
+        **_fusions(gated, bias),
         **(overrides or {}),
     }
     _check_fields(fields, tp, pp, virtual_pp)
@@ -106,10 +106,10 @@ def build_config(
         return TransformerConfig(**fields)
 
 
-def _fusions() -> dict[str, object]:
+def _fusions(gated: bool, bias: bool) -> dict[str, object]:
     on_gpu, engine = torch.cuda.is_available(), has_transformer_engine()
     return {
-        "bias_activation_fusion": on_gpu,
+        "bias_activation_fusion": on_gpu and (gated or bias),  # Megatron refuses it for a plain GELU without bias
         "bias_dropout_fusion": on_gpu,
         "masked_softmax_fusion": False,  # only Megatron's own core attention reads it
         "apply_rope_fusion": engine,

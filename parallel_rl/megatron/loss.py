@@ -65,7 +65,8 @@ def megatron_loss_func(
       DDP by 1/(DP·CP).
 
     Args:
-        loss_fn: any loss with the package's call; it returns this rank's share and its metrics.
+        loss_fn: any loss with the package's call; it returns this rank's share and its metrics. One that needs
+            statistics of the step comes as `functools.partial(loss_fn, statistics=...)`.
         data: the whole, token-aligned tensors of this micro-batch.
         global_valid_seqs, global_valid_toks: from `count_valid` over all micro-batches of the step and all data ranks.
         config: the model's config; `calculate_per_token_loss` and the experts are read from it.

@@ -8,6 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from parallel_rl.objectives.ratio import MAX_EXPONENT
+
 KLType = Literal["k1", "k2", "k3"]
 
 
@@ -40,7 +42,9 @@ def kl_estimate(
         if weight is not None:
             weight = torch.where(d.detach().abs() > input_clamp, weight.detach(), weight)
         d = d.clamp(-input_clamp, input_clamp)
-    kl = -d if kind == "k1" else d.square() / 2 if kind == "k2" else d.expm1() - d
+    # An infinite estimate would turn the zero gradients of the clamp below, and of the weight, into NaN.
+    capped = d.clamp(max=MAX_EXPONENT)
+    kl = -d if kind == "k1" else d.square() / 2 if kind == "k2" else capped.expm1() - capped
     if weight is not None:
         kl = weight * kl
     return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)

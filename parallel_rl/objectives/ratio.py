@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 # e^80 is finite in float32 and beyond any ratio that means something; inf · 0 would be NaN.
-_MAX_EXPONENT = 80.0
+MAX_EXPONENT = 80.0
 
 
 def safe_exp(log_ratio: Tensor) -> Tensor:
     """exp(x) for x ≤ 80, the constant e^80 (gradient 0) above."""
-    return log_ratio.clamp(max=_MAX_EXPONENT).exp()
+    return log_ratio.clamp(max=MAX_EXPONENT).exp()
 
 
 def straight_through_one(logprobs: Tensor) -> Tensor:

@@ -276,6 +276,12 @@ class TrainConfig:
                 "the section 'warmup' has no effect with objective = 'sft', which is supervised throughout; remove it"
             )
         _check_data(self)
+        sampled = self.grpo if self.data.rollouts is None else None
+        if sampled is not None and sampled.group_size == 1 and sampled.advantages.singleton == "error":
+            raise ValueError(
+                "grpo.group_size = 1 makes groups of one, which grpo.advantages.singleton = 'error' refuses; raise it, "
+                "or set singleton to 'zero' or 'reward'"
+            )
         if self.grpo is not None and self.grpo.record and self.data.rollouts is not None:
             raise ValueError("grpo.record = True has no effect with data.rollouts: nothing is sampled")
         for name, size in (("heads", self.model.heads), ("query_groups", self.model.query_groups or self.model.heads)):

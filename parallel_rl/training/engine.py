@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -151,7 +151,6 @@ def train_step(
         )
         return forward_logits(model, batch.input), loss_func
 
-    config.finalize_model_grads_func = finalize_model_grads
     reports: list[LossReport] = get_forward_backward_func()(
         forward_step_func=forward,
         data_iterator=iter(batches),
@@ -162,6 +161,10 @@ def train_step(
         forward_only=False,
     )
     norm = grad_norm([engine.model])
+    if not bool(
+        norm.isfinite()
+    ):  # the same number on every rank; a step would ruin the weights and the next checkpoint
+        raise ValueError(f"the gradient norm is {float(norm)}; the last good checkpoint stands, see metrics.jsonl")
     if clip is not None:
         clip_grads_([engine.model], clip, norm)
     for group in optimizer.param_groups:
@@ -181,6 +184,7 @@ def log_probs(
         return token_logprobs(
             logits,
             batch.data,
+            groups.tp_rank,
             groups.tensor,
             groups.context,
             layout=batch.input.layout,

@@ -89,7 +89,7 @@ def grpo_step(session: Session, config: GRPOConfig, step: int) -> Numbers:
     engine, temperature = session.engine, session.engine.config.sampling.temperature
     rows, reward = _recorded(session, config, step) if session.data.rollouts else _sampled(session, config, step)
     prev = rows.fields["generation_logprobs"]
-    if config.prev_logprobs == "recompute":
+    if config.prev_logprobs == "recompute" and not config.loss.force_on_policy_ratio:  # which reads none
         prev = session.log_probs(engine.model, rows, temperature)
     rows = rows.with_fields(prev_logprobs=prev)
     if session.reference is not None:

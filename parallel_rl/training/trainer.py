@@ -73,7 +73,8 @@ class _Run:
         self.phases = _phases(config)
         self.first = dist.get_rank() == 0
         if config.run.resume == "never" and self.first:
-            for name in ("checkpoints", "tensorboard"):
+            recorded = ("rollouts",) if config.grpo is not None and config.grpo.record else ()
+            for name in ("checkpoints", "tensorboard", *recorded):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
         dist.barrier()
         self.latest = checkpoint.newest(self.folder / "checkpoints")
@@ -101,7 +102,10 @@ class _Run:
         if self.latest is not None:
             self._restore(self.latest)
         elif self.config.run.init_from is not None:
-            checkpoint.load(Path(self.config.run.init_from), self.session.engine, None, None)
+            engine = self.session.engine
+            checkpoint.load(Path(self.config.run.init_from), engine, None, None)
+            # master weights of what was just loaded
+            self.session = replace(self.session, optimizer=build_optimizer(engine, self.phases[0].optimizer))
         self._describe()
         for phase in self.phases[names.index(self.position.phase) :]:
             if phase.is_main and self.position.step == 0:
@@ -117,9 +121,9 @@ class _Run:
             if self.after is None:
                 self.after = self._evaluate()
             started = "after the warm-up" if self.config.warmup else "before"
-            self.log.say(
-                f"held-out reward {started}: {self.before:.3f}, after {self.config.objective}: {self.after:.3f}"
-            )
+            # a run that is continued may have begun without an evaluation
+            before = "" if self.before is None else f"{started}: {self.before:.3f}, "
+            self.log.say(f"held-out reward {before}after {self.config.objective}: {self.after:.3f}")
         if self.rows:
             self._save()
         if self.first:

@@ -9,9 +9,10 @@ import torch
 
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
-from parallel_rl.validation import agreed_check
+from parallel_rl.reduce import valid_tokens
+from parallel_rl.validation import agreed_check, shape_numbers
 from parallel_rl.vocab.shards import ShardRange, shard_range
-from parallel_rl.vocab.stats import IGNORE_INDEX, check_logits, check_targets, stats_of_shard
+from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 def token_logprobs(
     next_token_logits: Tensor,
     data: Mapping[str, Tensor],
+    vocab_parallel_rank: int | None = None,
     vocab_parallel_group: ProcessGroup | None = None,
     context_parallel_group: ProcessGroup | None = None,
     *,
@@ -38,7 +40,8 @@ def token_logprobs(
 
     Args:
         next_token_logits: [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`.
-        data: input_ids [B, S].
+        data: input_ids [B, S]; where it has token_mask and sample_mask too, ids at masked places are not looked at.
+        vocab_parallel_rank, vocab_parallel_group, context_parallel_group: as for the losses.
         layout: of the logits; None is padded rows.
         vocab_size, vocab_start, cp_layout, temperature, backend: as for the losses.
 
@@ -59,6 +62,11 @@ def token_logprobs(
             raise ValueError(
                 f"input_ids is on {ids.device}, the logits on {next_token_logits.device}; they must be on one device"
             )
+        if vocab_parallel_rank is not None and vocab_parallel_rank != group_rank(vocab_parallel_group):
+            raise ValueError(
+                f"vocab_parallel_rank = {vocab_parallel_rank}, but this process is rank "
+                f"{group_rank(vocab_parallel_group)} of the group"
+            )
         cp = group_size(context_parallel_group), group_rank(context_parallel_group)
         of = layout or SequenceLayout.padded(
             *ids.shape, cp_size=cp[0], cp_rank=cp[1], cp_layout=cp_layout, device=ids.device
@@ -72,14 +80,16 @@ def token_logprobs(
             )
         check_logits(next_token_logits, False, backend, temperature)
         span = shard_range(next_token_logits.shape[-1], vocab_parallel_group, vocab_size, vocab_start)
+        masked = "token_mask" in data and "sample_mask" in data
+        check_targets(torch.where(valid_tokens(data), ids, 0) if masked else ids, span.vocab_size)
         targets = of.shard(ids)
-        check_targets(targets, span.vocab_size)
         read.append((of, targets, span))
 
-    agreed_check(check, [vocab_parallel_group, context_parallel_group], next_token_logits)
+    groups = [vocab_parallel_group, context_parallel_group]
+    agreed_check(check, groups, next_token_logits, shape_numbers(next_token_logits, vocab_size))
     of, targets, span = read[0]
     stats = stats_of_shard(
-        next_token_logits.flatten(0, -2), targets, targets != IGNORE_INDEX, span, vocab_parallel_group,
+        next_token_logits.flatten(0, -2), targets, (targets >= 0) & (targets < span.vocab_size), span, vocab_parallel_group,
         temperature, False, False, backend,
     )  # fmt: skip
     return of.unshard(stats.logprobs, context_parallel_group)

@@ -73,7 +73,7 @@ def sample_tokens(
         span = shard_range(logits.shape[-1], group, vocab_size, vocab_start)
 
     agreed_check(check, [group], logits)
-    flat, row_keys = logits.reshape(-1, logits.shape[-1])[:, : span.valid], keys.reshape(-1)
+    flat, row_keys = logits.reshape(keys.numel(), logits.shape[-1])[:, : span.valid], keys.reshape(-1)
     best = flat.new_empty(flat.shape[0], 2, dtype=torch.float64)  # value, id
     if span.valid == 0:
         best[:, 0], best[:, 1] = -math.inf, span.vocab_size

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 import torch
 
 from parallel_rl.groups import all_gather
-from parallel_rl.validation import agreed_check, checks_values
+from parallel_rl.validation import agreed_check, checks_values, shape_numbers
 from parallel_rl.vocab.backends.torch_backend import _LOWEST, Backend, math_dtype, shard_grad, shard_stats
 from parallel_rl.vocab.shards import ShardRange, shard_range
 
@@ -81,7 +81,7 @@ def token_stats(
             raise ValueError(f"temperature must be a number or {list(targets.shape)}, got {list(temperature.shape)}")
         check_targets(targets, span.vocab_size, ignore_index)
 
-    agreed_check(check, [group], logits)
+    agreed_check(check, [group], logits, shape_numbers(logits, vocab_size))
     keep = targets != ignore_index
     return stats_of_shard(logits, targets, keep, span, group, temperature, entropy, consume_logits, backend)
 
@@ -98,7 +98,8 @@ def stats_of_shard(
     backend: Backend,
 ) -> TokenStats:
     """`token_stats` after its checks; `keep` [...] says which tokens count."""
-    flat = logits.reshape(-1, logits.shape[-1]) if not consume_logits else logits.view(-1, logits.shape[-1])
+    size = targets.numel(), logits.shape[-1]  # not −1: an empty shard of an uneven split has no column
+    flat = logits.view(size) if consume_logits else logits.reshape(size)
     tokens = targets.reshape(-1)
     local = tokens - span.start
     y = torch.where((local >= 0) & (local < span.valid), local, -1)

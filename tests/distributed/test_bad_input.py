@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel_rl import ParallelGroups, token_logprobs
+from parallel_rl import NLLLoss, ParallelGroups, token_logprobs
 from parallel_rl.validation import validation
 from tests.collectives import recorded
 from tests.distributed.law import make_groups
@@ -94,10 +94,10 @@ def spoilt_logprobs(rank: int) -> list[str]:
     ):
         mine, t = (data, temperature) if rank == FAULTY else (right, 1.0)
         try:
-            token_logprobs(logits, mine, groups.tensor, groups.context, vocab_size=V, temperature=t)
+            token_logprobs(logits, mine, None, groups.tensor, groups.context, vocab_size=V, temperature=t)
         except ValueError as error:
             told.append(str(error))
-    whole = token_logprobs(logits, right, groups.tensor, groups.context, vocab_size=V)
+    whole = token_logprobs(logits, right, None, groups.tensor, groups.context, vocab_size=V)
     want = torch.full((4, S), -float(torch.tensor(V).log()))
     want[:, 0] = 0
     torch.testing.assert_close(whole, want)
@@ -110,7 +110,7 @@ def test_log_probs_as_data() -> None:
     patterns = (
         r"rank 3: the sequence length 6 does not divide by 4",
         r"rank 3: data needs the field 'input_ids'",
-        r"rank 3: target 11 at \[0\] lies outside the vocabulary \[0, 11\)",
+        r"rank 3: target 11 at \[\d, \d\] lies outside the vocabulary \[0, 11\)",
         r"rank 3: temperature = 0.0 must be positive",
     )
     for text, pattern in zip(results[0], patterns, strict=True):
@@ -185,3 +185,30 @@ def test_to_agree_costs_one_max_a_group_and_nothing_where_validation_is_off() ->
         for (loss, packed), ops in found.items():
             assert ops["auto"] == ops["always"] == ["allreduce_ MAX"] * 2 + ops["never"], f"{loss} {packed}"
             assert not any("MAX" in op for op in ops["never"])
+
+
+def differing(rank: int) -> list[str]:
+    """Ranks whose batches are right each for itself and of different sizes."""
+    groups, _ = make_groups(rank, WORLD, TP, CP)
+    told = []
+    for columns, rows in ((V // 2 + (rank == FAULTY), 4), (V // 2, 4 + 2 * (rank == FAULTY))):
+        data = {
+            "input_ids": torch.zeros(rows, 8, dtype=torch.int64),
+            "token_mask": torch.ones(rows, 8),
+            "sample_mask": torch.ones(rows),
+        }
+        logits = torch.zeros(rows, 8 // CP, columns)
+        try:
+            NLLLoss()(logits, data, torch.tensor(4), torch.tensor(28), None, groups.tensor, groups.context)
+            told.append("nothing")
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def test_ranks_that_differ_say_so() -> None:
+    widths, rows = zip(*run_world(WORLD, differing, timeout=30), strict=True)
+    assert set(widths) == {
+        "the ranks of a group differ in the width of the vocabulary shard (without vocab_size): it is 5 on one and 6 on another"
+    }
+    assert set(rows) == {"the ranks of a group differ in the number of local tokens: it is 16 on one and 24 on another"}

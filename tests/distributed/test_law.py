@@ -14,6 +14,10 @@ from tests.distributed.pool import preload, run_world
 preload("parallel_rl", "tests.distributed.law")
 
 WORLDS = (1, 2, 4, 8)
+LOW_PRECISION = [
+    pytest.param(torch.bfloat16, id="bfloat16"),
+    pytest.param(torch.float16, id="float16", marks=pytest.mark.slow),
+]
 
 
 @cache
@@ -44,7 +48,7 @@ def test_float64(case: law.Case, world: int) -> None:
     _assert_law(case, world, False, torch.float64, 0.0, 1e-10)
 
 
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (2, pytest.param(4, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("case", law.CASES, ids=lambda case: case.name)
 def test_a_masked_data_rank(case: law.Case, world: int) -> None:
     _assert_law(case, world, True, torch.float64, 0.0, 1e-10)
@@ -61,7 +65,7 @@ def test_float32_with_logits_far_from_zero(case: law.Case) -> None:
     _assert_law(case, 2, False, torch.float32, 300.0, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", LOW_PRECISION)
 @pytest.mark.parametrize("case", law.CASES, ids=lambda case: case.name)
 def test_low_precision_logits(case: law.Case, dtype: torch.dtype) -> None:
     """Against the float64 oracle of the same rounded logits: at most twice the error of one process that holds them whole."""

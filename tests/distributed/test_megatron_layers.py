@@ -161,6 +161,7 @@ def _copies_of_logits(rank: int) -> list[str]:
     )
     model = M.wrap_model(M.build_model(config, vocab, width))
     data = {"input_ids": torch.zeros(2, width, dtype=torch.int64), "token_mask": torch.ones(2, width)}
+    data["token_mask"][1, width - 3 :] = 0
     data["sample_mask"] = torch.ones(2)
     bounds = M.packed_bounds(torch.tensor([width, width - 3]))
     storages, names = {}, []

@@ -83,7 +83,7 @@ def test_masked_places_may_hold_anything() -> None:
             {"input_ids": torch.zeros(4, S - 1).long()},
             r"the logits have shape \[4, 8, 11\]; the layout needs \[4, 7",
         ),
-        ({}, {"input_ids": torch.full((4, S), 11)}, r"target 11 at \[0\] lies outside the vocabulary \[0, 11\)"),
+        ({}, {"input_ids": torch.full((4, S), 11)}, r"target 11 at \[0, 0\] lies outside the vocabulary \[0, 11\)"),
         ({}, {"input_ids": torch.zeros(4, S, device="meta").long()}, "input_ids is on meta, the logits on cpu"),
         ({"temperature": 0.0}, None, "temperature = 0.0 must be positive"),
         ({"vocab_size": 99}, None, "vocab_size = 99 splits"),

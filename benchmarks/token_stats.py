@@ -1,0 +1,311 @@
+"""Token statistics from vocab-parallel logits: ours beside megatron-core's cross-entropies and a gathered log-softmax.
+
+Every method gets the same logits, targets and per-token upstream gradient (what a policy loss gives), logits that it
+may overwrite if it does so, and is checked against float64 before it is timed. `python -m benchmarks.token_stats --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from benchmarks.common import (
+    CpuClock,
+    PeakMemory,
+    Seconds,
+    keep_freed_memory,
+    machine,
+    return_freed_memory,
+    run_ranks,
+    short_collections,
+    verdict,
+    write_json,
+)
+from benchmarks.vocab_case import Case, make_case, reference_gradient
+from parallel_rl import token_stats
+from parallel_rl.vocab.backends.torch_backend import Backend
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MAX_EXTRA = 0.1  # bytes of extra memory per local logit that ours may take in place
+OURS = "ours, compiled, in place"
+# Largest errors against float64: of a log-prob (nats), and of the gradient (relative, norm-wise) by the dtype it comes in.
+LOGPROB_ERROR = 1e-4
+GRADIENT_ERROR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+
+
+Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """`forward(logits, targets)` gives (log-probs,) or (log-probs, entropy)."""
+
+    name: str
+    forward: Forward
+    kind: str  # "ours", "peer" or "information": only peers are compared in `missed`
+    bfloat16_gradient: bool = False  # it rounds the gradient to bfloat16 whatever the logits' dtype
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one rank measured of one method; bytes are per local logit, beyond the logits."""
+
+    forward: Seconds
+    both: Seconds
+    forward_bytes: float
+    both_bytes: float
+    logprob_error: float
+    gradient_error: float
+
+
+def _ours(logits: Tensor, targets: Tensor, entropy: bool, consume: bool, backend: Backend) -> tuple[Tensor, ...]:
+    group = dist.group.WORLD
+    stats = token_stats(logits, targets, group=group, entropy=entropy, consume_logits=consume, backend=backend)
+    return (stats.logprobs,) if stats.entropy is None else (stats.logprobs, stats.entropy)
+
+
+def _megatron(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    return (-vocab_parallel_cross_entropy(logits[:, None], targets[:, None])[:, 0],)  # [S, B, V/tp] with B = 1
+
+
+def _megatron_fused(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    return (-fused_vocab_parallel_cross_entropy(logits[:, None], targets[:, None], dist.group.WORLD)[:, 0],)
+
+
+class _Gather(torch.autograd.Function):
+    """[T, V/tp] to [T, V]; the loss is the same on all ranks, so each keeps its columns of the gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: Tensor) -> Tensor:
+        shards = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+        dist.all_gather(shards, logits)
+        return torch.cat(shards, 1)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
+        return gradient.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+
+
+def _gathered(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    whole = _Gather.apply(logits)
+    return (torch.log_softmax(whole.float(), -1).gather(1, targets[:, None])[:, 0],)
+
+
+METHODS = (
+    Method(OURS, partial(_ours, entropy=False, consume=True, backend="compiled"), "ours"),
+    Method("Megatron vocab_parallel_cross_entropy", _megatron, "peer"),
+    Method("Megatron fused_vocab_parallel_cross_entropy", _megatron_fused, "peer", bfloat16_gradient=True),
+    Method("gather, then log_softmax", _gathered, "peer"),
+    Method("ours, compiled, new gradient", partial(_ours, entropy=False, consume=False, backend="compiled"), "information"),
+    Method("ours, eager, in place", partial(_ours, entropy=False, consume=True, backend="eager"), "information"),
+    Method("ours + entropy, compiled, in place", partial(_ours, entropy=True, consume=True, backend="compiled"), "ours"),
+    Method("ours + entropy, eager, in place", partial(_ours, entropy=True, consume=True, backend="eager"), "information"),
+)  # fmt: skip
+
+
+def _leaf(work: Tensor, case: Case) -> Tensor:
+    """Fresh logits in the buffer that every method shares, as an output of the model would arrive."""
+    work.copy_(case.logits)
+    return work.detach().requires_grad_()
+
+
+def _backward(outputs: tuple[Tensor, ...], logits: Tensor, case: Case) -> Tensor:
+    (gradient,) = torch.autograd.grad(outputs, logits, (case.upstream, case.upstream_entropy)[: len(outputs)])
+    return gradient
+
+
+def check_result(method: Method, case: Case, work: Tensor) -> tuple[float, float]:
+    """(largest error of a log-prob, relative error of the gradient) against float64.
+
+    Raises:
+        RuntimeError: the method is wrong, so that its time says nothing.
+    """
+    logits = _leaf(work, case)
+    outputs = method.forward(logits, case.targets)
+    references = (case.logprobs, case.entropy)
+    logprob_error = max((x.double() - y).abs().max().item() for x, y in zip(outputs, references, strict=False))
+    gradient = _backward(outputs, logits, case)
+    squares = torch.zeros(2, dtype=torch.float64)
+    for rows, reference in reference_gradient(case, entropy=len(outputs) == 2):
+        squares += torch.stack([(gradient[rows].double() - reference).square().sum(), reference.square().sum()])
+    dist.all_reduce(squares)
+    gradient_error = (squares[0] / squares[1]).sqrt().item()
+    limit = GRADIENT_ERROR[torch.bfloat16 if method.bfloat16_gradient else case.logits.dtype]
+    if not (logprob_error <= LOGPROB_ERROR and gradient_error <= limit):
+        raise RuntimeError(
+            f"{method.name} is wrong: errors {logprob_error:.1e} nats, {gradient_error:.1e} of the gradient"
+        )
+    return logprob_error, gradient_error
+
+
+def time_once(method: Method, case: Case, work: Tensor) -> tuple[float, float]:
+    """CPU-seconds of (forward, forward + backward)."""
+    logits = _leaf(work, case)
+    dist.barrier()
+    clock = CpuClock()
+    outputs = method.forward(logits, case.targets)
+    forward = clock()
+    _backward(outputs, logits, case)
+    return forward, clock()
+
+
+def measure_memory(method: Method, case: Case, work: Tensor, passes: int = 2) -> tuple[float, float]:
+    """Peak bytes per local logit beyond the logits: (forward, forward + backward).
+
+    The least of the passes: the first one brings in what a method loads once, pages of libraries among it.
+    """
+    peaks = []
+    for _ in range(passes):
+        logits = _leaf(work, case)
+        dist.barrier()
+        peak = PeakMemory()
+        outputs = method.forward(logits, case.targets)
+        forward = peak()
+        gradient = _backward(outputs, logits, case)
+        peaks.append((forward, peak()))
+        del outputs, gradient
+    forward, both = (min(x) for x in zip(*peaks, strict=True))
+    return forward / work.numel(), both / work.numel()
+
+
+def _join_megatron(tp: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it tells of each fallback for Transformer Engine; none matters here
+        from megatron.core import parallel_state
+
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+
+
+def measure(rank: int, tokens: int, vocab: int, tp: int, repeats: int) -> dict[str, dict[str, Figures]]:
+    """On one rank: every dtype and method. Repeats are interleaved, so that a busy moment hits all methods alike."""
+    return_freed_memory()  # before any large block: the allocator would reuse what it has once kept, unseen
+    _join_megatron(tp)
+    cases = {name: make_case(rank, tokens, vocab, tp, dtype) for name, dtype in DTYPES.items()}
+    works = {name: torch.empty_like(case.logits) for name, case in cases.items()}
+    keys = [(name, method) for name in DTYPES for method in METHODS]
+    errors = {(name, m.name): check_result(m, cases[name], works[name]) for name, m in keys}  # compiles, too
+    memory = {(name, m.name): measure_memory(m, cases[name], works[name]) for name, m in keys}
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {(name, m.name): [] for name, m in keys}
+    keep_freed_memory()
+    with short_collections():
+        for _ in range(repeats):
+            for name, m in keys:
+                times[name, m.name].append(time_once(m, cases[name], works[name]))
+    results: dict[str, dict[str, Figures]] = {name: {} for name in DTYPES}
+    for name, m in keys:
+        key = name, m.name
+        forward, both = (Seconds.of(t) for t in zip(*times[key], strict=True))
+        results[name][m.name] = Figures(forward, both, *memory[key], *errors[key])
+    return results
+
+
+def over_ranks(ranks: list[Figures]) -> Figures:
+    """Seconds of the average process, memory and errors of the worst."""
+
+    def mean(seconds: list[Seconds]) -> Seconds:
+        return Seconds(*(sum(x) / len(x) for x in zip(*seconds, strict=True)))
+
+    return Figures(
+        mean([r.forward for r in ranks]),
+        mean([r.both for r in ranks]),
+        *(
+            max(getattr(r, f) for r in ranks)
+            for f in ("forward_bytes", "both_bytes", "logprob_error", "gradient_error")
+        ),
+    )
+
+
+def missed(results: dict[str, dict[str, Figures]]) -> list[str]:
+    """The figures that were not met: ours ahead of every peer on both passes, and hardly any memory in place."""
+    lines = []
+    for dtype, figures in results.items():
+        ours = figures[OURS]
+        for method in METHODS:
+            theirs = figures[method.name]
+            if method.kind == "peer":
+                for what in ("forward", "both"):
+                    ratio = getattr(theirs, what).least / getattr(ours, what).least
+                    if ratio <= 1:
+                        lines.append(f"{dtype}: {method.name} takes {ratio:.2f} x our CPU time ({what})")
+            elif method.kind == "ours" and max(theirs.forward_bytes, theirs.both_bytes) > MAX_EXTRA:
+                lines.append(f"{dtype}: {method.name} takes {theirs.both_bytes:.2f} bytes per logit, over {MAX_EXTRA}")
+    return lines
+
+
+def table(dtype: str, figures: dict[str, Figures]) -> Table:
+    columns = ("forward s", "fwd + bwd s", "peer / ours", "extra B/logit", "log-prob err", "gradient err")
+    made = Table(title=f"{dtype}: CPU-seconds of a process, least (median)")
+    made.add_column("method", no_wrap=True)
+    for column in columns:
+        made.add_column(column, justify="right")
+    ours = figures[OURS]
+    for method in METHODS:
+        row = figures[method.name]
+        made.add_row(
+            method.name,
+            f"{row.forward.least:.3f} ({row.forward.median:.3f})",
+            f"{row.both.least:.3f} ({row.both.median:.3f})",
+            f"{row.forward.least / ours.forward.least:.2f} / {row.both.least / ours.both.least:.2f}",
+            f"{row.forward_bytes:.2f} / {row.both_bytes:.2f}",
+            f"{row.logprob_error:.1e}",
+            f"{row.gradient_error:.1e}",
+        )
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.token_stats", description=__doc__)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel processes, one thread each")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", metavar="FILE", help="write the figures here")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a figure is missed")
+    options = parser.parse_args(arguments)
+    if min(options.tokens, options.vocab, options.tp, options.repeats) < 1 or options.vocab % options.tp:
+        parser.error("sizes must be positive, and --vocab must divide by --tp")
+    if find_spec("megatron") is None:
+        parser.error("the peers are missing: pip install -r benchmarks/peers.txt")
+    size = (options.tokens, options.vocab, options.tp)
+    ranks = run_ranks(options.tp, measure, *size, options.repeats)
+    results = {
+        dtype: {m.name: over_ranks([rank[dtype][m.name] for rank in ranks]) for m in METHODS} for dtype in DTYPES
+    }
+    description = machine()
+    console = Console(width=max(150, Console().width))
+    console.print(
+        f"T = {size[0]}, V = {size[1]}, TP = {size[2]};", ", ".join(f"{k} {v}" for k, v in description.items())
+    )
+    for dtype, figures in results.items():
+        console.print(table(dtype, figures))
+    failed = missed(results)
+    write_json(
+        options.json,
+        {
+            "machine": description,
+            "options": {"tokens": size[0], "vocab": size[1], "tp": size[2], "repeats": options.repeats},
+            "results": {dtype: {name: asdict(row) for name, row in rows.items()} for dtype, rows in results.items()},
+            "missed": failed,
+        },
+    )
+    return verdict(failed, options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
