@@ -134,6 +134,7 @@ class LossFn(ABC, Generic[ConfigT]):
             vocab_parallel_rank: this rank's place in `vocab_parallel_group`, checked against it.
             vocab_parallel_group, context_parallel_group: None is a group of one.
             statistics: of the whole step, for a loss that `needs_statistics`.
+            packed_row: how a packed row is laid out; `SequencePackingLossWrapper` gives it.
 
         Raises:
             ValueError: input that does not fit, on all ranks of both groups, see `set_validation`.

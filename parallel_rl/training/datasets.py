@@ -45,7 +45,7 @@ def read_datasets(config: TrainConfig, tokenizer: CharTokenizer) -> Datasets:
 
     Raises:
         ValueError: a missing file, a malformed line (by file and number), a prompt in both `train` and `held_out`, an answer
-            that `sampling.max_new_tokens` cannot hold, fewer recorded rollouts than a step needs.
+            that `sampling.max_new_tokens` cannot hold, recorded rollouts that do not fill steps with whole groups.
     """
     files = config.data
     train = read_prompts(files.train, tokenizer) if files.train else []
@@ -63,11 +63,8 @@ def read_datasets(config: TrainConfig, tokenizer: CharTokenizer) -> Datasets:
                 f"{config.sampling.max_new_tokens} must be at least that"
             )
     rollouts = read_rollouts(files.rollouts, tokenizer.vocab_size) if files.rollouts else []
-    if config.grpo is not None and rollouts and len(rollouts) < config.grpo.prompts * config.grpo.group_size:
-        raise ValueError(
-            f"data.rollouts has {len(rollouts)} sequences; a step takes grpo.prompts {config.grpo.prompts} × group_size "
-            f"{config.grpo.group_size} = {config.grpo.prompts * config.grpo.group_size}"
-        )
+    if config.grpo is not None and rollouts:
+        check_groups(rollouts, config.grpo.prompts * config.grpo.group_size, config.grpo.steps)
     return Datasets(
         train=train,
         held_out=held_out,
@@ -75,6 +72,25 @@ def read_datasets(config: TrainConfig, tokenizer: CharTokenizer) -> Datasets:
         pairs=read_pairs(files.pairs, tokenizer) if files.pairs else [],
         rollouts=rollouts,
     )
+
+
+def check_groups(rollouts: Sequence[Rollout], count: int, steps: int) -> None:
+    """Recorded rollouts fill `steps` steps of `count` sequences, over and over if need be, and no step cuts a group.
+
+    Raises:
+        ValueError: fewer than one step's, a step that begins or ends within a group, or passes that shift the steps.
+    """
+    if len(rollouts) < count or (len(rollouts) < steps * count and len(rollouts) % count):
+        raise ValueError(
+            f"data.rollouts has {len(rollouts)} sequences; grpo.prompts × group_size = {count} a step, for {steps} steps, "
+            f"needs {steps * count} of them or a smaller multiple of {count}"
+        )
+    for place in range(count, min(len(rollouts), steps * count), count):
+        if rollouts[place - 1].group == rollouts[place].group:
+            raise ValueError(
+                f"data.rollouts: group {rollouts[place].group} lies in two steps of grpo.prompts × group_size = {count} "
+                f"sequences (at sequence {place + 1}); a group must be whole in its step"
+            )
 
 
 def take(size: int, first: int, count: int, seed: int) -> list[int]:

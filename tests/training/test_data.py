@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.training.data import Rollout, read_examples, read_pairs, read_prompts, read_rollouts, write_rollouts
-from parallel_rl.training.datasets import read_datasets, take
+from parallel_rl.training.datasets import check_groups, read_datasets, take
 from parallel_rl.training.load import load_config
 from parallel_rl.training.rewards import checker, exact_match
 from parallel_rl.training.tokenizer import BOS, EOS, PAD, CharTokenizer
@@ -139,9 +139,7 @@ def test_data_that_contradicts_the_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"take 3 tokens; sampling.max_new_tokens = 2 must be at least that"):
         read(sampling__max_new_tokens=2)
     rollouts = {"rollouts": str(DATA / "arithmetic_rollouts.jsonl")}
-    with pytest.raises(
-        ValueError, match=r"data.rollouts has 640 sequences; a step takes grpo.prompts 400 × group_size 8 = 3200"
-    ):
+    with pytest.raises(ValueError, match=r"data.rollouts has 640 sequences; grpo.prompts × group_size = 3200 a step"):
         read(data=rollouts, warmup="null", evaluation="null", grpo__prompts=400)
 
 
@@ -167,3 +165,17 @@ def test_every_pass_takes_each_item_once_and_any_window_of_the_stream_agrees() -
     assert sorted(stream[:10]) == sorted(stream[10:20]) == list(range(10)) and stream[:10] != stream[10:20]
     assert [item for start in range(0, 35, 7) for item in take(10, start, 7, seed=3)] == stream
     assert take(10, 0, 35, seed=4) != stream
+
+
+def _rollouts(*groups: int) -> list[Rollout]:
+    return [Rollout((1, 2), (-1.0,), group, 0.0, None) for group in groups]
+
+
+def test_recorded_groups_are_whole_in_their_steps() -> None:
+    check_groups(_rollouts(0, 0, 1, 1, 2, 2, 3, 3), 4, 2)
+    check_groups(_rollouts(0, 0, 1, 1, 2), 2, 2)  # the rest is not reached
+    with pytest.raises(ValueError, match=r"group 1 lies in two steps .*\(at sequence 4\)"):
+        check_groups(_rollouts(0, 0, 1, 1, 2, 2), 3, 2)
+    for records, steps in ((_rollouts(0), 1), (_rollouts(0, 0, 1), 2)):
+        with pytest.raises(ValueError, match="a smaller multiple of 2"):
+            check_groups(records, 2, steps)
