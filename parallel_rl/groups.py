@@ -27,6 +27,16 @@ def group_rank(group: ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
+def check_rank(rank: int | None, group: ProcessGroup | None) -> None:
+    """A caller's word on its rank, where it gave one, against the group's.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if rank is not None and rank != group_rank(group):
+        raise ValueError(f"vocab_parallel_rank = {rank}, but this process is rank {group_rank(group)} of the group")
+
+
 def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """[...] to [ranks, ...] in rank order, with one collective; without gradient."""
     size = group_size(group)

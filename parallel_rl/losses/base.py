@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.config import configure
-from parallel_rl.groups import group_rank, group_size
+from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.batch import TokenBatch
 from parallel_rl.losses.checks import check_data, check_lengths
@@ -197,10 +197,7 @@ class LossFn(ABC, Generic[ConfigT]):
                         else "takes no statistics="
                     )
                 )
-            if rank is not None and rank != group_rank(tensor_group):
-                raise ValueError(
-                    f"vocab_parallel_rank = {rank}, but this process is rank {group_rank(tensor_group)} of the group"
-                )
+            check_rank(rank, tensor_group)
             for name, count in (("global_valid_seqs", global_valid_seqs), ("global_valid_toks", global_valid_toks)):
                 if not isinstance(count, (int, float, Tensor)) or torch.as_tensor(count).numel() != 1:
                     got = f"shape {list(count.shape)}" if isinstance(count, Tensor) else repr(count)

@@ -14,6 +14,7 @@ from parallel_rl.losses.base import LossFn, NoConfig
 from parallel_rl.losses.batch import Alignment, TokenBatch
 from parallel_rl.objectives.preference import bradley_terry
 from parallel_rl.reduce import Metric, Metrics, token_weights
+from parallel_rl.vocab.backends.torch_backend import math_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -85,7 +86,7 @@ class PreferenceLoss(LossFn[NoConfig]):
             )
 
     def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
-        scores = logits.reshape(-1).to(torch.promote_types(logits.dtype, torch.float32))
+        scores = logits.reshape(-1).to(math_dtype(logits.dtype))
         if logits.dim() < 3:
             return replace(batch, head=torch.where(batch.sequence_mask, scores, 0))
         # The last valid token of each row, at the position that holds it; column 0 may be it.

@@ -37,6 +37,7 @@ from parallel_rl.megatron.loss import LossReport
 from parallel_rl.reduce import Metrics, count_valid, reduce_metrics
 from parallel_rl.training.batching import MicroBatch
 from parallel_rl.training.config import DTYPES, OptimizerConfig, TrainConfig, data_parallel_size
+from parallel_rl.vocab.backends.torch_backend import math_dtype
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Engine:
     @property
     def numbers(self) -> torch.dtype:
         """Of masks, advantages and log-probs: float32, or float64 where the model is."""
-        return torch.promote_types(DTYPES[self.config.run.dtype], torch.float32)
+        return math_dtype(DTYPES[self.config.run.dtype])
 
 
 def start_world(config: TrainConfig) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.groups import group_rank, group_size
+from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.reduce import valid_tokens
 from parallel_rl.validation import agreed_check, shape_numbers
@@ -62,11 +62,7 @@ def token_logprobs(
             raise ValueError(
                 f"input_ids is on {ids.device}, the logits on {next_token_logits.device}; they must be on one device"
             )
-        if vocab_parallel_rank is not None and vocab_parallel_rank != group_rank(vocab_parallel_group):
-            raise ValueError(
-                f"vocab_parallel_rank = {vocab_parallel_rank}, but this process is rank "
-                f"{group_rank(vocab_parallel_group)} of the group"
-            )
+        check_rank(vocab_parallel_rank, vocab_parallel_group)
         cp = group_size(context_parallel_group), group_rank(context_parallel_group)
         of = layout or SequenceLayout.padded(
             *ids.shape, cp_size=cp[0], cp_rank=cp[1], cp_layout=cp_layout, device=ids.device
