@@ -7,7 +7,7 @@ import difflib
 import types
 import typing
 from collections.abc import Mapping
-from typing import Literal, TypeVar, Union, get_args, get_origin
+from typing import ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 ConfigT = TypeVar("ConfigT")
 
@@ -52,11 +52,48 @@ def configure(cls: type[ConfigT], value: ConfigT | Mapping | None = None, where:
         raise ValueError(f"{where}: {error}" if where else str(error)) from None
 
 
+class Variants:
+    """Base of a family of config dataclasses, one of which is chosen by its name.
+
+        class Surrogate(Variants): ...
+        @dataclass(frozen=True)
+        class PPO(Surrogate, name="ppo"): clip_low: float = 0.2
+
+    A field annotated `Surrogate` then takes an instance, a mapping {name: ppo, clip_low: 0.1}, or the name alone.
+    """
+
+    variants: ClassVar[dict[str, type]]
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, name: str | None = None) -> None:
+        if name is None:
+            cls.variants = {}
+            return
+        if name in cls.variants:
+            raise ValueError(f"{name!r} names {cls.variants[name].__name__} already")
+        cls.name = name
+        cls.variants[name] = cls
+
+
 def nearest(key: str, valid: typing.Iterable[str]) -> str:
     """The tail of an error message: the valid name closest to `key`, or all of them."""
     names = sorted(valid)
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"
+
+
+def _choose(family: type[Variants], value: typing.Any, path: str) -> typing.Any:
+    if isinstance(value, family):
+        return configure(type(value), value, path)
+    options = {"name": value} if isinstance(value, str) else value
+    if not isinstance(options, Mapping) or not isinstance(options.get("name"), str):
+        raise ValueError(
+            f"{path} = {value!r} must be a name or a mapping with the key 'name', one of {', '.join(family.variants)}"
+        )
+    name = options["name"]
+    if name not in family.variants:
+        raise ValueError(f"{path}.name = {name!r} is not valid; {nearest(name, family.variants)}")
+    return configure(family.variants[name], {key: item for key, item in options.items() if key != "name"}, path)
 
 
 def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
@@ -77,6 +114,8 @@ def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
         if value not in args:
             raise ValueError(f"{path} = {value!r} is not valid; choose one of {', '.join(map(repr, args))}")
         return value
+    if isinstance(hint, type) and issubclass(hint, Variants):
+        return _choose(hint, value, path)
     if dataclasses.is_dataclass(hint):
         return configure(hint, value, path)  # type: ignore[arg-type]
     if origin in (list, tuple):

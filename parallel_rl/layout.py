@@ -159,23 +159,24 @@ class SequenceLayout:
         """A whole, token-aligned field in the order of the local logits.
 
         Args:
-            field: [B, S].
+            field: [B, S], or [B, S, K] with K values a token.
             shift: True puts `field[i, t + 1]` where the logits of token t are, the position that predicts it; False
                 keeps `field[i, t]` there (what the model reads).
             fill: what stands where no token is.
 
         Returns:
-            [T_local].
+            [T_local], or [T_local, K].
 
         Raises:
             ValueError: a field of another shape.
         """
-        if tuple(field.shape) != self.shape:
+        if tuple(field.shape[:2]) != self.shape:
             raise ValueError(
                 f"the field has shape {list(field.shape)}; the layout describes [B, S] = {list(self.shape)}"
             )
         index, valid = self.predicted if shift else self.held
-        return torch.where(valid, field.reshape(-1)[index], fill)
+        local = field.reshape(-1, *field.shape[2:])[index]
+        return torch.where(valid.view(-1, *[1] * (field.dim() - 2)), local, fill)
 
     def unshard(self, local: Tensor, context_group: ProcessGroup | None = None, shift: bool = True) -> Tensor:
         """The inverse of `shard`: [T_local] to [B, S], whole on every context rank, 0 where no position speaks of it."""

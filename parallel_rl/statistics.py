@@ -1,4 +1,4 @@
-"""Sums over a whole optimizer step that a loss needs before its first gradient."""
+"""What a loss needs to know of a whole optimizer step before its first gradient: sums, and samples for order statistics."""
 
 from __future__ import annotations
 
@@ -8,21 +8,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl.groups import ParallelGroups, group_size
+from parallel_rl.groups import ParallelGroups, all_gather, group_size
 
 
 class Statistics(Mapping[str, Tensor]):
-    """Named scalar sums; `a + b` joins micro-batches, `reduce` joins ranks.
+    """Named scalar sums, and named samples [N]; `a + b` joins micro-batches, `reduce` joins ranks.
 
     A loss that needs them has `collect(<the same call>) -> Statistics`, run without gradient on every micro-batch of
     the step:
 
         statistics = (loss_fn.collect(*first) + loss_fn.collect(*second)).reduce(groups)
         loss, metrics = loss_fn(*first, statistics=statistics)
+
+    Args:
+        sums: 0-dim tensors, each this rank's own part. As a mapping, the statistics are these sums.
+        samples: [n] tensors of one length, one entry a local token or sequence, for what is no sum (a quantile, the
+            largest k). An entry that is masked or that another rank owns is NaN, in each of them; it sorts last.
     """
 
-    def __init__(self, sums: Mapping[str, Tensor]) -> None:
+    def __init__(self, sums: Mapping[str, Tensor], samples: Mapping[str, Tensor] | None = None) -> None:
         self._sums = {name: value.detach().to(torch.float64) for name, value in sums.items()}
+        self.samples = {name: value.detach().to(torch.float64) for name, value in (samples or {}).items()}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._sums[name]
@@ -34,16 +40,33 @@ class Statistics(Mapping[str, Tensor]):
         return len(self._sums)
 
     def __add__(self, other: Statistics) -> Statistics:
-        if set(self) != set(other):
-            raise ValueError(f"statistics of different losses do not add up: {sorted(self)} and {sorted(other)}")
-        return Statistics({name: value + other[name] for name, value in self.items()})
+        if set(self) != set(other) or set(self.samples) != set(other.samples):
+            mine, theirs = ([*sorted(part), *sorted(part.samples)] for part in (self, other))
+            raise ValueError(f"statistics of different losses do not add up: {mine} and {theirs}")
+        return Statistics(
+            {name: value + other[name] for name, value in self.items()},
+            {name: torch.cat([value, other.samples[name]]) for name, value in self.samples.items()},
+        )
 
     def reduce(self, groups: ParallelGroups | None = None) -> Statistics:
-        """Sums over context and data ranks: one all-reduce a group, one in all where `groups.data_context` is given."""
+        """Sums, and samples of all, over context and data ranks.
+
+        Costs one all-reduce a group (one in all where `groups.data_context` is given), and where there are samples two
+        all-gathers: of their number, which the host waits for, and of the samples.
+        """
         groups = groups or ParallelGroups()
-        names = sorted(self)
-        sums = torch.stack([self[name] for name in names])
-        for group in [groups.data_context] if groups.data_context is not None else [groups.context, groups.data]:
-            if group_size(group) > 1:
+        joint = [groups.data_context] if groups.data_context is not None else [groups.context, groups.data]
+        names, kept = sorted(self), sorted(self.samples)
+        sums = torch.stack([self[name] for name in names]) if names else torch.zeros(0)
+        samples = torch.stack([self.samples[name] for name in kept], 1) if kept else None  # [n, K]
+        for group in joint:
+            if group_size(group) == 1:
+                continue
+            if names:
                 dist.all_reduce(sums, group=group)
-        return Statistics(dict(zip(names, sums.unbind(), strict=True)))
+            if samples is not None:
+                most = int(all_gather(torch.tensor([len(samples)], device=samples.device), group).max())
+                padding = samples.new_full((most - len(samples), len(kept)), torch.nan)
+                samples = all_gather(torch.cat([samples, padding]), group).flatten(0, 1)
+        columns = [] if samples is None else samples.unbind(1)
+        return Statistics(dict(zip(names, sums.unbind(), strict=True)), dict(zip(kept, columns, strict=True)))

@@ -14,7 +14,7 @@ from parallel_rl.config import configure
 from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.batch import TokenBatch
-from parallel_rl.losses.checks import check_data, check_lengths
+from parallel_rl.losses.checks import Fields, check_data, check_lengths
 from parallel_rl.reduce import Metrics, ValidCounts, valid_tokens
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import agreed_check, checks_values, shape_numbers
@@ -72,12 +72,18 @@ class LossFn(ABC, Generic[ConfigT]):
     """
 
     config_class: type[ConfigT]
-    #: float fields [B, S] of `data` that the loss reads, beside input_ids, token_mask and sample_mask
+    #: fields [B, S] of `data` that the loss reads, beside input_ids, token_mask and sample_mask
     token_fields: tuple[str, ...] = ()
     #: those of them that are stored where the prediction is made, one column before the token
     predictor_fields: tuple[str, ...] = ()
-    #: float fields [B]
+    #: those of them with several values a token: [B, S, K]
+    wide_fields: tuple[str, ...] = ()
+    #: fields [B]
     sequence_fields: tuple[str, ...] = ()
+    #: fields in the order of the logits, [B, S/cp, ...] or packed [1, T/cp, ...], on this rank only
+    local_fields: tuple[str, ...] = ()
+    #: those of all of these that hold integers or bools; the others are floating point
+    integer_fields: tuple[str, ...] = ()
     #: whether rows come as (even, odd) pairs
     paired: bool = False
     #: whether the loss needs `statistics` of the whole step
@@ -204,9 +210,7 @@ class LossFn(ABC, Generic[ConfigT]):
                     raise ValueError(f"{name} must be one number, see count_valid; got {got}")
                 if checks_values(torch.as_tensor(count)) and not count >= 1:
                     raise ValueError(f"{name} = {count} must be at least 1, see count_valid")
-            rows, width = check_data(
-                data, self.token_fields, self.sequence_fields, self.predictor_fields, logits.device
-            )
+            rows, width = check_data(data, self._fields, logits)
             if self.paired and rows % 2:
                 raise ValueError(
                     f"preference pairs are (even, odd) rows, so their number must be even; got {rows} rows"
@@ -222,6 +226,17 @@ class LossFn(ABC, Generic[ConfigT]):
         )
         batch = TokenBatch(data, layouts[0], counts, context_group, statistics=statistics)
         return self._read_head(batch, logits, tensor_group)
+
+    @property
+    def _fields(self) -> Fields:
+        return Fields(
+            self.token_fields,
+            self.sequence_fields,
+            self.local_fields,
+            self.predictor_fields,
+            self.wide_fields,
+            self.integer_fields,
+        )
 
     def _complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The data with fields that this loss can do without."""

@@ -11,6 +11,7 @@ import torch
 
 from parallel_rl.groups import group_rank
 from parallel_rl.reduce import Metric, ValidCounts, valid_tokens
+from parallel_rl.vocab.sampling import sample_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,10 +60,13 @@ class TokenBatch:
     @property
     def entropy(self) -> Tensor:
         """[T_local] of the distribution at each position, with gradient; for a loss that declares `needs_entropy`."""
-        assert self.token_stats is not None and self.token_stats.entropy is not None, (
-            "the loss does not declare needs_entropy"
-        )
+        assert self.has_entropy, "the loss does not declare needs_entropy"
+        assert self.token_stats is not None and self.token_stats.entropy is not None
         return self.token_stats.entropy
+
+    @property
+    def has_entropy(self) -> bool:
+        return self.token_stats is not None and self.token_stats.entropy is not None
 
     @cached_property
     def valid(self) -> Tensor:
@@ -88,14 +92,20 @@ class TokenBatch:
         return self.field(name)
 
     def field(self, name: str, alignment: Alignment = "token") -> Tensor:
-        """[T_local] a [B, S] field; alignment "predictor" is for one stored where the prediction is made."""
+        """[T_local] a [B, S] field ([B, S, K]: [T_local, K]); "predictor" is for one stored where the prediction is made."""
         if (name, alignment) not in self._fields:
-            values = self.data[name]
-            if values.is_floating_point() and self.token_stats is not None:
-                values = values.to(self.logprobs.dtype)  # the mathematics runs in max(float32, the logits' dtype)
-            local = self.layout.shard(values, shift=alignment == "token")
-            self._fields[name, alignment] = torch.where(self.mask, local, 0)
+            local = self.layout.shard(self._to_math(self.data[name]), shift=alignment == "token")
+            self._fields[name, alignment] = torch.where(self.mask.view(-1, *[1] * (local.dim() - 1)), local, 0)
         return self._fields[name, alignment]
+
+    def local(self, name: str) -> Tensor:
+        """[T_local, ...] a field that comes in the order of the logits, as it is, masked places included."""
+        return self.data[name].flatten(0, 1)
+
+    def _to_math(self, values: Tensor) -> Tensor:
+        """In max(float32, the logits' dtype), where the mathematics runs."""
+        model = self.head if self.token_stats is None else self.logprobs
+        return values if model is None or not values.is_floating_point() else values.to(model.dtype)
 
     @cached_property
     def _fields(self) -> dict[tuple[str, Alignment], Tensor]:
@@ -103,7 +113,13 @@ class TokenBatch:
 
     def per_sequence(self, name: str) -> Tensor:
         """[B] a field of the data with one value a sequence, 0 where the sequence is masked."""
-        return torch.where(self.sequence_mask, self.data[name], 0)
+        return torch.where(self.sequence_mask, self._to_math(self.data[name]), 0)
+
+    def random(self, seed: int) -> Tensor:
+        """[T_local] float64 uniform on [0, 1), keyed by (seed, sample_ids, position of the token): alike on any layout."""
+        ids = self.layout.expand(self.data["sample_ids"])
+        keys = sample_keys(seed, ids, self.layout.positions + 1)
+        return ((keys >> 11) & ((1 << 53) - 1)).to(torch.float64) / (1 << 53)
 
     def segment_sum(self, x: Tensor) -> Tensor:
         """[T_local] to [B]: sums over whole sequences' valid tokens; differentiable, one all-reduce over context ranks."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,43 +16,68 @@ if TYPE_CHECKING:
     from parallel_rl.layout import SequenceLayout
 
 
-def check_data(
-    data: Mapping[str, Tensor],
-    token_fields: Sequence[str],
-    sequence_fields: Sequence[str],
-    predictor_fields: Sequence[str],
-    device: torch.device,
-) -> tuple[int, int]:
+@dataclass(frozen=True)
+class Fields:
+    """What a loss reads of its data, beside input_ids, token_mask and sample_mask, by shape, place and kind.
+
+    token: [B, S]; those in `wide` [B, S, K]. sequence: [B]. local: in the order of the logits, on this rank only, with the
+    logits' two leading dimensions. predictor: those of `token` that are stored one column before the token. integer: those
+    that hold whole numbers or bools; all others are floating point.
+    """
+
+    token: tuple[str, ...] = ()
+    sequence: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
+    predictor: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
+    integer: tuple[str, ...] = ()
+
+
+def check_data(data: Mapping[str, Tensor], fields: Fields, head: Tensor) -> tuple[int, int]:
     """(B, S) of whole data, after a look at each field's presence, shape, dtype and device, and at values (`set_validation`).
+
+    Args:
+        head: the model's output, for its device and its leading shape.
 
     Raises:
         ValueError: a missing field, no tensor, another shape, dtype or device; a mask with other values than 0 and 1; NaN in a
             valid place.
     """
-    names = ("input_ids", "token_mask", "sample_mask", *token_fields, *sequence_fields)
+    names = ("input_ids", "token_mask", "sample_mask", *fields.token, *fields.sequence, *fields.local)
     for name in names:
         if name not in data:
             raise ValueError(f"data lacks the field {name!r}; this loss needs {', '.join(names)}")
         if not isinstance(data[name], Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(data[name]).__name__}")
-        if data[name].device != device:
+        if data[name].device != head.device:
             raise ValueError(
-                f"{name} is on {data[name].device}, the model's output on {device}; they must be on one device"
+                f"{name} is on {data[name].device}, the model's output on {head.device}; they must be on one device"
             )
     ids = data["input_ids"]
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"input_ids must be integers [B, S], got {ids.dtype} {list(ids.shape)}")
     rows, width = ids.shape
     for name in names[1:]:
-        wanted = (rows,) if name == "sample_mask" or name in sequence_fields else (rows, width)
-        if tuple(data[name].shape) != wanted:
+        shape = tuple(data[name].shape)
+        if name in fields.local:
+            if shape[:2] != tuple(head.shape[:2]):
+                raise ValueError(
+                    f"{name} has shape {list(shape)}; it must begin like the model's output {list(head.shape)}"
+                )
+        elif name in fields.wide:
+            if len(shape) != 3 or shape[:2] != (rows, width) or shape[2] < 1:
+                raise ValueError(f"{name} has shape {list(shape)}; input_ids [B, S] calls for [{rows}, {width}, K]")
+        elif shape != (wanted := (rows,) if name == "sample_mask" or name in fields.sequence else (rows, width)):
             raise ValueError(
-                f"{name} has shape {list(data[name].shape)}; input_ids [B, S] = {[rows, width]} calls for {list(wanted)}"
+                f"{name} has shape {list(shape)}; input_ids [B, S] = {[rows, width]} calls for {list(wanted)}"
             )
-        if name in (*token_fields, *sequence_fields) and not data[name].is_floating_point():
+        floats = data[name].is_floating_point()
+        if name in fields.integer and floats:
+            raise ValueError(f"{name} must hold integers or bools, got {data[name].dtype}")
+        if not floats and name not in (*fields.integer, "token_mask", "sample_mask"):
             raise ValueError(f"{name} must be floating point, got {data[name].dtype}")
     if checks_values(ids):
-        _check_values(data, token_fields, sequence_fields, predictor_fields)
+        _check_values(data, fields)
     return rows, width
 
 
@@ -73,21 +99,16 @@ def check_lengths(data: Mapping[str, Tensor], layout: SequenceLayout) -> None:
         )
 
 
-def _check_values(
-    data: Mapping[str, Tensor],
-    token_fields: Sequence[str],
-    sequence_fields: Sequence[str],
-    predictor_fields: Sequence[str],
-) -> None:
+def _check_values(data: Mapping[str, Tensor], fields: Fields) -> None:
     for name in ("token_mask", "sample_mask"):
         mask = data[name]
         if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
             raise ValueError(f"{name} must hold 0 and 1 only; a weight belongs into the advantages")
     valid = valid_tokens(data)
-    places = dict.fromkeys(token_fields, valid)
-    places |= dict.fromkeys(predictor_fields, valid.roll(-1, 1))
-    places |= dict.fromkeys(sequence_fields, data["sample_mask"].bool())
+    places = dict.fromkeys(fields.token, valid)
+    places |= dict.fromkeys(fields.predictor, valid.roll(-1, 1))
+    places |= dict.fromkeys(fields.sequence, data["sample_mask"].bool())
     for name, place in places.items():
-        bad = data[name].isnan() & place
+        bad = data[name].isnan() & place.view(*place.shape, *[1] * (data[name].dim() - place.dim()))
         if bool(bad.any()):
             raise ValueError(f"{name} is NaN at {bad.nonzero()[0].tolist()}, a valid place")
