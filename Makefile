@@ -7,7 +7,7 @@ RANKS ?= 4
 CONFIG ?= configs/grpo_arithmetic.yaml
 SHELL_SCRIPTS := .ci/run tools/install.sh $(wildcard slurm/*.sbatch)
 
-.PHONY: help install demo test test-all lint types format bench clean
+.PHONY: help install demo test test-all lint types format docs bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -40,9 +40,14 @@ format: $(STAMP)  ## mend what ruff can mend
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(STAMP)  ## docs/losses.md, from the code and the recipes
+	$(BIN)/python -m tools.losses_table
+
 bench: $(STAMP)  ## the benchmarks, with their figures checked
 	$(BIN)/python -m benchmarks.token_stats --check
-	$(BIN)/python -m benchmarks.packing --check
+	$(BIN)/python -m benchmarks.linear --check
+	$(BIN)/python -m benchmarks.losses --check
+	$(BIN)/python -m benchmarks.truncation --check
 
 clean:  ## caches and builds; .venv and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,26 +16,24 @@ from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from benchmarks import token_stats_gpu
 from benchmarks.common import (
     CpuClock,
     PeakMemory,
     Seconds,
     keep_freed_memory,
-    machine,
     return_freed_memory,
     run_ranks,
     short_collections,
-    verdict,
-    write_json,
 )
+from benchmarks.report import Growth, add_report_options, copy_bandwidth, matmul_rate, report
 from benchmarks.vocab_case import Case, make_case, reference_gradient
 from parallel_rl import token_stats
-from parallel_rl.vocab.backends.torch_backend import Backend
+from parallel_rl.vocab.backends.choice import Backend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_EXTRA = 0.1  # bytes of extra memory per local logit that ours may take in place
@@ -56,6 +54,8 @@ class Method:
     forward: Forward
     kind: str  # "ours", "peer" or "information": only peers are compared in `missed`
     bfloat16_gradient: bool = False  # it rounds the gradient to bfloat16 whatever the logits' dtype
+    whole: bool = False  # it knows no shards, so that it runs with one process only
+    limit: float = LOGPROB_ERROR  # of a log-prob
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,26 @@ def _gathered(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     return (torch.log_softmax(whole.float(), -1).gather(1, targets[:, None])[:, 0],)
 
 
+def _plain(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    return (torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0],)
+
+
+_plain_compiled = torch.compile(_plain)
+
+
+def _trl(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    from trl.trainer.utils import selective_log_softmax
+
+    return (selective_log_softmax(logits, targets).float(),)
+
+
 METHODS = (
     Method(OURS, partial(_ours, entropy=False, consume=True, backend="compiled"), "ours"),
     Method("Megatron vocab_parallel_cross_entropy", _megatron, "peer"),
     Method("Megatron fused_vocab_parallel_cross_entropy", _megatron_fused, "peer", bfloat16_gradient=True),
     Method("gather, then log_softmax", _gathered, "peer"),
+    Method("log_softmax, compiled", _plain_compiled, "peer", whole=True),
+    Method("TRL selective_log_softmax", _trl, "peer", whole=True, limit=0.1),  # in bfloat16 its log-probs are bfloat16
     Method("ours, compiled, new gradient", partial(_ours, entropy=False, consume=False, backend="compiled"), "information"),
     Method("ours, eager, in place", partial(_ours, entropy=False, consume=True, backend="eager"), "information"),
     Method("ours + entropy, compiled, in place", partial(_ours, entropy=True, consume=True, backend="compiled"), "ours"),
@@ -147,7 +162,7 @@ def check_result(method: Method, case: Case, work: Tensor) -> tuple[float, float
     dist.all_reduce(squares)
     gradient_error = (squares[0] / squares[1]).sqrt().item()
     limit = GRADIENT_ERROR[torch.bfloat16 if method.bfloat16_gradient else case.logits.dtype]
-    if not (logprob_error <= LOGPROB_ERROR and gradient_error <= limit):
+    if not (logprob_error <= method.limit and gradient_error <= limit):
         raise RuntimeError(
             f"{method.name} is wrong: errors {logprob_error:.1e} nats, {gradient_error:.1e} of the gradient"
         )
@@ -192,13 +207,21 @@ def _join_megatron(tp: int) -> None:
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
 
 
-def measure(rank: int, tokens: int, vocab: int, tp: int, repeats: int) -> dict[str, dict[str, Figures]]:
+def methods(tp: int) -> list[Method]:
+    """Those that run at this many tensor-parallel processes and are installed."""
+    trl = find_spec("trl") is not None
+    return [m for m in METHODS if not m.whole or (tp == 1 and (trl or "TRL" not in m.name))]
+
+
+def measure(
+    rank: int, tokens: int, vocab: int, tp: int, repeats: int, only: tuple[str, ...] | None = None
+) -> dict[str, dict[str, Figures]]:
     """On one rank: every dtype and method. Repeats are interleaved, so that a busy moment hits all methods alike."""
     return_freed_memory()  # before any large block: the allocator would reuse what it has once kept, unseen
     _join_megatron(tp)
     cases = {name: make_case(rank, tokens, vocab, tp, dtype) for name, dtype in DTYPES.items()}
     works = {name: torch.empty_like(case.logits) for name, case in cases.items()}
-    keys = [(name, method) for name in DTYPES for method in METHODS]
+    keys = [(name, method) for name in DTYPES for method in methods(tp) if only is None or method.name in only]
     errors = {(name, m.name): check_result(m, cases[name], works[name]) for name, m in keys}  # compiles, too
     memory = {(name, m.name): measure_memory(m, cases[name], works[name]) for name, m in keys}
     times: dict[tuple[str, str], list[tuple[float, float]]] = {(name, m.name): [] for name, m in keys}
@@ -237,6 +260,8 @@ def missed(results: dict[str, dict[str, Figures]]) -> list[str]:
     for dtype, figures in results.items():
         ours = figures[OURS]
         for method in METHODS:
+            if method.name not in figures:
+                continue
             theirs = figures[method.name]
             if method.kind == "peer":
                 for what in ("forward", "both"):
@@ -248,20 +273,22 @@ def missed(results: dict[str, dict[str, Figures]]) -> list[str]:
     return lines
 
 
-def table(dtype: str, figures: dict[str, Figures]) -> Table:
-    columns = ("forward s", "fwd + bwd s", "peer / ours", "extra B/logit", "log-prob err", "gradient err")
+def table(dtype: str, figures: dict[str, Figures], logits: int, copy: float) -> Table:
+    """Bandwidth is what the method would need at least, a read forward and a read and a write backward, over its time."""
+    columns = ("forward s", "fwd + bwd s", "peer / ours", "% of copy", "extra B/logit", "log-prob err", "gradient err")
+    traffic = logits * DTYPES[dtype].itemsize / 1e9
     made = Table(title=f"{dtype}: CPU-seconds of a process, least (median)")
     made.add_column("method", no_wrap=True)
     for column in columns:
         made.add_column(column, justify="right")
     ours = figures[OURS]
-    for method in METHODS:
-        row = figures[method.name]
+    for name, row in figures.items():
         made.add_row(
-            method.name,
+            name,
             f"{row.forward.least:.3f} ({row.forward.median:.3f})",
             f"{row.both.least:.3f} ({row.both.median:.3f})",
             f"{row.forward.least / ours.forward.least:.2f} / {row.both.least / ours.both.least:.2f}",
+            f"{traffic / row.forward.least / copy:.0%} / {3 * traffic / row.both.least / copy:.0%}",
             f"{row.forward_bytes:.2f} / {row.both_bytes:.2f}",
             f"{row.logprob_error:.1e}",
             f"{row.gradient_error:.1e}",
@@ -271,40 +298,79 @@ def table(dtype: str, figures: dict[str, Figures]) -> Table:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.token_stats", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel processes, one thread each")
+    on_card = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_card else "cpu")
+    parser.add_argument("--tokens", type=int, help="default: 2048, on a card 8192")
+    parser.add_argument("--vocab", type=int, help="default: 32768, on a card 128256")
+    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel processes, one thread each (not on a card)")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", metavar="FILE", help="write the figures here")
-    parser.add_argument("--check", action="store_true", help="exit with 1 where a figure is missed")
+    add_report_options(parser)
     options = parser.parse_args(arguments)
+    if options.device == "cuda" and not on_card:
+        parser.error("--device cuda: torch sees no card")
+    tokens, vocab = (8192, 128256) if options.device == "cuda" else (2048, 32768)
+    options.tokens = tokens if options.tokens is None else options.tokens
+    options.vocab = vocab if options.vocab is None else options.vocab
     if min(options.tokens, options.vocab, options.tp, options.repeats) < 1 or options.vocab % options.tp:
         parser.error("sizes must be positive, and --vocab must divide by --tp")
+    if options.device == "cuda":
+        return token_stats_gpu.run(options, options.tokens, options.vocab, options.repeats)
     if find_spec("megatron") is None:
         parser.error("the peers are missing: pip install -r benchmarks/peers.txt")
     size = (options.tokens, options.vocab, options.tp)
-    ranks = run_ranks(options.tp, measure, *size, options.repeats)
-    results = {
-        dtype: {m.name: over_ranks([rank[dtype][m.name] for rank in ranks]) for m in METHODS} for dtype in DTYPES
+    results = run(*size, options.repeats)
+    ceilings = {
+        "copy GB/s": copy_bandwidth("cpu"),
+        **{f"{name} matmul TFLOP/s": matmul_rate("cpu", dtype) for name, dtype in DTYPES.items()},
     }
-    description = machine()
-    console = Console(width=max(150, Console().width))
-    console.print(
-        f"T = {size[0]}, V = {size[1]}, TP = {size[2]};", ", ".join(f"{k} {v}" for k, v in description.items())
+    bars = {
+        f"{dtype}: forward + backward, CPU-seconds": {m: r.both.least for m, r in rows.items()}
+        for dtype, rows in results.items()
+    }
+    bars |= {
+        f"{dtype}: extra bytes per logit": {m: r.both_bytes for m, r in rows.items()} for dtype, rows in results.items()
+    }
+    return report(
+        options,
+        {"T": size[0], "V": size[1], "TP": size[2], "repeats": options.repeats},
+        [
+            table(dtype, figures, size[0] * size[1] // size[2], ceilings["copy GB/s"])
+            for dtype, figures in results.items()
+        ],
+        {dtype: {name: asdict(row) for name, row in rows.items()} for dtype, rows in results.items()},
+        missed(results),
+        bars,
+        measure_growth(*size, options.repeats) if options.growth else None,
+        ceilings,
     )
-    for dtype, figures in results.items():
-        console.print(table(dtype, figures))
-    failed = missed(results)
-    write_json(
-        options.json,
-        {
-            "machine": description,
-            "options": {"tokens": size[0], "vocab": size[1], "tp": size[2], "repeats": options.repeats},
-            "results": {dtype: {name: asdict(row) for name, row in rows.items()} for dtype, rows in results.items()},
-            "missed": failed,
-        },
-    )
-    return verdict(failed, options.check)
+
+
+def run(
+    tokens: int, vocab: int, tp: int, repeats: int, only: tuple[str, ...] | None = None
+) -> dict[str, dict[str, Figures]]:
+    """dtype → method → figures, on `tp` real processes."""
+    ranks = run_ranks(tp, measure, tokens, vocab, tp, repeats, only, timeout=3600.0)
+    return {d: {m: over_ranks([rank[d][m] for rank in ranks]) for m in rows} for d, rows in ranks[0].items()}
+
+
+def measure_growth(tokens: int, vocab: int, tp: int, repeats: int) -> Growth:
+    """Forward + backward in bfloat16, by tokens, vocabulary and tensor-parallel processes: ours, and the best peer."""
+    names = (OURS, "Megatron fused_vocab_parallel_cross_entropy", "gather, then log_softmax")
+    axes = {
+        "T": {n: (n, vocab, tp) for n in (tokens // 2, tokens, 2 * tokens)},
+        "V": {n: (tokens, n, tp) for n in (vocab // 2, vocab, 2 * vocab)},
+        "TP": {n: (tokens, vocab, n) for n in (1, 2, 4)},
+    }
+    seen: dict[tuple[int, int, int], dict[str, Figures]] = {}
+    growth: Growth = {}
+    for axis, points in axes.items():
+        growth[axis] = {name: {} for name in names}
+        for n, point in points.items():
+            if point not in seen:
+                seen[point] = run(*point, repeats, names)["bfloat16"]
+            for name in names:
+                growth[axis][name][n] = seen[point][name].both.least
+    return growth
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.distributed as dist
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # torch 2.13 renamed it; 2.8 knows the old name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def group_size(group: ProcessGroup | None) -> int:
@@ -46,6 +47,39 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
     gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
     _all_gather(gathered, x, group=group)
     return gathered.view(size, *x.shape)
+
+
+class Pending(NamedTuple):
+    """A collective under way, and where its result will be."""
+
+    result: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """The result; on a GPU the stream waits for it, not the host."""
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+def all_gather_start(x: Tensor, group: ProcessGroup | None) -> Pending:
+    """[n, ...] to [ranks · n, ...] in rank order, while the caller goes on; without gradient."""
+    size = group_size(group)
+    if size == 1:
+        return Pending(x, None)
+    gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
+    return Pending(gathered, _all_gather(gathered, x.contiguous(), group=group, async_op=True))
+
+
+def sum_start(x: Tensor, group: ProcessGroup | None, scatter: bool) -> Pending:
+    """Σ over ranks of [n, ...], in place, or with `scatter` this rank's [n / ranks, ...] of it, while the caller goes on."""
+    size = group_size(group)
+    if size == 1:
+        return Pending(x, None)
+    if not scatter:
+        return Pending(x, dist.all_reduce(x, group=group, async_op=True))
+    part = x.new_empty(x.shape[0] // size, *x.shape[1:])
+    return Pending(part, _reduce_scatter(part, x, group=group, async_op=True))
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,11 @@ from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.reduce import valid_tokens
 from parallel_rl.validation import agreed_check, shape_numbers
+from parallel_rl.vocab.linear import stats_of_head
+from parallel_rl.vocab.linear_input import LMHeadInput, split_output
 from parallel_rl.vocab.shards import ShardRange, shard_range
 from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
+from parallel_rl.vocab.truncation import Truncation, check_kept_ids, truncated_stats_of_shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def token_logprobs(
-    next_token_logits: Tensor,
+    next_token_logits: Tensor | LMHeadInput,
     data: Mapping[str, Tensor],
     vocab_parallel_rank: int | None = None,
     vocab_parallel_group: ProcessGroup | None = None,
@@ -35,33 +38,39 @@ def token_logprobs(
     cp_layout: CPLayout = "zigzag",
     temperature: float = 1.0,
     backend: Backend = "auto",
+    top_k: int | None = None,
+    top_p: float | None = None,
+    kept_sets: bool = False,
 ) -> Tensor:
     """Log-probs of `input_ids` under the logits, without gradient: what `prev_logprobs` and `reference_policy_logprobs` hold.
 
     Args:
-        next_token_logits: [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`.
+        next_token_logits: [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`; or an `LMHeadInput`, whose logits never
+            exist whole.
         data: input_ids [B, S]; where it has token_mask and sample_mask too, ids at masked places are not looked at.
         vocab_parallel_rank, vocab_parallel_group, context_parallel_group: as for the losses.
         layout: of the logits; None is padded rows.
-        vocab_size, vocab_start, cp_layout, temperature, backend: as for the losses.
+        vocab_size, vocab_start, cp_layout, temperature, backend, top_k, top_p, kept_sets: as for the losses.
 
     Returns:
-        [B, S] token-aligned, whole on every context rank; 0 in column 0 and beyond a sequence's end.
+        [B, S] token-aligned, whole on every context rank; 0 in column 0 and beyond a sequence's end, −inf for a token that
+        the truncated policy does not keep.
 
     Raises:
         ValueError: shapes that do not fit; what `token_stats` raises; on all ranks of both groups, see `set_validation`.
     """
-    read: list[tuple[SequenceLayout, Tensor, ShardRange]] = []
+    read: list[tuple[SequenceLayout, Tensor, ShardRange, Truncation]] = []
+    head, logits = split_output(next_token_logits, vocab_parallel_group)
 
     def check() -> None:
+        if head is not None:
+            head.check(vocab_parallel_group)
         ids = data.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else repr(ids)
             raise ValueError(f"data needs the field 'input_ids', integers [B, S]; got {got}")
-        if ids.device != next_token_logits.device:
-            raise ValueError(
-                f"input_ids is on {ids.device}, the logits on {next_token_logits.device}; they must be on one device"
-            )
+        if ids.device != logits.device:
+            raise ValueError(f"input_ids is on {ids.device}, the logits on {logits.device}; they must be on one device")
         check_rank(vocab_parallel_rank, vocab_parallel_group)
         cp = group_size(context_parallel_group), group_rank(context_parallel_group)
         of = layout or SequenceLayout.padded(
@@ -69,23 +78,48 @@ def token_logprobs(
         )
         if of.cp_size != cp[0]:
             raise ValueError(f"the layout is of cp = {of.cp_size}, context_parallel_group has {cp[0]} ranks")
-        if next_token_logits.dim() != 3 or tuple(next_token_logits.shape[:2]) != of.local_shape:
+        if logits.dim() != 3 or tuple(logits.shape[:2]) != of.local_shape:
             raise ValueError(
-                f"the logits have shape {list(next_token_logits.shape)}; the layout needs [{of.local_shape[0]}, "
+                f"the logits have shape {list(logits.shape)}; the layout needs [{of.local_shape[0]}, "
                 f"{of.local_shape[1]}, V/tp]"
             )
-        check_logits(next_token_logits, False, backend, temperature)
-        span = shard_range(next_token_logits.shape[-1], vocab_parallel_group, vocab_size, vocab_start)
+        check_logits(logits, False, backend, temperature)
+        span = shard_range(logits.shape[-1], vocab_parallel_group, vocab_size, vocab_start)
         masked = "token_mask" in data and "sample_mask" in data
         check_targets(torch.where(valid_tokens(data), ids, 0) if masked else ids, span.vocab_size)
-        targets = of.shard(ids)
-        read.append((of, targets, span))
+        truncation = Truncation(top_k, top_p, kept_sets)
+        truncation.check(span.vocab_size)
+        if head is not None and truncation:
+            raise ValueError(f"{truncation} needs whole logits; an LMHeadInput has none")
+        if kept_sets:
+            kept = data.get("kept_ids")
+            if not isinstance(kept, torch.Tensor):
+                raise ValueError("kept_sets = True needs the field 'kept_ids', integers [B, S, K]")
+            check_kept_ids(
+                kept, valid_tokens(data) if masked else torch.ones_like(ids, dtype=torch.bool), span.vocab_size
+            )
+        read.append((of, of.shard(ids), span, truncation))
 
     groups = [vocab_parallel_group, context_parallel_group]
-    agreed_check(check, groups, next_token_logits, shape_numbers(next_token_logits, vocab_size))
-    of, targets, span = read[0]
-    stats = stats_of_shard(
-        next_token_logits.flatten(0, -2), targets, (targets >= 0) & (targets < span.vocab_size), span, vocab_parallel_group,
-        temperature, False, False, backend,
-    )  # fmt: skip
+    agreed_check(check, groups, logits, shape_numbers(logits, vocab_size))
+    of, targets, span, truncation = read[0]
+    valid = (targets >= 0) & (targets < span.vocab_size)
+    args = (
+        logits.flatten(0, -2),
+        targets,
+        valid,
+        span,
+        vocab_parallel_group,
+        temperature,
+        False,
+        False,
+        backend,
+    )
+    if truncation:
+        kept_ids = of.shard(data["kept_ids"], fill=-1) if kept_sets else None
+        stats = truncated_stats_of_shard(*args, truncation, kept_ids)
+    elif head is not None:
+        stats, _ = stats_of_head(head, *args[1:7], backend)
+    else:
+        stats = stats_of_shard(*args)
     return of.unshard(stats.logprobs, context_parallel_group)

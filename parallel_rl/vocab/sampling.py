@@ -10,6 +10,8 @@ import torch
 from parallel_rl.groups import all_gather
 from parallel_rl.validation import agreed_check, checks_values
 from parallel_rl.vocab.shards import ShardRange, shard_range
+from parallel_rl.vocab.threshold import kept_floor
+from parallel_rl.vocab.truncation import Truncation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +33,8 @@ def sample_tokens(
     keys: Tensor,
     *,
     temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     group: ProcessGroup | None = None,
     vocab_size: int | None = None,
     vocab_start: int | None = None,
@@ -46,6 +50,8 @@ def sample_tokens(
         logits: [..., V/tp] this rank's columns, any float dtype. −inf is never drawn.
         keys: [...] int64, one a row, the same on all ranks of the group; see `sample_keys`. Equal keys: equal noise.
         temperature: 0 is greedy: the largest logit, and the keys do not matter.
+        top_k, top_p: draw from the truncated distribution, see `parallel_rl.vocab.truncation.Truncation`; a few small
+            all-reduces more.
         group: tensor-parallel group; None is one shard.
         vocab_size: true size V; columns at or beyond it are padding and never drawn.
         vocab_start: first column's id, for a split that is neither even nor `torch.chunk`'s.
@@ -59,10 +65,11 @@ def sample_tokens(
 
     Gumbel-max: Maddison, Tarlow, Minka, "A* sampling", NeurIPS 2014.
     """
-    span = ShardRange(0, 0, 0)
+    span, truncation = ShardRange(0, 0, 0), Truncation()
 
     def check() -> None:
-        nonlocal span
+        nonlocal span, truncation
+        truncation = Truncation(top_k, top_p)
         if logits.dim() < 1 or not logits.is_floating_point():
             raise ValueError(f"logits must be floating point [..., V/tp], got {logits.dtype} {list(logits.shape)}")
         if keys.dtype != torch.int64 or keys.shape != logits.shape[:-1]:
@@ -70,15 +77,24 @@ def sample_tokens(
             raise ValueError(f"keys must be int64 {want}, one a row of the logits, got {keys.dtype} {list(keys.shape)}")
         if not 0 <= temperature < math.inf:
             raise ValueError(f"temperature = {temperature} must be a number >= 0 (0 is greedy)")
+        if temperature == 0 and truncation:
+            raise ValueError(
+                f"top_k = {top_k} and top_p = {top_p} have no effect with temperature = 0, which takes the largest logit"
+            )
         span = shard_range(logits.shape[-1], group, vocab_size, vocab_start)
+        truncation.check(span.vocab_size)
 
     agreed_check(check, [group], logits)
     flat, row_keys = logits.reshape(keys.numel(), logits.shape[-1])[:, : span.valid], keys.reshape(-1)
+    floor = None
+    if truncation:
+        inv_t = torch.full((1, 1), 1.0 / temperature, dtype=torch.float64, device=logits.device)
+        floor = kept_floor(flat, top_k, top_p, inv_t, span.vocab_size, group, "auto")
     best = flat.new_empty(flat.shape[0], 2, dtype=torch.float64)  # value, id
     if span.valid == 0:
         best[:, 0], best[:, 1] = -math.inf, span.vocab_size
     else:
-        _best_of_shard(flat, row_keys, temperature, span.start, best)
+        _best_of_shard(flat, floor, row_keys, temperature, span.start, best)
     value, token = _best_of_group(best, group)
     if checks_values(logits) and not bool(value.isfinite().all()):
         row = int((~value.isfinite()).nonzero()[0])
@@ -118,7 +134,7 @@ def sample_keys(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
     return key
 
 
-def _best_of_shard(z: Tensor, keys: Tensor, temperature: float, start: int, best: Tensor) -> None:
+def _best_of_shard(z: Tensor, floor: Tensor | None, keys: Tensor, temperature: float, start: int, best: Tensor) -> None:
     """Writes each row's largest noisy score and its global id into `best` [rows, 2]."""
     width = z.shape[1]
     block = max(1, (_CPU_BLOCK if z.device.type == "cpu" else _DEVICE_BLOCK) // width)
@@ -130,6 +146,8 @@ def _best_of_shard(z: Tensor, keys: Tensor, temperature: float, start: int, best
         score = z[part].to(torch.float64)
         if temperature > 0:
             score = _gumbel(rows[part] + columns).add_(score / temperature)
+        if floor is not None:
+            score.masked_fill_(z[part] < floor[part], -math.inf)
         value, column = score.max(dim=1)  # the first of equals
         best[part, 0], best[part, 1] = value, (column + start).to(torch.float64)
 

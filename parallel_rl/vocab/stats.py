@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from parallel_rl.groups import all_gather
 from parallel_rl.validation import agreed_check, checks_values, shape_numbers
-from parallel_rl.vocab.backends.torch_backend import _LOWEST, Backend, math_dtype, shard_grad, shard_stats
+from parallel_rl.vocab.backends.choice import Backend, check_backend
+from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
+from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.shards import ShardRange, shard_range
 
 if TYPE_CHECKING:
@@ -57,8 +59,8 @@ def token_stats(
         ignore_index: where `targets` has it, all statistics are 0 with gradient 0, whatever the logits hold (NaN too).
         entropy: False leaves it out.
         consume_logits: the backward writes the gradient over the logits; nothing may read them afterwards.
-        backend: "compiled" (torch.compile), "eager" (cache-sized blocks), or "auto": compiled on CUDA and where the
-            shard is large.
+        backend: "triton" (kernels; float64 logits stay with torch), "compiled" (torch.compile), "eager" (cache-sized
+            blocks), or "auto": Triton on CUDA where it is installed, elsewhere compiled where the shard is large.
 
     Returns:
         `TokenStats` of tensors shaped like `targets`.
@@ -100,17 +102,14 @@ def stats_of_shard(
     """`token_stats` after its checks; `keep` [...] says which tokens count."""
     size = targets.numel(), logits.shape[-1]  # not −1: an empty shard of an uneven split has no column
     flat = logits.view(size) if consume_logits else logits.reshape(size)
-    tokens = targets.reshape(-1)
-    local = tokens - span.start
-    y = torch.where((local >= 0) & (local < span.valid), local, -1)
     dtype = math_dtype(logits.dtype)
     if isinstance(temperature, torch.Tensor):
         inv_t = temperature.to(dtype).reciprocal().reshape(-1, 1)
     else:
         inv_t = torch.full((1, 1), 1.0 / temperature, dtype=dtype, device=logits.device)
     logp, ent, lse = _TokenStats.apply(
-        flat, y, keep.reshape(-1), inv_t, span.valid, group, entropy, consume_logits, backend
-    )
+        flat, targets.reshape(-1), keep.reshape(-1), inv_t, span.start, span.valid, group, entropy, consume_logits, backend
+    )  # fmt: skip
     shape = targets.shape
     return TokenStats(logp.view(shape), ent.view(shape) if entropy else None, lse.view(shape))
 
@@ -120,24 +119,24 @@ class _TokenStats(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         z: Tensor,
-        y: Tensor,
+        targets: Tensor,
         keep: Tensor,
         inv_t: Tensor,
+        start: int,
         valid: int,
         group: ProcessGroup | None,
         entropy: bool,
         consume: bool,
         backend: Backend,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        parts = shard_stats(z[:, :valid], y, inv_t, entropy, backend)
-        top, log_a, t, ent = _combine(all_gather(parts, group), inv_t, entropy)
-        ctx.save_for_backward(z, y, keep, inv_t, top, log_a, *([ent] if ent is not None else []))
-        ctx.valid, ctx.consume, ctx.backend, ctx.consumed = valid, consume, backend, False  # type: ignore[attr-defined]
+        spec = RowSpec(targets, keep, inv_t, start, valid)
+        parts = row_parts(z, spec, entropy, backend)
+        logp, ent, lse, rows = combine_rows(all_gather(parts, group), spec, backend)
+        ctx.save_for_backward(z, targets, keep, inv_t, rows)
+        ctx.span = start, valid  # type: ignore[attr-defined]
+        ctx.consume, ctx.backend, ctx.consumed = consume, backend, False  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
-        zero = torch.zeros((), dtype=top.dtype, device=top.device)
-        logp = torch.where(keep, t - log_a, zero)
-        lse = torch.where(keep, top * inv_t[:, 0] + log_a, zero)
-        return logp, None if ent is None else torch.where(keep, ent, zero), lse
+        return logp, ent, lse
 
     @staticmethod
     def backward(
@@ -150,38 +149,13 @@ class _TokenStats(torch.autograd.Function):
                 "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
             )
         if g_logp is None and g_ent is None and g_lse is None:
-            return (None,) * 9
-        z, y, keep, inv_t, top, log_a, *rest = ctx.saved_tensors  # type: ignore[attr-defined]
-        zero = torch.zeros_like(top)
-        g_logp, g_lse = zero if g_logp is None else g_logp, zero if g_lse is None else g_lse
-        scale = inv_t[:, 0]
-        if g_ent is None:
-            coefficients = [(g_lse - g_logp) * scale]
-        else:
-            coefficients = [(g_lse - g_logp - g_ent * rest[0]) * scale, -g_ent * scale]
-        rows, ct = torch.stack([top, log_a, *coefficients], dim=1), g_logp * scale
-        valid = ctx.valid  # type: ignore[attr-defined]
+            return (None,) * 10
+        z, targets, keep, inv_t, rows = ctx.saved_tensors  # type: ignore[attr-defined]
+        spec = RowSpec(targets, keep, inv_t, *ctx.span)  # type: ignore[attr-defined]
         if ctx.consume:  # type: ignore[attr-defined]
-            ctx.consumed = True  # type: ignore[attr-defined]
-            z = z.detach()
-        real = z[:, :valid]
-        dz = z if ctx.consume else torch.empty_like(z, memory_format=torch.contiguous_format)  # type: ignore[attr-defined]
-        shard_grad(real, y, inv_t, rows, ct, keep, real if ctx.consume else dz[:, :valid], ctx.backend)  # type: ignore[attr-defined]
-        dz[:, valid:] = 0
-        return dz, *(None,) * 8
-
-
-def _combine(parts: Tensor, inv_t: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Shards' numbers, brought to the global maximum in a fixed order: every rank computes the same bits."""
-    m, a, t = parts[..., 0], parts[..., 1], parts[..., 2]
-    top = m.amax(0)
-    shift = ((m - top) * inv_t[:, 0]).clamp(min=_LOWEST)
-    weight = shift.exp()
-    total = (a * weight).sum(0)
-    log_a = total.log()
-    target = (t + shift).amax(0)
-    ent = log_a - (weight * (parts[..., 3] + a * shift)).sum(0) / total if entropy else None
-    return top, log_a, target, ent
+            ctx.consumed, z = True, z.detach()  # type: ignore[attr-defined]
+        dz = row_gradient(z, spec, rows, g_logp, g_ent, g_lse, ctx.consume, ctx.backend)  # type: ignore[attr-defined]
+        return dz, *(None,) * 9
 
 
 def check_logits(logits: Tensor, consume_logits: bool, backend: Backend, temperature: float | Tensor) -> None:
@@ -196,8 +170,7 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend, tempera
             f"consume_logits=True writes into the logits, which must be contiguous; got strides {logits.stride()} "
             f"for shape {list(logits.shape)}"
         )
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend = {backend!r} is not valid; choose one of {', '.join(get_args(Backend))}")
+    check_backend(backend, logits.device)
     if not isinstance(temperature, torch.Tensor) and not temperature > 0:
         raise ValueError(f"temperature = {temperature} must be positive")
 

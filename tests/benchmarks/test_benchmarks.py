@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import packing, token_stats
+from benchmarks import losses, token_stats, truncation
 from benchmarks.common import PeakMemory, Seconds, return_freed_memory, run_ranks
 from benchmarks.vocab_case import make_case
+from parallel_rl import count_valid
 from tests.distributed.pool import run_world
 
-OURS, FUSED, EAGER = (token_stats.METHODS[i] for i in (0, 2, 5))
+OURS, FUSED, EAGER = (
+    next(m for m in token_stats.METHODS if m.name == name)
+    for name in (token_stats.OURS, "Megatron fused_vocab_parallel_cross_entropy", "ours, eager, in place")
+)
 
 
 def _results(fused_both: float = 2.0) -> dict[str, dict[str, token_stats.Figures]]:
@@ -38,11 +42,28 @@ def test_token_stats_tells_which_figure_is_missed() -> None:
     assert "float32" in line and "0.20 bytes" in line
 
 
-def test_packing_tells_which_figure_is_missed() -> None:
-    rows = [packing.Figures(n, Seconds(1.0, 1.0), 100) for n in packing.SEQUENCES]
-    assert packing.missed({"token": rows}) == []
-    rows[2] = packing.Figures(256, Seconds(1.4, 1.4), 101)
-    assert len(packing.missed({"token": rows})) == 2
+def test_losses_tells_which_figure_is_missed() -> None:
+    rows = [losses.Figures(n, Seconds(1.0, 1.0), 100) for n in losses.SEQUENCES]
+    whole = {name: losses.Whole(Seconds(2.0, 2.0), 4.0) for name in (losses.EAGER, losses.COMPILED)}
+    whole[losses.OURS] = losses.Whole(Seconds(1.0, 1.0), 0.01)
+    sequences = {losses.STATISTICS: rows, "GRPO": list(rows)}
+    assert losses.missed(sequences, whole) == losses.missed(sequences, whole, "cuda") == []
+    whole[losses.OURS] = losses.Whole(Seconds(2.5, 2.5), 0.2)
+    sequences["GRPO"][2] = losses.Figures(256, Seconds(1.4, 1.4), 101)
+    assert len(losses.missed(sequences, whole)) == 5
+    assert "400.00 ms beyond the statistics" in losses.missed(sequences, whole, "cuda")[-1]
+
+
+def test_truncation_tells_which_figure_is_missed() -> None:
+    def figures(seconds: float, extra: float) -> truncation.Figures:
+        return truncation.Figures(Seconds(seconds, seconds), Seconds(seconds, seconds), extra, 0.0, 0.0)
+
+    rows = {m.name: figures(1.0 if m.kind == "ours" else 2.0, 0.01) for m in truncation.METHODS}
+    assert truncation.missed({"float32": {"top-k 50": rows}}) == []
+    rows["gather, then sort"] = figures(0.9, 5.0)
+    rows[truncation.OURS] = figures(1.0, 0.2)
+    lines = truncation.missed({"bfloat16": {"top-k 50": rows}})
+    assert len(lines) == 3 and all(line.startswith("bfloat16, top-k 50: ") for line in lines)
 
 
 def _off_by_a_little(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
@@ -78,20 +99,55 @@ def test_peak_memory_sees_an_allocation_once() -> None:
     assert afterwards <= 1 << 20
 
 
-def test_packing_operators_do_not_grow(tmp_path: Path) -> None:
-    report = tmp_path / "packing.json"
-    assert packing.main(["--tokens", "512", "--vocab", "8", "--repeats", "1", "--json", str(report)]) == 0
-    for rows in json.loads(report.read_text())["results"].values():
-        assert [row["sequences"] for row in rows] == list(packing.SEQUENCES)
+def test_the_operators_of_a_loss_do_not_grow(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = {name: tmp_path / f"losses.{name}" for name in ("json", "png")}
+    arguments = ["--device", "cpu", "--tokens", "512", "--vocab", "8", "--repeats", "1", "--whole-tokens", "0"]
+    assert losses.main([*arguments, "--json", str(files["json"]), "--plot", str(files["png"])]) == 0
+    written = json.loads(files["json"].read_text())
+    for rows in written["results"]["sequences"].values():
+        assert [row["sequences"] for row in rows] == list(losses.SEQUENCES)
         assert len({row["operators"] for row in rows}) == 1
+    assert set(written["growth"]["sequences"]) == {losses.STATISTICS, *losses.LOSSES}
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_plain_grpo_is_the_loss_that_it_is_measured_beside() -> None:
+    data = losses.make_data(512, 50, 16)
+    logits, counts = losses.make_logits(data, 50).requires_grad_(), count_valid([data])
+    plain, entropy = losses.plain_grpo(logits, data, counts.toks)
+    loss, metrics = losses.LOSSES["GRPO"]()(logits, data, *counts)
+    torch.testing.assert_close(entropy, metrics["entropy"].float())
+    results = [(x.detach(), torch.autograd.grad(x, logits)[0]) for x in (loss, plain)]
+    losses.agree("plain", *results)
+    with pytest.raises(RuntimeError, match="plain is wrong"):
+        losses.agree("plain", (results[0][0] * 1.001, results[0][1]), results[1])
+
+
+def _kept_by_peers(rank: int) -> list[tuple[Tensor, Tensor]]:
+    case = truncation.make_case(rank, tokens=32, vocab=1024, tp=2, dtype=torch.bfloat16)
+    work = torch.empty_like(case.logits)
+    return [
+        truncation.check_result(method, rule, case, work) for method in truncation.METHODS for rule in truncation.RULES
+    ]
+
+
+def test_truncation_compares_methods_that_agree() -> None:
+    for errors in run_world(2, _kept_by_peers, timeout=300):
+        assert len(errors) == len(truncation.METHODS) * len(truncation.RULES)
 
 
 @pytest.mark.slow
 def test_token_stats_runs_to_its_report(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     report = tmp_path / "stats.json"
-    assert token_stats.main(["--tokens", "64", "--vocab", "256", "--repeats", "1", "--json", str(report)]) == 0
+    assert (
+        token_stats.main(
+            ["--device", "cpu", "--tokens", "64", "--vocab", "256", "--repeats", "1", "--json", str(report)]
+        )
+        == 0
+    )
     written = json.loads(report.read_text())
     assert set(written["results"]) == {"float32", "bfloat16"}
     for figures in written["results"].values():
-        assert set(figures) == {m.name for m in token_stats.METHODS}
+        assert set(figures) == {m.name for m in token_stats.methods(tp=2)}

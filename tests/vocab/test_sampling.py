@@ -13,6 +13,7 @@ from parallel_rl.validation import validation
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
 from tests.collectives import recorded
 from tests.distributed.pool import WorldError, run_world
+from tests.vocab.sorted_rows import kept_by_sorting
 
 MASK = (1 << 64) - 1
 
@@ -287,3 +288,63 @@ def test_a_fault_on_one_rank_is_raised_on_all(fault: str, words: str) -> None:
         run_world(3, _bad_shard, fault)
     assert sorted(caught.value.errors) == [0, 1, 2]
     assert all(text.startswith("ValueError") and words in text for text in caught.value.errors.values())
+
+
+# ---------------------------------------------------------------- truncated
+
+
+TRUNCATIONS = ({"top_k": 5}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.8})
+
+
+@pytest.mark.parametrize("rule", TRUNCATIONS, ids=str)
+def test_truncated_draws_follow_the_truncated_softmax(rule: dict) -> None:
+    draws, row = 30_000, _logits(1, 12, scale=0.7)
+    tokens = sample_tokens(row.expand(draws, -1), _keys(draws), temperature=0.8, **rule)
+    keep = kept_by_sorting(row, temperature=0.8, **rule)
+    assert 1 < int(keep.sum()) < 12
+    expected = torch.where(keep, row.double() / 0.8, -math.inf).softmax(-1)[0] * draws
+    counts = torch.bincount(tokens, minlength=12).double()
+    assert not counts[~keep[0]].any()
+    assert _chi_square(counts[keep[0]], expected[keep[0]]) < 4.5
+
+
+def test_a_truncated_draw_is_the_plain_one_where_that_is_kept() -> None:
+    logits, keys = _logits(500, 40), _keys(500)
+    plain, drawn = sample_tokens(logits, keys), sample_tokens(logits, keys, top_p=0.7)
+    inside = kept_by_sorting(logits, top_p=0.7).gather(1, plain[:, None])[:, 0]
+    assert torch.equal(plain[inside], drawn[inside]) and not bool((plain == drawn)[~inside].any())
+    assert torch.equal(sample_tokens(logits, keys, top_k=1), logits.argmax(1))
+    assert torch.equal(sample_tokens(logits, keys, top_k=40, top_p=1.0), plain)
+
+
+def _draw_truncated(rank: int, split: str, rule: dict) -> tuple[torch.Tensor, bool]:
+    logits = _logits(200, 103)
+    logits[0], logits[1, ::3] = 0.25, logits[1].max()  # ties over the shards
+    part, vocab, start = _shard(logits, rank, split, dist.get_world_size())
+    call = {"group": dist.group.WORLD, "vocab_size": vocab, "vocab_start": start, "temperature": 1.3}
+    tokens = sample_tokens(part, _keys(200), **call, **rule)
+    return tokens, torch.equal(tokens, sample_tokens(logits, _keys(200), temperature=1.3, **rule))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("split", ["chunk", "padded", "explicit"])
+def test_shards_draw_the_same_truncated_tokens(size: int, split: str) -> None:
+    for rule in TRUNCATIONS:
+        results = run_world(size, _draw_truncated, split, rule)
+        for tokens, same in results:
+            assert same and torch.equal(tokens, results[0][0])
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"top_k": 5}, "top_k = 5 is more than the vocabulary's 4 words"),
+        ({"top_k": 0}, "top_k = 0 must be"),
+        ({"top_p": 0.0}, "top_p = 0.0 must lie"),
+        ({"top_p": 1.5}, "top_p = 1.5 must lie"),
+        ({"top_k": 2, "temperature": 0.0}, "top_k = 2 and top_p = None have no effect with temperature = 0"),
+    ],
+)
+def test_bad_truncation(rule: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        sample_tokens(torch.zeros(3, 4), torch.zeros(3, dtype=torch.int64), **rule)

@@ -14,14 +14,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
+from parallel_rl.vocab.backends.choice import Backend
+
 if TYPE_CHECKING:
     from torch import Tensor
-
-Backend = Literal["auto", "compiled", "eager"]
 
 # Far below any finite exponent that matters, yet finite, so that 0 · _LOWEST is 0 where a logit is −inf.
 _LOWEST = -1e30
@@ -75,6 +75,22 @@ def shard_grad(
             part = slice(i, i + block)
             out[part].copy_(_grad(z[part], _part(inv_t, i, block), rows[part], keep[part]))
     out[place] = at_target.to(out.dtype)  # not scatter_, which on a CPU takes longer than the pass for bfloat16
+
+
+def combine_parts(parts: Tensor, inv_t: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Shards' numbers [ranks, T, 3 or 4] at the global maximum M: (M, log A, (z_y − M)/temperature, H), each [T].
+
+    In a fixed order: every rank computes the same bits.
+    """
+    m, a, t = parts[..., 0], parts[..., 1], parts[..., 2]
+    top = m.amax(0)
+    shift = ((m - top) * inv_t[:, 0]).clamp(min=_LOWEST)
+    weight = shift.exp()
+    total = (a * weight).sum(0)
+    log_a = total.log()
+    target = (t + shift).amax(0)
+    ent = log_a - (weight * (parts[..., 3] + a * shift)).sum(0) / total if entropy else None
+    return top, log_a, target, ent
 
 
 def _stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool) -> Tensor:
@@ -144,6 +160,6 @@ def _compiler_works(device: str) -> bool:
 
 
 def _compiles(z: Tensor, backend: Backend) -> bool:
-    if backend != "auto":
+    if backend in ("compiled", "eager"):
         return backend == "compiled"
     return (z.device.type == "cuda" or z.numel() >= _COMPILE_FROM) and _compiler_works(z.device.type)

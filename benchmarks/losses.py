@@ -1,0 +1,385 @@
+"""A whole policy loss (GRPO), forward and backward: beyond its token statistics, by number of sequences, beside plain PyTorch.
+
+Two tables. "sequences": packed rows of one length that hold 1, 16 or 256 sequences, with a small vocabulary so that the loss's
+own work shows; beside the time it counts the operators that PyTorch dispatches, which must not grow with the number of
+sequences. "whole": a real vocabulary, where the statistics dominate, beside the same loss written in plain PyTorch, eager and
+compiled. Results are checked before anything is timed. `python -m benchmarks.losses --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.common import CpuClock, PeakMemory, Seconds, keep_freed_memory, return_freed_memory, short_collections
+from benchmarks.report import Growth, add_report_options, report
+from parallel_rl import ClippedPGLossFn, PolicyLossFn, SequencePackingLossWrapper, count_valid, token_stats
+from parallel_rl.losses.base import LossFn
+
+SEQUENCES = (1, 16, 256)
+MAX_RATIO = 1.3  # time of a packed row, over that of one sequence of its length
+MAX_BEYOND = 0.5e-3  # seconds that GRPO may take beyond the statistics: one H200, 32k tokens in 256 sequences
+MAX_EXTRA = 0.1  # bytes a logit in place, of the whole loss
+CALLS = 5  # in one measurement: a call takes milliseconds
+MAX_ERROR = 1e-5  # relative, of loss and gradient (float32)
+GRPO: dict[str, Any] = {"surrogate": {"name": "ppo", "clip_high": 0.28}, "kl": {"coefficient": 0.01}}
+LOSSES: dict[str, Callable[[], LossFn]] = {
+    "GRPO": lambda: PolicyLossFn(GRPO),
+    "GSPO": lambda: PolicyLossFn({**GRPO, "ratio_level": "sequence-mean", "aggregation": "seq-mean-token-mean"}),
+    "ClippedPG, importance sampling": lambda: ClippedPGLossFn({"use_importance_sampling_correction": True}),
+}
+STATISTICS = "token statistics alone"
+OURS, EAGER, COMPILED = "ours, in place", "plain PyTorch, eager", "plain PyTorch, compiled"
+NO_ENTROPY = "plain PyTorch, compiled, no entropy"  # it does less: for information
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one number of sequences."""
+
+    sequences: int
+    seconds: Seconds  # of one call and its backward
+    operators: int
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Of one method with a real vocabulary."""
+
+    seconds: Seconds
+    bytes: float  # a logit, beyond the logits
+
+
+Call = Callable[[], tuple[Tensor, Tensor]]
+
+
+class _CountOperators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def make_data(tokens: int, vocab: int, sequences: int, device: str = "cpu") -> dict[str, Tensor]:
+    """[B, S] fields of B sequences with S = tokens / B, every fourth token masked."""
+    generator = torch.Generator().manual_seed(0)
+    shape = sequences, tokens // sequences
+
+    def noise() -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    policy = -math.log(vocab) + noise()  # what random logits give, nearly
+    data = {
+        "input_ids": torch.randint(vocab, shape, generator=generator),
+        "token_mask": (torch.arange(tokens).view(shape) % 4 != 0).long(),
+        "sample_mask": torch.ones(sequences),
+        "advantages": noise(),
+        "prev_logprobs": policy,
+        "generation_logprobs": policy + 0.05 * noise(),
+        "reference_policy_logprobs": policy + 0.05 * noise(),
+    }
+    return {name: value.to(device) for name, value in data.items()}
+
+
+def make_logits(data: Mapping[str, Tensor], vocab: int) -> Tensor:
+    """[B, S, V]."""
+    ids = data["input_ids"]
+    return torch.randn(*ids.shape, vocab, generator=torch.Generator().manual_seed(1)).to(ids.device)
+
+
+def make_call(loss_fn: LossFn, data: dict[str, Tensor], vocab: int, packed: bool = True) -> Call:
+    """A call that gives (loss, gradient), from `cu_seqlens` on: what a training step does for one packed row."""
+    rows, width = data["input_ids"].shape
+    logits = make_logits(data, vocab)
+    logits = (logits.view(1, rows * width, vocab) if packed else logits).requires_grad_()
+    counts = count_valid([data])
+    bounds = torch.arange(rows + 1, dtype=torch.int32) * width
+
+    def call() -> tuple[Tensor, Tensor]:
+        function = SequencePackingLossWrapper(loss_fn, bounds) if packed else loss_fn
+        loss, _ = function(logits, data, *counts)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        return loss.detach(), gradient
+
+    return call
+
+
+def make_statistics(data: dict[str, Tensor], vocab: int, entropy: bool = True) -> Call:
+    """Log-probs and entropy of the same logits, and their backward."""
+    logits = make_logits(data, vocab).flatten(0, 1).requires_grad_()
+    targets = data["input_ids"].flatten()
+
+    def call() -> tuple[Tensor, Tensor]:
+        stats = token_stats(logits, targets, entropy=entropy)
+        (gradient,) = torch.autograd.grad(stats.logprobs.sum(), logits)
+        return stats.logprobs, gradient
+
+    return call
+
+
+def plain_grpo(
+    logits: Tensor, data: Mapping[str, Tensor], tokens: Tensor, entropy: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """`GRPO` above, as one would write it: whole float32 log-softmax, padded rows. (loss, mean entropy, as ours logs it)."""
+    log_p = torch.log_softmax(logits[:, :-1].float(), -1)
+    logprobs = log_p.gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+    mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).to(logprobs.dtype)
+    advantages, prev, reference = (data[f][:, 1:] for f in ("advantages", "prev_logprobs", "reference_policy_logprobs"))
+    ratio = (logprobs - prev).exp()
+    actor = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    d = reference - logprobs
+    kl = (logprobs - logprobs.detach()).exp() * (d.exp() - 1 - d)
+    loss = ((actor + 0.01 * kl) * mask).sum() / tokens
+    if not entropy:
+        return loss, None
+    with torch.no_grad():
+        return loss, (-(log_p.exp() * log_p).sum(-1) * mask).sum() / tokens
+
+
+_compiled_grpo = torch.compile(plain_grpo)
+
+
+def agree(name: str, got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+    """Raises RuntimeError where two results differ, so that the time says nothing."""
+    difference = (got[1].view_as(want[1]) - want[1]).norm() / want[1].norm()
+    if not max(difference.item(), (got[0] / want[0] - 1).abs().item()) <= MAX_ERROR:
+        raise RuntimeError(f"{name} is wrong: {got[0]} and {want[0]}, gradients differ by {difference:.1e}")
+
+
+def _clock(device: str) -> Callable[[], float]:
+    if device == "cpu":
+        return CpuClock()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+
+    def read() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    return read
+
+
+def measure_sequences(tokens: int, vocab: int, repeats: int, device: str) -> dict[str, list[Figures]]:
+    """Loss → every number of sequences; repeats are interleaved, so that a busy moment hits all alike."""
+    results: dict[str, list[Figures]] = {}
+    for name in (STATISTICS, *LOSSES):
+        calls, operators = [], []
+        for sequences in SEQUENCES:
+            data = make_data(tokens, vocab, sequences, device)
+            if name == STATISTICS:
+                calls.append(make_statistics(data, vocab))
+            else:
+                calls.append(make_call(LOSSES[name](), data, vocab))
+                agree(name, calls[-1](), make_call(LOSSES[name](), data, vocab, packed=False)())
+            with _CountOperators() as counter:
+                calls[-1]()
+            operators.append(counter.count)
+        times: list[list[float]] = [[] for _ in SEQUENCES]
+        with short_collections():
+            for _ in range(repeats):
+                for call, measured in zip(calls, times, strict=True):
+                    clock = _clock(device)
+                    for _ in range(CALLS):
+                        call()
+                    measured.append(clock() / CALLS)
+        results[name] = [Figures(*x) for x in zip(SEQUENCES, map(Seconds.of, times), operators, strict=True)]
+    return results
+
+
+def measure_whole(tokens: int, vocab: int, repeats: int, device: str) -> dict[str, Whole]:
+    """GRPO on 16 rows with a real vocabulary. Time and memory of forward + backward from logits that may be overwritten."""
+    data = make_data(tokens, vocab, 16, device)
+    counts, logits = count_valid([data]), make_logits(data, vocab)
+    work = torch.empty_like(logits)
+    ours = PolicyLossFn(GRPO, consume_logits=True)
+
+    def step(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        leaf = work.detach().requires_grad_()
+        loss = function(leaf)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        return loss.detach(), gradient
+
+    methods: dict[str, Callable[[Tensor], Tensor]] = {
+        OURS: lambda z: ours(z, data, *counts)[0],
+        STATISTICS: lambda z: token_stats(z, data["input_ids"], consume_logits=True).logprobs.sum(),
+        EAGER: lambda z: plain_grpo(z, data, counts.toks)[0],
+        COMPILED: lambda z: _compiled_grpo(z, data, counts.toks)[0],
+        NO_ENTROPY: lambda z: _compiled_grpo(z, data, counts.toks, False)[0],
+    }
+    work.copy_(logits)
+    loss, gradient = step(lambda z: plain_grpo(z.double(), data, counts.toks)[0])
+    truth = loss, gradient.float()
+    bytes_of: dict[str, float] = {}
+    if device == "cpu":
+        return_freed_memory()
+    for name, function in methods.items():
+        work.copy_(logits)
+        found = step(function)  # compiles, too
+        if name != STATISTICS:
+            agree(name, found, truth)
+        del found
+        peaks = [_peak(partial(step, function), partial(work.copy_, logits), device) for _ in range(2)]
+        bytes_of[name] = min(peaks) / work.numel()
+    if device == "cpu":
+        keep_freed_memory()
+    del truth, gradient
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    with short_collections():
+        for _ in range(repeats):
+            for name, function in methods.items():
+                work.copy_(logits)
+                clock = _clock(device)
+                step(function)
+                times[name].append(clock())
+    return {name: Whole(Seconds.of(times[name]), bytes_of[name]) for name in methods}
+
+
+def _peak(call: Callable[[], object], before: Callable[[], object], device: str) -> int:
+    before()
+    if device == "cpu":
+        peak = PeakMemory()
+        kept = call()
+        del kept
+        return peak()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - start
+
+
+def missed(sequences: dict[str, list[Figures]], whole: dict[str, Whole], device: str = "cpu") -> list[str]:
+    """The figures that were not met."""
+    lines = []
+    for name, rows in sequences.items():
+        for row in rows[1:]:
+            ratio = row.seconds.least / rows[0].seconds.least
+            if ratio > MAX_RATIO:
+                lines.append(f"{name}: {row.sequences} sequences take {ratio:.2f} x the time of one, over {MAX_RATIO}")
+            if row.operators > rows[0].operators:
+                lines.append(
+                    f"{name}: {row.sequences} sequences take {row.operators} operators, one {rows[0].operators}"
+                )
+    for peer in (EAGER, COMPILED):
+        if peer in whole and whole[peer].seconds.least <= whole[OURS].seconds.least:
+            lines.append(f"{peer} takes {whole[peer].seconds.least / whole[OURS].seconds.least:.2f} x our time")
+    if OURS in whole and whole[OURS].bytes > MAX_EXTRA:
+        lines.append(f"{OURS} takes {whole[OURS].bytes:.2f} bytes per logit, over {MAX_EXTRA}")
+    if device == "cuda":
+        beyond = sequences["GRPO"][-1].seconds.least - sequences[STATISTICS][-1].seconds.least
+        if beyond > MAX_BEYOND:
+            lines.append(f"GRPO takes {1e3 * beyond:.2f} ms beyond the statistics, over {1e3 * MAX_BEYOND}")
+    return lines
+
+
+def sequences_table(results: dict[str, list[Figures]], unit: str) -> Table:
+    made = Table("loss", title=f"packed rows, forward + backward: {unit}-milliseconds, least (median)")
+    for column in ("sequences", "ms", "beyond the statistics", "÷ one sequence", "operators"):
+        made.add_column(column, justify="right")
+    for name, rows in results.items():
+        for row, base in zip(rows, results[STATISTICS], strict=True):
+            made.add_row(
+                name,
+                str(row.sequences),
+                f"{1e3 * row.seconds.least:.2f} ({1e3 * row.seconds.median:.2f})",
+                "" if name == STATISTICS else f"{1e3 * (row.seconds.least - base.seconds.least):.2f}",
+                f"{row.seconds.least / rows[0].seconds.least:.2f}",
+                str(row.operators),
+            )
+    return made
+
+
+def whole_table(whole: dict[str, Whole], unit: str) -> Table:
+    made = Table("method", title=f"GRPO with a real vocabulary, forward + backward: {unit}-seconds, least (median)")
+    for column in ("s", "÷ ours", "extra B/logit"):
+        made.add_column(column, justify="right")
+    for name, row in whole.items():
+        made.add_row(
+            name,
+            f"{row.seconds.least:.4f} ({row.seconds.median:.4f})",
+            f"{row.seconds.least / whole[OURS].seconds.least:.2f}",
+            f"{row.bytes:.2f}",
+        )
+    return made
+
+
+def measure_growth(tokens: int, vocab: int, repeats: int, device: str) -> Growth:
+    """The whole loss by tokens and by vocabulary."""
+    growth: Growth = {}
+    for axis, points in {
+        "T": {n: (n, vocab) for n in (tokens // 2, tokens, 2 * tokens)},
+        "V": {n: (tokens, n) for n in (vocab // 2, vocab, 2 * vocab)},
+    }.items():
+        growth[axis] = {OURS: {}, EAGER: {}, COMPILED: {}}
+        for size, point in points.items():
+            found = measure_whole(*point, repeats, device)
+            for name in growth[axis]:
+                growth[axis][name][size] = found[name].seconds.least
+    return growth
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.losses", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, help='of "sequences", a multiple of 256; default: 8192, on a GPU 32768')
+    parser.add_argument("--vocab", type=int, default=64, help='of "sequences"')
+    parser.add_argument("--whole-tokens", type=int, default=1024, help='of "whole", a multiple of 16; 0 leaves it out')
+    parser.add_argument("--whole-vocab", type=int, default=32768)
+    parser.add_argument("--repeats", type=int, default=20)
+    add_report_options(parser)
+    options = parser.parse_args(arguments)
+    device = options.device
+    tokens = options.tokens or (32768 if device == "cuda" else 8192)
+    if min(tokens, options.vocab, options.whole_vocab, options.repeats) < 1 or tokens % max(SEQUENCES):
+        parser.error(f"sizes must be positive, and --tokens must divide by {max(SEQUENCES)}")
+    if options.whole_tokens % 16 or options.whole_tokens < 0:
+        parser.error("--whole-tokens must divide by 16")
+    torch.set_num_threads(1)
+    sequences = measure_sequences(tokens, options.vocab, options.repeats, device)
+    size = options.whole_tokens, options.whole_vocab
+    whole = measure_whole(*size, options.repeats, device) if size[0] else {}
+    growth = {} if not (options.growth and whole) else measure_growth(*size, options.repeats, device)
+    growth |= {
+        "sequences": {name: {row.sequences: row.seconds.least for row in rows} for name, rows in sequences.items()}
+    }
+    unit = "CPU" if device == "cpu" else "GPU"
+    bars = {
+        f"T {tokens} in 256 sequences, V {options.vocab}: {unit}-ms": {
+            n: 1e3 * r[-1].seconds.least for n, r in sequences.items()
+        }
+    }
+    if whole:
+        bars[f"GRPO, T {size[0]}, V {size[1]}: {unit}-seconds"] = {
+            name: row.seconds.least for name, row in whole.items()
+        }
+    return report(
+        options,
+        {"T": tokens, "V": options.vocab, "whole T": size[0], "whole V": size[1], "repeats": options.repeats},
+        [sequences_table(sequences, unit), *([whole_table(whole, unit)] if whole else [])],
+        {
+            "sequences": {name: [asdict(row) for row in rows] for name, rows in sequences.items()},
+            "whole": {name: asdict(row) for name, row in whole.items()},
+        },
+        missed(sequences, whole, device),
+        bars,
+        growth,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

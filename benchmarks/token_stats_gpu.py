@@ -1,0 +1,350 @@
+"""Token statistics on a card: ours beside plain torch, Megatron and Liger at TP 1, and the passes of one shard of TP 8.
+
+Times are the card's own (CUDA events, with the work queued ahead of it, so that launches do not count); the logits are filled
+afresh before each call, which also empties the cache. `python -m benchmarks.token_stats --device cuda`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.common import Seconds
+from benchmarks.report import Growth, copy_bandwidth, report
+from parallel_rl import token_stats
+from parallel_rl.vocab.backends.choice import Backend
+from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
+
+OURS, ENTROPY, SHARD = "ours, in place", "ours + entropy, in place", "ours + entropy, a shard of TP 8"
+RANKS = 8
+BANDWIDTH = 0.85  # of the measured copy
+MAX_EXTRA = 0.1  # bytes per logit in place
+ENTROPY_COST = 1.05
+H200_SECONDS = {OURS: (0.58e-3, 1.73e-3), SHARD: (0.075e-3, 0.22e-3)}  # forward, both: T 8192, V 128256, bfloat16
+ERRORS = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1e-4, 4e-3)}  # log-prob (nats), gradient (relative)
+CHECKED = 64  # rows at either end that are compared with float64
+
+Step = Callable[[], object]
+
+
+class Case(NamedTuple):
+    """[T, V] logits (never overwritten), [T] targets and upstream gradients of log-prob and entropy."""
+
+    logits: Tensor
+    targets: Tensor
+    upstream: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Method:
+    """`start(work, case)` gives (forward, backward); backward takes what forward gave and returns the gradient."""
+
+    name: str
+    start: Callable[[Tensor, Case], tuple[Callable[[], tuple[Tensor, ...]], Callable[[tuple[Tensor, ...]], Tensor]]]
+    kind: str  # "ours" or "peer"
+    low_precision: bool = False  # it rounds log-probs or gradient to bfloat16 whatever the logits
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Seconds of the card; peak bytes per logit beyond the logits; bandwidth is 2 (forward) or 6 bytes a bfloat16 logit."""
+
+    forward: Seconds
+    both: Seconds
+    forward_bytes: float
+    both_bytes: float
+    forward_bandwidth: float
+    both_bandwidth: float
+
+
+def _with_autograd(
+    work: Tensor, case: Case, call: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+) -> tuple[Callable[[], tuple[Tensor, ...]], Callable[[tuple[Tensor, ...]], Tensor]]:
+    z = work.detach().requires_grad_()
+
+    def backward(outputs: tuple[Tensor, ...]) -> Tensor:
+        gradients = [g.to(x.dtype) for x, g in zip(outputs, case.upstream, strict=False)]
+        return torch.autograd.grad(outputs, z, gradients)[0]
+
+    return lambda: call(z, case.targets), backward
+
+
+def _ours(z: Tensor, targets: Tensor, entropy: bool, backend: Backend) -> tuple[Tensor, ...]:
+    stats = token_stats(z, targets, entropy=entropy, consume_logits=True, backend=backend)
+    return (stats.logprobs,) if stats.entropy is None else (stats.logprobs, stats.entropy)
+
+
+def _plain(z: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    return (torch.log_softmax(z.float(), -1).gather(1, targets[:, None])[:, 0],)
+
+
+def _megatron(z: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    return (-fused_vocab_parallel_cross_entropy(z[:, None], targets[:, None], torch.distributed.group.WORLD)[:, 0],)
+
+
+def _liger(z: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    return (-liger_cross_entropy(z, targets, reduction="none"),)
+
+
+def _shard(
+    work: Tensor, case: Case, backend: Backend
+) -> tuple[Callable[[], tuple[Tensor, ...]], Callable[[tuple[Tensor, ...]], Tensor]]:
+    """The passes of one shard; the other ranks' parts are copies of its own, in place of the all-gather."""
+    keep = torch.ones_like(case.targets, dtype=torch.bool)
+    inv_t = torch.ones(1, 1, device=work.device)
+    spec = RowSpec(case.targets, keep, inv_t, 0, work.shape[1])
+    parts = torch.empty(RANKS, work.shape[0], 4, device=work.device)
+
+    def forward() -> tuple[Tensor, ...]:
+        parts.copy_(row_parts(work, spec, True, backend))
+        logprobs, entropy, _, rows = combine_rows(parts, spec, backend)
+        assert entropy is not None
+        return logprobs, entropy, rows
+
+    def backward(outputs: tuple[Tensor, ...]) -> Tensor:
+        return row_gradient(work, spec, outputs[2], *case.upstream, None, True, backend)
+
+    return forward, backward
+
+
+def methods(device: str, backend: Backend) -> list[Method]:
+    """Ours, and the peers that are installed; Triton peers and Megatron's need a card."""
+    found = [
+        Method(OURS, partial(_with_autograd, call=partial(_ours, entropy=False, backend=backend)), "ours"),
+        Method(ENTROPY, partial(_with_autograd, call=partial(_ours, entropy=True, backend=backend)), "ours"),
+        Method("torch log_softmax", partial(_with_autograd, call=_plain), "peer"),
+    ]
+    if device == "cuda":
+        compiled = torch.compile(_plain)
+        found.append(Method("torch log_softmax, compiled", partial(_with_autograd, call=compiled), "peer"))
+        if find_spec("megatron") is not None:
+            found.append(Method("Megatron fused cross-entropy", partial(_with_autograd, call=_megatron), "peer", True))
+        if find_spec("liger_kernel") is not None:
+            found.append(Method("Liger cross-entropy", partial(_with_autograd, call=_liger), "peer", True))
+    return found
+
+
+def make_case(tokens: int, vocab: int, dtype: torch.dtype, device: str) -> Case:
+    g = torch.Generator(device).manual_seed(0)
+    logits = torch.empty(tokens, vocab, dtype=dtype, device=device)
+    for rows in logits.split(512):
+        rows.copy_(3 * torch.randn(rows.shape, generator=g, device=device))
+    targets = torch.randint(vocab, (tokens,), generator=g, device=device)
+    first, second = torch.randn(2, tokens, generator=g, device=device) / tokens
+    return Case(logits, targets, (first, second))
+
+
+def check_result(method: Method, case: Case, work: Tensor) -> None:
+    """Compares the rows at either end with float64.
+
+    Raises:
+        RuntimeError: the method is wrong, so that its time says nothing.
+    """
+    work.copy_(case.logits)
+    forward, backward = method.start(work, case)
+    outputs = forward()
+    gradient = backward(outputs)
+    logprob_limit, gradient_limit = ERRORS[torch.bfloat16 if method.low_precision else case.logits.dtype]
+    if method.low_precision:
+        logprob_limit = 0.1
+    for rows in (slice(0, CHECKED), slice(-CHECKED, None)):
+        z = case.logits[rows].double().requires_grad_()
+        log_p = torch.log_softmax(z, -1)
+        want = [log_p.gather(1, case.targets[rows, None])[:, 0], -(log_p.exp() * log_p).sum(1)][: len(outputs)]
+        (truth,) = torch.autograd.grad(want, z, [g[rows].double() for g in case.upstream[: len(outputs)]])
+        errors = [(x[rows].double() - y).abs().max().item() for x, y in zip(outputs, want, strict=True)]
+        relative = ((gradient[rows].double() - truth).norm() / truth.norm()).item()
+        if not (max(errors) <= logprob_limit and relative <= gradient_limit):
+            raise RuntimeError(f"{method.name} is wrong: errors {max(errors):.1e} nats, {relative:.1e} of the gradient")
+
+
+class _Marks:
+    """Moments on the card's own clock; on a CPU the process's."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
+        self.marks: list[torch.cuda.Event] = []
+        self.times: list[float] = []
+
+    def __call__(self) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.times.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Since the first mark."""
+        if not self.cuda:
+            return [t - self.times[0] for t in self.times[1:]]
+        torch.cuda.synchronize()
+        return [self.marks[0].elapsed_time(mark) / 1e3 for mark in self.marks[1:]]
+
+
+def time_once(method: Method, case: Case, work: Tensor, device: str) -> tuple[float, float]:
+    """Seconds of (forward, forward + backward)."""
+    work.copy_(case.logits)
+    forward, backward = method.start(work, case)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda._sleep(4_000_000)  # some 2 ms, in which the host queues what follows
+    mark = _Marks(device)
+    mark()
+    outputs = forward()
+    mark()
+    backward(outputs)
+    mark()
+    once = mark.seconds()
+    return once[0], once[1]
+
+
+def measure_memory(method: Method, case: Case, work: Tensor, device: str) -> tuple[float, float]:
+    """Peak bytes per logit beyond the logits, of (forward, forward + backward); nothing on a CPU."""
+    if device != "cuda":
+        return 0.0, 0.0
+    forward, backward = method.start(work, case)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    outputs = forward()
+    first = torch.cuda.max_memory_allocated() - before
+    backward(outputs)
+    return first / work.numel(), (torch.cuda.max_memory_allocated() - before) / work.numel()
+
+
+def measure(chosen: list[Method], case: Case, repeats: int, device: str, checked: bool = True) -> dict[str, Figures]:
+    """Every method; repeats are interleaved."""
+    work = torch.empty_like(case.logits)
+    for method in chosen:
+        if checked:
+            check_result(method, case, work)
+        time_once(method, case, work, device)  # what is compiled, is compiled
+    memory = {m.name: measure_memory(m, case, work, device) for m in chosen}
+    times: dict[str, list[tuple[float, float]]] = {m.name: [] for m in chosen}
+    for _ in range(repeats):
+        for m in chosen:
+            times[m.name].append(time_once(m, case, work, device))
+    results = {}
+    size = work.numel() * work.element_size()
+    for name, pairs in times.items():
+        forward, both = (Seconds.of(t) for t in zip(*pairs, strict=True))
+        bandwidths = size / forward.median / 1e9, 3 * size / both.median / 1e9
+        results[name] = Figures(forward, both, *memory[name], *bandwidths)
+    return results
+
+
+def missed(results: dict[str, Figures], chosen: list[Method], copy: float, card: str, is_the_shape: bool) -> list[str]:
+    """The figures that were not met; those in ms are of one card and one shape."""
+    lines = []
+    for m in chosen:
+        theirs = results[m.name]
+        if m.kind == "ours":
+            for what, limit in zip(("forward", "both"), H200_SECONDS.get(m.name, ()), strict=False):
+                took = getattr(theirs, what).median
+                if "H200" in card and is_the_shape and took > limit:
+                    lines.append(f"{m.name} takes {1e3 * took:.3f} ms ({what}), over {1e3 * limit:g}")
+            for what in ("forward", "both"):
+                share = getattr(theirs, f"{what}_bandwidth") / copy
+                if m.name == OURS and share < BANDWIDTH:
+                    lines.append(f"{m.name} reaches {share:.0%} of the copy bandwidth ({what}), below {BANDWIDTH:.0%}")
+            if max(theirs.forward_bytes, theirs.both_bytes) > MAX_EXTRA and m.name != SHARD:
+                lines.append(f"{m.name} takes {theirs.both_bytes:.2f} bytes per logit, over {MAX_EXTRA}")
+        else:
+            for what in ("forward", "both"):
+                ratio = getattr(theirs, what).median / getattr(results[OURS], what).median
+                if ratio <= 1:
+                    lines.append(f"{m.name} takes {ratio:.2f} x our time ({what})")
+    for what in ("forward", "both"):
+        ratio = getattr(results[ENTROPY], what).median / getattr(results[OURS], what).median
+        if ratio > ENTROPY_COST:
+            lines.append(f"the entropy costs {ratio - 1:.0%} ({what}), over {ENTROPY_COST - 1:.0%}")
+    return lines
+
+
+def table(results: dict[str, Figures], copy: float, title: str) -> Table:
+    made = Table("method", title=title)
+    for column in ("forward ms", "fwd + bwd ms", "theirs / ours", "of the copy", "extra B/logit"):
+        made.add_column(column, justify="right")
+    ours = results[OURS]
+    for name, row in results.items():
+        made.add_row(
+            name,
+            f"{1e3 * row.forward.least:.3f} ({1e3 * row.forward.median:.3f})",
+            f"{1e3 * row.both.least:.3f} ({1e3 * row.both.median:.3f})",
+            f"{row.forward.median / ours.forward.median:.2f} / {row.both.median / ours.both.median:.2f}",
+            f"{row.forward_bandwidth / copy:.0%} / {row.both_bandwidth / copy:.0%}",
+            f"{row.forward_bytes:.2f} / {row.both_bytes:.2f}",
+        )
+    return made
+
+
+def run(
+    options: argparse.Namespace,
+    tokens: int,
+    vocab: int,
+    repeats: int,
+    device: str = "cuda",
+    backend: Backend = "auto",
+    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32),
+) -> int:
+    """Measures, prints and writes; the exit status."""
+    card = torch.cuda.get_device_name() if device == "cuda" else device
+    copy = copy_bandwidth(device, 1 << (31 if device == "cuda" else 20))
+    chosen = methods(device, backend)
+    if any("Megatron" in m.name for m in chosen):
+        _join_megatron()
+    tables, results, lines = [], {}, []
+    shard = Method(SHARD, partial(_shard, backend=backend), "ours")
+    for dtype in dtypes:
+        name = str(dtype).removeprefix("torch.")
+        figures = measure(chosen, make_case(tokens, vocab, dtype, device), repeats, device)
+        figures |= measure([shard], make_case(tokens, vocab // RANKS, dtype, device), repeats, device, checked=False)
+        is_the_shape = (tokens, vocab, dtype) == (8192, 128256, torch.bfloat16)
+        lines += [f"{name}: {x}" for x in missed(figures, [*chosen, shard], copy, card, is_the_shape)]
+        tables.append(table(figures, copy, f"{name} on {card}: least (median)"))
+        results[name] = {method: asdict(row) for method, row in figures.items()}
+    bars = {
+        f"{name}, forward + backward, ms": {method: 1e3 * row["both"].median for method, row in rows.items()}
+        for name, rows in results.items()
+    }
+    sizes = {"tokens": tokens, "vocab": vocab, "repeats": repeats, "card": card}
+    growth = measure_growth(tokens, vocab, dtypes[0], repeats, device, backend) if options.growth else None
+    return report(options, sizes, tables, results, lines, bars, growth, {"copy GB/s": copy})
+
+
+def measure_growth(tokens: int, vocab: int, dtype: torch.dtype, repeats: int, device: str, backend: Backend) -> Growth:
+    """Forward + backward with entropy, by tokens, vocabulary and ranks that share it."""
+    entropy = next(m for m in methods(device, backend) if m.name == ENTROPY)
+    shard = Method(SHARD, partial(_shard, backend=backend), "ours")
+
+    def seconds(method: Method, tokens: int, vocab: int) -> float:
+        case = make_case(tokens, vocab, dtype, device)
+        return measure([method], case, repeats, device, checked=False)[method.name].both.median
+
+    return {
+        "T": {ENTROPY: {n: seconds(entropy, n, vocab) for n in (tokens // 4, tokens // 2, tokens)}},
+        "V": {ENTROPY: {n: seconds(entropy, tokens, n) for n in (vocab // 4, vocab // 2, vocab)}},
+        "TP": {"ours + entropy, a shard": {n: seconds(shard, tokens, vocab // n) for n in (1, 2, 4, 8)}},
+    }
+
+
+def _join_megatron() -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()

@@ -1,0 +1,443 @@
+"""Top-k and top-p log-probs from vocab-parallel logits: ours beside the two ways that bring rows together and sort them.
+
+"gather" gives every rank the whole vocabulary; "exchange" gives each rank whole rows of its part of the tokens (two
+all-to-alls, as NeMo-RL has it). Both then sort. Every method gets the same logits, targets and upstream gradient, and is
+checked against float64 before it is timed. Draws and top-k values from shards are timed beside them.
+`python -m benchmarks.truncation --help`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from benchmarks.common import (
+    CpuClock,
+    PeakMemory,
+    Seconds,
+    keep_freed_memory,
+    return_freed_memory,
+    run_ranks,
+    short_collections,
+)
+from benchmarks.report import Growth, add_report_options, report
+from parallel_rl.vocab.sampling import sample_keys, sample_tokens
+from parallel_rl.vocab.shards import shard_range
+from parallel_rl.vocab.topk import top_columns
+from parallel_rl.vocab.truncation import truncated_token_stats
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+RULES: dict[str, dict] = {
+    "top-p 0.95": {"top_p": 0.95},
+    "top-k 50": {"top_k": 50},
+    "top-k 1000, top-p 0.95": {"top_k": 1000, "top_p": 0.95},
+}
+OURS = "ours, in place"
+MAX_EXTRA = 0.1  # bytes of extra memory per local logit that ours may take in place
+LOGPROB_ERROR = 1e-4  # nats
+GRADIENT_ERROR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
+# The sum of sorted float32 probabilities is off by enough to keep a few words more or fewer.
+PEER_ERROR = 1e-2
+_BLOCK = 64  # rows that are sorted at once
+
+
+class Case(NamedTuple):
+    """One rank's input and the truth: logits [T, V/tp], targets, upstream [T]; by rule log-probs and gradients in float64."""
+
+    logits: Tensor
+    targets: Tensor
+    upstream: Tensor
+    keys: Tensor
+    truth: dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """`run(logits, targets, **rule)` gives log-probs, −inf where the target was dropped."""
+
+    name: str
+    run: Callable[..., Tensor]
+    kind: str  # "ours" or "peer"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one rank measured of one method; bytes are per local logit, beyond the logits."""
+
+    forward: Seconds
+    both: Seconds
+    bytes: float
+    logprob_error: float
+    gradient_error: float
+
+
+def kept_words(z: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    """[T, V] bool by sorting: what a sampler keeps, and what equals the last of it."""
+    falling = z.sort(-1, descending=True).values
+    last = falling[:, -1:] if top_k is None else falling[:, top_k - 1 : top_k]
+    if top_p is not None:
+        falling = falling.masked_fill(falling < last, -torch.inf)
+        p = falling.softmax(-1)
+        last = falling.masked_fill(p.cumsum(-1) - p >= top_p, torch.inf).amin(-1, keepdim=True)
+    return z >= last
+
+
+class _Exchange(torch.autograd.Function):
+    """[T, V/tp] to [T/tp, V]: each rank gets whole rows of its part of the tokens; the way back for gradients."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: Tensor) -> Tensor:
+        size = dist.get_world_size()
+        parts = torch.empty_like(logits)
+        dist.all_to_all_single(parts, logits.contiguous())
+        return parts.view(size, -1, logits.shape[1]).transpose(0, 1).reshape(-1, size * logits.shape[1])
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
+        size = dist.get_world_size()
+        parts = gradient.view(len(gradient), size, -1).transpose(0, 1).contiguous()
+        back = torch.empty_like(parts)
+        dist.all_to_all_single(back, parts)
+        return back.view(-1, parts.shape[-1])
+
+
+class _Gather(torch.autograd.Function):
+    """[T, V/tp] to [T, V]; each rank keeps its columns of the gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: Tensor) -> Tensor:
+        shards = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+        dist.all_gather(shards, logits)
+        return torch.cat(shards, 1)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
+        return gradient.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+
+
+class _Rows(torch.autograd.Function):
+    """[T/tp] of each rank to [T]."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def _sorted(whole: Tensor, targets: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
+    z = whole.float()
+    with torch.no_grad():
+        keep = torch.cat([kept_words(rows, top_k, top_p) for rows in z.split(_BLOCK)])
+    return torch.log_softmax(z.masked_fill(~keep, -torch.inf), -1).gather(1, targets[:, None])[:, 0]
+
+
+def _gathered(logits: Tensor, targets: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    return _sorted(_Gather.apply(logits), targets, top_k, top_p)
+
+
+def _exchanged(logits: Tensor, targets: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
+    mine = targets.chunk(dist.get_world_size())[dist.get_rank()]
+    found: Tensor = _Rows.apply(_sorted(_Exchange.apply(logits), mine, top_k, top_p))
+    return found
+
+
+def _ours(
+    logits: Tensor, targets: Tensor, consume: bool, top_k: int | None = None, top_p: float | None = None
+) -> Tensor:
+    return truncated_token_stats(
+        logits, targets, top_k=top_k, top_p=top_p, group=dist.group.WORLD, entropy=False, consume_logits=consume
+    ).logprobs
+
+
+METHODS = (
+    Method(OURS, partial(_ours, consume=True), "ours"),
+    Method("ours, new gradient", partial(_ours, consume=False), "information"),
+    Method("exchange, then sort", _exchanged, "peer"),
+    Method("gather, then sort", _gathered, "peer"),
+)
+
+
+def make_case(rank: int, tokens: int, vocab: int, tp: int, dtype: torch.dtype) -> Case:
+    """The same logits on every rank, of which each keeps its columns; the targets are likely words."""
+    generator = torch.Generator().manual_seed(0)
+    width = vocab // tp
+    columns = slice(rank * width, (rank + 1) * width)
+    logits, upstream = torch.empty(tokens, width, dtype=dtype), torch.randn(tokens, generator=generator) / tokens
+    targets, found = torch.empty(tokens, dtype=torch.int64), {name: ([], []) for name in RULES}  # type: ignore[var-annotated]
+    for rows in torch.arange(tokens).split(_BLOCK):
+        block = (3 * torch.randn(len(rows), vocab, generator=generator)).to(dtype)
+        logits[rows] = block[:, columns]
+        z = block.double()
+        targets[rows] = torch.multinomial(z.softmax(-1), 1, generator=generator)[:, 0]
+        for name, rule in RULES.items():
+            keep = kept_words(z, rule.get("top_k"), rule.get("top_p"))
+            log_p = z.masked_fill(~keep, -torch.inf).log_softmax(-1)
+            logp = log_p.gather(1, targets[rows, None])
+            g = torch.where(logp > -torch.inf, upstream[rows, None].double(), 0)
+            dz = (log_p.exp() * -g).scatter_add(1, targets[rows, None], g)
+            found[name][0].append(logp[:, 0])
+            found[name][1].append(dz[:, columns].to(torch.float32))
+    truth = {name: (torch.cat(logps), torch.cat(grads)) for name, (logps, grads) in found.items()}
+    keys = sample_keys(0, torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64))
+    return Case(logits, targets, upstream, keys, truth)
+
+
+def _step(method: Method, rule: dict, case: Case, work: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+    """(log-probs, the call that gives the gradient), from fresh logits in the buffer that all share."""
+    work.copy_(case.logits)
+    leaf = work.detach().requires_grad_()
+    logprobs = method.run(leaf, case.targets, **rule)
+
+    def backward() -> Tensor:
+        kept = torch.where(logprobs > -torch.inf, logprobs, 0)
+        return torch.autograd.grad(kept, leaf, case.upstream)[0]
+
+    return logprobs, backward
+
+
+def check_result(method: Method, name: str, case: Case, work: Tensor) -> tuple[float, float]:
+    """(largest error of a log-prob, relative error of the gradient) against float64.
+
+    Raises:
+        RuntimeError: the method is wrong, so that its time says nothing.
+    """
+    logprobs, backward = _step(method, RULES[name], case, work)
+    want, gradient = case.truth[name]
+    inside = want > -torch.inf
+    squares = torch.stack([(backward().double() - gradient).square().sum(), gradient.double().square().sum()])
+    dist.all_reduce(squares)
+    both = inside & (logprobs > -torch.inf)
+    error = (logprobs.double() - want)[both].abs().max().item()
+    of_gradient = (squares[0] / squares[1]).sqrt().item()
+    peer = method.kind == "peer"
+    same = peer or torch.equal(logprobs > -torch.inf, inside)
+    limits = (PEER_ERROR, PEER_ERROR) if peer else (LOGPROB_ERROR, GRADIENT_ERROR[case.logits.dtype])
+    if not (same and error <= limits[0] and of_gradient <= limits[1]):
+        raise RuntimeError(f"{method.name}, {name} is wrong: {error:.1e} nats, gradient {of_gradient:.1e}, kept {same}")
+    return error, of_gradient
+
+
+def time_once(method: Method, name: str, case: Case, work: Tensor) -> tuple[float, float]:
+    """CPU-seconds of (forward, forward + backward)."""
+    dist.barrier()
+    work.copy_(case.logits)
+    clock = CpuClock()
+    leaf = work.detach().requires_grad_()
+    logprobs = method.run(leaf, case.targets, **RULES[name])
+    forward = clock()
+    torch.autograd.grad(torch.where(logprobs > -torch.inf, logprobs, 0), leaf, case.upstream)
+    return forward, clock()
+
+
+def measure_memory(method: Method, name: str, case: Case, work: Tensor, passes: int = 2) -> float:
+    """Peak bytes per local logit beyond the logits, forward + backward: the least of the passes."""
+    peaks = []
+    for _ in range(passes):
+        work.copy_(case.logits)
+        dist.barrier()
+        peak = PeakMemory()
+        leaf = work.detach().requires_grad_()
+        logprobs = method.run(leaf, case.targets, **RULES[name])
+        gradient = torch.autograd.grad(torch.where(logprobs > -torch.inf, logprobs, 0), leaf, case.upstream)
+        peaks.append(peak())
+        del gradient, logprobs, leaf
+    return min(peaks) / work.numel()
+
+
+def _draws(case: Case) -> dict[str, Callable[[], object]]:
+    """What else shards give without being gathered, beside the way that gathers."""
+    group, width = dist.group.WORLD, case.logits.shape[1]
+    span = shard_range(width, group)
+
+    def gathered_draw() -> Tensor:
+        z = _Gather.apply(case.logits).float()
+        return torch.multinomial(z.masked_fill(~kept_words(z, None, 0.95), -torch.inf).softmax(-1), 1)
+
+    return {
+        "draw, top-p 0.95: ours": lambda: sample_tokens(case.logits, case.keys, top_p=0.95, group=group),
+        "draw, top-p 0.95: gather, sort, multinomial": gathered_draw,
+        "draw: ours": lambda: sample_tokens(case.logits, case.keys, group=group),
+        "draw: gather, multinomial": lambda: torch.multinomial(_Gather.apply(case.logits).float().softmax(-1), 1),
+        "50 largest, with ids: ours": lambda: top_columns(case.logits, 50, span, group),
+        "50 largest, with ids: gather, topk": lambda: _Gather.apply(case.logits).topk(50, dim=1),
+    }
+
+
+def measure(
+    rank: int, tokens: int, vocab: int, tp: int, repeats: int, names: tuple[str, ...], whole: bool
+) -> tuple[dict[str, dict[str, dict[str, Figures]]], dict[str, Seconds]]:
+    """On one rank: dtype → rule → method → figures, and the seconds of the draws. Repeats are interleaved."""
+    return_freed_memory()
+    dtypes = DTYPES if whole else {"float32": torch.float32}
+    rules = list(RULES) if whole else list(RULES)[:1]
+    methods = [m for m in METHODS if m.name in names]
+    cases = {name: make_case(rank, tokens, vocab, tp, dtype) for name, dtype in dtypes.items()}
+    works = {name: torch.empty_like(case.logits) for name, case in cases.items()}
+    keys = [(dtype, rule, method) for dtype in dtypes for rule in rules for method in methods]
+    errors = {(d, r, m.name): check_result(m, r, cases[d], works[d]) for d, r, m in keys}  # compiles, too
+    cases = {name: case._replace(truth={}) for name, case in cases.items()}
+    memory = {(d, r, m.name): measure_memory(m, r, cases[d], works[d]) for d, r, m in keys}
+    draws = _draws(cases["float32"]) if whole else {}
+    times: dict[tuple[str, str, str], list[tuple[float, float]]] = {(d, r, m.name): [] for d, r, m in keys}
+    of_draws: dict[str, list[float]] = {name: [] for name in draws}
+    keep_freed_memory()
+    with short_collections():
+        for _ in range(repeats):
+            for d, r, m in keys:
+                times[d, r, m.name].append(time_once(m, r, cases[d], works[d]))
+            for name, draw in draws.items():
+                dist.barrier()
+                clock = CpuClock()
+                draw()
+                of_draws[name].append(clock())
+    results: dict[str, dict[str, dict[str, Figures]]] = {d: {r: {} for r in rules} for d in dtypes}
+    for key, measured in times.items():
+        forward, both = (Seconds.of(t) for t in zip(*measured, strict=True))
+        results[key[0]][key[1]][key[2]] = Figures(forward, both, memory[key], *errors[key])
+    return results, {name: Seconds.of(t) for name, t in of_draws.items()}
+
+
+def over_ranks(ranks: list[Figures]) -> Figures:
+    """Seconds of the average process, memory and errors of the worst."""
+    worst = (max(getattr(r, f) for r in ranks) for f in ("bytes", "logprob_error", "gradient_error"))
+    return Figures(mean([r.forward for r in ranks]), mean([r.both for r in ranks]), *worst)
+
+
+def mean(seconds: list[Seconds]) -> Seconds:
+    return Seconds(*(sum(x) / len(x) for x in zip(*seconds, strict=True)))
+
+
+Results = dict[str, dict[str, dict[str, Figures]]]
+
+
+def run(
+    tokens: int, vocab: int, tp: int, repeats: int, names: tuple[str, ...], whole: bool = True
+) -> tuple[Results, dict[str, Seconds]]:
+    """`measure` on `tp` real processes."""
+    ranks = run_ranks(tp, measure, tokens, vocab, tp, repeats, names, whole, timeout=3600.0)
+    first, draws = ranks[0]
+    results = {
+        d: {r: {m: over_ranks([rank[0][d][r][m] for rank in ranks]) for m in first[d][r]} for r in first[d]}
+        for d in first
+    }
+    return results, {name: mean([rank[1][name] for rank in ranks]) for name in draws}
+
+
+def missed(results: Results) -> list[str]:
+    """The figures that were not met: ours ahead of every peer on both passes, and hardly any memory in place."""
+    lines = []
+    for dtype, rules in results.items():
+        for rule, figures in rules.items():
+            ours = figures[OURS]
+            if ours.bytes > MAX_EXTRA:
+                lines.append(f"{dtype}, {rule}: ours takes {ours.bytes:.2f} bytes per logit in place, over {MAX_EXTRA}")
+            for method in METHODS:
+                if method.kind != "peer" or method.name not in figures:
+                    continue
+                for what in ("forward", "both"):
+                    ratio = getattr(figures[method.name], what).least / getattr(ours, what).least
+                    if ratio <= 1:
+                        lines.append(f"{dtype}, {rule}: {method.name} takes {ratio:.2f} x our CPU time ({what})")
+    return lines
+
+
+def table(dtype: str, rules: dict[str, dict[str, Figures]]) -> Table:
+    made = Table("rule", "method", title=f"{dtype}: CPU-seconds of a process, least (median)")
+    for column in ("forward s", "fwd + bwd s", "method / ours", "extra B/logit", "log-prob err", "gradient err"):
+        made.add_column(column, justify="right")
+    for rule, figures in rules.items():
+        ours = figures[OURS]
+        for name, row in figures.items():
+            made.add_row(
+                rule,
+                name,
+                f"{row.forward.least:.3f} ({row.forward.median:.3f})",
+                f"{row.both.least:.3f} ({row.both.median:.3f})",
+                f"{row.forward.least / ours.forward.least:.2f} / {row.both.least / ours.both.least:.2f}",
+                f"{row.bytes:.2f}",
+                f"{row.logprob_error:.1e}",
+                f"{row.gradient_error:.1e}",
+            )
+    return made
+
+
+def draws_table(draws: dict[str, Seconds]) -> Table:
+    made = Table("float32, without gradient", title="CPU-seconds of a process, least (median)")
+    made.add_column("s", justify="right")
+    for name, seconds in draws.items():
+        made.add_row(name, f"{seconds.least:.3f} ({seconds.median:.3f})")
+    return made
+
+
+def measure_growth(tokens: int, vocab: int, tp: int, repeats: int) -> Growth:
+    """Forward + backward of top-p in float32, by tokens, vocabulary and tensor-parallel processes."""
+    names = (OURS, "exchange, then sort")
+    growth: Growth = {}
+    axes = {
+        "T": {tokens // 2: (tokens // 2, vocab, tp), tokens: (tokens, vocab, tp), 2 * tokens: (2 * tokens, vocab, tp)},
+        "V": {vocab // 2: (tokens, vocab // 2, tp), vocab: (tokens, vocab, tp), 2 * vocab: (tokens, 2 * vocab, tp)},
+        "TP": {size: (tokens, vocab, size) for size in (1, 2, 4)},
+    }
+    seen: dict[tuple[int, int, int], dict[str, Figures]] = {}
+    for axis, points in axes.items():
+        growth[axis] = {name: {} for name in names}
+        for size, point in points.items():
+            if point not in seen:
+                results, _ = run(*point, repeats, names, whole=False)
+                seen[point] = results["float32"]["top-p 0.95"]
+            for name in names:
+                growth[axis][name][size] = seen[point][name].both.least
+    return growth
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.truncation", description=__doc__)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel processes, one thread each")
+    parser.add_argument("--repeats", type=int, default=5)
+    add_report_options(parser)
+    options = parser.parse_args(arguments)
+    size = (options.tokens, options.vocab, options.tp)
+    if min(*size, options.repeats) < 1 or options.vocab % options.tp or options.tokens % options.tp:
+        parser.error("sizes must be positive, and --vocab and --tokens must divide by --tp")
+    if options.vocab < 1000:
+        parser.error("--vocab must be at least 1000, the largest top-k here")
+    results, draws = run(*size, options.repeats, tuple(m.name for m in METHODS))
+    growth = measure_growth(*size, options.repeats) if options.growth else None
+    bars = {
+        f"{dtype}, {rule}: forward + backward, CPU-seconds": {name: row.both.least for name, row in figures.items()}
+        for dtype, rules in results.items()
+        for rule, figures in rules.items()
+    }
+    numbers = {
+        d: {r: {m: asdict(row) for m, row in fs.items()} for r, fs in rules.items()} for d, rules in results.items()
+    }
+    return report(
+        options,
+        {"T": size[0], "V": size[1], "TP": size[2], "repeats": options.repeats},
+        [*(table(dtype, rules) for dtype, rules in results.items()), draws_table(draws)],
+        {"statistics": numbers, "draws": {name: s._asdict() for name, s in draws.items()}},
+        missed(results),
+        bars,
+        growth,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Which backend runs the passes over a vocabulary shard."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Backend = Literal["auto", "triton", "compiled", "eager"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+
+# Found out once: torch.compile takes them for constants.
+_INSTALLED = find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def check_backend(backend: Backend, device: torch.device) -> None:
+    """Refuses a backend that does not exist or cannot run on `device`.
+
+    Raises:
+        ValueError: an unknown name, Triton that is not installed, or "triton" for tensors that are not on a CUDA device
+            (Triton's interpreter, TRITON_INTERPRET=1, takes any).
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend = {backend!r} is not valid; choose one of {', '.join(BACKENDS)}")
+    if backend != "triton":
+        return
+    if not _INSTALLED:
+        raise ValueError('backend = "triton" needs Triton: pip install "parallel-rl[triton]"')
+    if device.type != "cuda" and not _INTERPRETED:
+        raise ValueError(
+            f'backend = "triton" needs logits on a CUDA device, got {device.type}; "auto" chooses what fits '
+            "(TRITON_INTERPRET=1, set before the start, runs the kernels anywhere, slowly)"
+        )
+
+
+def runs_on_triton(z: Tensor, backend: Backend) -> bool:
+    """Whether the passes over `z` are Triton kernels: where asked for, and by itself on CUDA; never in float64."""
+    if backend in ("compiled", "eager") or z.dtype == torch.float64:
+        return False
+    return backend == "triton" or (z.device.type == "cuda" and _INSTALLED)

@@ -1,0 +1,89 @@
+"""The three steps of the token statistics, on whatever backend fits: a shard's parts, their combination, the gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from parallel_rl.vocab.backends.choice import Backend, runs_on_triton
+from parallel_rl.vocab.backends.torch_backend import combine_parts, shard_grad, shard_stats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RowSpec(NamedTuple):
+    """What the steps read of each row beside its logits, and where the shard's columns lie."""
+
+    targets: Tensor  # [T] global ids
+    keep: Tensor  # [T] bool; the other rows may hold anything, and get zeros
+    inv_t: Tensor  # [T, 1] or [1, 1] 1 / temperature
+    start: int  # the first column's id
+    valid: int  # real columns; those at or beyond it are padding
+
+
+def row_parts(z: Tensor, spec: RowSpec, entropy: bool, backend: Backend) -> Tensor:
+    """[T, W] logits → [T, 3 + entropy] (m, a, t, b) of this shard: what the ranks gather."""
+    if runs_on_triton(z, backend):
+        from parallel_rl.vocab.backends.triton.operators import vocab_stats
+
+        return vocab_stats(z, *spec, entropy)
+    return shard_stats(z[:, : spec.valid], _local_column(spec), spec.inv_t, entropy, backend)
+
+
+def combine_rows(parts: Tensor, spec: RowSpec, backend: Backend) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """[ranks, T, 3 or 4] parts → (log-prob, entropy, lse) [T] and what `row_gradient` needs, [T, 2 or 3] (M, log A, H)."""
+    entropy = parts.shape[-1] == 4
+    if runs_on_triton(parts, backend):
+        from parallel_rl.vocab.backends.triton.operators import vocab_combine
+
+        logprobs, entropies, lse, rows = vocab_combine(parts, spec.keep, spec.inv_t)
+        return logprobs, entropies if entropy else None, lse, rows
+    top, log_a, t, ent = combine_parts(parts, spec.inv_t, entropy)
+    zero = torch.zeros((), dtype=top.dtype, device=top.device)
+    logprobs = torch.where(spec.keep, t - log_a, zero)
+    lse = torch.where(spec.keep, top * spec.inv_t[:, 0] + log_a, zero)
+    if ent is None:
+        return logprobs, None, lse, torch.stack([top, log_a], dim=1)
+    return logprobs, torch.where(spec.keep, ent, zero), lse, torch.stack([top, log_a, ent], dim=1)
+
+
+def row_gradient(
+    z: Tensor,
+    spec: RowSpec,
+    rows: Tensor,
+    g_logprobs: Tensor | None,
+    g_entropy: Tensor | None,
+    g_lse: Tensor | None,
+    in_place: bool,
+    backend: Backend,
+) -> Tensor:
+    """The gradient of the logits [T, W], from the upstream gradients [T]; written over `z` where `in_place`."""
+    if runs_on_triton(z, backend):
+        from parallel_rl.vocab.backends.triton.operators import vocab_gradient, vocab_gradient_
+
+        upstream = g_logprobs, g_entropy, g_lse
+        if not in_place:
+            return vocab_gradient(z, *spec[:3], rows, *upstream, spec.start, spec.valid)
+        vocab_gradient_(z, *spec[:3], rows, *upstream, spec.start, spec.valid)
+        return z
+    zero = torch.zeros_like(rows[:, 0])
+    g_logprobs, g_lse = zero if g_logprobs is None else g_logprobs, zero if g_lse is None else g_lse
+    scale = spec.inv_t[:, 0]
+    if g_entropy is None:
+        coefficients = [(g_lse - g_logprobs) * scale]
+    else:
+        coefficients = [(g_lse - g_logprobs - g_entropy * rows[:, 2]) * scale, -g_entropy * scale]
+    table = torch.stack([rows[:, 0], rows[:, 1], *coefficients], dim=1)
+    out = z if in_place else torch.empty_like(z, memory_format=torch.contiguous_format)
+    real = z[:, : spec.valid]
+    to = real if in_place else out[:, : spec.valid]
+    shard_grad(real, _local_column(spec), spec.inv_t, table, g_logprobs * scale, spec.keep, to, backend)
+    out[:, spec.valid :] = 0
+    return out
+
+
+def _local_column(spec: RowSpec) -> Tensor:
+    local = spec.targets - spec.start
+    return torch.where((local >= 0) & (local < spec.valid), local, -1)

@@ -1,0 +1,222 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Triton kernels of the token statistics: one read of the logits forward, one read and one write backward.
+
+A program walks along a row, or along a part of it, in tiles of [LANES, PER_LANE] logits. A lane's PER_LANE columns lie
+side by side, 16 bytes that one thread loads at once, and every lane keeps sums of its own, relative to its own running
+maximum: lanes meet once, at the end of the row. Exponentials are of base 2, the hardware's own. Nothing is accumulated
+atomically, so that a repeat gives the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+# Far below any finite exponent that matters, yet finite, so that 0 · _LOWEST is 0 where a logit is −inf.
+_LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _above_lowest(x):
+    return tl.maximum(x, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _finite_base(top):
+    return tl.where(top == float("-inf"), 0.0, top)  # where all is −inf, e^(z − base) must be 0, not NaN
+
+
+@triton.jit
+def _local_column(targets, row, start, valid):
+    y = tl.load(targets + row).to(tl.int64) - start
+    return tl.where((y >= 0) & (y < valid), y, -1).to(tl.int32)
+
+
+@triton.jit
+def _add_tile(z, scale, m, a, b, ENTROPY: tl.constexpr):
+    """Adds a tile [LANES, PER_LANE] to the lanes' maxima m, sums a = Σ 2^u and b = Σ 2^u·u, where u = (z − m)·scale."""
+    top = tl.maximum(m, tl.max(z, 1))
+    base = _finite_base(top)
+    fall = _above_lowest((m - base) * scale)
+    shrink = tl.exp2(fall)
+    u = (z - base[:, None]) * scale
+    p = tl.exp2(u)
+    if ENTROPY:
+        b = shrink * (b + a * fall) + tl.sum(p * _above_lowest(u), 1)
+    a = shrink * a + tl.sum(p, 1)
+    return top, a, b
+
+
+@triton.jit(do_not_specialize=["start", "tokens"])
+def stats_kernel(
+    logits, targets, keep, inv_t, parts,
+    start, valid, tokens, row_stride, column_stride, inv_t_stride, columns_per_program,
+    ENTROPY: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
+):  # fmt: skip
+    """(m, a, t, b) of a row's part, [splits, tokens, 3 + ENTROPY]; a row that is not kept is not read."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    BLOCK: tl.constexpr = LANES * PER_LANE
+    first = split * columns_per_program
+    kept = tl.load(keep + row) != 0
+    last = tl.where(kept, tl.minimum(first + columns_per_program, valid), first)
+    whole = first + (last - first) // BLOCK * BLOCK
+    z_row = logits + row * row_stride
+    step = tl.load(inv_t + row * inv_t_stride)
+    scale = step * _LOG2_E
+    columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
+
+    m = tl.full([LANES], float("-inf"), tl.float32)
+    a = tl.zeros([LANES], tl.float32)
+    b = tl.zeros([LANES], tl.float32)
+    for at in range(first, whole, BLOCK):  # no mask: it would keep the compiler from wide loads
+        place = (at + columns).to(tl.int64) * column_stride
+        m, a, b = _add_tile(tl.load(z_row + place).to(tl.float32), scale, m, a, b, ENTROPY)
+    if whole < last:
+        column = whole + columns
+        z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < last, other=float("-inf"))
+        m, a, b = _add_tile(z.to(tl.float32), scale, m, a, b, ENTROPY)
+
+    top = tl.max(m, 0)
+    base = _finite_base(top)
+    fall = _above_lowest((m - base) * scale)
+    shrink = tl.exp2(fall)
+    y = _local_column(targets, row, start, valid)
+    here = (y >= first) & (y < last)
+    z_y = tl.load(z_row + y.to(tl.int64) * column_stride, mask=here, other=float("-inf")).to(tl.float32)
+    out = parts + (split.to(tl.int64) * tokens + row) * (3 + ENTROPY)
+    tl.store(out, top)
+    tl.store(out + 1, tl.sum(a * shrink, 0))
+    tl.store(out + 2, (z_y - base) * step)
+    if ENTROPY:
+        tl.store(out + 3, tl.sum(shrink * (b + a * fall), 0) * _LN_2)
+
+
+@triton.jit
+def _merge(parts, row, inside, tokens, step, count, WIDTH: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
+    """(top, a, t, b) of `count` parts of the same rows, in their order."""
+    place = parts + row * WIDTH
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in range(count):
+        top = tl.maximum(top, tl.load(place + i * tokens * WIDTH, mask=inside, other=0.0))
+    base = _finite_base(top)
+    total = tl.zeros([BLOCK], tl.float32)
+    moment = tl.zeros([BLOCK], tl.float32)
+    target = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in range(count):
+        part = place + i * tokens * WIDTH
+        a = tl.load(part + 1, mask=inside, other=0.0)
+        fall = _above_lowest((tl.load(part, mask=inside, other=0.0) - base) * step)
+        shrink = tl.exp(fall)
+        total += a * shrink
+        target = tl.maximum(target, tl.load(part + 2, mask=inside, other=0.0) + fall, propagate_nan=tl.PropagateNan.ALL)
+        if ENTROPY:
+            moment += shrink * (tl.load(part + 3, mask=inside, other=0.0) + a * fall)
+    return top, total, target, moment
+
+
+@triton.jit(do_not_specialize=["count", "tokens"])
+def merge_kernel(
+    parts, inv_t, merged, tokens, count, inv_t_stride,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """[count, tokens, W] parts of a shard's rows to the [tokens, W] of the shard."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < tokens
+    step = tl.load(inv_t + row * inv_t_stride, mask=inside, other=1.0)
+    WIDTH: tl.constexpr = 3 + ENTROPY
+    top, total, target, moment = _merge(
+        parts, row, inside, tokens.to(tl.int64), step, count, WIDTH, ENTROPY, BLOCK
+    )  # fmt: skip
+    tl.store(merged + row * WIDTH, top, mask=inside)
+    tl.store(merged + row * WIDTH + 1, total, mask=inside)
+    tl.store(merged + row * WIDTH + 2, target, mask=inside)
+    if ENTROPY:
+        tl.store(merged + row * WIDTH + 3, moment, mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "tokens"])
+def combine_kernel(
+    parts, keep, inv_t, logprobs, entropies, lses, rows, tokens, count, inv_t_stride,
+    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The shards' parts [count, tokens, W] to log-prob, entropy and lse, and to what the backward reads of a row."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < tokens
+    step = tl.load(inv_t + row * inv_t_stride, mask=inside, other=1.0)
+    kept = tl.load(keep + row, mask=inside, other=0) != 0
+    WIDTH: tl.constexpr = 3 + ENTROPY
+    top, total, target, moment = _merge(
+        parts, row, inside, tokens.to(tl.int64), step, count, WIDTH, ENTROPY, BLOCK
+    )  # fmt: skip
+    top, total = tl.where(kept, top, 0.0), tl.where(kept, total, 1.0)  # numbers, also in the rows that nobody reads
+    log_a = tl.log(total)
+    SAVED: tl.constexpr = 2 + ENTROPY
+    tl.store(logprobs + row, tl.where(kept, target - log_a, 0.0), mask=inside)
+    tl.store(lses + row, tl.where(kept, top * step + log_a, 0.0), mask=inside)
+    tl.store(rows + row * SAVED, top, mask=inside)
+    tl.store(rows + row * SAVED + 1, log_a, mask=inside)
+    if ENTROPY:
+        entropy = tl.where(kept, log_a - moment / total, 0.0)
+        tl.store(entropies + row, entropy, mask=inside)
+        tl.store(rows + row * SAVED + 2, entropy, mask=inside)
+
+
+@triton.jit
+def _gradient_of_tile(z, column, y, top, scale, log2_a, c0, c1, ct, ENTROPY: tl.constexpr):
+    log2_p = (z - top) * scale - log2_a
+    p = tl.exp2(log2_p)
+    dz = p * (c0 + c1 * _above_lowest(log2_p)) if ENTROPY else p * c0
+    return tl.where(column == y, dz + ct, dz)
+
+
+@triton.jit(do_not_specialize=["start"])
+def gradient_kernel(
+    logits, targets, keep, inv_t, rows, g_logprobs, g_entropies, g_lses, out,
+    start, valid, width, row_stride, column_stride, out_row_stride, out_column_stride, inv_t_stride, columns_per_program,
+    SAVED: tl.constexpr, LOGPROB: tl.constexpr, ENTROPY: tl.constexpr, LSE: tl.constexpr,
+    LANES: tl.constexpr, PER_LANE: tl.constexpr,
+):  # fmt: skip
+    """dz = [g_logp·(1[y] − p) − g_ent·p·(log p + H) + g_lse·p] / T; `out` may be `logits`.
+
+    A row that is not kept, and the padding from `valid` to `width`, get an exact 0 and are not read.
+    """
+    # backwards: the last rows of the forward are still in the cache
+    row = tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)
+    BLOCK: tl.constexpr = LANES * PER_LANE
+    first = tl.program_id(1) * columns_per_program
+    last = tl.minimum(first + columns_per_program, width)
+    kept = tl.load(keep + row) != 0
+    z_row, out_row = logits + row * row_stride, out + row * out_row_stride
+    columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
+    number = out.dtype.element_ty
+
+    step = tl.load(inv_t + row * inv_t_stride)
+    scale = step * _LOG2_E
+    top = tl.load(rows + row * SAVED)
+    log2_a = tl.load(rows + row * SAVED + 1) * _LOG2_E
+    c0, c1, ct = 0.0, 0.0, 0.0
+    if LSE:
+        c0 += tl.load(g_lses + row) * step
+    if LOGPROB:
+        ct += tl.load(g_logprobs + row) * step
+        c0 -= ct
+    if ENTROPY:
+        c1 -= tl.load(g_entropies + row) * step
+        c0 += c1 * tl.load(rows + row * SAVED + 2)
+        c1 *= _LN_2
+    y = _local_column(targets, row, start, valid)
+
+    real = tl.where(kept, tl.maximum(tl.minimum(last, valid), first), first)
+    whole = first + (real - first) // BLOCK * BLOCK
+    for at in range(first, whole, BLOCK):
+        column = at + columns
+        z = tl.load(z_row + column.to(tl.int64) * column_stride).to(tl.float32)
+        dz = _gradient_of_tile(z, column, y, top, scale, log2_a, c0, c1, ct, ENTROPY)
+        tl.store(out_row + column.to(tl.int64) * out_column_stride, dz.to(number))
+    for at in range(whole, last, BLOCK):
+        column = at + columns
+        z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < real, other=float("-inf")).to(tl.float32)
+        dz = _gradient_of_tile(z, column, y, top, scale, log2_a, c0, c1, ct, ENTROPY)
+        dz = tl.where(column < real, dz, 0.0)
+        tl.store(out_row + column.to(tl.int64) * out_column_stride, dz.to(number), mask=column < last)

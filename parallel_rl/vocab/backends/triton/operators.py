@@ -1,0 +1,185 @@
+"""The kernels as torch operators, `torch.ops.parallel_rl.*`: traced by torch.compile, captured by CUDA graphs.
+
+They are the steps of `token_stats`, which is differentiable; the operators by themselves are not.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_rl.vocab.backends.triton.kernels import combine_kernel, gradient_kernel, merge_kernel, stats_kernel
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+_LANES = 512  # two loads in flight for each of a program's 256 threads
+_WARPS = 8
+_TOKENS = 128  # rows of a program that only combines
+_PROGRAMS_PER_PROCESSOR = 4  # fewer rows than that, and a row is split over several programs
+
+
+class Tiling(NamedTuple):
+    """How a row is cut: tiles of `lanes` × `per_lane` columns, and `splits` programs of `columns` columns each."""
+
+    lanes: int
+    per_lane: int
+    columns: int
+    splits: int
+
+
+def tiling(tokens: int, width: int, itemsize: int, processors: int) -> Tiling:
+    """Tiles for a shard [tokens, width]; rows are split where there are too few of them to fill the device."""
+    per_lane = 16 // itemsize
+    lanes = _LANES
+    while lanes > 32 and (lanes // 2) * per_lane >= width:
+        lanes //= 2
+    block = lanes * per_lane
+    blocks = max(1, -(-width // block))
+    wanted = -(-_PROGRAMS_PER_PROCESSOR * processors // max(tokens, 1))
+    columns = -(-blocks // min(blocks, max(1, wanted))) * block
+    return Tiling(lanes, per_lane, columns, max(1, -(-width // columns)))
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors; 0 under the interpreter, where programs run one after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+def _on(device: torch.device) -> AbstractContextManager:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # Triton launches on the current one
+
+
+def _row_step(inv_t: Tensor) -> int:
+    return 0 if inv_t.shape[0] == 1 else inv_t.stride(0)
+
+
+def _warps(tile: Tiling) -> int:
+    return max(1, min(_WARPS, tile.lanes // 32))
+
+
+@torch.library.custom_op("parallel_rl::vocab_stats", mutates_args=())
+def vocab_stats(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool
+) -> Tensor:
+    """[T, W] logits of a shard, [T] global targets, [T] kept rows, [T or 1, 1] 1/temperature → [T, 3 + entropy] parts."""
+    tokens = logits.shape[0]
+    targets, keep = targets.contiguous(), keep.contiguous()
+    tile = tiling(tokens, valid, logits.element_size(), processors(logits.device))
+    width = 3 + entropy
+    parts = torch.empty(tile.splits, tokens, width, dtype=torch.float32, device=logits.device)
+    if tokens == 0:
+        return parts[0]
+    with _on(logits.device):
+        stats_kernel[tokens, tile.splits](
+            logits, targets, keep, inv_t, parts,
+            start, valid, tokens, *logits.stride(), _row_step(inv_t), tile.columns,
+            ENTROPY=entropy, LANES=tile.lanes, PER_LANE=tile.per_lane, num_warps=_warps(tile), enable_fp_fusion=True,
+        )  # fmt: skip
+        if tile.splits == 1:
+            return parts[0]
+        merged = torch.empty(tokens, width, dtype=torch.float32, device=logits.device)
+        merge_kernel[(-(-tokens // _TOKENS),)](
+            parts,
+            inv_t,
+            merged,
+            tokens,
+            tile.splits,
+            _row_step(inv_t),
+            ENTROPY=entropy,
+            BLOCK=_TOKENS,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return merged
+
+
+@vocab_stats.register_fake
+def _(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool
+) -> Tensor:  # fmt: skip
+    return logits.new_empty(logits.shape[0], 3 + entropy, dtype=torch.float32)
+
+
+@torch.library.custom_op("parallel_rl::vocab_combine", mutates_args=())
+def vocab_combine(parts: Tensor, keep: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[ranks, T, 3 or 4] parts → log-prob, entropy (or [0]), lse [T], and rows [T, 2 or 3] (M, log A, H) for the backward."""
+    count, tokens, width = parts.shape
+    parts, keep = parts.contiguous(), keep.contiguous()
+    entropy = width == 4
+    made = _combined(parts)
+    if tokens:
+        with _on(parts.device):
+            combine_kernel[(-(-tokens // _TOKENS),)](
+                parts,
+                keep,
+                inv_t,
+                *made,
+                tokens,
+                count,
+                _row_step(inv_t),
+                ENTROPY=entropy,
+                BLOCK=_TOKENS,
+                num_warps=4,
+                enable_fp_fusion=True,
+            )
+    return made
+
+
+@vocab_combine.register_fake
+def _combined(parts: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tokens, width = parts.shape[1:]
+    logprobs, lse = parts.new_empty(tokens), parts.new_empty(tokens)
+    return logprobs, parts.new_empty(tokens if width == 4 else 0), lse, parts.new_empty(tokens, width - 1)
+
+
+@torch.library.custom_op("parallel_rl::vocab_gradient", mutates_args=())
+def vocab_gradient(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, rows: Tensor,
+    g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, start: int, valid: int,
+) -> Tensor:  # fmt: skip
+    """The gradient of the logits in a new tensor, from `rows` of `vocab_combine` and the upstream gradients [T]."""
+    out = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    _launch_gradient(logits, targets, keep, inv_t, rows, g_logprobs, g_entropy, g_lse, start, valid, out)
+    return out
+
+
+@vocab_gradient.register_fake
+def _(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, rows: Tensor,
+    g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, start: int, valid: int,
+) -> Tensor:  # fmt: skip
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("parallel_rl::vocab_gradient_", mutates_args=("logits",))
+def vocab_gradient_(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, rows: Tensor,
+    g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, start: int, valid: int,
+) -> None:  # fmt: skip
+    """`vocab_gradient`, written over the logits."""
+    _launch_gradient(logits, targets, keep, inv_t, rows, g_logprobs, g_entropy, g_lse, start, valid, logits)
+
+
+def _launch_gradient(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, rows: Tensor,
+    g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, start: int, valid: int, out: Tensor,
+) -> None:  # fmt: skip
+    tokens, width = logits.shape
+    if tokens == 0 or width == 0:
+        return
+    targets, keep = targets.contiguous(), keep.contiguous()
+    tile = tiling(tokens, width, logits.element_size(), processors(logits.device))
+    upstream = [None if g is None else g.contiguous() for g in (g_logprobs, g_entropy, g_lse)]  # `sum` expands its own
+    with _on(logits.device):
+        gradient_kernel[tokens, tile.splits](
+            logits, targets, keep, inv_t, rows, *upstream, out,
+            start, valid, width, *logits.stride(), *out.stride(), _row_step(inv_t), tile.columns,
+            SAVED=rows.shape[1], LOGPROB=g_logprobs is not None, ENTROPY=g_entropy is not None, LSE=g_lse is not None,
+            LANES=tile.lanes, PER_LANE=tile.per_lane, num_warps=_warps(tile), enable_fp_fusion=True,
+        )  # fmt: skip

@@ -1,0 +1,149 @@
+"""The divergence of two distributions per token from vocabulary shards of their logits: two collectives, none backward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.groups import all_gather
+from parallel_rl.vocab.backends.torch_backend import (
+    _compiled,
+    _compiles,
+    _rows_per_block,
+    combine_parts,
+    math_dtype,
+    shard_stats,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+    from torch.autograd.function import FunctionCtx
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.objectives.distillation import Divergence
+    from parallel_rl.vocab.backends.choice import Backend
+    from parallel_rl.vocab.shards import ShardRange
+
+
+def divergence_of_shards(
+    student: Tensor,
+    teacher: Tensor,
+    keep: Tensor,
+    divergence: Divergence,
+    span: ShardRange,
+    group: ProcessGroup | None = None,
+    *,
+    temperatures: tuple[float, float] = (1.0, 1.0),
+    consume_logits: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
+    """D(p, q) of each token, p = softmax(teacher / T_p) and q = softmax(student / T_q), differentiable in the student.
+
+    Two all-gathers of [T, 4] and [T, 2] floats, combined in rank order, so that all ranks hold the same bits; no
+    collective backward, where the shards are read once more, a block of rows at a time.
+
+    Args:
+        student, teacher: [T, V/tp] this rank's columns, any float dtypes; columns beyond `span.valid` are never read. −inf
+            excludes a word.
+        keep: [T] bool; a row without it is 0 with gradient 0, whatever stands there.
+        temperatures: of the student and of the teacher.
+        consume_logits: the backward writes the gradient over the student's logits.
+
+    Returns:
+        [T] in max(float32, the student's dtype).
+    """
+    found: Tensor = _DivergenceOfShards.apply(
+        student, teacher, keep, divergence, span.valid, group, temperatures, consume_logits, backend
+    )
+    return found
+
+
+class _DivergenceOfShards(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        student: Tensor,
+        teacher: Tensor,
+        keep: Tensor,
+        divergence: Divergence,
+        valid: int,
+        group: ProcessGroup | None,
+        temperatures: tuple[float, float],
+        consume: bool,
+        backend: Backend,
+    ) -> Tensor:
+        z, w = student[:, :valid], teacher[:, :valid]
+        nowhere = torch.full((z.shape[0],), -1, device=z.device)
+        inv = [torch.full((1, 1), 1 / t, dtype=math_dtype(student.dtype), device=z.device) for t in temperatures]
+        parts = [
+            shard_stats(x, nowhere, inv_t, entropy=False, backend=backend).to(inv_t.dtype)
+            for x, inv_t in zip((z, w), inv, strict=True)
+        ]
+        both = all_gather(torch.cat([part[:, :2] for part in parts], 1), group)
+        rows = torch.cat([_normaliser(part, inv_t) for part, inv_t in zip(both.split(2, -1), inv, strict=True)], 1)
+        sums = rows.new_zeros(len(z), 2)
+        for part, of_rows in _over_rows(_sums_of_block, divergence, backend, z, w, rows):
+            sums[part] = of_rows
+        sums = all_gather(sums, group).sum(0)
+        ctx.save_for_backward(student, teacher, keep, rows, sums[:, 1])
+        ctx.divergence, ctx.valid, ctx.consume = divergence, valid, consume  # type: ignore[attr-defined]
+        ctx.backend, ctx.consumed = backend, False  # type: ignore[attr-defined]
+        return torch.where(keep, sums[:, 0], 0.0)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError("the divergence has no second derivative; call backward without create_graph=True")
+        if ctx.consumed:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
+            )
+        student, teacher, keep, rows, total = ctx.saved_tensors  # type: ignore[attr-defined]
+        valid, ctx.consumed = ctx.valid, ctx.consume  # type: ignore[attr-defined]
+        z, slope = student.detach(), torch.stack([total, grad * rows[:, 2]], 1)
+        dz = z if ctx.consumed else torch.empty_like(z, memory_format=torch.contiguous_format)  # type: ignore[attr-defined]
+        read = z[:, :valid], teacher[:, :valid], rows, slope, keep
+        for part, of_rows in _over_rows(_grad_of_block, ctx.divergence, ctx.backend, *read):  # type: ignore[attr-defined]
+            dz[part, :valid] = of_rows
+        dz[:, valid:] = 0
+        return dz, *(None,) * 8
+
+
+def _normaliser(parts: Tensor, inv_t: Tensor) -> Tensor:
+    """[tp, T, 2] maxima and sums of the shards to [T, 3]: maximum and log-sum of the whole row, and 1 / temperature."""
+    top, log_a, *_ = combine_parts(torch.nn.functional.pad(parts, (0, 1)), inv_t, entropy=False)
+    return torch.stack([top, log_a, inv_t[:, 0].expand_as(top)], 1)
+
+
+def _over_rows(
+    function: Callable[..., Tensor], divergence: Divergence, backend: Backend, z: Tensor, *others: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, the function of them) in blocks, so that no second shard is ever in memory."""
+    function = _compiled(function) if z.shape[1] > 0 and _compiles(z, backend) else function
+    block = _rows_per_block(z) if z.shape[1] > 0 else max(1, len(z))
+    for i in range(0, len(z), block):
+        part = slice(i, i + block)
+        yield part, function(divergence, *(x[part] for x in (z, *others)))
+
+
+def _sums_of_block(divergence: Divergence, z: Tensor, w: Tensor, rows: Tensor) -> Tensor:
+    """[T, 2] this shard's part of Σ value and of Σ g."""
+    value, g = divergence.terms(*_log_probs(z, w, rows))
+    return torch.stack([value.sum(1), g.sum(1)], 1)
+
+
+def _grad_of_block(divergence: Divergence, z: Tensor, w: Tensor, rows: Tensor, slope: Tensor, keep: Tensor) -> Tensor:
+    """[T, W] in the logits' dtype; slope: [T, 2] Σ g and the upstream gradient over the temperature."""
+    log_p, log_q = _log_probs(z, w, rows)
+    _, g = divergence.terms(log_p, log_q)
+    total, upstream = slope[:, :, None].unbind(1)
+    return torch.where(keep[:, None], (g - log_q.exp() * total) * upstream, 0.0).to(z.dtype)
+
+
+def _log_probs(z: Tensor, w: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """log p of the teacher's logits w and log q of the student's z."""
+    top_q, log_q, inv_q, top_p, log_p, inv_p = rows[:, :, None].unbind(1)
+    return (w.to(rows.dtype) - top_p) * inv_p - log_p, (z.to(rows.dtype) - top_q) * inv_q - log_q

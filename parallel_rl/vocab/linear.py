@@ -1,0 +1,212 @@
+"""Token statistics from hidden states and the weight of the LM head: logits never exist whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from parallel_rl.groups import group_size
+from parallel_rl.validation import agreed_check
+from parallel_rl.vocab.backends.choice import Backend
+from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.linear_autograd import (
+    Coefficients,
+    WeightTarget,
+    in_backward,
+    in_forward,
+    no_gradient,
+    with_operands,
+)
+from parallel_rl.vocab.linear_input import LMHeadInput
+from parallel_rl.vocab.linear_modes import HeadCase, Upstream
+from parallel_rl.vocab.linear_plan import LinearMode, Rows, make_plan
+from parallel_rl.vocab.shards import ShardRange, shard_range
+from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_targets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+class LinearTokenStats(NamedTuple):
+    """[...] statistics as in `TokenStats`, and the objective's value where one was given.
+
+    The gradient flows through `loss` alone where there is an objective, else through the statistics.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    lse: Tensor
+    loss: Tensor | None
+
+
+def linear_token_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = IGNORE_INDEX,
+    entropy: bool = True,
+    objective: Callable[[TokenStats], Tensor] | None = None,
+    mode: LinearMode = "auto",
+    budget: int | None = None,
+    rows: int | None = None,
+    main_grad_factor: float | None = None,
+    backend: Backend = "auto",
+) -> LinearTokenStats:
+    """`token_stats` of the logits z = hidden · weightᵀ + bias (soft-capped: c·tanh(z/c)), projected a chunk of rows at a time.
+
+    Logits, statistics and the weight's gradient are float32 (float64 for float64 operands) whatever the operands. Rows with
+    `ignore_index` are never projected (see `rows`). The modes differ in when gradients are computed:
+
+    - "in_forward": a chunk's gradients are computed while its logits are there, which needs an `objective` that is a sum over
+      tokens; backward scales them by the upstream scalar. 6·N·V·D flops, one chunk, and the weight's gradient in a buffer.
+    - "resident": the logits are kept (low precision: as float16 distances from the row's largest). 6·N·V·D flops, N·V numbers.
+    - "recompute": they are projected again in backward. 8·N·V·D flops, one chunk.
+    - "auto": in_forward where there is an objective (and the operands are not float16), else as many resident chunks as the
+      budget holds, the others recomputed.
+
+    Args:
+        hidden: [..., D]; with `sequence_parallel` this rank's part of the first dimension.
+        weight: [V/tp, D], in the dtype of `hidden`. bias: [V/tp].
+        targets: [...] global token ids, whole on all tensor ranks.
+        group, vocab_size, vocab_start, temperature, ignore_index, entropy, backend: as for `token_stats`.
+        objective: (statistics shaped like `targets`) → scalar Σ_t f_t(log-prob, entropy, lse of token t). It is called once a
+            chunk, tokens yet unknown being 0, and once at the end.
+        softcap, sequence_parallel, budget, rows, main_grad_factor: see `LMHeadInput`.
+
+    Returns:
+        `LinearTokenStats`. Without sequence parallelism the gradient of `hidden` is summed over tensor ranks, as
+        a column-parallel layer does; with it, reduce-scattered.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit, in_forward without an objective, a budget too small for one row;
+            on all ranks of the group, see `set_validation`.
+    """
+    head = LMHeadInput(
+        hidden, weight, bias, softcap, False, sequence_parallel, mode, budget, rows, main_grad_factor
+    )  # fmt: skip
+    read: list[ShardRange] = []
+
+    def check() -> None:
+        head.check(group)
+        if mode == "in_forward" and objective is None:
+            raise ValueError("mode = 'in_forward' needs an objective: its gradient is computed in forward")
+        like = hidden.new_zeros(()).expand(1, weight.shape[0])
+        check_logits(like, False, backend, temperature)
+        read.append(shard_range(weight.shape[0], group, vocab_size, vocab_start))
+        parts = head.parts(group)
+        wanted = (hidden.shape[0] * parts, *hidden.shape[1:-1])
+        if tuple(targets.shape) != wanted or targets.is_floating_point():
+            raise ValueError(f"targets must be integers {list(wanted)}, got {targets.dtype} {list(targets.shape)}")
+        if isinstance(temperature, torch.Tensor) and temperature.shape not in (targets.shape, torch.Size([])):
+            raise ValueError(f"temperature must be a number or {list(targets.shape)}, got {list(temperature.shape)}")
+        check_targets(targets, read[0].vocab_size, ignore_index)
+        head.check_rows((targets != ignore_index).reshape(-1), group)
+
+    same = {"the number of hidden rows": hidden[..., 0].numel(), "the hidden size": hidden.shape[-1]}
+    agreed_check(check, [group], hidden, same)
+
+    def shaped(stats: TokenStats) -> TokenStats:
+        return TokenStats(*(None if x is None else x.view(targets.shape) for x in stats))  # type: ignore[arg-type]
+
+    stats, zero = stats_of_head(
+        head, targets.reshape(-1), (targets != ignore_index).reshape(-1), read[0], group, temperature, entropy, backend,
+        None if objective is None else lambda stats: objective(shaped(stats)),
+    )  # fmt: skip
+    stats = shaped(stats)
+    if objective is None:
+        return LinearTokenStats(*stats, None)
+    loss = objective(stats)
+    if zero is not None:
+        loss = loss + zero
+    return LinearTokenStats(*(None if x is None else x.detach() for x in stats), loss)  # type: ignore[arg-type, call-arg]
+
+
+def stats_of_head(
+    head: LMHeadInput,
+    targets: Tensor,
+    keep: Tensor,
+    span: ShardRange,
+    group: ProcessGroup | None,
+    temperature: float | Tensor,
+    entropy: bool,
+    backend: Backend,
+    objective: Callable[[TokenStats], Tensor] | None = None,
+    context_parallel: bool = False,
+) -> tuple[TokenStats, Tensor | None]:
+    """`linear_token_stats` after its checks: [N] statistics, and the exact 0 that carries an objective's gradient.
+
+    Args:
+        targets, keep: [N] in the order of logits, as the statistics are.
+        objective: a sum over tokens; where it is given the mode may be in_forward, and the second result is not None then.
+        context_parallel: whether the objective may communicate with ranks that have another number of rows that carry loss.
+    """
+    hidden, parts = head.hidden.reshape(-1, head.hidden.shape[-1]), head.parts(group)
+    targets, keep = head.to_rows(targets, group), head.to_rows(keep, group)
+    dtype = math_dtype(hidden.dtype)
+    if isinstance(temperature, torch.Tensor):
+        inv_t = temperature.to(dtype).reciprocal().reshape(-1, 1)
+    else:
+        inv_t = torch.full((1, 1), 1.0 / temperature, dtype=dtype, device=hidden.device)
+    trains = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (head.hidden, head.weight, head.bias)
+    )
+    early = trains and head.mode in ("auto", "in_forward") and objective is not None and hidden.dtype != torch.float16
+    mode = head.mode if trains and not early else "recompute"
+    width = max(-(-span.vocab_size // group_size(group)), 1)  # not the shard's own, which may differ between ranks
+    plan = make_plan(hidden, width, group, parts, mode, head.budget)
+    rows = Rows.of(keep, parts, plan.size, head.rows, group)
+    blank = HeadCase(
+        hidden, head.weight, None, targets, keep, inv_t, span.start, head.softcap, group, head.sequence_parallel, entropy,
+        backend, rows, span.valid,
+    )  # fmt: skip
+    case = with_operands(blank, hidden, head.weight, head.bias)
+    target = WeightTarget(head.weight, head.main_grad_factor)
+    zero = None
+
+    def ordered(stats: tuple[Tensor, Tensor | None, Tensor]) -> TokenStats:
+        poison = rows.excess
+        values = (None if x is None else head.from_rows(x, group) for x in stats)
+        return TokenStats(
+            *(x if x is None or poison is None else x.masked_fill(poison, torch.nan) for x in values)  # type: ignore[arg-type]
+        )
+
+    if early:
+        assert objective is not None
+        calls = -(-hidden.shape[0] // plan.size) if context_parallel else 0
+        zero, raw = in_forward(case, _coefficients(objective, head, group), calls, head.hidden, target, head.bias)
+    elif trains:
+        raw = in_backward(case, plan.resident, head.hidden, target, head.bias)
+    else:
+        raw = no_gradient(case)
+    return ordered(raw), zero
+
+
+def _coefficients(
+    objective: Callable[[TokenStats], Tensor], head: LMHeadInput, group: ProcessGroup | None
+) -> Coefficients:
+    def gradients(stats: tuple[Tensor, Tensor | None, Tensor]) -> Upstream:
+        with torch.enable_grad():
+            leaves = TokenStats(
+                *(None if x is None else head.from_rows(x, group).detach().clone().requires_grad_() for x in stats)  # type: ignore[arg-type]
+            )
+            value = objective(leaves)
+            if not value.requires_grad:
+                return (None, None, None)
+            inputs = [x for x in leaves if x is not None]
+            found = iter(torch.autograd.grad(value, inputs, allow_unused=True))
+        given = [None if x is None else next(found) for x in leaves]
+        a, b, c = (None if g is None else head.to_rows(g, group) for g in given)
+        return a, b, c
+
+    return gradients

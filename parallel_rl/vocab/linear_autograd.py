@@ -1,0 +1,198 @@
+"""Gradients of the fused head: computed in forward and scaled in backward, or computed in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.vocab.linear_gemm import scaled_to_
+from parallel_rl.vocab.linear_modes import Forward, Gradients, HeadCase, Upstream, run_backward, run_forward
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.function import FunctionCtx
+
+#: [N] (log-prob, entropy, lse) so far, zeros where unknown → gradients of the loss with respect to them
+Coefficients = Callable[[tuple["Tensor", "Tensor | None", "Tensor"]], Upstream]
+
+
+@dataclass(frozen=True)
+class WeightTarget:
+    """Where the gradient of the weight goes: None, through autograd; else factor × gradient is added to `weight.main_grad`."""
+
+    weight: Tensor  # [W, D] as the caller holds it, padding columns included
+    factor: float | None
+
+    def rows(self, valid: int) -> Tensor | None:
+        """The rows of `main_grad` that hold real columns."""
+        if self.factor is None:
+            return None
+        main: Tensor = self.weight.main_grad  # type: ignore[attr-defined]
+        return main[:valid]
+
+    def result(self, gradient: Tensor | None) -> Tensor | None:
+        """What autograd is given: the gradient, with zeros for padding columns, or a stand-in that Megatron's hooks expect."""
+        if self.factor is not None:
+            self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            return torch.zeros_like(self.weight)
+        return _padded(gradient, self.weight)
+
+
+def no_gradient(case: HeadCase) -> tuple[Tensor, Tensor | None, Tensor]:
+    return run_forward(case).stats
+
+
+def in_backward(
+    case: HeadCase, resident: int, hidden: Tensor, target: WeightTarget, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Statistics whose gradients are computed in backward, from kept logits or from logits projected again."""
+    stats: tuple[Tensor, Tensor | None, Tensor] = _InBackward.apply(
+        hidden, target.weight, bias, replace(case, hidden=case.hidden.detach()), resident, target
+    )
+    return stats
+
+
+def in_forward(
+    case: HeadCase,
+    coefficients: Coefficients,
+    calls: int,
+    hidden: Tensor,
+    target: WeightTarget,
+    bias: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor]]:
+    """(an exact 0 that carries the gradient, statistics without gradient).
+
+    Args:
+        coefficients: evaluated after each chunk, and after the last one until it ran `calls` times: ranks of other groups may
+            hold more rows that carry loss, and a loss may communicate with them.
+    """
+    zero, *stats = _InForward.apply(hidden, target.weight, bias, case, coefficients, calls, target)
+    return zero, tuple(stats)
+
+
+class _InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        case: HeadCase,
+        resident: int,
+        target: WeightTarget,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        forward = run_forward(case, resident)
+        ctx.save_for_backward(hidden, weight, bias, forward.table)  # type: ignore[arg-type]
+        # Without the operands: what `save_for_backward` holds is freed with the graph, and checked for changes.
+        ctx.case = replace(case, hidden=None, weight=None, bias=None)  # type: ignore[attr-defined, arg-type]
+        ctx.kept, ctx.used, ctx.target = forward.kept, False, target  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
+        return forward.stats
+
+    @staticmethod
+    def backward(
+        ctx: FunctionCtx, g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        upstream = g_logprobs, g_entropy, g_lse
+        if all(g is None for g in upstream):
+            return (None,) * 6
+        kept: list = ctx.kept  # type: ignore[attr-defined]
+        if ctx.used and kept:  # type: ignore[attr-defined]
+            raise RuntimeError("the first backward used up the kept logits; mode='recompute' allows a second one")
+        ctx.used = True  # type: ignore[attr-defined]
+        hidden, weight, bias, table = ctx.saved_tensors  # type: ignore[attr-defined]
+        case = with_operands(ctx.case, hidden, weight, bias)  # type: ignore[attr-defined]
+        target: WeightTarget = ctx.target  # type: ignore[attr-defined]
+        wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
+        into = target.rows(case.weight.shape[0]) if wanted[1] else None
+        direct = into if into is not None and target.factor == 1 and into.dtype == case.dtype else None
+        forward = Forward((table, None, table), table, kept)
+        summed = run_backward(case, forward, upstream, Gradients(case, wanted, hidden.dtype, direct))
+        of_weight = summed.weight
+        if into is not None and direct is None:
+            assert of_weight is not None
+            into.add_(of_weight, alpha=target.factor)
+        elif of_weight is not None and into is None:
+            of_weight = scaled_to_(of_weight, torch.ones_like(of_weight[:1, :1]), weight.dtype)
+        of_hidden = None if summed.hidden is None else summed.hidden.view(hidden.shape)
+        return of_hidden, target.result(of_weight) if wanted[1] else None, _padded(summed.bias, bias), None, None, None
+
+
+class _InForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        case: HeadCase,
+        coefficients: Coefficients,
+        calls: int,
+        target: WeightTarget,
+    ) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
+        gradients = Gradients(case, wanted, hidden.dtype)
+
+        def then(index: int, rows: Tensor, z: Tensor, so_far: Forward) -> None:
+            upstream = coefficients(so_far.stats)
+            if any(g is not None for g in upstream):
+                gradients.add(index, rows, z, so_far.table, upstream)
+
+        forward = run_forward(case, then=then)
+        for _ in range(calls - len(case.rows)):
+            coefficients(forward.stats)
+        ctx.summed, ctx.target = gradients.close(), target  # type: ignore[attr-defined]
+        ctx.shape, ctx.bias = hidden.shape, bias  # type: ignore[attr-defined]
+        stats = [s for s in forward.stats if s is not None]
+        ctx.mark_non_differentiable(*stats)
+        return torch.zeros((), dtype=case.dtype, device=hidden.device), *forward.stats
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, upstream: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative()
+        if ctx.summed is None:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "the first backward scaled the gradient that was computed in forward; mode='recompute' allows a second one"
+            )
+        of_hidden, of_weight, of_bias = ctx.summed  # type: ignore[attr-defined]
+        ctx.summed = None  # type: ignore[attr-defined]
+        target: WeightTarget = ctx.target  # type: ignore[attr-defined]
+        if of_hidden is not None:
+            of_hidden = of_hidden.mul_(upstream).view(ctx.shape)  # type: ignore[attr-defined]
+        if of_weight is not None:
+            into = target.rows(of_weight.shape[0])
+            if into is None:
+                of_weight = scaled_to_(of_weight, upstream.to(of_weight.dtype), target.weight.dtype)
+            else:
+                into.add_(of_weight.mul_(upstream), alpha=target.factor)
+            of_weight = target.result(of_weight)
+        if of_bias is not None:
+            of_bias = _padded(of_bias.mul_(upstream), ctx.bias)  # type: ignore[attr-defined]
+        return of_hidden, of_weight, of_bias, None, None, None, None
+
+
+def with_operands(case: HeadCase, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> HeadCase:
+    """The case with its operands: flat hidden states, and the real columns of weight and bias."""
+    valid = case.valid
+    flat = hidden.detach().reshape(-1, hidden.shape[-1])
+    return replace(
+        case, hidden=flat, weight=weight.detach()[:valid], bias=None if bias is None else bias.detach()[:valid]
+    )
+
+
+def _padded(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """A gradient of the real columns, with zeros for the padding ones."""
+    if gradient is None or like is None or gradient.shape == like.shape:
+        return gradient
+    whole = torch.zeros_like(like, dtype=gradient.dtype)
+    whole[: gradient.shape[0]] = gradient
+    return whole
+
+
+def _refuse_second_derivative() -> None:
+    if torch.is_grad_enabled():  # create_graph=True
+        raise RuntimeError("token statistics have no second derivative; call backward without create_graph=True")

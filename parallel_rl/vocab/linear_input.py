@@ -1,0 +1,141 @@
+"""Hidden states and LM head in place of logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.groups import group_size
+from parallel_rl.validation import checks_values
+from parallel_rl.vocab.linear_plan import LinearMode, check_mode, make_plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, eq=False)
+class LMHeadInput:
+    """Hidden states and LM head in place of logits: the first argument of a loss, or of `token_logprobs`.
+
+    Losses on log-probs and entropy project a chunk of rows at a time; those that read more of a distribution (distillation, a
+    process reward model) make whole logits of it, which then must fit into `budget`, if there is one.
+
+    Attributes:
+        hidden: [B, S/cp, D], packed [1, T/cp, D]; under sequence parallelism this tensor rank's part of the second
+            dimension. bfloat16, float16, float32 or float64.
+        weight: [V/tp, D] this rank's rows of the head's matrix, in the dtype of `hidden`; of tied embeddings, their matrix.
+        bias: [V/tp].
+        softcap: c of logits c·tanh(z/c), before the temperature.
+        sequence_first: `hidden` is [S/cp, B, D], as Megatron holds it.
+        sequence_parallel: `hidden` is split over the tensor ranks along the sequence; it is gathered chunk by chunk.
+        mode: "auto", "in_forward", "resident" or "recompute", see `linear_token_stats`.
+        budget: bytes beyond the gradients; None: 512 MiB on a GPU, 64 MiB elsewhere.
+        rows: no rank's `hidden` has more rows that carry loss; the others are not projected. On a CPU that is known
+            without it; more rows than it says make every log-prob NaN (an error where values are checked).
+        main_grad_factor: f: backward adds f × the weight's gradient to `weight.main_grad` in that tensor's dtype and gives
+            autograd zeros (Megatron's gradient accumulation fusion, f = 1). None: the gradient goes through autograd.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    softcap: float | None = None
+    sequence_first: bool = False
+    sequence_parallel: bool = False
+    mode: LinearMode = "auto"
+    budget: int | None = None
+    rows: int | None = None
+    main_grad_factor: float | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def logits_like(self, group: ProcessGroup | None) -> Tensor:
+        """A tensor of the logits' shape, dtype and device that takes no memory; `hidden` itself where shapes are off."""
+        if self.hidden.dim() != 3 or self.weight.dim() != 2:
+            return self.hidden
+        rows, width = self.hidden.shape[:2][:: -1 if self.sequence_first else 1]
+        return self.hidden.new_zeros(()).expand(rows, width * self.parts(group), self.weight.shape[0])
+
+    def check(self, group: ProcessGroup | None) -> None:
+        """What shapes, dtypes and options can tell.
+
+        Raises:
+            ValueError: shapes or dtypes that disagree, an unknown mode, a budget that is too small for one row.
+        """
+        hidden, weight, bias = self.hidden, self.weight, self.bias
+        if not hidden.is_floating_point() or hidden.dim() < 2:
+            raise ValueError(f"hidden must be floating point [..., D], got {hidden.dtype} {list(hidden.shape)}")
+        if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+            raise ValueError(
+                f"weight has shape {list(weight.shape)}; hidden {list(hidden.shape)} calls for [V/tp, {hidden.shape[-1]}]"
+            )
+        if weight.dtype != hidden.dtype or weight.device != hidden.device:
+            raise ValueError(
+                f"weight is {weight.dtype} on {weight.device}, hidden {hidden.dtype} on {hidden.device}; they must be alike"
+            )
+        if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
+            raise ValueError(
+                f"bias must be floating point [{weight.shape[0]}], one a row of the weight, got {bias.dtype} "
+                f"{list(bias.shape)}"
+            )
+        if self.softcap is not None and not self.softcap > 0:
+            raise ValueError(f"softcap = {self.softcap} must be positive, or None for none")
+        if self.sequence_parallel and group_size(group) == 1:
+            raise ValueError("sequence_parallel = True splits hidden over a tensor group; without one leave it out")
+        if self.main_grad_factor is not None and not isinstance(getattr(weight, "main_grad", None), torch.Tensor):
+            raise ValueError(
+                f"main_grad_factor = {self.main_grad_factor} needs weight.main_grad, which Megatron's data parallel "
+                "wrapper makes; without it the gradient goes through autograd"
+            )
+        check_mode(self.mode, self.budget, self.rows)
+        if self.mode == "in_forward" and hidden.dtype == torch.float16:
+            raise ValueError(
+                "mode = 'in_forward' does not go with float16: the loss scale comes after the gradient, which underflows "
+                "without it; use 'resident' or 'recompute'"
+            )
+        make_plan(hidden.flatten(0, -2), weight.shape[0], group, self.parts(group), self.mode, self.budget)
+
+    def check_rows(self, keep: Tensor, group: ProcessGroup | None) -> None:
+        """Where values are checked: no more rows carry loss than `rows` says; keep is [N], in the order of logits.
+
+        Raises:
+            ValueError: more do.
+        """
+        if self.rows is None or not checks_values(keep) or not keep.numel():
+            return
+        most = int(self.to_rows(keep, group).view(self.parts(group), -1).sum(1).max())
+        if most > self.rows:
+            raise ValueError(f"rows = {self.rows}, but {most} rows of one rank's hidden states carry loss")
+
+    def to_rows(self, x: Tensor, group: ProcessGroup | None) -> Tensor:
+        """[B · S/cp] in the order of logits to the order of gathered hidden rows, part after part."""
+        parts = self.parts(group)
+        if self.hidden.dim() != 3 or (parts == 1 and not self.sequence_first):
+            return x
+        rows, width = self.hidden.shape[:2][:: -1 if self.sequence_first else 1]
+        return x.view(rows, parts, width).permute(*((1, 2, 0) if self.sequence_first else (1, 0, 2))).reshape(-1)
+
+    def from_rows(self, x: Tensor, group: ProcessGroup | None) -> Tensor:
+        """The way back."""
+        parts = self.parts(group)
+        if self.hidden.dim() != 3 or (parts == 1 and not self.sequence_first):
+            return x
+        rows, width = self.hidden.shape[:2][:: -1 if self.sequence_first else 1]
+        shape = (parts, width, rows) if self.sequence_first else (parts, rows, width)
+        return x.view(shape).permute(*((2, 0, 1) if self.sequence_first else (1, 0, 2))).reshape(-1)
+
+    def parts(self, group: ProcessGroup | None) -> int:
+        """Over how many ranks the rows are split."""
+        return group_size(group) if self.sequence_parallel else 1
+
+
+def split_output(output: Tensor | LMHeadInput, group: ProcessGroup | None) -> tuple[LMHeadInput | None, Tensor]:
+    """The head, where there is one, and logits or what stands for their shape, see `LMHeadInput.logits_like`."""
+    if isinstance(output, LMHeadInput):
+        return output, output.logits_like(group)
+    return None, output

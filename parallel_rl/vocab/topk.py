@@ -1,0 +1,253 @@
+"""Chosen columns of vocabulary shards, and the largest ones, without gathering the logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from parallel_rl.groups import all_gather, group_size
+from parallel_rl.validation import checks_values
+from parallel_rl.vocab.backends.torch_backend import (
+    _grad,
+    _rows_per_block,
+    combine_parts,
+    math_dtype,
+    shard_stats,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.function import FunctionCtx
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.vocab.backends.choice import Backend
+    from parallel_rl.vocab.shards import ShardRange
+
+
+def gather_columns(
+    logits: Tensor,
+    ids: Tensor,
+    span: ShardRange,
+    group: ProcessGroup | None = None,
+    *,
+    keep: Tensor | None = None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Each row's logits at its own global columns, over the temperature, from vocabulary shards; differentiable.
+
+        out[t, k] = z[t, ids[t, k]] / temperature
+
+    Forward: one all-reduce of [T, K], which adds zeros to the owner's number, so all ranks hold the same bits. Backward:
+    a local scatter, no collective: every tensor rank computes the same loss.
+
+    Args:
+        logits: [T, V/tp] this rank's columns, any float dtype.
+        ids: [T, K] integers, the same on all ranks of the group.
+        span: which columns these are, see `shard_range`.
+        group: tensor-parallel group; None is one shard.
+        keep: [T] bool; a row without it is 0 with gradient 0, whatever its logits and ids hold. None keeps all.
+
+    Returns:
+        [T, K] in max(float32, the logits' dtype).
+
+    Raises:
+        ValueError: shapes or dtypes; an id outside the vocabulary in a kept row (where values are checked).
+    """
+    keep = torch.ones(ids.shape[:1], dtype=torch.bool, device=ids.device) if keep is None else keep
+    place, here = _local(logits, ids, keep, span)
+    gathered: Tensor = _Columns.apply(logits, place, here, 1.0 / temperature, group)
+    return gathered
+
+
+def column_log_probs(
+    logits: Tensor,
+    ids: Tensor,
+    keep: Tensor,
+    span: ShardRange,
+    group: ProcessGroup | None = None,
+    *,
+    temperature: float = 1.0,
+    consume_logits: bool = False,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of each row's own columns under softmax(z / temperature) over the whole vocabulary, and its entropy.
+
+    One all-gather of [T, 4] and one all-reduce of [T, K] floats forward. Backward: no collective; the gradient of both is
+    summed before it is rounded to the logits' dtype.
+
+    Args:
+        logits: [T, V/tp]. ids: [T, K]. keep: [T] bool. span, group: all as of `gather_columns`.
+        consume_logits: the backward writes the gradient over the logits.
+
+    Returns:
+        [T, K] and [T] in max(float32, the logits' dtype), both 0 with gradient 0 in rows that are not kept.
+
+    Raises:
+        ValueError: as `gather_columns`.
+    """
+    place, here = _local(logits, ids, keep, span)
+    inv_t = torch.full((1, 1), 1.0 / temperature, dtype=math_dtype(logits.dtype), device=logits.device)
+    columns, entropy = _ColumnLogProbs.apply(
+        logits, place, here, keep, inv_t, span.valid, group, consume_logits, backend
+    )
+    return columns, entropy
+
+
+def _local(logits: Tensor, ids: Tensor, keep: Tensor, span: ShardRange) -> tuple[Tensor, Tensor]:
+    """Each id's column of this shard (0 where it is not here), and whether it is here, in a kept row."""
+    if logits.dim() != 2 or ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
+        raise ValueError(f"logits [T, V/tp] and ids [T, K] must agree, got {list(logits.shape)} and {list(ids.shape)}")
+    check_columns("ids", torch.where(keep[:, None], ids, 0), span.vocab_size)
+    local = ids.to(torch.int64) - span.start
+    here = (local >= 0) & (local < span.valid) & keep[:, None]
+    return torch.where(here, local, 0), here
+
+
+def check_columns(name: str, ids: Tensor, vocab_size: int) -> None:
+    """Every id lies in the vocabulary, where values are checked.
+
+    Raises:
+        ValueError: one that does not, with its place; ids that are no integers.
+    """
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} must hold integers, got {ids.dtype}")
+    if not checks_values(ids):
+        return
+    wrong = (ids < 0) | (ids >= vocab_size)
+    if bool(wrong.any()):
+        where = [int(i) for i in wrong.nonzero()[0]]
+        raise ValueError(f"{name} = {int(ids[tuple(where)])} at {where} lies outside the vocabulary [0, {vocab_size})")
+
+
+@torch.no_grad()
+def top_columns(logits: Tensor, k: int, span: ShardRange, group: ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+    """The k largest logits of each row and their global ids: what a teacher's forward pass stores for distillation.
+
+    Each shard's own largest, then two all-gathers of [T, k]. Of equal logits the one with the smaller id comes first, so that
+    every split of the vocabulary gives the same.
+
+    Args:
+        logits: [T, V/tp]. k: at most `span.vocab_size`. span, group: as of `gather_columns`.
+
+    Returns:
+        Values [T, k] in max(float32, the logits' dtype), falling, and ids [T, k] int64; the same on all ranks.
+
+    Raises:
+        ValueError: k outside [1, vocab_size].
+    """
+    if not 1 <= k <= span.vocab_size:
+        raise ValueError(f"k = {k} must lie in [1, vocab_size = {span.vocab_size}]")
+    rows, mine = logits.shape[0], min(k, span.valid)
+    best = logits.new_full((rows, k), -torch.inf, dtype=math_dtype(logits.dtype))
+    ids = torch.full((rows, k), span.vocab_size, dtype=torch.int64, device=logits.device)
+    if mine > 0:
+        values, columns = _top_of_shard(logits[:, : span.valid], mine)
+        best[:, :mine], ids[:, :mine] = values.to(best.dtype), columns + span.start
+    best, ids = (all_gather(part, group).transpose(0, 1).flatten(1) for part in (best, ids))
+    # a shard's filling may tie with a real −inf: the smaller id is the real one
+    order = ids.argsort(dim=1, stable=True)
+    best, ids = best.gather(1, order), ids.gather(1, order)
+    order = best.argsort(dim=1, descending=True, stable=True)[:, :k]
+    return best.gather(1, order), ids.gather(1, order)
+
+
+def _top_of_shard(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row; of those that equal the k-th, the ones with the smallest columns (`topk` takes any)."""
+    if k == 1:
+        values, columns = z.max(1, keepdim=True)  # the first of equals
+        return values, columns
+    values, columns = z.topk(k, dim=1)
+    last = values[:, -1:]
+    above = (values > last).sum(1, keepdim=True)
+    numbers = torch.arange(z.shape[1], dtype=torch.int32, device=z.device)
+    for i in range(0, len(z), block := _rows_per_block(z)):
+        rows = slice(i, i + block)
+        equal = torch.where(z[rows] == last[rows], numbers, z.shape[1])
+        first = equal.topk(k, dim=1, largest=False).values
+        place = torch.arange(k, device=z.device) - above[rows]
+        columns[rows] = torch.where(place < 0, columns[rows], first.gather(1, place.clamp(min=0)).to(torch.int64))
+    return values, columns
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, z: Tensor, place: Tensor, here: Tensor, scale: float, group: ProcessGroup | None
+    ) -> Tensor:
+        ctx.save_for_backward(place, here)
+        ctx.shape, ctx.dtype, ctx.scale = z.shape, z.dtype, scale  # type: ignore[attr-defined]
+        dtype = math_dtype(z.dtype)
+        if z.shape[1] == 0:  # an empty shard of an uneven split
+            values = torch.zeros(place.shape, dtype=dtype, device=z.device)
+        else:
+            values = torch.where(here, z.gather(1, place).to(dtype) * scale, 0.0)
+        if group_size(group) > 1:
+            dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError("gathered columns have no second derivative; call backward without create_graph=True")
+        place, here = ctx.saved_tensors  # type: ignore[attr-defined]
+        dz = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)  # type: ignore[attr-defined]
+        if dz.shape[1] > 0:
+            # a column that is not here adds 0 to column 0
+            dz.scatter_add_(1, place, torch.where(here, grad * ctx.scale, 0.0).to(dz.dtype))  # type: ignore[attr-defined]
+        return dz, None, None, None, None
+
+
+class _ColumnLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        z: Tensor,
+        place: Tensor,
+        here: Tensor,
+        keep: Tensor,
+        inv_t: Tensor,
+        valid: int,
+        group: ProcessGroup | None,
+        consume: bool,
+        backend: Backend,
+    ) -> tuple[Tensor, Tensor]:
+        nowhere = torch.full((z.shape[0],), -1, device=z.device)
+        parts = shard_stats(z[:, :valid], nowhere, inv_t, entropy=True, backend=backend)
+        top, log_a, _, entropy = combine_parts(all_gather(parts, group), inv_t, entropy=True)
+        assert entropy is not None
+        values = torch.zeros(place.shape, dtype=inv_t.dtype, device=z.device)
+        if valid > 0:
+            log_p = (z.gather(1, place).to(inv_t.dtype) - top[:, None]) * inv_t - log_a[:, None]
+            values = torch.where(here, log_p, 0.0)
+        if group_size(group) > 1:
+            dist.all_reduce(values, group=group)
+        ctx.save_for_backward(z, place, here, keep, inv_t, top, log_a, entropy)
+        ctx.valid, ctx.consume, ctx.consumed = valid, consume, False  # type: ignore[attr-defined]
+        return values, torch.where(keep, entropy, 0.0)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, g_columns: Tensor, g_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError("column log-probs have no second derivative; call backward without create_graph=True")
+        if ctx.consumed:  # type: ignore[attr-defined]
+            raise RuntimeError(
+                "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
+            )
+        z, place, here, keep, inv_t, top, log_a, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
+        valid, ctx.consumed = ctx.valid, ctx.consume  # type: ignore[attr-defined]
+        scale = inv_t[:, 0]
+        c0, c1 = (-g_columns.sum(1) - g_entropy * entropy) * scale, -g_entropy * scale
+        rows = torch.stack([top, log_a, c0, c1], 1)
+        at_columns = torch.where(here, g_columns * inv_t, 0.0)
+        z = z.detach()
+        dz = z if ctx.consumed else torch.empty_like(z, memory_format=torch.contiguous_format)  # type: ignore[attr-defined]
+        dz[:, valid:] = 0
+        block = _rows_per_block(z[:, :valid]) if valid else 1
+        for i in range(0, z.shape[0] if valid else 0, block):
+            part = slice(i, i + block)
+            # in the dtype of the mathematics: two roundings, one of each gradient, could be all that is left
+            both = _grad(z[part, :valid], inv_t, rows[part], keep[part])
+            dz[part, :valid] = both.scatter_add_(1, place[part], at_columns[part]).to(dz.dtype)
+        return dz, *(None,) * 8

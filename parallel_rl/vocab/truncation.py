@@ -1,0 +1,235 @@
+"""Log-probs under a truncated policy, from vocabulary shards: top-k, top-p (nucleus), or the sampler's recorded kept sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.validation import agreed_check, shape_numbers
+from parallel_rl.vocab.backends.torch_backend import _rows_per_block
+from parallel_rl.vocab.shards import ShardRange, shard_range
+from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_targets, stats_of_shard
+from parallel_rl.vocab.threshold import kept_floor
+from parallel_rl.vocab.topk import check_columns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.function import FunctionCtx
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.vocab.backends.choice import Backend
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Which words a row keeps; by default all. The order is temperature, top-k, top-p, as samplers have it.
+
+    Attributes:
+        top_k: the k largest logits, and what equals the k-th.
+        top_p: of these the largest that together hold the fraction p: a word stays where all larger ones hold less than p.
+        kept_sets: the words that the sampler recorded for each token, and the token itself.
+
+    Raises:
+        ValueError: k < 1, p outside (0, 1], a recorded set beside a rule.
+    """
+
+    top_k: int | None = None
+    top_p: float | None = None
+    kept_sets: bool = False
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+            raise ValueError(f"top_k = {self.top_k!r} must be a whole number of words >= 1; None keeps all")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p!r} must lie in (0, 1]; None keeps all")
+        if self.kept_sets and (self.top_k, self.top_p) != (None, None):
+            raise ValueError(
+                f"kept_sets = True replays what the sampler kept: top_k = {self.top_k} and top_p = {self.top_p} would "
+                "have no effect; give one or the other"
+            )
+
+    def __bool__(self) -> bool:
+        return self.kept_sets or (self.top_k, self.top_p) != (None, None)
+
+    def check(self, vocab_size: int) -> None:
+        """Against the size of the vocabulary.
+
+        Raises:
+            ValueError: k > V.
+        """
+        if self.top_k is not None and self.top_k > vocab_size:
+            raise ValueError(f"top_k = {self.top_k} is more than the vocabulary's {vocab_size} words; None keeps all")
+
+
+def truncated_token_stats(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    kept_ids: Tensor | None = None,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    temperature: float | Tensor = 1.0,
+    ignore_index: int = IGNORE_INDEX,
+    entropy: bool = True,
+    consume_logits: bool = False,
+    backend: Backend = "auto",
+) -> TokenStats:
+    """`token_stats` of softmax(z / temperature) restricted to what top-k, then top-p, or a recorded set keeps.
+
+        log p_y = z_y/T − lse       lse = log Σ_{v kept} e^{z_v/T}       −inf where y is not kept
+
+    Ties with the last kept word stay, and the largest one always. The threshold is found without sorting or gathering: 7 small
+    all-reduces of [tokens, 8] integers for 16-bit logits and 12 for float32, beside the one of the statistics; it is the same
+    for every split of the vocabulary. Gradients pass through the kept logits; the kept set is a constant.
+
+    Args:
+        logits, targets, group, vocab_size, vocab_start, temperature, ignore_index, entropy, consume_logits, backend: as of
+            `token_stats`. Without consume_logits one copy of the logits is made; with it they hold −inf afterwards where a
+            word was dropped, until the backward writes the gradient there.
+        top_k, top_p: see `Truncation`.
+        kept_ids: [..., K] instead of the rules: each token's recorded kept set, global ids, once each, filled up with −1. The
+            target counts as kept.
+
+    Returns:
+        `TokenStats`; a target that is not kept has log-prob −inf with gradient 0, its entropy and lse are of the kept set.
+
+    Raises:
+        ValueError: what `token_stats` raises; k outside [1, V], p outside (0, 1], no rule at all, or rules beside `kept_ids`.
+
+    Nucleus sampling: Holtzman et al., "The curious case of neural text degeneration", arXiv 1904.09751.
+    """
+    span, truncation = ShardRange(0, 0, 0), Truncation()
+
+    def check() -> None:
+        nonlocal span, truncation
+        check_logits(logits, consume_logits, backend, temperature)
+        span = shard_range(logits.shape[-1], group, vocab_size, vocab_start)
+        truncation = Truncation(top_k, top_p, kept_ids is not None)
+        if not truncation:
+            raise ValueError("give top_k, top_p or kept_ids; without any of them call token_stats")
+        truncation.check(span.vocab_size)
+        if targets.shape != logits.shape[:-1] or targets.is_floating_point():
+            raise ValueError(
+                f"targets must be integers {list(logits.shape[:-1])}, got {targets.dtype} {list(targets.shape)}"
+            )
+        if isinstance(temperature, torch.Tensor) and temperature.shape not in (targets.shape, torch.Size([])):
+            raise ValueError(f"temperature must be a number or {list(targets.shape)}, got {list(temperature.shape)}")
+        check_targets(targets, span.vocab_size, ignore_index)
+        if kept_ids is not None:
+            check_kept_ids(kept_ids, targets != ignore_index, span.vocab_size)
+
+    agreed_check(check, [group], logits, shape_numbers(logits, vocab_size))
+    return truncated_stats_of_shard(
+        logits, targets, targets != ignore_index, span, group, temperature, entropy, consume_logits, backend, truncation,
+        kept_ids,
+    )  # fmt: skip
+
+
+def check_kept_ids(kept_ids: Tensor, valid: Tensor, vocab_size: int) -> None:
+    """[..., K] recorded kept sets of the tokens [...].
+
+    Raises:
+        ValueError: another shape; an id of a valid token outside the vocabulary that is not −1 (where values are checked).
+    """
+    if kept_ids.dim() != valid.dim() + 1 or kept_ids.shape[:-1] != valid.shape or kept_ids.shape[-1] < 1:
+        raise ValueError(f"kept_ids must be [{', '.join(map(str, valid.shape))}, K], got {list(kept_ids.shape)}")
+    used = valid[..., None] & (kept_ids != -1)
+    check_columns("kept_ids", torch.where(used, kept_ids, 0), vocab_size)
+
+
+def truncated_stats_of_shard(
+    logits: Tensor,
+    targets: Tensor,
+    keep: Tensor,
+    span: ShardRange,
+    group: ProcessGroup | None,
+    temperature: float | Tensor,
+    entropy: bool,
+    consume_logits: bool,
+    backend: Backend,
+    truncation: Truncation,
+    kept_ids: Tensor | None = None,
+) -> TokenStats:
+    """`truncated_token_stats` after its checks; `keep` [...] says which tokens count."""
+    size = targets.numel(), logits.shape[-1]
+    flat = logits.view(size) if consume_logits else logits.reshape(size)
+    if truncation.kept_sets:
+        assert kept_ids is not None
+        small, y = _kept_columns(flat, targets.reshape(-1), kept_ids.flatten(0, -2), span, consume_logits)
+        of = ShardRange(0, small.shape[1], small.shape[1])
+        stats = stats_of_shard(small, y.view(targets.shape), keep, of, group, temperature, entropy, False, backend)
+    else:
+        floor = _floor(flat.detach(), truncation, span, group, temperature, backend)
+        kept: Tensor = _DropBelow.apply(flat, floor, span.valid, consume_logits)
+        kept = kept.view(logits.shape)
+        stats = stats_of_shard(kept, targets, keep, span, group, temperature, entropy, consume_logits, backend)
+    outside = stats.logprobs == -torch.inf
+    return stats._replace(logprobs=torch.where(outside, -torch.inf, stats.logprobs))
+
+
+def _floor(
+    z: Tensor,
+    truncation: Truncation,
+    span: ShardRange,
+    group: ProcessGroup | None,
+    temperature: float | Tensor,
+    backend: Backend,
+) -> Tensor:
+    if isinstance(temperature, torch.Tensor):
+        inv_t = temperature.double().reciprocal().reshape(-1, 1)
+    else:
+        inv_t = torch.full((1, 1), 1.0 / temperature, dtype=torch.float64, device=z.device)
+    return kept_floor(z[:, : span.valid], truncation.top_k, truncation.top_p, inv_t, span.vocab_size, group, backend)
+
+
+class _DropBelow(torch.autograd.Function):
+    """−inf below each row's floor. Those logits have probability 0, so their gradient arrives as 0 already."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, z: Tensor, floor: Tensor, valid: int, in_place: bool) -> Tensor:
+        out = z.detach() if in_place else z.detach().clone(memory_format=torch.contiguous_format)
+        real, block = out[:, :valid], _rows_per_block(out) if out.shape[1] else max(1, len(out))
+        for i in range(0, len(out), block):  # the mask is never whole
+            part = real[i : i + block]
+            part.masked_fill_(part < floor[i : i + block], -torch.inf)
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, None, None, None
+
+
+def _kept_columns(
+    z: Tensor, targets: Tensor, kept_ids: Tensor, span: ShardRange, consume: bool
+) -> tuple[Tensor, Tensor]:
+    """The kept logits that this shard has, [T, K + 1], the others −inf; the target is the last column, or −1 elsewhere.
+
+    A row of them is a shard of the truncated distribution, whatever the order.
+    """
+    ids = torch.cat([torch.where(kept_ids == targets[:, None], -1, kept_ids), targets[:, None]], 1).to(torch.int64)
+    local = ids - span.start
+    here = (ids >= 0) & (local >= 0) & (local < span.valid)
+    if not z.shape[1]:
+        return z.new_full(ids.shape, -torch.inf) + z.sum(), torch.full_like(targets, -1)
+    small: Tensor = _Gather.apply(z, torch.where(here, local, 0), here, consume)
+    return small, torch.where(here[:, -1], ids.shape[1] - 1, -1)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, z: Tensor, place: Tensor, here: Tensor, consume: bool) -> Tensor:
+        ctx.save_for_backward(z if consume else z.new_empty(0), place, here)
+        ctx.shape, ctx.consume = z.shape, consume  # type: ignore[attr-defined]
+        return torch.where(here, z.gather(1, place), -torch.inf)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        z, place, here = ctx.saved_tensors  # type: ignore[attr-defined]
+        dz = z.detach().zero_() if ctx.consume else grad.new_zeros(ctx.shape)  # type: ignore[attr-defined]
+        # a column that is not here adds 0 to column 0
+        return dz.scatter_add_(1, place, torch.where(here, grad, 0)), None, None, None

@@ -1,0 +1,111 @@
+"""The fused head refuses what does not fit, what it cannot do twice, and what its budget cannot hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel_rl import linear_token_stats
+from parallel_rl.validation import validation
+from tests.vocab.linear_cases import D, N, V, make
+
+HIDDEN, WEIGHT, TARGETS = torch.zeros(N, D), torch.zeros(V, D), torch.zeros(N, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(V, D + 1)}, f"calls for \\[V/tp, {D}\\]"),
+        ({"weight": torch.zeros(V)}, "calls for"),
+        ({"weight": torch.zeros(V, D).double()}, "must be alike"),
+        ({"hidden": torch.zeros(N, D).long()}, "floating point"),
+        ({"hidden": torch.zeros(D)}, "\\[..., D\\]"),
+        ({"bias": torch.zeros(V + 1)}, "one a row of the weight"),
+        ({"targets": TARGETS[1:]}, "targets must be integers"),
+        ({"targets": TARGETS.float()}, "targets must be integers"),
+        ({"targets": TARGETS + V}, "outside the vocabulary"),
+        ({"softcap": 0.0}, "softcap = 0.0 must be positive"),
+        ({"temperature": 0.0}, "must be positive"),
+        ({"mode": "fast"}, "'fast' is not valid"),
+        ({"mode": "in_forward"}, "needs an objective"),
+        ({"budget": 0}, "positive number of bytes"),
+        ({"budget": 100}, "too small for one row"),
+        ({"rows": -1}, "rows = -1"),
+        ({"rows": 3}, f"rows = 3, but {N} rows"),
+        ({"sequence_parallel": True}, "splits hidden over a tensor group"),
+        ({"main_grad_factor": 1.0}, "needs weight.main_grad"),
+        ({"vocab_start": 2}, "needs vocab_size"),
+        ({"backend": "fast"}, "'fast' is not valid"),
+    ],
+)
+def test_what_does_not_fit(change: dict, message: str) -> None:
+    given = {"hidden": HIDDEN, "weight": WEIGHT, "targets": TARGETS, **change}
+    with pytest.raises(ValueError, match=message):
+        linear_token_stats(**given)
+
+
+def test_float16_and_in_forward() -> None:
+    with pytest.raises(ValueError, match="float16"):
+        linear_token_stats(
+            HIDDEN.half(), WEIGHT.half(), TARGETS, mode="in_forward", objective=lambda stats: stats.logprobs.sum()
+        )
+
+
+def test_more_rows_than_the_bound_are_not_silent_where_values_are_not_looked_at() -> None:
+    with validation("never"):
+        stats = linear_token_stats(HIDDEN, WEIGHT, TARGETS, rows=3)
+    assert bool(stats.logprobs.isnan().all())
+
+
+@pytest.mark.parametrize("mode", ["in_forward", "resident"])
+def test_a_second_backward_is_refused_where_the_first_used_something_up(mode: str) -> None:
+    problem = make()
+    hidden = problem.hidden.clone().requires_grad_()
+    loss = linear_token_stats(
+        hidden,
+        problem.weight,
+        problem.targets,
+        mode=mode,
+        objective=lambda stats: stats.logprobs.sum(),  # type: ignore[arg-type]
+    ).loss
+    assert loss is not None
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="mode='recompute' allows a second one"):
+        loss.backward()
+
+
+def test_recompute_allows_a_second_backward() -> None:
+    problem = make()
+    hidden = problem.hidden.clone().requires_grad_()
+    total = linear_token_stats(hidden, problem.weight, problem.targets, mode="recompute").logprobs.sum()
+    total.backward(retain_graph=True)
+    assert hidden.grad is not None
+    first = hidden.grad.clone()
+    total.backward()
+    assert torch.equal(hidden.grad, 2 * first)
+
+
+@pytest.mark.parametrize("mode", ["in_forward", "resident", "recompute"])
+def test_double_backward_is_refused(mode: str) -> None:
+    problem = make()
+    hidden = problem.hidden.clone().requires_grad_()
+    loss = linear_token_stats(
+        hidden,
+        problem.weight,
+        problem.targets,
+        mode=mode,
+        objective=lambda stats: stats.logprobs.sum(),  # type: ignore[arg-type]
+    ).loss
+    assert loss is not None
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_operands_changed_before_the_backward_are_noticed() -> None:
+    problem = make()
+    weight = problem.weight.clone().requires_grad_()
+    total = linear_token_stats(problem.hidden, weight, problem.targets, mode="recompute").logprobs.sum()
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()

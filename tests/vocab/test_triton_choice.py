@@ -1,0 +1,76 @@
+"""Which backend runs, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from parallel_rl import NLLLoss, token_stats
+from parallel_rl.vocab.backends import choice
+from parallel_rl.vocab.backends.choice import Backend, check_backend, runs_on_triton
+
+
+class OnCard:
+    """Logits on a card, as far as the choice looks at them."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_triton_by_itself_on_a_card_only(dtype: torch.dtype) -> None:
+    with patch.object(choice, "_INSTALLED", True):
+        assert runs_on_triton(OnCard(dtype), "auto")  # type: ignore[arg-type]
+        assert not runs_on_triton(torch.zeros(1, 1, dtype=dtype), "auto")
+        for backend in ("compiled", "eager"):
+            assert not runs_on_triton(OnCard(dtype), backend)  # type: ignore[arg-type]
+    with patch.object(choice, "_INSTALLED", False):
+        assert not runs_on_triton(OnCard(dtype), "auto")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_float64_never(backend: Backend) -> None:
+    assert not runs_on_triton(OnCard(torch.float64), backend)  # type: ignore[arg-type]
+
+
+def test_triton_is_refused_without_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_INTERPRETED", False)
+    logits, targets = torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match='"triton" needs logits on a CUDA device, got cpu'):
+        token_stats(logits, targets, backend="triton")
+    data = {
+        "input_ids": torch.zeros(1, 2, dtype=torch.int64),
+        "token_mask": torch.ones(1, 2),
+        "sample_mask": torch.ones(1),
+    }
+    with pytest.raises(ValueError, match="needs logits on a CUDA device"):
+        NLLLoss(backend="triton")(torch.zeros(1, 2, 4), data, torch.tensor(1), torch.tensor(1))
+    monkeypatch.setattr(choice, "_INTERPRETED", True)
+    check_backend("triton", logits.device)
+
+
+def test_triton_that_is_not_installed_is_named() -> None:
+    with (
+        patch.object(choice, "_INSTALLED", False),
+        pytest.raises(ValueError, match=r"pip install \"parallel-rl\[triton\]\""),
+    ):
+        check_backend("triton", torch.device("cuda"))
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ValueError, match="backend = 'cuda' is not valid; choose one of auto, triton, compiled, eager"):
+        token_stats(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), backend="cuda")  # type: ignore[arg-type]
+
+
+def test_the_package_itself_needs_no_triton() -> None:
+    code = (
+        "import sys, parallel_rl, parallel_rl.vocab.backends.triton, parallel_rl.vocab.backends.passes; "
+        "assert 'triton' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)

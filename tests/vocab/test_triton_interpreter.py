@@ -1,0 +1,25 @@
+"""The Triton kernels without a card: `triton_cases` under Triton's interpreter, which only a fresh process can turn on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.9")  # older interpreters do not loop between computed bounds
+CASES = Path(__file__).parent / "triton_cases"
+
+
+@pytest.mark.parametrize("cases", ["kernels", "traps", "operators", "ranks"])
+def test_under_the_interpreter(cases: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-p", "no:cacheprovider", "-W", "ignore"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(
+        [*command, str(CASES / f"{cases}.py")], env=environment, cwd=CASES.parents[2], capture_output=True, text=True,
+        timeout=600,
+    )  # fmt: skip
+    last = ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ""
+    assert ran.returncode == 0 and " passed" in last and "skipped" not in last, ran.stdout[-8000:] + ran.stderr[-2000:]
