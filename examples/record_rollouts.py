@@ -21,10 +21,10 @@ def main(file: Path) -> None:
             "evaluation": "null",
             "data.held_out": "null",
             "warmup.steps": 100,
-            "grpo.steps": 20,
-            "grpo.prompts": 8,
-            "grpo.group_size": 4,
-            "grpo.record": "true",
+            "rl.steps": 20,
+            "rl.prompts": 8,
+            "rl.group_size": 4,
+            "rl.record": "true",
         }
         train(
             load_config(

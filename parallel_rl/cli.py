@@ -1,4 +1,4 @@
-"""The console script: `parallel-rl train CONFIG [--section.key value ...]`."""
+"""The console script: `parallel-rl train (CONFIG | --recipe NAME) [--section.key value ...]`, `parallel-rl recipes`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser(
         "train",
-        help="train by a YAML config, alone or under torchrun",
-        description="Trains by CONFIG. Any key can be overridden: --run.seed 1 --parallel.tensor 2 --grpo.optimizer.lr 1e-4",
+        help="train by a YAML config or a recipe, alone or under torchrun",
+        usage="parallel-rl train (CONFIG | --recipe NAME) [--section.key value ...]",
+        description="Trains by CONFIG, a YAML file (see configs/), or by a recipe. Any key can be overridden: "
+        "--run.seed 1 --parallel.tensor 2 --rl.optimizer.lr 1e-4",
         allow_abbrev=False,
     )
-    train.add_argument("config", help="YAML file, see configs/")
-    known, overrides = parser.parse_known_args(arguments)
-    return _train(known.config, overrides)
+    train.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
+    commands.add_parser("recipes", help="list the recipes")
+    known, rest = parser.parse_known_args(arguments)
+    if known.command == "train":
+        return _train(known.recipe, rest)
+    if rest:
+        return _refuse(ValueError(f"{rest[0]!r} is not an argument of `parallel-rl recipes`"))
+    return _recipes()
 
 
-def _train(path: str, overrides: Sequence[str]) -> int:
+def _recipes() -> int:
+    from parallel_rl.recipes import recipes, summary
+
+    for name, path in recipes().items():
+        print(f"{name:30} {summary(path)}")
+    return 0
+
+
+def _train(recipe: str | None, rest: Sequence[str]) -> int:
     # torch and Megatron are imported only here, so that --help answers at once.
-    from parallel_rl.training.config import data_parallel_size
     from parallel_rl.training.load import load_config
+    from parallel_rl.training.sections import data_parallel_size
 
     try:
+        path, overrides = _source(recipe, rest)
         config = load_config(path, overrides)
         data_parallel_size(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
     except ValueError as error:
@@ -49,6 +65,20 @@ def _train(path: str, overrides: Sequence[str]) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
+
+
+def _source(recipe: str | None, rest: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The config's file, and the overrides."""
+    from parallel_rl.recipes import find_recipe
+
+    given = bool(rest) and not rest[0].startswith("--")
+    if recipe is not None:
+        if given:
+            raise ValueError(f"{rest[0]!r} beside --recipe {recipe}: give a config file or a recipe")
+        return str(find_recipe(recipe)), rest
+    if not given:
+        raise ValueError("there is no config: write parallel-rl train CONFIG, or parallel-rl train --recipe NAME")
+    return rest[0], rest[1:]
 
 
 def _refuse(error: ValueError) -> int:

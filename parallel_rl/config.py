@@ -12,17 +12,19 @@ from typing import ClassVar, Literal, TypeVar, Union, get_args, get_origin
 ConfigT = TypeVar("ConfigT")
 
 
-def configure(cls: type[ConfigT], value: ConfigT | Mapping | None = None, where: str = "") -> ConfigT:
+def configure(cls: type[ConfigT], value: ConfigT | Mapping | str | None = None, where: str = "") -> ConfigT:
     """The dataclass `cls` from an instance, a mapping (nested mappings for nested dataclasses) or None (all defaults).
 
     Args:
-        cls: a dataclass; its `__post_init__` checks what concerns several keys.
+        cls: a dataclass, whose `__post_init__` checks what concerns several keys; or a family of `Variants`, chosen by name.
         value: an instance of `cls` (returned as it is, its fields' types looked at), a mapping of its field names, or None.
         where: dotted path of this value in the whole config, for the error messages.
 
     Raises:
         ValueError: unknown key (with the nearest valid one), missing required key, or a value of the wrong type.
     """
+    if isinstance(cls, type) and issubclass(cls, Variants) and not hasattr(cls, "name"):
+        return _choose(cls, value, where or cls.__name__)
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     if isinstance(value, cls):
@@ -66,8 +68,9 @@ class Variants:
     name: ClassVar[str]
 
     def __init_subclass__(cls, name: str | None = None) -> None:
-        if name is None:
+        if Variants in cls.__bases__:
             cls.variants = {}
+        if name is None:  # the family itself, or what several of its variants share
             return
         if name in cls.variants:
             raise ValueError(f"{name!r} names {cls.variants[name].__name__} already")

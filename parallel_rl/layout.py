@@ -12,7 +12,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.distributed as dist
 
+from parallel_rl.groups import group_size
 from parallel_rl.reduce import group_sum
 from parallel_rl.validation import checks_values
 
@@ -189,6 +191,13 @@ class SequenceLayout:
         """Sums [T_local] over each sequence, over all context ranks: [B], in float64 inside, differentiable."""
         local = _SegmentSum.apply(x.to(torch.float64), self.offsets, self.sequence_ids)
         return group_sum(local, context_group).to(x.dtype)
+
+    def segment_max(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
+        """The largest of [T_local] in each sequence, over all context ranks: [B], −inf for an empty one; no gradient."""
+        most = x.new_full((self.shape[0],), -torch.inf).scatter_reduce(0, self.sequence_ids, x, "amax")
+        if group_size(context_group) > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=context_group)
+        return most
 
     def expand(self, per_sequence: Tensor) -> Tensor:
         """[B] to [T_local]: each position gets its sequence's value; the gradient is the local segment sum."""

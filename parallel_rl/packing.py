@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from parallel_rl.losses.base import LossFn
     from parallel_rl.reduce import Metrics
     from parallel_rl.statistics import Statistics
+    from parallel_rl.vocab.linear_input import LMHeadInput
 
 
 class SequencePackingLossWrapper:
@@ -48,7 +49,7 @@ class SequencePackingLossWrapper:
 
     def __call__(
         self,
-        next_token_logits: Tensor,
+        next_token_logits: Tensor | LMHeadInput,
         data: Mapping[str, Tensor],
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
@@ -67,7 +68,7 @@ class SequencePackingLossWrapper:
 
     def collect(
         self,
-        next_token_logits: Tensor,
+        next_token_logits: Tensor | LMHeadInput,
         data: Mapping[str, Tensor],
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,

@@ -25,9 +25,11 @@ class ValidCounts(NamedTuple):
     toks: Tensor
 
 
-def valid_tokens(data: Mapping[str, Tensor]) -> Tensor:
-    """[B, S] bool: the tokens that carry loss; a token without a predictor (column 0) never does."""
+def valid_tokens(data: Mapping[str, Tensor], shift: bool = True) -> Tensor:
+    """[B, S] bool: the tokens that carry loss; one without a predictor (column 0) never does, unless none is needed."""
     mask = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
+    if not shift:
+        return mask
     return torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
 
 
@@ -79,6 +81,18 @@ def _check_masks(batches: Sequence[Mapping[str, Tensor]]) -> None:
         rows, seqs = data["token_mask"].shape[0], data["sample_mask"].shape[0]
         if rows != seqs:
             raise ValueError(f"sample_mask has {seqs} rows, token_mask {rows}; they must be as many")
+
+
+def check_aggregation(mode: Aggregation, max_length: int | None) -> None:
+    """Refuses a constant length without `max_length`, and `max_length` without it.
+
+    Raises:
+        ValueError: either of them.
+    """
+    if max_length is not None and max_length < 1:
+        raise ValueError(f"max_length = {max_length} must be a positive number of tokens")
+    if (max_length is None) == (mode == "constant-length"):
+        raise ValueError(f"max_length = {max_length} goes with aggregation 'constant-length' only, and it needs one")
 
 
 def token_weights(

@@ -22,80 +22,40 @@ def logprobs_and_entropy(logits: Tensor, ids: Tensor, temperature: float = 1.0) 
     return torch.cat([zero, picked], 1), torch.cat([zero, entropy], 1)
 
 
-def _valid(data: dict[str, Tensor]) -> list[tuple[int, Tensor]]:
-    """(row, indices of its valid tokens) of rows with sample_mask."""
+def valid(data: dict[str, Tensor], column_0: bool = False) -> list[tuple[int, Tensor]]:
+    """(row, indices of its valid tokens) of rows with sample_mask; column 0 has no predictor."""
+    first = 0 if column_0 else 1
     rows = [i for i in range(len(data["sample_mask"])) if data["sample_mask"][i] != 0]
-    return [(i, 1 + data["token_mask"][i, 1:].nonzero()[:, 0]) for i in rows]
+    return [(i, first + data["token_mask"][i, first:].nonzero()[:, 0]) for i in rows]
 
 
-def _counts(data: dict[str, Tensor]) -> tuple[int, int]:
-    rows = _valid(data)
+def counts(data: dict[str, Tensor]) -> tuple[int, int]:
+    rows = valid(data)
     return max(len(rows), 1), max(sum(len(t) for _, t in rows), 1)
 
 
 def nll(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
     logp, _ = logprobs_and_entropy(logits, data["input_ids"])
-    _, n_tok = _counts(data)
-    rows = _valid(data)
-    loss = -sum(logp[i, t].sum() for i, t in rows) / n_tok
+    n_seq, n_tok = counts(data)
+    rows, loss = valid(data), logits.new_zeros(())
+    cutoff = config.get("cutoff_prob", 1.0)
+    for i, t in rows:
+        p = logp[i, t].detach().exp()
+        capped = torch.where(p > cutoff, math.log(cutoff), logp[i, t])
+        terms = {"none": logp[i, t], "probability": p * logp[i, t], "phi": p * (1 - p) * capped}
+        by_sequence = config.get("aggregation") == "seq-mean-token-mean"
+        total = terms[config.get("weighting", "none")].sum()
+        loss = loss - total / (n_seq * max(len(t), 1) if by_sequence else n_tok)
     unmasked = float(sum(len(t) for _, t in rows))
     return loss, {"loss": loss.item(), "num_unmasked_tokens": unmasked, "num_valid_samples": float(len(rows))}
-
-
-def _pairs(rewards: dict[int, Tensor], n_seq: int, beta: float) -> Result:
-    loss, metrics = 0.0, {"accuracy": 0.0, "rewards_chosen_mean": 0.0, "rewards_rejected_mean": 0.0}
-    pairs = n_seq / 2
-    for i in range(0, max(rewards, default=-1) + 1, 2):
-        if i in rewards and i + 1 in rewards:
-            chosen, rejected = rewards[i], rewards[i + 1]
-            loss = loss + torch.log1p(torch.exp(-beta * (chosen - rejected))) / pairs
-            metrics["accuracy"] += float(chosen > rejected) / pairs
-            metrics["rewards_chosen_mean"] += chosen.item() / pairs
-            metrics["rewards_rejected_mean"] += rejected.item() / pairs
-    return loss, metrics
-
-
-def preference(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
-    """`logits` [B, S, 1]; the reward of a row is at its last token of the mask, column 0 included."""
-    rewards = {}
-    for i in range(len(logits)):
-        places = data["token_mask"][i].nonzero()[:, 0]
-        if data["sample_mask"][i] != 0:
-            rewards[i] = logits[i, places[-1], 0] if len(places) else logits.new_zeros(())
-    loss, metrics = _pairs(rewards, _counts(data)[0], 1.0)
-    return loss, metrics | {"loss": torch.as_tensor(loss).item(), "num_valid_samples": len(rewards) / 2}
-
-
-def dpo(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
-    logp, _ = logprobs_and_entropy(logits, data["input_ids"])
-    reference = data["reference_policy_logprobs"]
-    if config.get("reference_logprobs_alignment") == "predictor":
-        reference = torch.cat([torch.zeros_like(reference[:, :1]), reference[:, :-1]], 1)
-    rewards, sft, n_seq = {}, 0.0, _counts(data)[0]
-    for i, t in _valid(data):
-        total = (logp[i, t] - reference[i, t]).sum()
-        rewards[i] = total / max(len(t), 1) if config.get("preference_average_log_probs") else total
-    for i, t in _valid(data):
-        if i % 2 == 0 and i + 1 in rewards:
-            sft = sft - logp[i, t].sum() / (max(len(t), 1) if config.get("sft_average_log_probs") else 1) / (n_seq / 2)
-    loss, metrics = _pairs(rewards, n_seq, config.get("reference_policy_kl_penalty", 0.05))
-    weight = config.get("sft_loss_weight", 0.0)
-    sft = sft if weight else torch.zeros(())
-    total = config.get("preference_loss_weight", 1.0) * loss + weight * sft
-    return total, metrics | {
-        "loss": torch.as_tensor(total).item(),
-        "preference_loss": torch.as_tensor(loss).item(),
-        "sft_loss": torch.as_tensor(sft).item(),
-        "num_valid_samples": len(rewards) / 2,
-    }
 
 
 def clipped_pg(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
     """Token by token over Python lists of sequences."""
     get = lambda key, default: config.get(key, default)  # noqa: E731
     logp, entropy = logprobs_and_entropy(logits, data["input_ids"])
-    n_seq, n_tok = _counts(data)
-    rows = _valid(data)
+    n_seq, n_tok = counts(data)
+    rows = valid(data)
     beta = 0.0 if get("use_kl_in_reward", False) else get("reference_policy_kl_penalty", 0.01)
     kl_in, kl_out = get("kl_input_clamp_value", 20.0), get("kl_output_clamp_value", 10.0)
     low, high = 1 - get("ratio_clip_min", 0.2), 1 + get("ratio_clip_max", 0.2)

@@ -242,7 +242,7 @@ def test_configs_are_frozen_and_of_the_right_kind() -> None:
         ValueError, match=r"unknown key ratio_clip_mx = 0.3 in ClippedPGLossConfig; did you mean 'ratio_clip_ma"
     ):
         ClippedPGLossFn({"ratio_clip_mx": 0.3})
-    with pytest.raises(ValueError, match="unknown key beta = 1 in NoConfig"):
+    with pytest.raises(ValueError, match="unknown key beta = 1 in NLLLossConfig"):
         NLLLoss({"beta": 1})
     with pytest.raises(ValueError, match=r"unknown key beta = 0.1 in DPOLossConfig"):
         get_loss("dpo")({"beta": 0.1})

@@ -2,7 +2,71 @@
 
 from parallel_rl.losses.clipped_pg import ClippedPGLossFn
 from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
-from parallel_rl.losses.nll import NLLLoss
-from parallel_rl.losses.preference import DPOLossConfig, DPOLossFn, PreferenceLoss
+from parallel_rl.losses.distillation import (
+    DistillationLossConfig,
+    DistillationLossFn,
+    FullDistillationLossConfig,
+    FullDistillationLossFn,
+)
+from parallel_rl.losses.kto import KTOLossConfig, KTOLossFn
+from parallel_rl.losses.mix import MixLossConfig, MixLossFn, MuSchedule, MuScheduleConfig
+from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
+from parallel_rl.losses.policy import PolicyLossFn
+from parallel_rl.losses.policy_config import (
+    ImportanceConfig,
+    KLConfig,
+    OffPolicyMaskConfig,
+    PolicyLossConfig,
+    RejectionConfig,
+    RejectionRule,
+)
+from parallel_rl.losses.preference import DPOLossConfig, DPOLossFn
+from parallel_rl.losses.prm import PRMLossConfig, PRMLossFn
+from parallel_rl.losses.reference_free import (
+    CPOLossConfig,
+    CPOLossFn,
+    ORPOLossConfig,
+    ORPOLossFn,
+    SimPOLossConfig,
+    SimPOLossFn,
+)
+from parallel_rl.losses.reward import PreferenceLoss, PreferenceLossConfig
+from parallel_rl.losses.value import ValueLossConfig, ValueLossFn
 
-__all__ = ["ClippedPGLossConfig", "ClippedPGLossFn", "DPOLossConfig", "DPOLossFn", "NLLLoss", "PreferenceLoss"]
+__all__ = [
+    "ClippedPGLossConfig",
+    "ClippedPGLossFn",
+    "DPOLossConfig",
+    "DPOLossFn",
+    "DistillationLossConfig",
+    "DistillationLossFn",
+    "FullDistillationLossConfig",
+    "FullDistillationLossFn",
+    "MixLossConfig",
+    "MixLossFn",
+    "MuSchedule",
+    "MuScheduleConfig",
+    "NLLLoss",
+    "NLLLossConfig",
+    "PreferenceLoss",
+    "PreferenceLossConfig",
+    "SimPOLossConfig",
+    "SimPOLossFn",
+    "CPOLossConfig",
+    "CPOLossFn",
+    "ORPOLossConfig",
+    "ORPOLossFn",
+    "KTOLossConfig",
+    "KTOLossFn",
+    "PRMLossConfig",
+    "PRMLossFn",
+    "ValueLossConfig",
+    "ValueLossFn",
+    "PolicyLossFn",
+    "PolicyLossConfig",
+    "KLConfig",
+    "ImportanceConfig",
+    "OffPolicyMaskConfig",
+    "RejectionConfig",
+    "RejectionRule",
+]

@@ -15,12 +15,16 @@ from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.batch import TokenBatch
 from parallel_rl.losses.checks import Fields, check_data, check_lengths
+from parallel_rl.losses.fused_head import check_fused_head, project
+from parallel_rl.losses.truncated_head import check_truncated_head, read_truncated_head, with_dropped
 from parallel_rl.reduce import Metrics, ValidCounts, valid_tokens
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import agreed_check, checks_values, shape_numbers
 from parallel_rl.vocab.backends.torch_backend import Backend
+from parallel_rl.vocab.linear_input import LMHeadInput, split_output
 from parallel_rl.vocab.shards import shard_range
 from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
+from parallel_rl.vocab.truncation import Truncation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,6 +46,7 @@ class VocabOptions:
     temperature: float = 1.0
     consume_logits: bool = False
     backend: Backend = "auto"
+    truncation: Truncation = Truncation()  # noqa: RUF009 (frozen)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ class LossFn(ABC, Generic[ConfigT]):
         temperature: the policy is softmax(logits / temperature).
         consume_logits: the backward writes the gradient over the logits.
         backend: of the token statistics, see `token_stats`.
+        top_k, top_p: of the sampler, for a loss on a policy that is truncated as it was when the tokens were drawn. A token
+            that the current policy does not keep, or whose prev_logprobs or generation_logprobs is −inf, leaves the mask;
+            it stays in the step's denominators, and the metric dropped_tokens counts it. Log-probs that are compared with
+            an unfiltered reference are unfiltered.
+        kept_sets: the words that the sampler kept are in the field kept_ids [B, S, K], filled up with −1; instead of the two.
     """
 
     config_class: type[ConfigT]
@@ -84,12 +94,23 @@ class LossFn(ABC, Generic[ConfigT]):
     local_fields: tuple[str, ...] = ()
     #: those of all of these that hold integers or bools; the others are floating point
     integer_fields: tuple[str, ...] = ()
+    #: whether it reads one output a position (or a row) instead of logits
+    scalar_head: bool = False
     #: whether rows come as (even, odd) pairs
     paired: bool = False
     #: whether the loss needs `statistics` of the whole step
     needs_statistics: bool = False
+    #: whether the log-probs may be those of a truncated policy (top_k, top_p, kept_sets)
+    truncatable: bool = False
+    #: whether it reads `batch.unfiltered_logprobs` beside them
+    needs_unfiltered: bool = False
     #: whether the entropy of the policy is computed
     needs_entropy: bool = False
+    #: whether the loss is a sum over tokens of terms that depend on the log-prob and entropy of their own token alone, all else
+    #: (data, `statistics`, counts) being constant: the fused head may then compute gradients in forward
+    token_separable: bool = False
+    #: whether the output at position t speaks of token t + 1, which it predicts; False: of token t itself
+    shift: bool = True
 
     def __init__(
         self,
@@ -101,9 +122,24 @@ class LossFn(ABC, Generic[ConfigT]):
         temperature: float = 1.0,
         consume_logits: bool = False,
         backend: Backend = "auto",
+        top_k: int | None = None,
+        top_p: float | None = None,
+        kept_sets: bool = False,
     ) -> None:
         self.config = configure(self.config_class, config)
-        self.options = VocabOptions(vocab_size, vocab_start, cp_layout, temperature, consume_logits, backend)
+        truncation = Truncation(top_k, top_p, kept_sets)
+        if truncation and not self.truncatable:
+            raise ValueError(
+                f"{type(self).__name__} is not a loss on a sampler's policy, so {truncation} does not fit it"
+            )
+        self.options = VocabOptions(
+            vocab_size, vocab_start, cp_layout, temperature, consume_logits, backend, truncation
+        )
+
+    @classmethod
+    def reads_log_probs(cls) -> bool:
+        """Whether log-probs and entropy are all that it reads of the model; from an `LMHeadInput` it needs no whole logits."""
+        return not cls.scalar_head and cls._read_head is LossFn._read_head
 
     @abstractmethod
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
@@ -119,7 +155,7 @@ class LossFn(ABC, Generic[ConfigT]):
 
     def __call__(
         self,
-        next_token_logits: Tensor,
+        next_token_logits: Tensor | LMHeadInput,
         data: Mapping[str, Tensor],
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
@@ -133,7 +169,8 @@ class LossFn(ABC, Generic[ConfigT]):
         """This rank's share of the loss, and its metrics.
 
         Args:
-            next_token_logits: [B, S/cp, V/tp]; packed (through `SequencePackingLossWrapper`) [1, T/cp, V/tp].
+            next_token_logits: [B, S/cp, V/tp]; packed (through `SequencePackingLossWrapper`) [1, T/cp, V/tp]. Or an
+                `LMHeadInput`, hidden states and the head's weight: the same loss, logits never whole.
             data: whole, token-aligned tensors: input_ids [B, S], token_mask [B, S], sample_mask [B], and the loss's
                 own fields.
             global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`.
@@ -149,12 +186,15 @@ class LossFn(ABC, Generic[ConfigT]):
             next_token_logits, data, global_valid_seqs, global_valid_toks,
             vocab_parallel_rank, vocab_parallel_group, context_parallel_group, statistics, packed_row,
         )  # fmt: skip
-        return self.compute(batch)
+        loss, metrics = self.compute(batch)
+        if batch.dropped is not None:
+            metrics = with_dropped(metrics, batch.dropped)
+        return loss if batch.carrier is None else loss + batch.carrier, metrics
 
     @torch.no_grad()
     def collect(
         self,
-        next_token_logits: Tensor,
+        next_token_logits: Tensor | LMHeadInput,
         data: Mapping[str, Tensor],
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
@@ -180,7 +220,7 @@ class LossFn(ABC, Generic[ConfigT]):
 
     def _batch(
         self,
-        logits: Tensor,
+        output: Tensor | LMHeadInput,
         data: Mapping[str, Tensor],
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
@@ -191,9 +231,12 @@ class LossFn(ABC, Generic[ConfigT]):
         packed_row: PackedRow | None,
     ) -> TokenBatch:
         layouts: list[SequenceLayout] = []
+        head, logits = split_output(output, tensor_group)
         data = self._complete(logits, data)
 
         def check() -> None:
+            if head is not None:
+                check_fused_head(self, head, tensor_group)
             if self.needs_statistics != (statistics is not None):
                 raise ValueError(
                     f"{type(self).__name__} in this configuration "
@@ -219,23 +262,29 @@ class LossFn(ABC, Generic[ConfigT]):
             if packed_row is not None:
                 check_lengths(data, layouts[0])
             self._check_head(logits, data, tensor_group)
+            if head is not None:
+                head.check_rows(layouts[0].shard(valid_tokens(data), fill=False), tensor_group)
 
         agreed_check(check, [tensor_group, context_group], logits, shape_numbers(logits, self.options.vocab_size))
         counts = ValidCounts(
             *(torch.as_tensor(n, device=logits.device) for n in (global_valid_seqs, global_valid_toks))
         )
-        batch = TokenBatch(data, layouts[0], counts, context_group, statistics=statistics)
-        return self._read_head(batch, logits, tensor_group)
+        batch = TokenBatch(data, layouts[0], counts, context_group, statistics=statistics, shift=self.shift)
+        return (
+            self._read_head(batch, logits, tensor_group) if head is None else project(self, batch, head, tensor_group)
+        )
 
     @property
     def _fields(self) -> Fields:
+        kept = ("kept_ids",) if self.options.truncation.kept_sets else ()
         return Fields(
-            self.token_fields,
+            self.token_fields + kept,
             self.sequence_fields,
             self.local_fields,
             self.predictor_fields,
-            self.wide_fields,
-            self.integer_fields,
+            self.wide_fields + kept,
+            self.integer_fields + kept,
+            self.shift,
         )
 
     def _complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -272,10 +321,18 @@ class LossFn(ABC, Generic[ConfigT]):
         check_logits(logits, options.consume_logits, options.backend, options.temperature)
         span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
         check_targets(torch.where(valid_tokens(data), data["input_ids"], 0), span.vocab_size, ignore_index=None)
+        if options.truncation:
+            check_truncated_head(self, data, valid_tokens(data), span)
+
+    def _rows_read(self, batch: TokenBatch) -> Tensor:
+        """[T_local] bool: the positions whose output matters."""
+        return batch.mask
 
     def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         """The batch with what the objective needs of the model's output."""
         options = self.options
+        if options.truncation:
+            return read_truncated_head(self, batch, logits, tensor_group)
         span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
         targets = batch.layout.shard(batch.data["input_ids"])
         stats = stats_of_shard(

@@ -41,6 +41,10 @@ class TokenBatch:
         head: a scalar head's output, [T_local] at the position that holds the token, or [B] pooled; None for a loss on
             log-probs.
         statistics: of the whole step, for the losses that need them.
+        shift: whether position t speaks of the token that it predicts, t + 1; False: of token t itself.
+        dropped: [T_local] bool, valid tokens that left the mask because a truncated policy does not keep them.
+        unfiltered: `token_stats` without the truncation, for a loss that declares `needs_unfiltered`.
+        carrier: an exact 0 through which the gradient flows where it was computed before the loss; see `LMHeadInput`.
     """
 
     data: Mapping[str, Tensor]
@@ -50,12 +54,21 @@ class TokenBatch:
     token_stats: TokenStats | None = None
     head: Tensor | None = None
     statistics: Statistics | None = None
+    shift: bool = True
+    dropped: Tensor | None = None
+    unfiltered: TokenStats | None = None
+    carrier: Tensor | None = None
 
     @property
     def logprobs(self) -> Tensor:
         """[T_local] log π of the token that each position predicts, with gradient."""
         assert self.token_stats is not None, "a loss on a scalar head has no log-probs"
         return self.token_stats.logprobs
+
+    @property
+    def unfiltered_logprobs(self) -> Tensor:
+        """[T_local] as `logprobs`, of the whole distribution where `logprobs` are of a truncated one."""
+        return self.logprobs if self.unfiltered is None else self.unfiltered.logprobs
 
     @property
     def entropy(self) -> Tensor:
@@ -70,13 +83,14 @@ class TokenBatch:
 
     @cached_property
     def valid(self) -> Tensor:
-        """[B, S] bool: whole, token-aligned."""
-        return valid_tokens(self.data)
+        """[B, S] bool: whole, token-aligned. Column 0 has no predictor; without a shift it needs none."""
+        return valid_tokens(self.data, self.shift)
 
     @cached_property
     def mask(self) -> Tensor:
-        """[T_local] bool: positions whose predicted token carries loss."""
-        return self.layout.shard(self.valid, fill=False)
+        """[T_local] bool: positions whose token (the predicted one, with a shift) carries loss."""
+        mask = self.layout.shard(self.valid, self.shift, fill=False)
+        return mask if self.dropped is None else mask & ~self.dropped
 
     @cached_property
     def sequence_mask(self) -> Tensor:
@@ -86,6 +100,8 @@ class TokenBatch:
     @cached_property
     def tokens_per_sequence(self) -> Tensor:
         """[B] valid tokens of each sequence, over all context ranks."""
+        if self.dropped is not None:  # known where the token is only
+            return self.layout.segment_sum(self.mask.double(), self.context_group).to(torch.int64)
         return self.valid.sum(1)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -94,7 +110,7 @@ class TokenBatch:
     def field(self, name: str, alignment: Alignment = "token") -> Tensor:
         """[T_local] a [B, S] field ([B, S, K]: [T_local, K]); "predictor" is for one stored where the prediction is made."""
         if (name, alignment) not in self._fields:
-            local = self.layout.shard(self._to_math(self.data[name]), shift=alignment == "token")
+            local = self.layout.shard(self._to_math(self.data[name]), self.shift and alignment == "token")
             self._fields[name, alignment] = torch.where(self.mask.view(-1, *[1] * (local.dim() - 1)), local, 0)
         return self._fields[name, alignment]
 
@@ -128,6 +144,10 @@ class TokenBatch:
     def segment_mean(self, x: Tensor) -> Tensor:
         """[T_local] to [B]: means over each whole sequence's valid tokens, 0 for a sequence without any."""
         return self.segment_sum(x) / self.tokens_per_sequence.clamp(min=1)
+
+    def segment_max(self, x: Tensor) -> Tensor:
+        """[T_local] to [B]: the largest over each whole sequence's valid tokens, −inf without any; no gradient."""
+        return self.layout.segment_max(torch.where(self.mask, x.detach(), -torch.inf), self.context_group)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
         """[B] to [T_local]."""

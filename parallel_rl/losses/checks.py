@@ -22,7 +22,7 @@ class Fields:
 
     token: [B, S]; those in `wide` [B, S, K]. sequence: [B]. local: in the order of the logits, on this rank only, with the
     logits' two leading dimensions. predictor: those of `token` that are stored one column before the token. integer: those
-    that hold whole numbers or bools; all others are floating point.
+    that hold whole numbers or bools; all others are floating point. shift: whether column 0 has no predictor and so no loss.
     """
 
     token: tuple[str, ...] = ()
@@ -31,6 +31,7 @@ class Fields:
     predictor: tuple[str, ...] = ()
     wide: tuple[str, ...] = ()
     integer: tuple[str, ...] = ()
+    shift: bool = True
 
 
 def check_data(data: Mapping[str, Tensor], fields: Fields, head: Tensor) -> tuple[int, int]:
@@ -104,7 +105,7 @@ def _check_values(data: Mapping[str, Tensor], fields: Fields) -> None:
         mask = data[name]
         if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
             raise ValueError(f"{name} must hold 0 and 1 only; a weight belongs into the advantages")
-    valid = valid_tokens(data)
+    valid = valid_tokens(data, fields.shift)
     places = dict.fromkeys(fields.token, valid)
     places |= dict.fromkeys(fields.predictor, valid.roll(-1, 1))
     places |= dict.fromkeys(fields.sequence, data["sample_mask"].bool())

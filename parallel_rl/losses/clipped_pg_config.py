@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
+from parallel_rl.losses.policy_config import ImportanceConfig, KLConfig, PolicyLossConfig
 from parallel_rl.objectives.importance import Truncation
-from parallel_rl.objectives.kl import KLType
+from parallel_rl.objectives.surrogates import CISPO, PPO, Ratio, Reinforce, Surrogate
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class ClippedPGLossConfig:
     ratio_clip_max: float = 0.2
     ratio_clip_c: float | None = None
     reference_policy_kl_penalty: float = 0.01
-    reference_policy_kl_type: KLType = "k3"
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
     kl_input_clamp_value: float | None = 20.0
     kl_output_clamp_value: float | None = 10.0
     use_kl_in_reward: bool = False
@@ -52,6 +55,41 @@ class ClippedPGLossConfig:
     force_on_policy_ratio: bool = False
     use_cispo: bool = False
     positive_example_nll_weight: float = 0.0
+
+    @cached_property
+    def policy(self) -> PolicyLossConfig:
+        """The same options in the terms of `PolicyLossFn`."""
+        sequence = self.sequence_level_importance_ratios
+        surrogate: Surrogate = PPO(self.ratio_clip_min, self.ratio_clip_max, self.ratio_clip_c)
+        if self.use_cispo:
+            surrogate = CISPO(self.ratio_clip_min, self.ratio_clip_max)
+        elif self.disable_ppo_ratio:
+            surrogate = Reinforce()
+        elif self.force_on_policy_ratio:
+            surrogate = Ratio()
+        importance = kl = None
+        if self.use_importance_sampling_correction:
+            kind, (low, high) = self.truncated_importance_sampling_type, self.truncation_bounds
+            importance = ImportanceConfig("sequence-sum" if sequence else "token", kind or "none", low, high)
+        if self.kl_in_loss:
+            kl = KLConfig(
+                self.reference_policy_kl_penalty,
+                self.reference_policy_kl_type,
+                "generation" if self.use_on_policy_kl_approximation else "score-function",
+                input_clamp=self.kl_input_clamp_value,
+                output_clamp=self.kl_output_clamp_value,
+            )
+        return PolicyLossConfig(
+            surrogate,
+            "token-mean" if self.token_level_loss else "seq-mean-token-mean",
+            ratio_level="sequence-mean"
+            if sequence and surrogate.uses_ratio and not self.force_on_policy_ratio
+            else "token",
+            on_policy=self.force_on_policy_ratio,
+            importance=importance,
+            kl=kl,
+            positive_nll_weight=self.positive_example_nll_weight,
+        )
 
     @property
     def kl_in_loss(self) -> bool:

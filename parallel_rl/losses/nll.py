@@ -2,26 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from parallel_rl.losses.base import LossFn, NoConfig
+from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.batch import TokenBatch
-from parallel_rl.reduce import Metric, Metrics, token_weights
+from parallel_rl.objectives.supervised import NLLWeighting, weighted_nll
+from parallel_rl.reduce import Aggregation, Metric, Metrics, check_aggregation, token_weights
 
 
-class NLLLoss(LossFn[NoConfig]):
-    """Mean negative log-likelihood of all valid tokens; this rank's share.
+@dataclass(frozen=True)
+class NLLLossConfig:
+    """Options of `NLLLoss`.
 
-        L = −Σ token_mask·log π(y) / N_tok
-
-    Metrics: loss, num_unmasked_tokens, num_valid_samples. Call and errors: see `LossFn`.
+    weighting: of a token by its probability p, see `weighted_nll`: "none" (SFT), "probability" (SFT-IS), "phi" (SFT-phi).
+    cutoff_prob: of phi: tokens likelier than it carry no gradient; 1 is off.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.reduce.token_weights`.
     """
 
-    config_class = NoConfig
+    weighting: NLLWeighting = "none"
+    cutoff_prob: float = 1.0
+    aggregation: Aggregation = "token-mean"
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_aggregation(self.aggregation, self.max_length)
+        if not 0 < self.cutoff_prob <= 1:
+            raise ValueError(f"cutoff_prob = {self.cutoff_prob} must lie in (0, 1]; 1 is off")
+        if self.cutoff_prob != 1 and self.weighting != "phi":
+            raise ValueError(
+                f"cutoff_prob = {self.cutoff_prob} has no effect with weighting = {self.weighting!r}; it goes with 'phi'"
+            )
+
+
+class NLLLoss(LossFn[NLLLossConfig]):
+    """Negative log-likelihood of the valid tokens, plain or weighed by the probability; this rank's share.
+
+        L = −AGG(w(π(y))·log π(y)),    w constant; by default L = −Σ token_mask·log π(y) / N_tok
+
+    Metrics: loss, num_unmasked_tokens, num_valid_samples. Call and errors: see `LossFn`.
+
+    Papers: arXiv 2508.05629 (SFT-IS), CHORD arXiv 2508.11408 (SFT-phi).
+    """
+
+    config_class = NLLLossConfig
+    token_separable = True
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        loss = batch.weighted_sum(-batch.logprobs, token_weights("token-mean", batch.tokens_per_sequence, batch.counts))
+        cfg = self.config
+        weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
+        loss = batch.weighted_sum(weighted_nll(batch.logprobs, cfg.weighting, cfg.cutoff_prob), weights)
         metrics = {
             "loss": Metric("share", loss),
             "num_unmasked_tokens": Metric("count", batch.mask.sum(dtype=torch.float64)),

@@ -12,18 +12,37 @@ from parallel_rl.config import nearest
 from parallel_rl.losses.base import LossFn, NoConfig
 from parallel_rl.losses.batch import TokenBatch
 from parallel_rl.losses.clipped_pg import ClippedPGLossFn
+from parallel_rl.losses.distillation import DistillationLossFn, FullDistillationLossFn
+from parallel_rl.losses.kto import KTOLossFn
+from parallel_rl.losses.mix import MixLossFn
 from parallel_rl.losses.nll import NLLLoss
-from parallel_rl.losses.preference import DPOLossFn, PreferenceLoss
-from parallel_rl.reduce import Aggregation, Metric, Metrics, token_weights
+from parallel_rl.losses.policy import PolicyLossFn
+from parallel_rl.losses.preference import DPOLossFn
+from parallel_rl.losses.prm import PRMLossFn
+from parallel_rl.losses.reference_free import CPOLossFn, ORPOLossFn, SimPOLossFn
+from parallel_rl.losses.reward import PreferenceLoss
+from parallel_rl.losses.value import ValueLossFn
+from parallel_rl.reduce import Aggregation, Metric, Metrics, check_aggregation, token_weights
+from parallel_rl.statistics import Statistics
 
 _LOSSES: dict[str, type[LossFn]] = {
+    "policy": PolicyLossFn,
     "clipped_pg": ClippedPGLossFn,
     "nll": NLLLoss,
+    "mix": MixLossFn,
+    "distillation": DistillationLossFn,
+    "full_distillation": FullDistillationLossFn,
     "preference": PreferenceLoss,
     "dpo": DPOLossFn,
+    "simpo": SimPOLossFn,
+    "cpo": CPOLossFn,
+    "orpo": ORPOLossFn,
+    "kto": KTOLossFn,
+    "prm": PRMLossFn,
+    "value": ValueLossFn,
 }
 
-Objective = Callable[[Tensor, TokenBatch], Tensor]
+Objective = Callable[..., Tensor]  # (logprobs, batch), or with options (logprobs, batch, config)
 
 
 @dataclass(frozen=True)
@@ -34,12 +53,7 @@ class ObjectiveConfig:
     max_length: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_length is not None and self.max_length < 1:
-            raise ValueError(f"max_length = {self.max_length} must be a positive number of tokens")
-        if (self.max_length is None) == (self.aggregation == "constant-length"):
-            raise ValueError(
-                f"max_length = {self.max_length} goes with aggregation 'constant-length' only, and it needs one"
-            )
+        check_aggregation(self.aggregation, self.max_length)
 
 
 def losses() -> Mapping[str, type[LossFn]]:
@@ -61,10 +75,14 @@ def get_loss(name: str) -> type[LossFn]:
 def register_objective(
     name: str,
     *,
-    level: Literal["token", "sequence"] = "token",
+    level: Literal["token", "sequence", "pair"] = "token",
+    config: type | None = None,
     token_fields: tuple[str, ...] = (),
     sequence_fields: tuple[str, ...] = (),
+    integer_fields: tuple[str, ...] = (),
     needs_entropy: bool = False,
+    token_separable: bool = False,
+    collect: Callable[[TokenBatch], Statistics] | None = None,
 ) -> Callable[[Objective], type[LossFn]]:
     """Makes a loss of a function on flat local tokens; it then has every layout, packing, metrics and the law harness.
 
@@ -77,41 +95,65 @@ def register_objective(
         level: "token": the function gets log-probs [T_local] and gives a loss a token, aggregated as the config says;
             what it needs of a whole sequence it takes from `batch.segment_sum`, `batch.segment_mean` and
             `batch.expand`. "sequence": it gets the sums of log-probs [B] and gives a loss a sequence, averaged over
-            sequences; such a loss has no options.
+            sequences. "pair": rows are (chosen, rejected), (chosen, rejected), ...; it gets the sums [B] and gives a loss a
+            pair [B/2], averaged over the pairs whose two rows are valid.
+        config: a frozen dataclass of options, given to the function as a third argument. On level "token" it extends
+            `ObjectiveConfig`. None: a token objective has that one, the others have no options.
         token_fields, sequence_fields: names of the fields [B, S] and [B] of the data that it reads.
+        integer_fields: those of them that hold integers or bools.
         needs_entropy: it reads `batch.entropy`.
+        token_separable: on level "token", a token's loss depends on the log-prob and entropy of no other token, so that the
+            fused head (`LMHeadInput`) may compute gradients in forward; a claim that is not true gives a wrong gradient.
+        collect: what it needs of the whole step, from the batch; it then reads `batch.statistics`, see `Statistics`.
 
     Returns:
         A decorator that gives the loss class, whose instances have the call of `LossFn`.
 
     Raises:
-        ValueError: a name that is taken, or an unknown level.
+        ValueError: a name that is taken, an unknown level, options that do not fit the level.
     """
     if name in _LOSSES:
         raise ValueError(f"a loss is registered as {name!r} already")
-    if level not in ("token", "sequence"):
-        raise ValueError(f"level = {level!r} is not valid; choose 'token' or 'sequence'")
+    if level not in ("token", "sequence", "pair"):
+        raise ValueError(f"level = {level!r} is not valid; choose 'token', 'sequence' or 'pair'")
+    if token_separable and level != "token":
+        raise ValueError(f"token_separable = True goes with level 'token'; {level!r} depends on sums over sequences")
+    if level == "token" and config is not None and not issubclass(config, ObjectiveConfig):
+        raise ValueError(
+            f"config = {config.__name__} must extend ObjectiveConfig: level 'token' is aggregated by its keys"
+        )
 
     def decorate(objective: Objective) -> type[LossFn]:
-        def compute(self: LossFn[ObjectiveConfig], batch: TokenBatch) -> tuple[Tensor, Metrics]:
-            if level == "sequence":
-                per_sequence = objective(batch.segment_sum(batch.logprobs), batch)
-                loss = batch.sequence_sum(per_sequence, batch.sequence_mask, batch.counts.seqs)
-            else:
+        def compute(self: LossFn, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+            options = () if config is None else (self.config,)
+            logprobs = batch.logprobs if level == "token" else batch.segment_sum(batch.logprobs)
+            values = objective(logprobs, batch, *options)
+            if level == "token":
                 cfg = self.config
                 weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
-                loss = batch.weighted_sum(objective(batch.logprobs, batch), weights)
+                loss = batch.weighted_sum(values, weights)
+            else:
+                mask, count = batch.sequence_mask, batch.counts.seqs
+                if level == "pair":
+                    mask, count = mask[::2] & mask[1::2], count / 2
+                loss = batch.sequence_sum(values, mask, count)
             return loss, Metrics({"loss": Metric("share", loss), "num_valid_samples": batch.count(batch.sequence_mask)})
 
-        members = {
+        members: dict[str, object] = {
             "__doc__": objective.__doc__,
             "__module__": objective.__module__,
-            "config_class": NoConfig if level == "sequence" else ObjectiveConfig,
+            "config_class": config or (ObjectiveConfig if level == "token" else NoConfig),
             "token_fields": token_fields,
             "sequence_fields": sequence_fields,
+            "integer_fields": integer_fields,
             "needs_entropy": needs_entropy,
+            "token_separable": token_separable,
+            "paired": level == "pair",
+            "truncatable": level != "pair",
             "compute": compute,
         }
+        if collect is not None:
+            members |= {"needs_statistics": True, "collect_from": lambda self, batch: collect(batch)}
         _LOSSES[name] = type(objective.__name__, (LossFn,), members)
         return _LOSSES[name]
 

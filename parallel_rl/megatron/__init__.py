@@ -16,7 +16,9 @@ from parallel_rl.megatron.attention import SelfAttentionCore
 from parallel_rl.megatron.batch import ModelInput, forward_logits, packed_bounds, packed_input, padded_input
 from parallel_rl.megatron.config import build_config, has_transformer_engine
 from parallel_rl.megatron.cpu import enable_cpu
+from parallel_rl.megatron.fused_head import FusedHead, fuse_head
 from parallel_rl.megatron.grads import clip_grads_, grad_norm, gradient, sum_gradients
+from parallel_rl.megatron.heads import ScalarHead, copy_trunk
 from parallel_rl.megatron.loss import LossReport, megatron_loss_func
 from parallel_rl.megatron.model import (
     build_model,
@@ -33,18 +35,22 @@ from parallel_rl.megatron.schedule import broadcast_from_last_stage, forward_onl
 from parallel_rl.megatron.weights import global_parameters, initialize_weights, local_shard
 
 __all__ = [
+    "FusedHead",
     "LossReport",
     "ModelInput",
+    "ScalarHead",
     "SelfAttentionCore",
     "ShardedNorm",
     "broadcast_from_last_stage",
     "build_config",
     "build_model",
     "clip_grads_",
+    "copy_trunk",
     "destroy",
     "enable_cpu",
     "forward_logits",
     "forward_only",
+    "fuse_head",
     "global_parameters",
     "grad_norm",
     "gradient",

@@ -11,6 +11,7 @@ from torch import Tensor
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.reduce import valid_tokens
+from parallel_rl.vocab.linear_input import LMHeadInput
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -22,7 +23,7 @@ class LossFunction(Protocol):
 
     def __call__(
         self,
-        next_token_logits: Tensor,
+        next_token_logits: Tensor | LMHeadInput,
         data: Mapping[str, Tensor],
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
@@ -52,6 +53,7 @@ def megatron_loss_func(
     num_microbatches: int,
     ddp: bool = True,
     groups: ParallelGroups | None = None,
+    head: Callable[[Tensor], Tensor | LMHeadInput] | None = None,
 ) -> Callable[[Tensor], LossResult]:
     """The function of the logits that a forward step returns to `get_forward_backward_func`, such that the law holds.
 
@@ -74,6 +76,7 @@ def megatron_loss_func(
         ddp: whether the model is wrapped in Megatron's DDP with `finalize_model_grads_func` set. False: the gradients
             are summed over data × context by `sum_gradients` or by the caller.
         groups: defaults to `ParallelGroups.from_megatron()`.
+        head: of the model, where `fuse_head` installed one.
 
     Returns:
         logits [B, S/cp, V/tp] → what the schedule expects. Its report holds the unscaled share.
@@ -94,7 +97,7 @@ def megatron_loss_func(
     def loss_func(logits: Tensor) -> LossResult:
         with plain_torch():
             share, metrics = loss_fn(
-                logits,
+                logits if head is None else head(logits),
                 data,
                 global_valid_seqs,
                 global_valid_toks,

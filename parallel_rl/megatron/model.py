@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from parallel_rl.megatron.attention import SelfAttentionCore
 from parallel_rl.megatron.config import has_transformer_engine
 from parallel_rl.megatron.cpu import enable_cpu
+from parallel_rl.megatron.heads import replace_head
 from parallel_rl.megatron.norm import ShardedNorm
 from parallel_rl.megatron.weights import global_parameters, initialize_weights
 
@@ -107,6 +108,7 @@ def build_model(
     rotary_percent: float = 1.0,
     tie_embeddings: bool = False,
     vocab_multiple: int = 1,
+    scalar_head: bool = False,
     seed: int = 0,
     vp_stage: int | None = None,
 ) -> GPTModel:
@@ -119,14 +121,15 @@ def build_model(
         max_sequence_length: the longest sequence (learned positions have as many rows).
         position_embedding: rotary or learned.
         tie_embeddings: one matrix for embedding and head.
+        scalar_head: one output a position (`ScalarHead`) in place of logits: a critic or a reward model.
         seed: of the weights.
         vp_stage: which model chunk of this stage, for an interleaved schedule.
 
     Returns:
-        The model: its forward gives logits [B, S/cp, V_padded/tp] on the last pipeline stage.
+        The model: its forward gives logits [B, S/cp, V_padded/tp] (or [B, S/cp, 1]) on the last pipeline stage.
 
     Raises:
-        ValueError: a size below 1, an unknown position embedding.
+        ValueError: a size below 1, an unknown position embedding, tied embeddings with a scalar head.
     """
     if vocab_size < 1 or max_sequence_length < 1:
         raise ValueError(
@@ -136,6 +139,8 @@ def build_model(
         raise ValueError(
             f"position_embedding = {position_embedding!r} is not valid; choose 'rope' or 'learned_absolute'"
         )
+    if scalar_head and tie_embeddings:
+        raise ValueError("tie_embeddings = True does not go with scalar_head = True, which has no matrix to tie")
     spec = layer_spec(config)
     if not has_transformer_engine():
         # A bare layer spec would get Megatron's own final norm, which does not know sequence parallelism without TE
@@ -156,6 +161,8 @@ def build_model(
         rotary_percent=rotary_percent,
         vp_stage=vp_stage,
     )
+    if scalar_head:
+        replace_head(model)
     model.to(
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     )

@@ -1,4 +1,19 @@
-"""KL estimators per token, by value and by gradient."""
+"""KL estimators per token, by value and by gradient.
+
+With d = log π_ref − log π and samples of π, an estimate k in a loss gives the gradient Σ (weight·dk/dl + k·dweight/dl)·∇l:
+
+    estimator   value            weight      coefficient of ∇l    expected gradient
+    k1          −d               none        1                    0: no regularisation at all
+    k2          d²/2             none        −d                   ∇KL(π ‖ π_ref)
+    k3          e^d − 1 − d      none        1 − e^d              ∇KL(π_ref ‖ π), the other direction
+    abs         |d|              none        −sign d              ∇ of the total log-ratio, no KL
+    low_var_kl  k3, clamped      none        1 − e^d, 0 clamped   as k3
+    any k       k                e^{l−sg l}  k + dk/dl            ∇ E[k]; for k1 and k3 that is ∇KL(π ‖ π_ref)
+    any k       k                π/π_old     weight·(k + dk/dl)   the same for samples of π_old: "corrected k3" with k3
+    any k       straight-through none        −d                   value of k, gradient of k2
+
+The coefficient of k3 with a weight is exactly −d, that of k2.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +25,7 @@ from torch import Tensor
 
 from parallel_rl.objectives.ratio import MAX_EXPONENT
 
-KLType = Literal["k1", "k2", "k3"]
+KLType = Literal["k1", "k2", "k3", "abs", "low_var_kl"]
 
 
 def kl_estimate(
@@ -29,6 +44,8 @@ def kl_estimate(
     token is (log π − log π_ref)·∇log π, the gradient of the true KL, which that of k3 alone is not. Where the input
     clamp bites, both gradients vanish.
 
+    "abs" is |d|; "low_var_kl" is k3 with d clamped to ±20 and the estimate to ±10, whatever the clamps here.
+
     Args:
         logprobs, reference: one shape.
         input_clamp: bound on |d| before the exponential; None is off.
@@ -37,6 +54,8 @@ def kl_estimate(
 
     Papers: http://joschu.net/blog/kl-approx.html (estimators), arXiv 2506.09477 (gradients).
     """
+    if kind == "low_var_kl":
+        kind, input_clamp, output_clamp = "k3", 20.0, 10.0
     d = reference - logprobs
     if input_clamp is not None:
         if weight is not None:
@@ -44,10 +63,20 @@ def kl_estimate(
         d = d.clamp(-input_clamp, input_clamp)
     # An infinite estimate would turn the zero gradients of the clamp below, and of the weight, into NaN.
     capped = d.clamp(max=MAX_EXPONENT)
-    kl = -d if kind == "k1" else d.square() / 2 if kind == "k2" else capped.expm1() - capped
+    kl = {
+        "k1": lambda: -d,
+        "k2": lambda: d.square() / 2,
+        "k3": lambda: capped.expm1() - capped,
+        "abs": lambda: d.abs(),
+    }[kind]()
     if weight is not None:
         kl = weight * kl
     return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
+
+
+def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
+    """The value of one estimate with the gradient of another."""
+    return value.detach() + gradient - gradient.detach()
 
 
 def jensen_shannon_estimate(logprobs: Tensor, other: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from torch import Tensor
 from parallel_rl import SequencePackingLossWrapper
 from parallel_rl.losses.base import LossFn
 from parallel_rl.megatron import ModelInput, packed_bounds, packed_input, padded_input
-from parallel_rl.megatron.loss import LossFunction
 from parallel_rl.training.tokenizer import PAD
 
 
@@ -26,7 +25,7 @@ class Rows:
     def __len__(self) -> int:
         return self.lengths.numel()
 
-    def take(self, rows: slice) -> Rows:
+    def take(self, rows: slice | list[int]) -> Rows:
         return Rows({name: field[rows] for name, field in self.fields.items()}, self.lengths[rows])
 
     def with_fields(self, **fields: Tensor) -> Rows:
@@ -41,12 +40,12 @@ class MicroBatch:
     data: Mapping[str, Tensor]
     bounds: tuple[Tensor, Tensor] | None
 
-    def wrap(self, loss_fn: LossFn) -> LossFunction:
+    def wrap(self, loss_fn: LossFn) -> LossFn | SequencePackingLossWrapper:
         """`loss_fn` for this micro-batch's logits: packed ones need the bounds."""
-        if self.bounds is None:
-            return loss_fn
-        wrapped: LossFunction = SequencePackingLossWrapper(loss_fn, *self.bounds)
-        return wrapped
+        return loss_fn if self.bounds is None else SequencePackingLossWrapper(loss_fn, *self.bounds)
+
+    def with_data(self, **fields: Tensor) -> MicroBatch:
+        return replace(self, data={**self.data, **fields})
 
 
 def make_rows(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], dtype: torch.dtype) -> Rows:
@@ -59,6 +58,18 @@ def make_rows(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], dtype: t
         ids[row, : lengths[row]] = torch.tensor([*prompt, *completion])
         mask[row, len(prompt) : lengths[row]] = 1
     return Rows({"input_ids": ids, "token_mask": mask, "sample_mask": torch.ones(len(sequences), dtype=dtype)}, lengths)
+
+
+def join(first: Rows, second: Rows) -> Rows:
+    """The rows of both; a field that one of them lacks is 0 in its rows."""
+    width = max(rows.fields["input_ids"].shape[1] for rows in (first, second))
+    fields = {}
+    for name in {**first.fields, **second.fields}:
+        like = first.fields.get(name, second.fields.get(name))
+        assert like is not None
+        parts = [rows.fields.get(name, like.new_zeros(len(rows), *like.shape[1:])) for rows in (first, second)]
+        fields[name] = torch.cat([_fit(part, width) if part.dim() == 2 else part for part in parts])
+    return Rows(fields, torch.cat([first.lengths, second.lengths]))
 
 
 def spread(values: Sequence[Sequence[float]], starts: Sequence[int], width: int, dtype: torch.dtype) -> Tensor:

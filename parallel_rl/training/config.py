@@ -5,251 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
+from parallel_rl.training.objectives import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
+from parallel_rl.training.sections import (
+    BatchConfig,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    SamplingConfig,
+    TokenizerConfig,
+)
 
-from parallel_rl.advantages.grpo import GroupAdvantageConfig
-from parallel_rl.losses import ClippedPGLossConfig, DPOLossConfig
-
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    """Where a run writes, from which seed, and in which precision.
-
-    Attributes:
-        dir: folder of metrics.jsonl, tensorboard/, checkpoints/ and curves.png.
-        seed: of the weights, the order of the data and the draws.
-        dtype: of parameters and activations; bfloat16 trains on float32 master weights.
-        resume: "auto" continues from the folder's newest checkpoint; "never" starts anew and replaces what the folder holds.
-        checkpoint_every: steps between checkpoints; 0 saves after the warm-up and at the end only.
-        keep_checkpoints: how many of the newest stay.
-        init_from: a checkpoint folder (".../step_000100") whose weights replace the drawn ones; relative to the config file.
-    """
-
-    dir: str
-    seed: int = 0
-    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
-    resume: Literal["auto", "never"] = "auto"
-    checkpoint_every: int = 0
-    keep_checkpoints: int = 2
-    init_from: str | None = None
-
-    def __post_init__(self) -> None:
-        _at_least(self, checkpoint_every=0, keep_checkpoints=1, seed=0)
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """Sizes of the parallel dimensions; what remains of the world is data parallel, or exactly `data` where that is given."""
-
-    tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
-    data: int | None = None
-    sequence_parallel: bool = False
-
-    def __post_init__(self) -> None:
-        _at_least(self, tensor=1, context=1, pipeline=1)
-        if self.data is not None:
-            _at_least(self, data=1)
-        if self.sequence_parallel and self.tensor == 1:
-            raise ValueError("sequence_parallel = True has no effect with tensor = 1; raise tensor or leave it out")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder of megatron-core.
-
-    Attributes:
-        layers, hidden, heads, query_groups, ffn_hidden: sizes; None is Megatron's default.
-        max_positions: the longest sequence, padding for the layout included.
-        position: rotary, or a learned table of `max_positions` rows.
-        gated: SwiGLU instead of GELU.
-        recompute: activations are recomputed in the backward, layer by layer.
-        init_std: of the drawn weights.
-        vocab_multiple: the vocabulary is padded to a multiple of this × tensor.
-    """
-
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    query_groups: int | None = None
-    ffn_hidden: int | None = None
-    max_positions: int = 64
-    position: Literal["rope", "learned_absolute"] = "learned_absolute"
-    gated: bool = False
-    tie_embeddings: bool = False
-    recompute: bool = False
-    init_std: float = 0.02
-    vocab_multiple: int = 1
-
-    def __post_init__(self) -> None:
-        _at_least(self, layers=1, hidden=1, heads=1, max_positions=2, vocab_multiple=1)
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden = {self.hidden} does not divide by heads = {self.heads}")
-
-
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """Every character that the data uses."""
-
-    alphabet: str
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """JSONL files, relative to the config file; which are needed depends on the objective.
-
-    Attributes:
-        train: prompts with answers to sample from.
-        held_out: prompts with answers for the evaluation.
-        examples: demonstrations for the warm-up and for SFT.
-        pairs: preference pairs for DPO.
-        rollouts: recorded rollouts, trained on instead of sampling.
-    """
-
-    train: str | None = None
-    held_out: str | None = None
-    examples: str | None = None
-    pairs: str | None = None
-    rollouts: str | None = None
-
-
-@dataclass(frozen=True)
-class BatchConfig:
-    """How the sequences of a step reach the model: `micro_batch_size` at a time, packed in one row or padded to one width."""
-
-    micro_batch_size: int = 64
-    packing: bool = False
-
-    def __post_init__(self) -> None:
-        _at_least(self, micro_batch_size=1)
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW (arXiv 1711.05101) with the gradient clipped to the norm `clip` (None: not).
-
-    The rate rises over the first `warmup_steps` of the phase, then stays or falls on a cosine to `final_fraction` of it.
-    """
-
-    lr: float
-    warmup_steps: int = 0
-    schedule: Literal["constant", "cosine"] = "constant"
-    final_fraction: float = 0.0
-    betas: tuple[float, ...] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip: float | None = 1.0
-
-    def __post_init__(self) -> None:
-        _at_least(self, warmup_steps=0, weight_decay=0)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas = {list(self.betas)} is not valid; two numbers in [0, 1) are needed")
-        for name in ("lr", "eps", "clip"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} = {value} must be above 0")
-        if not 0 <= self.final_fraction <= 1:
-            raise ValueError(f"final_fraction = {self.final_fraction} must lie in [0, 1]")
-        if self.final_fraction and self.schedule == "constant":
-            raise ValueError(f"final_fraction = {self.final_fraction} has no effect with schedule = 'constant'")
-
-
-@dataclass(frozen=True)
-class SupervisedConfig:
-    """Steps of NLL on `data.examples`, `batch_size` sequences each: the warm-up, or SFT itself."""
-
-    steps: int
-    batch_size: int
-    optimizer: OptimizerConfig
-
-    def __post_init__(self) -> None:
-        _at_least(self, steps=1, batch_size=1)
-
-
-@dataclass(frozen=True)
-class SamplingConfig:
-    """How rollouts are drawn: new tokens at most, and the temperature of the softmax."""
-
-    max_new_tokens: int = 8
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        _at_least(self, max_new_tokens=1)
-        if self.temperature <= 0:
-            raise ValueError(f"temperature = {self.temperature} must be above 0")
-
-
-@dataclass(frozen=True)
-class GRPOConfig:
-    """GRPO (arXiv 2402.03300): a step samples `prompts` × `group_size` completions and makes `updates` optimizer steps on them,
-    each on its share of the prompts.
-
-    Attributes:
-        steps: number of steps after the warm-up.
-        prompts, group_size: prompts a step and samples a prompt; with recorded rollouts their product is the sequences a step.
-        updates: optimizer steps on one step's samples.
-        prev_logprobs: "recompute" runs the training forward before the first update; "generation" takes the recorded ones.
-        record: writes each step's samples to rollouts/step_<number>_<data rank>.jsonl in the run's folder, to train on later
-            (`data.rollouts`).
-        advantages: see `GroupAdvantageConfig`.
-        loss: see `ClippedPGLossConfig`.
-    """
-
-    steps: int
-    prompts: int
-    group_size: int
-    optimizer: OptimizerConfig
-    updates: int = 1
-    prev_logprobs: Literal["recompute", "generation"] = "recompute"
-    record: bool = False
-    advantages: GroupAdvantageConfig = field(default_factory=GroupAdvantageConfig)
-    loss: ClippedPGLossConfig = field(default_factory=ClippedPGLossConfig)
-
-    def __post_init__(self) -> None:
-        _at_least(self, steps=1, prompts=1, group_size=1, updates=1)
-        if self.prompts % self.updates:
-            raise ValueError(f"prompts = {self.prompts} does not divide by updates = {self.updates}")
-        if self.loss.positive_example_nll_weight or self.loss.use_kl_in_reward:
-            name = "use_kl_in_reward" if self.loss.use_kl_in_reward else "positive_example_nll_weight"
-            raise ValueError(f"loss.{name} = {getattr(self.loss, name)} is not supported by this trainer; leave it out")
-        if self.loss.force_on_policy_ratio and self.updates > 1:
-            raise ValueError(
-                f"loss.force_on_policy_ratio = True does not go with updates = {self.updates}: the second is off-policy"
-            )
-
-
-@dataclass(frozen=True)
-class DPOConfig:
-    """DPO (arXiv 2305.18290) on `data.pairs`, `pairs` of them a step."""
-
-    steps: int
-    pairs: int
-    optimizer: OptimizerConfig
-    loss: DPOLossConfig = field(default_factory=DPOLossConfig)
-
-    def __post_init__(self) -> None:
-        _at_least(self, steps=1, pairs=1)
-
-
-@dataclass(frozen=True)
-class EvaluationConfig:
-    """Mean reward of `samples` completions per held-out prompt, before and after, and every `every` steps (0: not between)."""
-
-    samples: int = 1
-    every: int = 0
-
-    def __post_init__(self) -> None:
-        _at_least(self, samples=1, every=0)
+OBJECTIVES = ("rl", "preference", "sft", "distillation")
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """A whole run: a supervised warm-up (optional), then the objective; `reward` is a checker's name or "module:function"."""
 
-    objective: Literal["grpo", "dpo", "sft"]
+    objective: Literal["rl", "preference", "sft", "distillation"]
     run: RunConfig
     tokenizer: TokenizerConfig
     data: DataConfig
@@ -260,12 +35,13 @@ class TrainConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     evaluation: EvaluationConfig | None = None
     warmup: SupervisedConfig | None = None
-    grpo: GRPOConfig | None = None
-    dpo: DPOConfig | None = None
+    rl: RLConfig | None = None
+    preference: PreferenceConfig | None = None
     sft: SupervisedConfig | None = None
+    distillation: DistillationConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in ("grpo", "dpo", "sft"):
+        for name in OBJECTIVES:
             given = getattr(self, name) is not None
             if name == self.objective and not given:
                 raise ValueError(f"objective = {name!r} needs the section {name!r}, which is missing")
@@ -275,15 +51,82 @@ class TrainConfig:
             raise ValueError(
                 "the section 'warmup' has no effect with objective = 'sft', which is supervised throughout; remove it"
             )
-        _check_data(self)
-        sampled = self.grpo if self.data.rollouts is None else None
-        if sampled is not None and sampled.group_size == 1 and sampled.advantages.singleton == "error":
+        self._check_data()
+        self._check_rl()
+        self._check_model()
+
+    @property
+    def scalar_head(self) -> bool:
+        """Whether the trained model gives one number a position in place of logits: a reward model."""
+        return self.preference is not None and self.preference.loss.scalar_head
+
+    @property
+    def teacher(self) -> str | None:
+        """The checkpoint of a frozen teacher."""
+        if self.rl is not None:
+            return self.rl.teacher
+        return None if self.distillation is None else self.distillation.teacher
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy that the objective begins with is kept."""
+        if self.rl is not None:
+            return self.rl.needs_reference
+        return self.preference is not None and "reference_policy_logprobs" in self.preference.loss.reads
+
+    def _check_data(self) -> None:
+        data, rl, distillation = self.data, self.rl, self.distillation
+        prompts = (rl is not None and data.rollouts is None) or (
+            distillation is not None and distillation.rows == "policy"
+        )
+        examples = {
+            "the supervised steps": self.objective == "sft" or self.warmup is not None,
+            "rl.experts": rl is not None and rl.experts > 0,
+            "distillation.rows = 'examples'": distillation is not None and distillation.rows == "examples",
+        }
+        for name, needed, why in (
+            (
+                "train",
+                prompts,
+                "sampling" if self.objective == "distillation" else "objective = 'rl' without data.rollouts",
+            ),
+            (
+                "examples",
+                any(examples.values()),
+                next((why for why, so in examples.items() if so), "the supervised steps"),
+            ),
+            ("pairs", self.objective == "preference", "objective = 'preference'"),
+            ("rollouts", False, "objective = 'rl'"),
+            ("held_out", self.evaluation is not None, "the section 'evaluation'"),
+        ):
+            value = getattr(data, name)
+            if needed and value is None:
+                raise ValueError(f"data.{name} is missing; {why} needs it")
+            if value is not None and not needed and not (name == "rollouts" and rl is not None):
+                # a file that is not read would leave its author with wrong beliefs
+                raise ValueError(f"data.{name} = {value!r} would not be read; only {why} needs it")
+
+    def _check_rl(self) -> None:
+        rl = self.rl
+        if rl is None:
+            return
+        recorded = self.data.rollouts is not None
+        if not recorded and rl.group_size == 1 and getattr(rl.advantages, "singleton", "zero") == "error":
             raise ValueError(
-                "grpo.group_size = 1 makes groups of one, which grpo.advantages.singleton = 'error' refuses; raise it, "
+                "rl.group_size = 1 makes groups of one, which rl.advantages.singleton = 'error' refuses; raise it, "
                 "or set singleton to 'zero' or 'reward'"
             )
-        if self.grpo is not None and self.grpo.record and self.data.rollouts is not None:
-            raise ValueError("grpo.record = True has no effect with data.rollouts: nothing is sampled")
+        for name in ("record", "dynamic_sampling"):
+            if recorded and getattr(rl, name):
+                raise ValueError(
+                    f"rl.{name} = {getattr(rl, name)} has no effect with data.rollouts: nothing is sampled"
+                )
+        if recorded and "greedy_rewards" in rl.advantages.needs:
+            raise ValueError(
+                f"rl.advantages.name = {rl.advantages.name!r} reads the rewards of greedy answers, which data.rollouts lacks"
+            )
+
+    def _check_model(self) -> None:
         for name, size in (("heads", self.model.heads), ("query_groups", self.model.query_groups or self.model.heads)):
             if size % self.parallel.tensor:
                 raise ValueError(f"model.{name} = {size} does not divide by parallel.tensor = {self.parallel.tensor}")
@@ -291,46 +134,21 @@ class TrainConfig:
             raise ValueError(
                 f"model.layers = {self.model.layers} does not divide by parallel.pipeline = {self.parallel.pipeline}"
             )
-        if self.objective == "dpo" and self.batch.micro_batch_size % 2:
+        if self.model.fused_head:
+            section = getattr(self, self.objective)
+            if not section.loss.loss_class.reads_log_probs():
+                raise ValueError(
+                    f"model.fused_head = True does not go with {self.objective}.loss.name = {section.loss.name!r}, which reads "
+                    "the model's output itself"
+                )
+        if self.objective == "preference" and self.batch.micro_batch_size % 2:
             raise ValueError(f"batch.micro_batch_size = {self.batch.micro_batch_size} must be even: a pair is two rows")
-
-
-def _check_data(config: TrainConfig) -> None:
-    sampled = config.objective == "grpo" and config.data.rollouts is None
-    reads_examples = config.objective == "sft" or config.warmup is not None
-    for name, needed, why in (
-        ("train", sampled, "objective = 'grpo' without data.rollouts"),
-        ("examples", reads_examples, "the supervised steps"),
-        ("pairs", config.objective == "dpo", "objective = 'dpo'"),
-        ("rollouts", False, "objective = 'grpo'"),
-        ("held_out", config.evaluation is not None, "the section 'evaluation'"),
-    ):
-        given = getattr(config.data, name) is not None
-        if needed and not given:
-            raise ValueError(f"data.{name} is missing; {why} needs it")
-        if given and not needed and not (name == "rollouts" and config.objective == "grpo"):
-            # a file that is not read would leave its author with wrong beliefs
-            raise ValueError(f"data.{name} = {getattr(config.data, name)!r} would not be read; only {why} needs it")
-
-
-def data_parallel_size(config: ParallelConfig, world_size: int) -> int:
-    """How many data parallel ranks the world leaves.
-
-    Raises:
-        ValueError: `world_size` does not match tensor × context × pipeline (× data).
-    """
-    model = config.tensor * config.context * config.pipeline
-    text = f"parallel.tensor {config.tensor} × context {config.context} × pipeline {config.pipeline}"
-    if config.data is not None and world_size != model * config.data:
-        raise ValueError(
-            f"the world has {world_size} ranks; {text} × data {config.data} needs exactly {model * config.data}"
-        )
-    if world_size % model:
-        raise ValueError(f"the world has {world_size} ranks; {text} needs {model} or a multiple of it")
-    return world_size // model
-
-
-def _at_least(config: object, **bounds: float) -> None:
-    for name, bound in bounds.items():
-        if getattr(config, name) < bound:
-            raise ValueError(f"{name} = {getattr(config, name)} must be at least {bound}")
+        has_critic = self.rl is not None and self.rl.critic is not None
+        if self.model.tie_embeddings and (self.scalar_head or has_critic):
+            raise ValueError("model.tie_embeddings = True does not go with a scalar head (a critic, a reward model)")
+        if self.scalar_head:
+            for name in ("warmup", "evaluation"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"the section {name!r} has no effect on a reward model, which has no logits; remove it"
+                    )

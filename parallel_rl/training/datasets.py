@@ -19,6 +19,7 @@ from parallel_rl.training.data import (
     read_prompts,
     read_rollouts,
 )
+from parallel_rl.training.objectives import RLConfig
 from parallel_rl.training.tokenizer import CharTokenizer
 
 
@@ -63,8 +64,9 @@ def read_datasets(config: TrainConfig, tokenizer: CharTokenizer) -> Datasets:
                 f"{config.sampling.max_new_tokens} must be at least that"
             )
     rollouts = read_rollouts(files.rollouts, tokenizer.vocab_size) if files.rollouts else []
-    if config.grpo is not None and rollouts:
-        check_groups(rollouts, config.grpo.prompts * config.grpo.group_size, config.grpo.steps)
+    if config.rl is not None and rollouts:
+        check_groups(rollouts, config.rl.prompts * config.rl.group_size, config.rl.steps)
+        _check_rewards(rollouts, config.rl)
     return Datasets(
         train=train,
         held_out=held_out,
@@ -82,15 +84,29 @@ def check_groups(rollouts: Sequence[Rollout], count: int, steps: int) -> None:
     """
     if len(rollouts) < count or (len(rollouts) < steps * count and len(rollouts) % count):
         raise ValueError(
-            f"data.rollouts has {len(rollouts)} sequences; grpo.prompts × group_size = {count} a step, for {steps} steps, "
+            f"data.rollouts has {len(rollouts)} sequences; rl.prompts × group_size = {count} a step, for {steps} steps, "
             f"needs {steps * count} of them or a smaller multiple of {count}"
         )
     for place in range(count, min(len(rollouts), steps * count), count):
         if rollouts[place - 1].group == rollouts[place].group:
             raise ValueError(
-                f"data.rollouts: group {rollouts[place].group} lies in two steps of grpo.prompts × group_size = {count} "
+                f"data.rollouts: group {rollouts[place].group} lies in two steps of rl.prompts × group_size = {count} "
                 f"sequences (at sequence {place + 1}); a group must be whole in its step"
             )
+
+
+def _check_rewards(rollouts: Sequence[Rollout], config: RLConfig) -> None:
+    if rollouts[0].reward is not None:
+        return
+    readers = {
+        f"rl.loss.name = {config.loss.name!r}": "rewards" in config.loss.reads,
+        "rl.critic": config.critic is not None,
+        "rl.teacher": config.teacher is not None,
+        "rl.overlong": config.overlong is not None,
+    }
+    for reader, reads in readers.items():
+        if reads:
+            raise ValueError(f"data.rollouts gives advantages, no rewards; {reader} needs rewards")
 
 
 def take(size: int, first: int, count: int, seed: int) -> list[int]:

@@ -1,11 +1,15 @@
-"""The model in its layout, and the two things done with it: a training step and log-probs without gradient."""
+"""The models of a run in their layout: the trained one, a critic, a frozen one; and the training step."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial, reduce
+from operator import add
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,16 +20,18 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from parallel_rl import token_logprobs
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses.base import LossFn
 from parallel_rl.megatron import (
-    broadcast_from_last_stage,
+    FusedHead,
+    ScalarHead,
     build_config,
     build_model,
     clip_grads_,
+    copy_trunk,
     forward_logits,
     forward_only,
+    fuse_head,
     grad_norm,
     initialize,
     is_last_stage,
@@ -35,9 +41,13 @@ from parallel_rl.megatron import (
 )
 from parallel_rl.megatron.loss import LossReport
 from parallel_rl.reduce import Metrics, count_valid, reduce_metrics
+from parallel_rl.statistics import Statistics
 from parallel_rl.training.batching import MicroBatch
-from parallel_rl.training.config import DTYPES, OptimizerConfig, TrainConfig, data_parallel_size
+from parallel_rl.training.config import TrainConfig
+from parallel_rl.training.sections import DTYPES, OptimizerConfig, data_parallel_size
 from parallel_rl.vocab.backends.torch_backend import math_dtype
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -86,17 +96,24 @@ def build_engine(config: TrainConfig, vocab_size: int, max_length: int) -> Engin
     sizes = config.parallel
     initialize(sizes.tensor, sizes.context, sizes.pipeline, seed=config.run.seed)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    model = wrap_model(_build(config, vocab_size, max_length))
+    model = wrap_model(_build(config, vocab_size, max_length, config.scalar_head))
     return Engine(config, ParallelGroups.from_megatron(), model, vocab_size, max_length, device)
 
 
 def freeze_copy(engine: Engine) -> torch.nn.Module:
     """A second model with the present weights, which never trains: the reference policy."""
-    copy = _build(engine.config, engine.vocab_size, engine.max_length)
+    copy = _build(engine.config, engine.vocab_size, engine.max_length, engine.config.scalar_head)
     with torch.no_grad():
         for ours, theirs in zip(copy.parameters(), engine.bare.parameters(), strict=True):
             ours.copy_(theirs)
     return wrap_model(copy.requires_grad_(False), ddp=False)
+
+
+def build_critic(engine: Engine) -> Engine:
+    """A second model to train, with a scalar head on a copy of the policy's present trunk."""
+    critic = _build(engine.config, engine.vocab_size, engine.max_length, scalar_head=True)
+    copy_trunk(engine.bare, critic)
+    return replace(engine, model=wrap_model(critic))
 
 
 def build_optimizer(engine: Engine, config: OptimizerConfig) -> MegatronOptimizer:
@@ -133,34 +150,41 @@ def train_step(
     lr: float,
     clip: float | None,
 ) -> StepResult:
-    """One optimizer step on this data rank's micro-batches: gradients of the global loss, their norm, clip, AdamW."""
+    """One optimizer step on this data rank's micro-batches: gradients of the global loss, their norm, clip, AdamW.
+
+    A loss that needs statistics of the step sees all micro-batches once before, without gradient.
+    """
     seqs, toks = count_valid([batch.data for batch in batches], engine.groups.data)
+    statistics = _statistics(engine, batches, loss_fn, seqs, toks) if loss_fn.needs_statistics else None
     engine.model.zero_grad_buffer()
     optimizer.zero_grad()
     config = engine.bare.config
 
     def forward(queue: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
         batch = next(queue)
+        wrapped = batch.wrap(loss_fn)
         loss_func = megatron_loss_func(
-            batch.wrap(loss_fn),
+            wrapped if statistics is None else partial(wrapped, statistics=statistics),
             batch.data,
             seqs,
             toks,
             config=config,
             num_microbatches=len(batches),
             groups=engine.groups,
+            head=head,
         )
         return forward_logits(model, batch.input), loss_func
 
-    reports: list[LossReport] = get_forward_backward_func()(
-        forward_step_func=forward,
-        data_iterator=iter(batches),
-        model=[engine.model],
-        num_microbatches=len(batches),
-        seq_length=batches[0].input.tokens.shape[1] * engine.groups.cp_size,
-        micro_batch_size=batches[0].input.tokens.shape[0],
-        forward_only=False,
-    )
+    with fused_head(engine, engine.model) as head:
+        reports: list[LossReport] = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=[engine.model],
+            num_microbatches=len(batches),
+            seq_length=batches[0].input.tokens.shape[1] * engine.groups.cp_size,
+            micro_batch_size=batches[0].input.tokens.shape[0],
+            forward_only=False,
+        )
     norm = grad_norm([engine.model])
     if not bool(
         norm.isfinite()
@@ -175,25 +199,25 @@ def train_step(
     return StepResult(_reduced(engine, reports), float(norm), int(toks))
 
 
-def log_probs(
-    engine: Engine, model: torch.nn.Module, batches: Sequence[MicroBatch], temperature: float
-) -> list[Tensor]:
-    """Token-aligned log-probs of every micro-batch under `model`, [B, S] each, whole on every rank."""
+@contextlib.contextmanager
+def fused_head(engine: Engine, model: torch.nn.Module) -> Iterator[FusedHead | None]:
+    """Inside, the model gives hidden states where `model.fused_head` asks for it; yields what makes losses' input of them."""
+    bare = unwrap(model)
+    if not engine.config.model.fused_head or (bare.post_process and isinstance(bare.output_layer, ScalarHead)):
+        yield None
+        return
+    head = fuse_head(bare)
+    try:
+        yield head
+    finally:
+        head.remove()
 
-    def collect(logits: Tensor, index: int) -> Tensor:
-        groups, batch = engine.groups, batches[index]
-        return token_logprobs(
-            logits,
-            batch.data,
-            groups.tp_rank,
-            groups.tensor,
-            groups.context,
-            layout=batch.input.layout,
-            vocab_size=engine.vocab_size,
-            temperature=temperature,
-        )
 
-    found = forward_only(
+def forward_batches(
+    engine: Engine, model: torch.nn.Module, batches: Sequence[MicroBatch], collect: Callable[[Tensor, int], ResultT]
+) -> list[ResultT] | None:
+    """What `collect` makes of the output on each micro-batch, without gradient; None on all stages but the last."""
+    return forward_only(
         lambda model, batch: forward_logits(model, batch.input),
         [model],
         batches,
@@ -201,17 +225,32 @@ def log_probs(
         seq_length=batches[0].input.tokens.shape[1] * engine.groups.cp_size,
         micro_batch_size=batches[0].input.tokens.shape[0],
     )
-    values = found if found is not None else [None] * len(batches)
-    shapes = [batch.data["input_ids"].shape for batch in batches]
-    return [
-        broadcast_from_last_stage(
-            None if value is None else value.to(engine.numbers), shape=shape, dtype=engine.numbers
+
+
+def _statistics(
+    engine: Engine, batches: Sequence[MicroBatch], loss_fn: LossFn, seqs: Tensor, toks: Tensor
+) -> Statistics:
+    """What the loss collects over all micro-batches of all ranks; nothing on the stages that compute no loss."""
+    groups = engine.groups
+
+    def collect(logits: Tensor, index: int) -> Statistics:
+        batch = batches[index]
+        return batch.wrap(loss_fn).collect(
+            logits if head is None else head(logits),
+            batch.data,
+            seqs,
+            toks,
+            groups.tp_rank,
+            groups.tensor,
+            groups.context,
         )
-        for value, shape in zip(values, shapes, strict=True)
-    ]
+
+    with fused_head(engine, engine.model) as head:
+        found = forward_batches(engine, engine.model, batches, collect)
+    return Statistics({}) if found is None else reduce(add, found).reduce(groups)
 
 
-def _build(config: TrainConfig, vocab_size: int, max_length: int) -> GPTModel:
+def _build(config: TrainConfig, vocab_size: int, max_length: int, scalar_head: bool = False) -> GPTModel:
     model = config.model
     settings = build_config(
         num_layers=model.layers,
@@ -232,6 +271,7 @@ def _build(config: TrainConfig, vocab_size: int, max_length: int) -> GPTModel:
         position_embedding=model.position,
         tie_embeddings=model.tie_embeddings,
         vocab_multiple=model.vocab_multiple,
+        scalar_head=scalar_head,
         seed=config.run.seed,
     )
 

@@ -32,9 +32,10 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("tokens/s", "tokens_per_second", ".0f"),
 )
 _SHOWN = {
-    "grpo": ("reward", "held-out", "loss", "KL", "entropy", "clip low", "clip high", "grad norm", "tokens/s"),
-    "dpo": ("held-out", "accuracy", "loss", "grad norm", "tokens/s"),
+    "rl": ("reward", "held-out", "loss", "KL", "entropy", "clip low", "clip high", "grad norm", "tokens/s"),
+    "preference": ("held-out", "accuracy", "loss", "grad norm", "tokens/s"),
     "sft": ("held-out", "loss", "grad norm", "tokens/s"),
+    "distillation": ("held-out", "loss", "grad norm", "tokens/s"),
 }
 
 
@@ -124,7 +125,12 @@ class RunLog:
 
     def _print(self, phase: str, step: int, row: Row) -> None:
         shown = _SHOWN["sft" if phase == "warmup" else self.objective]
-        columns = [column for column in _COLUMNS if column[0] in shown]
+        # the held-out reward comes now and then, any other column in each row or in none
+        columns = [
+            (title, key, style)
+            for title, key, style in _COLUMNS
+            if title in shown and (key in row or title == "held-out")
+        ]
         heading = "  ".join([f"{phase:>6} step", *(f"{title:>9}" for title, _, _ in columns)])
         if heading != self._heading:
             self._heading = heading

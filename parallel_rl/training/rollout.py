@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.megatron import broadcast_from_last_stage, forward_logits, forward_only, padded_input, replicas
-from parallel_rl.training.config import SamplingConfig
 from parallel_rl.training.engine import Engine
+from parallel_rl.training.sections import SamplingConfig
 from parallel_rl.training.tokenizer import EOS, PAD
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
 from parallel_rl.vocab.stats import token_stats
@@ -36,7 +36,13 @@ class Samples:
 
 
 def sample(
-    engine: Engine, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], seed: int, config: SamplingConfig
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sample_ids: Sequence[int],
+    seed: int,
+    config: SamplingConfig,
+    *,
+    greedy: bool = False,
 ) -> Samples:
     """Continues each prompt up to its end token or `max_new_tokens`.
 
@@ -44,15 +50,16 @@ def sample(
     replicas and sequence parallelism is off; all ranks that hold the same data get the same samples.
 
     Args:
-        prompts: N token lists, the same on every tensor, context and pipeline rank.
+        prompts: N token lists (there may be none), the same on every tensor, context and pipeline rank.
         sample_ids: N integers that name the samples over the whole run.
+        greedy: the likeliest token each time.
     """
-    count, width = len(prompts), max(map(len, prompts)) + config.max_new_tokens
+    count, width = len(prompts), max(map(len, prompts), default=0) + config.max_new_tokens
     tokens = torch.full((count, width), PAD)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
-    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-    ids = torch.tensor(sample_ids)
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+    ids = torch.tensor(sample_ids, dtype=torch.int64)
     logprobs = torch.zeros(count, width, dtype=engine.numbers)
     lengths = prompt_lengths.clone()
     groups = engine.groups
@@ -61,7 +68,7 @@ def sample(
         engine.model.eval()
         for first in range(mine.start, mine.stop, ROWS_AT_A_TIME):
             rows = slice(first, min(first + ROWS_AT_A_TIME, mine.stop))
-            _decode(engine, tokens[rows], logprobs[rows], lengths[rows], ids[rows], seed, config)
+            _decode(engine, tokens[rows], logprobs[rows], lengths[rows], ids[rows], seed, config, greedy)
         engine.model.train()
     if groups.cp_size > 1:
         _exchange(engine, mine, [tokens, logprobs, lengths])
@@ -76,13 +83,14 @@ def _decode(
     sample_ids: Tensor,
     seed: int,
     config: SamplingConfig,
+    greedy: bool,
 ) -> None:
     """Fills the rows in place, one position after the other; the whole prefix is run each time (there is no cache)."""
     alive = torch.arange(len(lengths))
     for _ in range(config.max_new_tokens):
         at = lengths[alive]
         keys = sample_keys(seed, sample_ids[alive], at)
-        drawn, scores = _draw(engine, tokens[alive, : int(at.max())], at - 1, keys, config.temperature)
+        drawn, scores = _draw(engine, tokens[alive, : int(at.max())], at - 1, keys, config.temperature, greedy)
         tokens[alive, at], logprobs[alive, at] = drawn, scores
         lengths[alive] += 1
         alive = alive[drawn != EOS]
@@ -90,13 +98,16 @@ def _decode(
             return
 
 
-def _draw(engine: Engine, prefix: Tensor, last: Tensor, keys: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _draw(
+    engine: Engine, prefix: Tensor, last: Tensor, keys: Tensor, temperature: float, greedy: bool
+) -> tuple[Tensor, Tensor]:
     """One token a row and its log-prob, from the logits at column `last`: on the last stage, then on all."""
 
     def collect(logits: Tensor, index: int) -> Tensor:
         at_last = logits[torch.arange(len(last), device=logits.device), last.to(logits.device)]
         group, size = engine.groups.tensor, engine.vocab_size
-        drawn = sample_tokens(at_last, keys.to(logits.device), temperature=temperature, group=group, vocab_size=size)
+        heat = 0.0 if greedy else temperature
+        drawn = sample_tokens(at_last, keys.to(logits.device), temperature=heat, group=group, vocab_size=size)
         stats = token_stats(at_last, drawn, group=group, vocab_size=size, temperature=temperature, entropy=False)
         # one broadcast for both: a token id is exact in float64
         return torch.stack([drawn.double(), stats.logprobs.double()])

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
 import yaml
+from megatron.core.optimizer import MegatronOptimizer
 
+from parallel_rl.experience.rewards import reward_function
+from parallel_rl.losses.mix import MixLossFn
 from parallel_rl.training import checkpoint
 from parallel_rl.training.batching import width_unit
-from parallel_rl.training.checkpoint import Position
-from parallel_rl.training.config import OptimizerConfig, TrainConfig, data_parallel_size
+from parallel_rl.training.checkpoint import Contents, Position
+from parallel_rl.training.config import TrainConfig
 from parallel_rl.training.datasets import Datasets, read_datasets
-from parallel_rl.training.engine import build_engine, build_optimizer, freeze_copy, start_world
+from parallel_rl.training.engine import build_critic, build_engine, build_optimizer, freeze_copy, start_world
 from parallel_rl.training.load import as_mapping
 from parallel_rl.training.logging import RunLog, read_metrics
+from parallel_rl.training.phases import Phase, phases
 from parallel_rl.training.plot import draw_curves
-from parallel_rl.training.rewards import checker
-from parallel_rl.training.steps import Numbers, Session, dpo_step, grpo_step, held_out_reward, supervised_step
+from parallel_rl.training.sections import data_parallel_size
+from parallel_rl.training.session import Critic, Session
+from parallel_rl.training.steps import held_out_reward
 from parallel_rl.training.tokenizer import CharTokenizer
 
 
@@ -36,15 +40,6 @@ class Result:
     seconds: float
 
 
-@dataclass(frozen=True)
-class _Phase:
-    name: str
-    steps: int
-    optimizer: OptimizerConfig
-    run: Callable[[Session, int], Numbers]
-    is_main: bool
-
-
 def train(config: TrainConfig) -> Result:
     """Runs `config` to its end on every rank of the world, or from the newest checkpoint in its folder on.
 
@@ -54,7 +49,7 @@ def train(config: TrainConfig) -> Result:
     began = time.monotonic()
     tokenizer = CharTokenizer(config.tokenizer.alphabet)
     data = read_datasets(config, tokenizer)
-    checker(config.reward)
+    reward_function(config.reward)
     start_world(config)
     _check_layout(config, data, dist.get_world_size())
     run = _Run(config, tokenizer, data)
@@ -70,10 +65,10 @@ class _Run:
     def __init__(self, config: TrainConfig, tokenizer: CharTokenizer, data: Datasets) -> None:
         self.config = config
         self.folder = Path(config.run.dir)
-        self.phases = _phases(config)
+        self.phases = phases(config)
         self.first = dist.get_rank() == 0
         if config.run.resume == "never" and self.first:
-            recorded = ("rollouts",) if config.grpo is not None and config.grpo.record else ()
+            recorded = ("rollouts",) if config.rl is not None and config.rl.record else ()
             for name in ("checkpoints", "tensorboard", *recorded):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
         dist.barrier()
@@ -102,8 +97,8 @@ class _Run:
         if self.latest is not None:
             self._restore(self.latest)
         elif self.config.run.init_from is not None:
-            engine = self.session.engine
-            checkpoint.load(Path(self.config.run.init_from), engine, None, None)
+            engine, start = self.session.engine, Path(self.config.run.init_from)
+            checkpoint.load_weights(start, engine.model, scalar_head=self.config.scalar_head)
             # master weights of what was just loaded
             self.session = replace(self.session, optimizer=build_optimizer(engine, self.phases[0].optimizer))
         self._describe()
@@ -133,7 +128,7 @@ class _Run:
             wrote = "metrics.jsonl, tensorboard/, checkpoints/" + (f", {picture.name}" if drawn else "")
             self.log.say(f"{seconds:.0f} s; wrote {wrote} in {self.folder}")
 
-    def _step(self, phase: _Phase) -> None:
+    def _step(self, phase: Phase) -> None:
         began = time.monotonic()
         numbers = phase.run(self.session, self.position.step)
         seconds = time.monotonic() - began
@@ -151,11 +146,10 @@ class _Run:
         if every and step % every == 0 and not last:
             self._save()
 
-    def _enter_main(self, phase: _Phase) -> None:
-        """Fresh moments, the reference copied, the first evaluation, and a checkpoint to start again from."""
+    def _enter_main(self, phase: Phase) -> None:
+        """Fresh moments, the other models, the first evaluation, and a checkpoint to start again from."""
         engine = self.session.engine
-        reference = freeze_copy(engine) if _needs_reference(self.config) else None
-        self.session = replace(self.session, optimizer=build_optimizer(engine, phase.optimizer), reference=reference)
+        self.session = self._with_models(build_optimizer(engine, phase.optimizer))
         if self.config.evaluation is not None and self.before is None:
             self.before = self._evaluate()
             self.log.say(
@@ -164,28 +158,61 @@ class _Run:
         if self.rows:
             self._save()
 
+    def _with_models(self, optimizer: MegatronOptimizer) -> Session:
+        """The session of the main phase: reference and critic begin as copies of the present policy."""
+        config, engine = self.config, self.session.engine
+        reference = freeze_copy(engine) if config.needs_reference else None
+        teacher = critic = None
+        if config.teacher is not None:
+            teacher = freeze_copy(engine)
+            checkpoint.load_weights(Path(config.teacher), teacher)
+        if config.rl is not None and config.rl.critic is not None:
+            values = build_critic(engine)
+            critic = Critic(values, build_optimizer(values, config.rl.critic.optimizer))
+        loss_fn = None if config.rl is None else self.session.loss(config.rl.loss, self.session.temperature)
+        return replace(
+            self.session, optimizer=optimizer, reference=reference, teacher=teacher, critic=critic, policy_loss=loss_fn
+        )
+
     def _restore(self, path: Path) -> None:
         engine, phase = self.session.engine, next(p for p in self.phases if p.name == self.position.phase)
-        reference = (
-            freeze_copy(engine) if phase.is_main and self.position.step and _needs_reference(self.config) else None
-        )
         optimizer = build_optimizer(engine, phase.optimizer)
-        checkpoint.load(path, engine, optimizer if self.position.step else None, reference)
         if not self.position.step:
+            checkpoint.load(path, Contents(engine))
             optimizer = build_optimizer(engine, phase.optimizer)  # master weights of what was just loaded
-        self.session = replace(self.session, optimizer=optimizer, reference=reference)
+            self.session = replace(self.session, optimizer=optimizer)
+        else:
+            began = self._with_models(optimizer) if phase.is_main else replace(self.session, optimizer=optimizer)
+            self.session = began
+            checkpoint.load(path, self._contents())
         self.log.say(f"continuing from {path}: {self.position.phase} step {self.position.step}")
+
+    def _contents(self) -> Contents:
+        """What a checkpoint of this moment holds: at the start of a phase, all but the weights follows from them."""
+        session = self.session
+        if not self.position.step:
+            return Contents(session.engine)
+        critic, loss_fn = session.critic, session.policy_loss
+        return Contents(
+            session.engine,
+            session.optimizer,
+            session.reference,
+            None if critic is None else critic.engine,
+            None if critic is None else critic.optimizer,
+            loss_fn.mu_schedule if isinstance(loss_fn, MixLossFn) else None,
+        )
 
     def _save(self) -> None:
         done = self._done()
-        facts: dict[str, float | int | str] = {"objective": self.config.objective}
+        facts: dict[str, float | int | str] = {
+            "objective": self.config.objective,
+            "scalar_head": int(self.config.scalar_head),
+        }
         for name, value in (("held_out_before", self.before), ("held_out_after", self.after)):
             if value is not None:
                 facts[name] = value
-        session, keep = self.session, self.config.run.keep_checkpoints
-        optimizer, reference = (session.optimizer, session.reference) if self.position.step else (None, None)
-        folder = self.folder / "checkpoints"
-        checkpoint.save(folder, sum(done.values()), session.engine, optimizer, reference, self.position, facts, keep)
+        folder, keep = self.folder / "checkpoints", self.config.run.keep_checkpoints
+        checkpoint.save(folder, sum(done.values()), self._contents(), self.position, facts, keep)
 
     def _done(self) -> dict[str, int]:
         """Steps done in each phase."""
@@ -209,32 +236,17 @@ class _Run:
         self.log.say(f"{layout}{parallel}, {rows}, {self.config.run.dtype}, {weights:,} weights on this rank")
 
 
-def _phases(config: TrainConfig) -> list[_Phase]:
-    phases = []
-    warmup, grpo, dpo, sft = config.warmup, config.grpo, config.dpo, config.sft
-    if warmup is not None:
-        phases.append(
-            _Phase("warmup", warmup.steps, warmup.optimizer, lambda s, i: supervised_step(s, warmup, i), False)
-        )
-    if grpo is not None:
-        phases.append(_Phase("grpo", grpo.steps, grpo.optimizer, lambda s, i: grpo_step(s, grpo, i), True))
-    if dpo is not None:
-        phases.append(_Phase("dpo", dpo.steps, dpo.optimizer, lambda s, i: dpo_step(s, dpo, i), True))
-    if sft is not None:
-        phases.append(_Phase("sft", sft.steps, sft.optimizer, lambda s, i: supervised_step(s, sft, i), True))
-    return phases
-
-
-def _needs_reference(config: TrainConfig) -> bool:
-    return config.dpo is not None or (config.grpo is not None and config.grpo.loss.kl_in_loss)
-
-
 def _check_layout(config: TrainConfig, data: Datasets, world_size: int) -> None:
     ranks = data_parallel_size(config.parallel, world_size)
-    batches = [("warmup.batch_size", config.warmup.batch_size)] if config.warmup else []
-    batches += [("sft.batch_size", config.sft.batch_size)] if config.sft else []
-    batches += [("dpo.pairs", config.dpo.pairs)] if config.dpo else []
-    batches += [("grpo.prompts / grpo.updates", config.grpo.prompts // config.grpo.updates)] if config.grpo else []
+    batches = [
+        (f"{name}.batch_size", section.batch_size)
+        for name, section in (("warmup", config.warmup), ("sft", config.sft), ("distillation", config.distillation))
+        if section is not None
+    ]
+    batches += [("preference.pairs", config.preference.pairs)] if config.preference else []
+    if config.rl is not None:
+        batches += [("rl.prompts / rl.updates", config.rl.prompts // config.rl.updates)]
+        batches += [("rl.experts / rl.updates", config.rl.experts // config.rl.updates)]
     for name, size in batches:
         if size % ranks:
             raise ValueError(f"{name} = {size} does not divide by the {ranks} data parallel ranks")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl import (
+    Metrics,
     ParallelGroups,
     SequencePackingLossWrapper,
     count_valid,
@@ -24,13 +25,16 @@ from parallel_rl import (
 )
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.batch import TokenBatch
-from tests import reference
+from parallel_rl.recipes import loss_of, recipes
+from parallel_rl.training.tree import read_tree
+from tests import reference, reference_distillation, reference_heads, reference_preference
 
 ROWS, WIDTH, VOCAB = 12, 16, 23
+PLACEHOLDER, REWARD_IDS = 21, [19, 2]  # of a process reward model, on different shards
 POISON = (math.nan, math.inf, -math.inf)
 
 
-@register_objective("test_entropy", token_fields=("advantages",), needs_entropy=True)
+@register_objective("test_entropy", token_fields=("advantages",), needs_entropy=True, token_separable=True)
 def EntropyBonus(logprobs: Tensor, batch: TokenBatch) -> Tensor:
     """A user's objective: policy gradient with an entropy bonus."""
     return -batch["advantages"] * logprobs - 0.3 * batch.entropy
@@ -48,6 +52,13 @@ def SequenceLevel(logprobs: Tensor, batch: TokenBatch) -> Tensor:
     return (logprobs / 10).exp() * (1 + batch.per_sequence("rewards").square())
 
 
+@register_objective("test_pair", level="pair", token_fields=("reference_policy_logprobs",))
+def PairLevel(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+    """A user's objective on pairs, hinge on the difference of log-probs to the reference's."""
+    margins = (logprobs - batch.segment_sum(batch["reference_policy_logprobs"])).view(-1, 2)
+    return torch.relu(1 - margins[:, 0] + margins[:, 1])
+
+
 @dataclass(frozen=True)
 class Case:
     loss: str
@@ -55,7 +66,14 @@ class Case:
 
     @property
     def name(self) -> str:
-        return "-".join([self.loss, *(f"{key}={value}" for key, value in self.config.items())])
+        return "-".join([self.loss, *(f"{key}={_text(value)}" for key, value in self.config.items())])
+
+
+def _text(value: object) -> str:
+    """A config's value, short and without what a test's name must not hold."""
+    if isinstance(value, dict):
+        return ".".join(f"{key}={_text(item)}" if key != "name" else str(item) for key, item in value.items())
+    return ",".join(map(_text, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 _SEQ = {"token_level_loss": False}
@@ -70,13 +88,79 @@ def _tis(kind: str, low: float | None, high: float) -> dict:
     return {**_IS, "truncated_importance_sampling_type": kind, **bounds}
 
 
-CASES = [
+_MIX = {
+    "mu": {"peak": 0.3, "valley": 0.2, "decay_steps": 9},
+    "policy": {
+        "surrogate": {"name": "ppo", "dual_clip": 3.0},
+        "aggregation": "seq-mean-token-mean",
+        "entropy_filter": 0.7,
+    },
+    "supervised": {"weighting": "phi"},
+}
+
+# One or two of each loss, rich in options: they run on every world. MORE run at world 4, the recipes at world 2, and all of
+# them on every world where slow tests run.
+CORE = [
+    Case("nll"),
+    Case("preference"),
+    Case("dpo", {"sft_loss_weight": 0.4, "preference_loss_weight": 0.7, "reference_policy_kl_penalty": 0.3}),
+    Case("simpo", {"label_smoothing": 0.1}),
+    Case("cpo", {"sft_loss_weight": 0.5, "sft_average_log_probs": True}),
+    Case("orpo"),
+    Case("kto", {"desirable_weight": 1.3, "undesirable_weight": 0.8}),
+    Case("prm", {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": REWARD_IDS}),
+    Case("value", {"cliprange": 0.3, "scale": 0.4}),
+    Case("clipped_pg", {**_GSPO, **_tis("tis", 0.7, 1.3)}),
+    Case("clipped_pg", {"positive_example_nll_weight": 0.1}),
+    Case(
+        "policy",
+        {
+            "surrogate": {"name": "clip_cov", "fraction": 0.1, "low": -0.2},
+            "entropy_filter": 0.6,
+            "entropy_bonus": 0.1,
+            "off_policy_mask": {"delta": 0.02},
+        },
+    ),
+    Case(
+        "policy",
+        {
+            "surrogate": "gmpo",
+            "aggregation": "seq-mean-token-mean",
+            "rejection": {
+                "rules": [
+                    {"statistic": "k1", "low": 0.7, "high": 1.4},
+                    {"statistic": "k3", "high": 0.2, "level": "sequence-max"},
+                ],
+                "denominator": "kept",
+            },
+            "kl": {"coefficient": 0.3, "gradient": "old", "weight_clamp": 1.1},
+        },
+    ),
+    Case("full_distillation", {"divergence": {"name": "jsd", "beta": 0.3}, "teacher_temperature": 1.3}),
+    Case("distillation", {"zero_outside_topk": True, "mixed_kl_weight": 0.9, "aggregation": "seq-mean-token-mean"}),
+    Case("mix", _MIX),
+    Case("test_entropy"),
+    Case("test_sequence_token", {"aggregation": "constant-length", "max_length": 40}),
+    Case("test_sequence"),
+    Case("test_pair"),
+]
+MORE = [
+    Case("nll", {"weighting": "phi", "cutoff_prob": 0.3, "aggregation": "seq-mean-token-mean"}),
+    Case("nll", {"weighting": "probability"}),
+    Case("full_distillation", {"divergence": "reverse_kl", "aggregation": "seq-mean-token-sum"}),
+    Case("distillation", {"kl_type": "reverse", "topk_alignment": "predictor"}),
+    Case("distillation", {"bucket_tail": True}),
     Case("nll"),
     Case("preference"),
     Case("dpo"),
     Case("dpo", {"sft_loss_weight": 0.4, "preference_loss_weight": 0.7, "reference_policy_kl_penalty": 0.3}),
     Case("dpo", {"preference_average_log_probs": True, "sft_loss_weight": 0.4, "sft_average_log_probs": True}),
     Case("dpo", {"reference_logprobs_alignment": "predictor"}),
+    Case("dpo", {"kind": "robust", "label_smoothing": 0.1, "length_desensitization": 0.3}),
+    Case("preference", {"margin": 0.2, "pair_margins": True}),
+    Case("kto", {"baseline": "opposite-class"}),
+    Case("prm", {"placeholder_token_id": PLACEHOLDER}),
+    Case("value", {"head_position": "token", "aggregation": "seq-mean-token-mean"}),
     Case("clipped_pg"),
     Case(
         "clipped_pg",
@@ -108,7 +192,34 @@ CASES = [
     Case("test_sequence_token", {"aggregation": "seq-mean-token-sum"}),
     Case("test_sequence_token", {"aggregation": "constant-length", "max_length": 40}),
     Case("test_sequence"),
+    Case("policy", {"surrogate": {"name": "kl_cov", "fraction": 0.2}, "positive_nll_weight": 0.2}),
+    Case("policy", {"surrogate": "vespo", "importance": {"mode": "tis", "high": 1.1, "normalize": True}}),
+    Case("policy", {"surrogate": {"name": "topr"}, "ratio_level": "sequence-sum", "aggregation": "seq-mean-token-sum"}),
+    Case("policy", {"ratio_level": "sequence-mean", "ratio_gradient": "token", "log_ratio_clamp": 0.1}),
+    Case("policy", {"surrogate": {"name": "rec", "clip_mode": "gspo-one-side", "weight": "gspo_importance_sampling"}}),
+    Case(
+        "policy",
+        {"surrogate": "reinforce", "kl": {"coefficient": 0.3, "gradient": "straight-through", "against": "prev"}},
+    ),
 ]
+MORE = [case for case in MORE if case not in CORE]
+
+
+def recipe_cases() -> list[Case]:
+    """The loss of every recipe, with the options of its file."""
+    found: list[Case] = []
+    for path in recipes().values():
+        choice = loss_of(read_tree(path))
+        assert isinstance(choice, dict)
+        options = dict(choice.get("options") or {})
+        if "placeholder_token_id" in options:  # its ids are those of another vocabulary
+            options |= {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": REWARD_IDS}
+        found += [case for case in [Case(choice["name"], options)] if case not in (*CORE, *MORE, *found)]
+    return found
+
+
+RECIPES = recipe_cases()
+CASES = [*CORE, *MORE, *RECIPES]
 
 
 class Batch(NamedTuple):
@@ -117,8 +228,14 @@ class Batch(NamedTuple):
     lengths: list[int]
 
 
-def make_batch(seed: int, half_masked: bool, scalar: bool, dtype: torch.dtype, shift: float = 0.0) -> Batch:
+def has_scalar_head(loss: str) -> bool:
+    """Whether the loss reads one output a position instead of logits."""
+    return get_loss(loss).scalar_head
+
+
+def make_batch(seed: int, half_masked: bool, loss: str, dtype: torch.dtype, shift: float = 0.0) -> Batch:
     """Ragged rows, among them: an empty token mask, rows and one whole micro-batch without sample_mask; every value valid."""
+    scalar = has_scalar_head(loss)
     g = torch.Generator().manual_seed(seed)
     kind = torch.promote_types(dtype, torch.float32)
     lengths = [2, 16, 5, 9, 7, 7, 13, 4, 16, 3, 11, 8]
@@ -126,6 +243,7 @@ def make_batch(seed: int, half_masked: bool, scalar: bool, dtype: torch.dtype, s
     logits += shift * torch.randint(0, 2, (ROWS, WIDTH, 1), generator=g).mul(2).sub(1)
     logits = logits.to(dtype).double()
     ids = torch.randint(0, VOCAB, (ROWS, WIDTH), generator=g)
+    ids[:, 2::4] = PLACEHOLDER
     ids[1, :8] = torch.arange(0, VOCAB, 3)  # targets on every shard
     token_mask = torch.rand(ROWS, WIDTH, generator=g) < 0.8
     token_mask &= torch.arange(WIDTH) < torch.tensor(lengths)[:, None]
@@ -136,7 +254,7 @@ def make_batch(seed: int, half_masked: bool, scalar: bool, dtype: torch.dtype, s
     sample_mask[10:12] = 0
     if half_masked:
         sample_mask[6:] = 0  # all of data rank 1
-    base = reference.logprobs_and_entropy(logits, ids)[0] if not scalar else torch.zeros(ROWS, WIDTH).double()
+    base = logits.roll(1, 1)[..., 0] if scalar else reference.logprobs_and_entropy(logits, ids)[0]
 
     def near(scale: float) -> Tensor:
         return (base + scale * torch.randn(ROWS, WIDTH, generator=g).double()).to(kind).double()
@@ -150,15 +268,38 @@ def make_batch(seed: int, half_masked: bool, scalar: bool, dtype: torch.dtype, s
         "generation_logprobs": near(0.25),
         "reference_policy_logprobs": near(0.3),
         "rewards": torch.randn(ROWS, generator=g).double().to(kind).double(),
+        "sample_ids": torch.randperm(1000, generator=g)[:ROWS],
+        "returns": near(0.5),
+        "values": near(0.4),
+        "preference_labels": torch.tensor([1, 1, 0, 1, 1, -1, 0, 1, 1, -1, -1, 0]).double(),
+        "preference_margins": torch.rand(ROWS, generator=g).to(kind).double(),
+        "reward_labels": torch.tensor([*REWARD_IDS, -100])[torch.randint(0, 3, (ROWS, WIDTH), generator=g)],
+    }
+    teacher = (torch.randn(ROWS, WIDTH, VOCAB, generator=g) * 1.5).to(kind).double()
+    best = teacher.roll(1, 1).topk(4, -1)
+    data |= {
+        "teacher_logits": teacher,
+        "teacher_topk_logits": best.values,
+        "teacher_topk_indices": best.indices,
+        "teacher_logsumexp": teacher.roll(1, 1).logsumexp(-1).to(kind).double(),
+        "expert_mask": torch.tensor([0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0]).bool(),
     }
     return Batch(logits, data, lengths)
 
 
 _REFERENCES: dict[str, Callable] = {
     "nll": reference.nll,
-    "preference": reference.preference,
-    "dpo": reference.dpo,
+    "preference": reference_heads.preference,
+    "value": reference_heads.value,
+    "prm": reference_heads.prm,
+    "dpo": reference_preference.dpo,
+    "simpo": reference_preference.simpo,
+    "cpo": reference_preference.cpo,
+    "orpo": reference_preference.orpo,
+    "kto": reference_preference.kto,
     "clipped_pg": reference.clipped_pg,
+    "distillation": reference_distillation.distillation,
+    "full_distillation": reference_distillation.full_distillation,
 }
 
 
@@ -168,14 +309,20 @@ class Expected(NamedTuple):
     metrics: dict[str, float]
 
 
+def alone(case: Case, logits: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
+    """The loss on one process that holds everything."""
+    loss_fn, counts = get_loss(case.loss)(case.config), count_valid(data)
+    statistics = loss_fn.collect(logits, data, *counts).reduce() if loss_fn.needs_statistics else None
+    return loss_fn(logits, data, *counts, statistics=statistics)
+
+
 def expected(case: Case, batch: Batch) -> Expected:
     """The dense reference where there is one, else the loss itself in one float64 process."""
     logits = batch.logits.clone().requires_grad_()
     if case.loss in _REFERENCES:
         loss, metrics = _REFERENCES[case.loss](logits, batch.data, case.config)
     else:
-        loss_fn = get_loss(case.loss)(case.config)
-        loss, parts = loss_fn(logits, batch.data, *count_valid(batch.data))
+        loss, parts = alone(case, logits, batch.data)
         metrics = {name: value.item() for name, value in reduce_metrics([parts]).items()}
     loss.backward()
     assert logits.grad is not None
@@ -269,18 +416,22 @@ def cut_rows(rows: list[int], lengths: list[int], layout: Layout, cp_rank: int) 
     return Piece(rows, places, sums[0], None if layout.packing == "packed" else sums[1])
 
 
-def poisoned(data: dict[str, Tensor], predictor_aligned: bool) -> dict[str, Tensor]:
+def poisoned(data: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     """NaN, inf and wild ids wherever no loss is carried."""
+    loss_fn = get_loss(case.loss)(case.config)
     bad = {name: value.clone() for name, value in data.items()}
     masked = (data["token_mask"] == 0) | (data["sample_mask"] == 0)[:, None]
-    masked[:, 0] = True
+    masked[:, 0] |= loss_fn.shift
+    wild = torch.where(torch.arange(int(masked.sum())) % 2 == 0, -7, 10**6)
+    poison = torch.tensor(POISON).repeat(ROWS * WIDTH)[: len(wild)]
     for name, value in bad.items():
-        if name == "input_ids":
-            value[masked] = torch.where(torch.arange(int(masked.sum())) % 2 == 0, -7, 10**6)
-        elif value.dim() == 2 and value.is_floating_point():
-            there = masked.roll(-1, 1) if predictor_aligned and name == "reference_policy_logprobs" else masked
-            value[there] = torch.tensor(POISON).repeat(ROWS * WIDTH)[: int(masked.sum())].to(value.dtype)
-    bad["rewards"][data["sample_mask"] == 0] = math.nan
+        there = masked.roll(-1, 1) if name in loss_fn.predictor_fields else masked
+        if name in ("input_ids", "reward_labels", "teacher_topk_indices"):
+            value[there] = wild.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there])
+        elif value.dim() >= 2 and value.is_floating_point() and name not in loss_fn.local_fields:
+            value[there] = poison.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there]).to(value.dtype)
+    for name in ("rewards", "preference_labels", "preference_margins"):
+        bad[name][data["sample_mask"] == 0] = math.nan
     return bad
 
 
@@ -305,20 +456,25 @@ def run_layout(
     tp_rank, cp_rank, dp_rank = place
     scalar = batch.logits.shape[-1] == 1
     loss_fn, columns = _sharded_loss(case, layout, tp_rank, scalar, consume=layout.micro_batches > 1)
-    dirty = poisoned(batch.data, case.config.get("reference_logprobs_alignment") == "predictor")
+    dirty = poisoned(batch.data, case)
     kind = torch.promote_types(dtype, torch.float32)  # data is never in low precision
     data = {name: value.to(kind) if value.dtype == torch.float64 else value for name, value in dirty.items()}
     mine = list(range(ROWS))[dp_rank * ROWS // layout.dp : (dp_rank + 1) * ROWS // layout.dp]
     size = len(mine) // layout.micro_batches
     pieces = [cut_rows(mine[i : i + size], batch.lengths, layout, cp_rank) for i in range(0, len(mine), size)]
-    datas = [{name: value[piece.rows] for name, value in data.items()} for piece in pieces]
+    datas = [
+        {name: value[piece.rows] for name, value in data.items() if name not in loss_fn.local_fields}
+        for piece in pieces
+    ]
     counts = count_valid(datas, groups.data)
-    carries = _carries_loss(batch.data, case.loss)
+    carries = _carries_loss(batch.data, case)
     arguments, leaves, losses = [], [], []
     for piece, local in zip(pieces, datas, strict=True):
         leaf = _local_logits(batch.logits, piece, columns, carries).to(dtype).requires_grad_()
         shape = (len(piece.rows), -1) if piece.cu_seqlens is None else (1, -1)
         leaves.append(leaf)
+        for name in loss_fn.local_fields:  # it comes in the order and on the shard of the logits
+            local[name] = _local_logits(data[name], piece, columns, carries).view(*shape, len(columns))
         head = (leaf * 1.0).view(*shape, leaf.shape[-1])
         arguments.append((head, local, *counts, groups.tp_rank, groups.tensor, groups.context))
         losses.append(
@@ -361,10 +517,14 @@ def _sharded_loss(
     return kind(case.config, vocab_size=VOCAB, cp_layout=layout.cp_layout, consume_logits=consume), columns
 
 
-def _carries_loss(data: dict[str, Tensor], loss: str) -> Tensor:
+def _carries_loss(data: dict[str, Tensor], case: Case) -> Tensor:
     """[ROWS, WIDTH] whether the model's output at this position matters to the loss."""
     mask = (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
-    if loss == "preference":
+    if case.loss == "prm":
+        return mask & (data["input_ids"] == PLACEHOLDER) & (data["reward_labels"] != -100)
+    if case.config.get("head_position") == "token":
+        return mask
+    if case.loss == "preference":
         last = torch.where(mask, torch.arange(WIDTH), -1).amax(1)
         return mask & (torch.arange(WIDTH) == last[:, None])
     return torch.cat([mask[:, 1:], torch.zeros(ROWS, 1, dtype=torch.bool)], 1)
@@ -389,17 +549,15 @@ def check_world(
 ) -> list:
     """(case, layout) → Outcome, for every case on every layout of this many ranks."""
     outcomes = []
-    batches = {s: make_batch(seed, half_masked, s, dtype, shift) for s in (False, True)}
-    wants = {case.name: expected(case, batches[case.loss == "preference"]) for case in cases}
+    batches = {case.name: make_batch(seed, half_masked, case.loss, dtype, shift) for case in cases}
+    wants = {case.name: expected(case, batches[case.name]) for case in cases}
     groups_of: dict[tuple[int, int], tuple] = {}
     for layout in layouts(world):
         key = (layout.tp, layout.cp)
         if key not in groups_of:
             groups_of[key] = make_groups(rank, world, layout.tp, layout.cp)
         for case in cases:
-            outcome = run_layout(
-                layout, case, batches[case.loss == "preference"], wants[case.name], *groups_of[key], dtype
-            )
+            outcome = run_layout(layout, case, batches[case.name], wants[case.name], *groups_of[key], dtype)
             outcomes.append((case.name, layout.name, outcome))
     return outcomes
 
@@ -408,7 +566,7 @@ def errors(case: Case, want: Expected, outcomes: list[Outcome]) -> tuple[float, 
     """Relative errors of the loss and of the gradient's norm, from every rank's outcome of one layout."""
     first = [outcome for outcome in outcomes if outcome.place[0] == 0]
     # a scalar head is whole on every tensor rank, so each holds the whole gradient
-    copies = len(outcomes) // len(first) if case.loss == "preference" else 1
+    copies = len(outcomes) // len(first) if has_scalar_head(case.loss) else 1
     gradient = math.sqrt(sum(outcome.squared_error for outcome in outcomes) / copies) / want.gradient.norm().item()
     return abs(sum(outcome.share for outcome in first) - want.loss) / abs(want.loss), gradient
 
@@ -420,7 +578,7 @@ def dense_error(case: Case, batch: Batch, want: Expected, dtype: torch.dtype) ->
     if case.loss in _REFERENCES:
         loss, _ = _REFERENCES[case.loss](logits.float(), data, case.config)
     else:
-        loss, _ = get_loss(case.loss)(case.config)(logits.float(), data, *count_valid(data))
+        loss, _ = alone(case, logits.float(), data)
     loss.backward()
     assert logits.grad is not None
     gradient = (logits.grad.double() - want.gradient).norm() / want.gradient.norm()

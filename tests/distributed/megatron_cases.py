@@ -36,6 +36,8 @@ class Case:
     data: What = "ragged"
     loss: Literal["nll", "pg"] = "nll"
     experts: bool = False  # takes the branch of the callback that mixture-of-experts models need
+    fused: bool = False  # the loss projects the hidden states itself
+    wgrad_fusion: bool = False  # with it the weight's gradient goes straight to main_grad
 
     @property
     def model(self) -> tuple[str, bool, int]:
@@ -163,6 +165,9 @@ def step(
     config = wrapped.config
     if case.experts:
         config.num_moe_experts = 2
+    head = M.fuse_head(wrapped, budget=1 << 13) if case.fused else None
+    if case.wgrad_fusion and M.unwrap(wrapped).post_process:  # the other layers' kernels for it need Apex
+        M.unwrap(wrapped).output_layer.gradient_accumulation_fusion = True
     size = parallel_state.get_data_parallel_world_size()
     batches = split(make_data(case.data), case.micro_batches)[parallel_state.get_data_parallel_rank() :: size]
     counts = count_valid(batches, parallel_state.get_data_parallel_group())
@@ -175,7 +180,9 @@ def step(
         else:
             cu_seqlens = M.packed_bounds(batch["lengths"], multiple=8 if case.rows == "padding" else 1)
             inputs = M.packed_input(batch["input_ids"], *cu_seqlens)
-        loss_func = partial(M.megatron_loss_func, config=config, num_microbatches=len(batches_list), ddp=case.ddp)
+        loss_func = partial(
+            M.megatron_loss_func, config=config, num_microbatches=len(batches_list), ddp=case.ddp, head=head
+        )
         return M.forward_logits(chunk, inputs), loss_func(make_loss(case, cu_seqlens), batch, counts.seqs, counts.toks)
 
     batches_list = batches

@@ -21,6 +21,11 @@ from parallel_rl import (
 )
 
 B, S, V = 4, 8, 11
+FLOATS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+PLACEHOLDER = 4  # of a process reward model
+_COUNTS = ("positive_tokens", "steps", "usual_sequences", "usual_tokens", "expert_sequences", "expert_tokens")
+_SIDES = [f"{side}_{what}" for side in ("desirable", "undesirable", "mismatched") for what in ("rows", "log_ratio")]
+STEP = Statistics({name: torch.tensor(9.0) for name in (*_COUNTS, *_SIDES)})  # what any loss may ask of a step
 LENGTHS = [8, 6, 7, 4]
 ROOM = [8, 8, 8, 8]
 
@@ -64,15 +69,23 @@ def make_data() -> dict[str, Any]:
         "token_mask": inside.to(torch.int64),
         "sample_mask": torch.ones(B),
         "rewards": torch.randn(B, generator=g, dtype=torch.float64),
+        "preference_labels": torch.tensor([1, -1, 0, 1], dtype=torch.float64),
+        "preference_margins": torch.rand(B, generator=g, dtype=torch.float64),
+        "reward_labels": torch.full((B, S), 9),
     }
-    for name in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+    data["input_ids"][:, 5] = PLACEHOLDER
+    for name in (*FLOATS, "returns", "values"):
         data[name] = -torch.rand(B, S, generator=g, dtype=torch.float64)
+    data["teacher_topk_logits"] = torch.randn(B, S, 3, generator=g, dtype=torch.float64)
+    data["teacher_topk_indices"] = torch.tensor([9, 0, 4]).expand(B, S, 3)
+    data["teacher_logsumexp"] = torch.full((B, S), 3.0, dtype=torch.float64)
+    data["expert_mask"] = torch.tensor([True, False, False, True])
     return data
 
 
 def make_call(loss: str, config: dict, packed: bool, groups: ParallelGroups) -> Call:
     """Right on every rank: padded vocabulary, zigzag context ranks, ragged rows."""
-    scalar, data, cp = loss == "preference", make_data(), groups.cp_size
+    scalar, data, cp = get_loss(loss).scalar_head, make_data(), groups.cp_size
     whole = torch.randn(B, S, 1 if scalar else V, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     true, padded = (torch.tensor([0, *sizes]).cumsum(0).to(torch.int32) for sizes in (LENGTHS, ROOM))
     if packed:
@@ -89,10 +102,11 @@ def make_call(loss: str, config: dict, packed: bool, groups: ParallelGroups) -> 
         loss, dict(config), options, local.reshape(*layout.local_shape, -1).contiguous(), data, count_valid(data),
         groups, groups.tp_rank,
     )  # fmt: skip
+    call.data["teacher_logits"] = call.logits * 0.7  # shaped and sharded like the student's
     if packed:
         call.cu_seqlens, call.cu_seqlens_padded = true, padded
     if get_loss(loss)(config).needs_statistics:
-        call.statistics = Statistics({"positive_tokens": torch.tensor(9)})
+        call.statistics = STEP
     return call
 
 
@@ -176,9 +190,9 @@ def next_rank(call: Call) -> None:
 
 
 NLL = {"positive_example_nll_weight": 0.1}
-FLOATS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
 TWO_COUNTS = ValidCounts(torch.ones(2), torch.tensor(1))
-NEEDLESS = Statistics({"positive_tokens": torch.tensor(9)})
+PRM = {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": [2, 9]}
+CLIP = {"cliprange": 0.2}
 PREDICTOR = {"reference_logprobs_alignment": "predictor"}
 
 # fmt: off
@@ -247,16 +261,61 @@ FAULTS = [
     Fault("no statistics", "ClippedPGLossFn in this configuration needs statistics=", argument("statistics", None),
           config=NLL),
     Fault("needless statistics", "ClippedPGLossFn in this configuration takes no statistics=",
-          argument("statistics", NEEDLESS)),
+          argument("statistics", STEP)),
     # pairs
     Fault("odd rows", r"pairs are \(even, odd\) rows, so their number must be even; got 3 rows", rows(3), "dpo"),
     Fault("odd rewards", "their number must be even; got 3 rows", rows(3), "preference"),
-    Fault("two rewards a token", r"rewards must be floating point \[B, S/cp, 1\] .*, got torch.float64 \[4, \d, 2\]",
+    Fault("two rewards a token", r"a scalar head.s output must be .* \[B, S/cp, 1\], got torch.float64 \[4, \d, 2\]",
           logits(lambda z: z.expand(-1, -1, 2)), "preference"),
-    Fault("integer head", "rewards must be floating point .* got torch.int64", logits(lambda z: z.long()),
-          "preference"),
+    Fault("integer head", "a scalar head.s output must be floating point .* got torch.int64",
+          logits(lambda z: z.long()), "preference"),
     Fault("five rewards", r"one reward a row must be \[B\] or \[B, 1\] with B = 4, got \[5\]",
           logits(lambda z: torch.ones(5)), "preference"),
+    # distillation and mixtures
+    Fault("no teacher", "data lacks the field 'teacher_logits'", drop("teacher_logits"), "full_distillation"),
+    Fault("another teacher's vocabulary", r"teacher_logits has shape .*; it must be that of the student's logits",
+          lambda call: call.data.update(teacher_logits=call.data["teacher_logits"][..., 1:]), "full_distillation"),
+    Fault("a teacher of fewer tokens", r"teacher_logits has shape .*; it must begin like the model's output",
+          lambda call: call.data.update(teacher_logits=call.data["teacher_logits"][:, 1:]), "full_distillation"),
+    Fault("integer teacher", "teacher_logits must be floating point, got torch.int64",
+          lambda call: call.data.update(teacher_logits=call.data["teacher_logits"].long()), "full_distillation"),
+    Fault("fewer ids", r"teacher_topk_indices has shape \[4, 8, 3\], teacher_topk_logits \[4, 8, 2\]; they must agree",
+          lambda call: call.data.update(teacher_topk_logits=call.data["teacher_topk_logits"][..., 1:]), "distillation"),
+    Fault("flat top-k", r"teacher_topk_logits has shape \[4, 8\]; .* calls for \[4, 8, K\]",
+          use(teacher_topk_logits=torch.ones(4, 8)), "distillation"),
+    Fault("float ids", r"teacher_topk_indices must hold integers or bools, got torch.float32",
+          use(teacher_topk_indices=torch.ones(4, 8, 3)), "distillation"),
+    Fault("id V", r"teacher_topk_indices = 11 at \[1, 3, 2\] lies outside the vocabulary \[0, 11\)",
+          at("teacher_topk_indices", (1, 3, 2), V), "distillation", by_value=True),
+    Fault("id V at the predictor", r"teacher_topk_indices = 11 at \[1, 0, 2\] lies outside",
+          at("teacher_topk_indices", (1, 0, 2), V), "distillation", {"topk_alignment": "predictor"}, by_value=True),
+    Fault("NaN in the top-k", r"teacher_topk_logits is NaN at \[2, 5, 1\], a valid place",
+          at("teacher_topk_logits", (2, 5, 1), math.nan), "distillation", by_value=True),
+    Fault("no mass of the tail", "data lacks the field 'teacher_logsumexp'", drop("teacher_logsumexp"), "distillation",
+          {"bucket_tail": True}),
+    Fault("no experts", "data lacks the field 'expert_mask'", drop("expert_mask"), "mix"),
+    Fault("float experts", "expert_mask must hold integers or bools, got torch.float32", use(expert_mask=torch.ones(4)),
+          "mix"),
+    Fault("no counts of the sides", "MixLossFn in this configuration needs statistics=", argument("statistics", None),
+          "mix"),
+    Fault("odd rows without a reference", "their number must be even; got 3 rows", rows(3), "simpo"),
+    Fault("margins missing", "data lacks the field 'preference_margins'", drop("preference_margins"), "preference",
+          {"pair_margins": True}),
+    # labels
+    Fault("labels missing", "data lacks the field 'preference_labels'", drop("preference_labels"), "kto"),
+    Fault("a label of 2", r"preference_labels = 2 at \[3\] is not valid; \+1 is desirable",
+          at("preference_labels", (3,), 2), "kto", by_value=True),
+    Fault("no statistics of labels", "KTOLossFn in this configuration needs statistics=", argument("statistics", None),
+          "kto"),
+    Fault("a label of no reward", r"reward_labels = 7 at \[1, 5\], a placeholder, is neither one of reward_token_ids",
+          at("reward_labels", (1, 5), 7), "prm", PRM, by_value=True),
+    Fault("float labels", "reward_labels must hold integers or bools, got torch.float32",
+          use(reward_labels=torch.ones(4, 8)), "prm", PRM),
+    # values
+    Fault("returns missing", "data lacks the field 'returns'", drop("returns"), "value"),
+    Fault("old values missing", "data lacks the field 'values'", drop("values"), "value", CLIP),
+    Fault("NaN in values", r"values is NaN at \[2, 6\], a valid place", at("values", (2, 6), math.nan), "value", CLIP,
+          by_value=True),
     # packed rows
     Fault("falling bounds", r"cu_seqlens must start at 0 and increase, got \[0, 8, 6, 21, 25\]",
           bounds([0, 8, 6, 21, 25]), packed=True, by_value=True),

@@ -7,17 +7,25 @@ import math
 import pytest
 import torch
 
-from parallel_rl import NLLLoss, ParallelGroups, SequencePackingLossWrapper, count_valid, set_validation, token_logprobs
+from parallel_rl import (
+    NLLLoss,
+    ParallelGroups,
+    SequencePackingLossWrapper,
+    count_valid,
+    losses,
+    set_validation,
+    token_logprobs,
+)
 from parallel_rl.validation import get_validation, validation
-from tests.losses.faults import FAULTS, LENGTHS, Fault, S, V, make_call, make_data
+from tests.losses.faults import FAULTS, LENGTHS, PRM, Fault, S, V, make_call, make_data
 
 ALONE = ParallelGroups()
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("loss", ["clipped_pg", "dpo", "nll", "preference"])
+@pytest.mark.parametrize("loss", sorted(name for name in losses() if not name.startswith(("doc_", "test_"))))
 def test_the_call_is_right_before_it_is_spoiled(loss: str, packed: bool) -> None:
-    assert math.isfinite(make_call(loss, {}, packed, ALONE).run())
+    assert math.isfinite(make_call(loss, PRM if loss == "prm" else {}, packed, ALONE).run())
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if not fault.needs_context], ids=str)

@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel_rl import ParallelGroups, SequencePackingLossWrapper, count_valid, get_loss, losses, reduce_metrics
 from parallel_rl.losses.base import LossFn
 from parallel_rl.validation import validation
-from tests.distributed.law import CASES, Case
+from tests.distributed.law import CORE, MORE, REWARD_IDS, Case, has_scalar_head
 from tests.distributed.pool import run_world
 
-V = 12
+V = 24
+CASES = [*CORE, *MORE]
 SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "equal")
 
 
@@ -50,9 +51,30 @@ def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict
         "sample_mask": torch.ones(rows, device=device),
         "rewards": torch.ones(rows, device=device),
     }
-    for name in ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
+    for name in (
+        "advantages",
+        "prev_logprobs",
+        "generation_logprobs",
+        "reference_policy_logprobs",
+        "returns",
+        "values",
+    ):
         data[name] = torch.full((rows, width), -1.5, device=device)
+    data["preference_labels"] = torch.arange(rows, device=device).float() % 3 - 1
+    data["preference_margins"] = torch.ones(rows, device=device)
+    data["sample_ids"] = torch.arange(rows, device=device)
+    data["reward_labels"] = torch.full((rows, width), REWARD_IDS[0], device=device)
+    data["expert_mask"] = torch.arange(rows, device=device) % 2 == 0
+    data["teacher_logits"] = torch.zeros(rows, width, columns, device=device)
+    data["teacher_topk_logits"] = torch.zeros(rows, width, 3, device=device)
+    data["teacher_topk_indices"] = torch.arange(3, device=device).expand(rows, width, 3)
+    data["teacher_logsumexp"] = torch.full((rows, width), 3.0, device=device)
     return torch.zeros(rows, width, columns, device=device, requires_grad=True), data
+
+
+def local_fields(loss_fn: LossFn, data: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
+    """The fields that come in the order of the logits, cut to their leading shape."""
+    return {name: data[name].flatten(0, 1)[: shape[0] * shape[1]].unflatten(0, shape) for name in loss_fn.local_fields}
 
 
 def step(
@@ -64,6 +86,7 @@ def step(
     if packed:
         bounds = torch.arange(0, rows * width + 1, width, device=logits.device)
         call, logits = SequencePackingLossWrapper(loss_fn, bounds), logits.view(1, -1, logits.shape[-1])  # type: ignore[assignment]
+        data = {**data, **local_fields(loss_fn, data, (1, rows * width))}
     arguments = (logits, data, *counts, None, groups.tensor, groups.context)
     extra = {"statistics": call.collect(*arguments).reduce(groups)} if loss_fn.needs_statistics else {}
     loss, metrics = call(*arguments, **extra)
@@ -75,8 +98,9 @@ def step(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_nothing_reads_a_value(case: Case, packed: bool) -> None:
     """On the meta device there are no values: whatever needs one fails."""
-    loss_fn = get_loss(case.loss)(case.config, **({} if case.loss == "preference" else {"backend": "eager"}))
-    logits, data = make(4, 8, 1 if case.loss == "preference" else V, "meta")
+    scalar = has_scalar_head(case.loss)
+    loss_fn = get_loss(case.loss)(case.config, **({} if scalar else {"backend": "eager"}))
+    logits, data = make(4, 8, 1 if scalar else V, "meta")
     watch = Watch()
     with validation("never"), watch:
         step(loss_fn, logits, data, packed)
@@ -85,12 +109,12 @@ def test_nothing_reads_a_value(case: Case, packed: bool) -> None:
 
 @pytest.mark.parametrize("name", sorted(name for name in losses() if not name.startswith("doc_")))
 def test_operators_do_not_grow_with_the_number_of_sequences(name: str) -> None:
-    counts = []
+    counts, config = [], next(case.config for case in CASES if case.loss == name)
     for rows in (2, 16):
-        logits, data = make(rows, 64 // rows, 1 if name == "preference" else V, "cpu")
+        logits, data = make(rows, 64 // rows, 1 if has_scalar_head(name) else V, "cpu")
         watch = Watch()
         with validation("never"), watch:
-            step(get_loss(name)(), logits, data, packed=True)
+            step(get_loss(name)(config), logits, data, packed=True)
         counts.append(watch.operators)
     assert counts[0] == counts[1]
 
@@ -101,10 +125,11 @@ def collectives(rank: int, case: Case) -> list[tuple[list[str], list[str]]]:
     groups = ParallelGroups(tensor=pairs[0][rank // 2], context=pairs[1][rank % 2])
     found = []
     for rows in (2, 8):
-        logits, data = make(rows, 64 // rows, 1 if case.loss == "preference" else V // 2, "cpu")
+        logits, data = make(rows, 64 // rows, 1 if has_scalar_head(case.loss) else V // 2, "cpu")
         bounds = torch.arange(0, 65, 64 // rows)
         loss_fn = SequencePackingLossWrapper(get_loss(case.loss)(case.config), bounds)
         local = torch.zeros(1, 32, logits.shape[-1], requires_grad=True)
+        data |= local_fields(loss_fn.loss_fn, data, (1, 32))
         arguments = (local, data, *count_valid(data), rank % 2, groups.tensor, groups.context)
         extra = {"statistics": loss_fn.collect(*arguments).reduce(groups)} if loss_fn.needs_statistics else {}
         forward, backward = Watch(), Watch()
@@ -121,6 +146,21 @@ def collectives_of_all(rank: int) -> dict[str, list[tuple[list[str], list[str]]]
     return {case.name: collectives(rank, case) for case in CASES}
 
 
+TOKEN_LOSSES = ("nll", "value", "test_entropy")
+
+
+def _gathers(case: Case) -> int:
+    """All-gathers over tensor ranks: the token statistics' one; of a PRM on the whole vocabulary two more, of each place's
+    likeliest token, and of one on reward tokens none, their columns come by an all-reduce."""
+    if case.loss == "prm":
+        return 0 if "reward_token_ids" in case.config else 3
+    if case.loss == "distillation":  # inside the top-k the student's columns come by an all-reduce
+        return int("zero_outside_topk" in case.config or "bucket_tail" in case.config)
+    if case.loss == "full_distillation":  # the normalisers of both sides, then the sums
+        return 2
+    return 0 if has_scalar_head(case.loss) else 1
+
+
 def test_collectives_are_few_and_constant() -> None:
     """One all-gather for the statistics; one all-reduce a sequence quantity, and one more backward where it has a gradient."""
     for of_case in run_world(4, collectives_of_all, timeout=180):
@@ -128,9 +168,11 @@ def test_collectives_are_few_and_constant() -> None:
             few, many = of_case[case.name]
             assert few == many, f"{case.name}: {few} for 2 sequences, {many} for 8"
             forward, backward = few
-            assert forward.count("_allgather_base_") == (case.loss != "preference")
+            assert forward.count("_allgather_base_") == _gathers(case)
             by_sequence = forward.count("allreduce_")
-            if case.loss in ("nll", "test_entropy") or case.config == {}:
-                assert by_sequence == (case.loss not in ("nll", "test_entropy", "clipped_pg"))
-            assert by_sequence <= 2 and len(backward) <= 1
+            if case.loss in (*TOKEN_LOSSES, "kto", "simpo", "cpo", "orpo") or (
+                case.config == {} and case.loss != "test_pair"  # it sums twice
+            ):
+                assert by_sequence == (case.loss not in (*TOKEN_LOSSES, "clipped_pg"))
+            assert by_sequence <= 3 and len(backward) <= 1
             assert set(forward) <= {"_allgather_base_", "allreduce_"} and set(backward) <= {"allreduce_"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,14 +14,17 @@ from parallel_rl import (
     NLLLoss,
     PreferenceLoss,
     SequencePackingLossWrapper,
+    Statistics,
     count_valid,
     get_loss,
     losses,
     reduce_metrics,
     register_objective,
 )
-from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.base import LossFn, NoConfig
 from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.registry import ObjectiveConfig
+from tests.losses import test_golden as golden
 
 ROWS, WIDTH, VOCAB = 5, 9, 7
 LENGTHS = [9, 4, 7, 2, 6]
@@ -167,7 +172,7 @@ def test_names_and_levels_that_do_not_do() -> None:
     for taken in ("nll", "doc_reinforce"):
         with pytest.raises(ValueError, match=f"a loss is registered as '{taken}' already"):
             register_objective(taken)
-    with pytest.raises(ValueError, match="level = 'word' is not valid; choose 'token' or 'sequence'"):
+    with pytest.raises(ValueError, match="level = 'word' is not valid; choose 'token', 'sequence' or 'pair'"):
         register_objective("doc_word", level="word")  # type: ignore[arg-type]
     assert "doc_word" not in losses()
     with pytest.raises(ValueError, match=r"no loss is registered as 'cliped_pg'; did you mean 'clipped_pg'\?"):
@@ -181,3 +186,41 @@ def test_options_without_effect_are_refused() -> None:
         Likelihood({"aggregation": "token-mean"})
     with pytest.raises(ValueError, match="max_length = 3 goes with aggregation 'constant-length' only"):
         Reinforce({"max_length": 3})
+
+
+@dataclass(frozen=True)
+class MarginConfig(ObjectiveConfig):
+    margin: float = 1.0
+
+
+def test_an_objective_with_options_of_its_own() -> None:
+    @register_objective("doc_margin", config=MarginConfig)
+    def Margin(logprobs: Tensor, batch: TokenBatch, config: MarginConfig) -> Tensor:
+        return torch.relu(config.margin + logprobs)
+
+    logits, data = golden.make()
+    options = {"margin": 0.7, "aggregation": "seq-mean-token-mean"}
+    loss, _ = get_loss("doc_margin")(options)(logits, data, *count_valid(data))
+    rows = [[0.2, 0, 0], [0, 0.5, 0, 0.4], [0.3, 0.3]]
+    assert loss.item() == pytest.approx(sum(sum(row) / len(row) for row in rows) / 3, abs=1e-12)
+    with pytest.raises(ValueError, match="unknown key margn = 1 in MarginConfig; did you mean 'margin'"):
+        get_loss("doc_margin")({"margn": 1})
+    with pytest.raises(ValueError, match="config = NoConfig must extend ObjectiveConfig"):
+        register_objective("doc_other", config=NoConfig)
+
+
+def test_an_objective_on_the_whole_step() -> None:
+    def collect(batch: TokenBatch) -> Statistics:
+        return Statistics({"sum": batch.token_mean(batch.logprobs).value})
+
+    @register_objective("doc_centred", collect=collect)
+    def Centred(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+        assert batch.statistics is not None
+        return logprobs - batch.statistics["sum"]
+
+    logits, data = golden.make()
+    loss_fn, counts = get_loss("doc_centred")(), count_valid(data)
+    loss, _ = loss_fn(logits, data, *counts, statistics=loss_fn.collect(logits, data, *counts).reduce())
+    assert loss.item() == pytest.approx(0.0, abs=1e-15)
+    with pytest.raises(ValueError, match="needs statistics="):
+        loss_fn(logits, data, *counts)

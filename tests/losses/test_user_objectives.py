@@ -80,12 +80,12 @@ def sppo(lp: Tensor, b: TokenBatch) -> Tensor:
 
 
 def sapo(lp: Tensor, b: TokenBatch) -> Tensor:
-    tau = torch.where(adv(b) > 0, 1.0, 1.05).to(lp.dtype)
+    tau = 1.05 - 0.05 * (adv(b) > 0).double()
     return -(tau * (rho(lp, b) - 1)).sigmoid() * 4 / tau * adv(b)
 
 
 def sapo_trinity(lp: Tensor, b: TokenBatch) -> Tensor:
-    tau = torch.where(adv(b) > 0, 1.0, 1.05).to(lp.dtype)
+    tau = 1.05 - 0.05 * (adv(b) > 0).double()
     return -((tau * (rho(lp, b) - 1)).sigmoid() * 4 / tau).detach() * adv(b) * lp
 
 

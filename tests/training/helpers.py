@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import warnings
 from pathlib import Path
 
@@ -32,6 +33,16 @@ def run(config: str, **overrides: object) -> list[str]:
 def long_answers(prompt: str, completion: str, answer: str) -> float:
     """A checker under which even an untrained policy's samples differ."""
     return len(completion) / 4
+
+
+def cut(folder: Path, target: Path, number: int) -> None:
+    """A copy of a finished run as if it had been killed after checkpoint `number`, one step later."""
+    shutil.copytree(folder, target)
+    for path in (target / "checkpoints").iterdir():
+        if int(path.name[5:]) > number:
+            shutil.rmtree(path)
+    lines = (target / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (target / "metrics.jsonl").write_text("".join(lines[: number + 1]) + '{"phase": "r')
 
 
 def train_rows(rank: int, arguments: list[str]) -> list[dict[str, float | int | str]]:

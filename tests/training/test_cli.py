@@ -36,14 +36,14 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
         "evaluation": "{samples: 1}",
         "data.examples": "null",
     }
-    grpo = "{steps: 2, prompts: 4, group_size: 2, optimizer: {lr: 1e-3}}"
+    rl = "{steps: 2, prompts: 4, group_size: 2, optimizer: {lr: 1e-3}, loss: {name: clipped_pg}}"
     overrides = [item for key, value in small.items() for item in (f"--{key}", str(value))]
-    done = command("train", GRPO, *overrides, "--grpo", grpo, "--parallel", "{}", "--run.dir=here", cwd=tmp_path)
+    done = command("train", GRPO, *overrides, "--rl", rl, "--parallel", "{}", "--run.dir=here", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "held-out reward before: " in done.stdout and "after grpo: " in done.stdout
+    assert "held-out reward before: " in done.stdout and "after rl: " in done.stdout
     lines = done.stdout.splitlines()
     [heading] = [line for line in lines if "grad norm" in line]
-    for column in ("grpo step", "reward", "held-out", "loss", "KL", "entropy", "clip low", "clip high", "tokens/s"):
+    for column in ("rl step", "reward", "held-out", "loss", "KL", "entropy", "clip low", "clip high", "tokens/s"):
         assert column in heading
     rows = [
         line.split() for line in lines[lines.index(heading) + 1 :] if line.split()[0].isdigit() and "s;" not in line
@@ -59,7 +59,7 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
 
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    assert [event.value for event in events.Scalars("grpo/loss")] == pytest.approx([row["loss"] for row in logged])
+    assert [event.value for event in events.Scalars("rl/loss")] == pytest.approx([row["loss"] for row in logged])
     assert "Warning" not in done.stderr
 
 
@@ -67,7 +67,7 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ([GRPO], "the world has 1 ranks; parallel.tensor 2 × context 2 × pipeline 1 needs 4 or a multiple of it"),
-        ([GRPO, "--grpo.stepz", "3"], "unknown key grpo.stepz = 3 in GRPOConfig; did you mean 'steps'?"),
+        ([GRPO, "--rl.stepz", "3"], "unknown key rl.stepz = 3 in RLConfig; did you mean 'steps'?"),
         ([GRPO, "--parallel", "{}", "--data.train", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (
             [GRPO, "--parallel", "{}", "--data.train", str(CONFIGS / "grpo_arithmetic.yaml")],
@@ -77,10 +77,29 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
         ([GRPO, "--parallel", "{}", "--model.max_positions", "8"], "model.max_positions = 8 is too few"),
         (["nowhere.yaml"], "nowhere.yaml does not exist"),
         ([GRPO, "stray"], "'stray' is no override"),
+        ([], "there is no config: write parallel-rl train CONFIG, or parallel-rl train --recipe NAME"),
+        (["--recipe", "gpso"], "there is no recipe 'gpso'; did you mean 'gspo'?"),
+        (["--recipe", "grpo", GRPO], "give a config file or a recipe"),
+        (
+            ["--recipe", "grpo", "--rl.advantages", "gae"],
+            "rl: advantages.name = 'gae' reads values, which 'critic' gives",
+        ),
+        (["--recipe", "prm"], "prm.yaml is a loss without a run: it needs the labels of a solution's steps"),
+        (["--recipe", "distillation"], "distillation needs the key 'teacher', which is missing"),
+        (["--recipe", "grpo", "--rl.loss.name", "dpo", "--rl.loss.options", "{}"], "reads (chosen, rejected) pairs"),
+        (
+            ["--recipe", "grpo", "--rl.loss.name", "value", "--rl.loss.options", "{}"],
+            "reads a scalar head, which the policy",
+        ),
+        (["--recipe", "grpo", "--rl.loss.name", "gpro"], "no loss is registered as 'gpro'"),
+        (
+            ["--recipe", "dpo", "--preference.loss.name", "policy", "--preference.loss.options", "{}"],
+            "reads 'advantages'",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
-    where = [] if "stray" in arguments or "nowhere.yaml" in arguments else ["--run.dir", str(tmp_path)]
+    where = [] if {"stray", "nowhere.yaml"} & {*arguments} or not arguments else ["--run.dir", str(tmp_path)]
     [(status, said)] = run_world(1, refused, ["train", *arguments, *where])
     assert status == 2 and message in said and said.count("\n") == 1
     assert list(tmp_path.iterdir()) == []  # nothing was begun
@@ -104,6 +123,13 @@ def test_a_world_that_does_not_match_is_an_error_on_every_rank(tmp_path: Path) -
     for rank in range(2):
         assert f"parallel-rl: error (rank {rank}): the world has 2 ranks; parallel.tensor 2 × context 2" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_is_found_and_refused_before_any_work(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) > 40 and any(line.startswith("gspo ") and "GSPO: group sequence" in line for line in listed)
+    assert main(["recipes", "all"]) == 2
 
 
 @pytest.mark.slow

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parallel_rl.training.config import ParallelConfig, data_parallel_size
+from parallel_rl.config import configure
+from parallel_rl.training.config import TrainConfig
 from parallel_rl.training.load import as_mapping, load_config
 from parallel_rl.training.schedule import learning_rate
+from parallel_rl.training.sections import ParallelConfig, data_parallel_size
 from tests.training.helpers import CONFIGS, DATA, run
 
 
@@ -28,14 +30,14 @@ def test_what_ships_loads_and_says_what_it_is(path: Path) -> None:
         assert file is None or Path(file).is_file()
     # what a run writes down can be read again
     written = yaml.safe_load(yaml.safe_dump(as_mapping(config)))
-    assert written["model"]["hidden"] == config.model.hidden
+    assert configure(TrainConfig, written) == config
 
 
 def test_overrides() -> None:
     config = load(
-        grpo__optimizer__lr="1e-4", parallel="{tensor: 4}", evaluation="null", data__held_out="null", run__dir="a b"
+        rl__optimizer__lr="1e-4", parallel="{tensor: 4}", evaluation="null", data__held_out="null", run__dir="a b"
     )
-    assert config.grpo.optimizer.lr == 1e-4 and config.grpo.optimizer.warmup_steps > 0
+    assert config.rl.optimizer.lr == 1e-4 and config.rl.optimizer.warmup_steps > 0
     assert config.parallel == ParallelConfig(tensor=4)
     assert config.evaluation is None and config.run.dir == "a b"
     path = str(CONFIGS / "grpo_arithmetic.yaml")
@@ -49,11 +51,11 @@ def test_overrides() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"grpo__group_sise": 4}, r"unknown key grpo.group_sise = 4 in GRPOConfig; did you mean 'group_size'\?"),
-        ({"grpo__loss__ratio_clip_mix": 0.1}, "unknown key grpo.loss.ratio_clip_mix"),
-        ({"grpo__loss__ratio_clip_c": 0.5}, "grpo.loss: ratio_clip_c = 0.5 must exceed 1"),
-        ({"grpo__steps": "many"}, "grpo.steps = 'many' is not valid; a value of type int"),
-        ({"grpo__steps": 0}, "grpo: steps = 0 must be at least 1"),
+        ({"rl__group_sise": 4}, r"unknown key rl.group_sise = 4 in RLConfig; did you mean 'group_size'\?"),
+        ({"rl__loss__options__ratio_clip_mix": 0.1}, "rl.loss: unknown key options.ratio_clip_mix"),
+        ({"rl__loss__options__ratio_clip_c": 0.5}, "rl.loss: options: ratio_clip_c = 0.5 must exceed 1"),
+        ({"rl__steps": "many"}, "rl.steps = 'many' is not valid; a value of type int"),
+        ({"rl__steps": 0}, "rl: steps = 0 must be at least 1"),
         (
             {"run__dtype": "float16"},
             "run.dtype = 'float16' is not valid; choose one of 'float64', 'float32', 'bfloat16'",
@@ -65,24 +67,27 @@ def test_overrides() -> None:
         ({"parallel__pipeline": 4}, "model.layers = 2 does not divide by parallel.pipeline = 4"),
         ({"parallel__tensor": 0}, "parallel: tensor = 0 must be at least 1"),
         ({"objective": "ppo"}, "objective = 'ppo' is not valid"),
-        ({"objective": "sft"}, "the section 'grpo' has no effect with objective = 'sft'"),
-        ({"grpo": "null"}, "objective = 'grpo' needs the section 'grpo', which is missing"),
+        ({"objective": "sft"}, "the section 'rl' has no effect with objective = 'sft'"),
+        ({"rl": "null"}, "objective = 'rl' needs the section 'rl', which is missing"),
         (
             {"sft": "{steps: 1, batch_size: 1, optimizer: {lr: 1}}"},
-            "the section 'sft' has no effect with objective = 'grpo'",
+            "the section 'sft' has no effect with objective = 'rl'",
         ),
         ({"data__pairs": "x"}, "data.pairs = 'x' would not be read"),
         ({"data__examples": "null"}, "data.examples is missing; the supervised steps needs it"),
         ({"data__train": "null"}, "data.train is missing"),
         ({"data__rollouts": "x"}, "data.train = .* would not be read"),
-        ({"grpo__updates": 3}, "grpo: prompts = 64 does not divide by updates = 3"),
-        ({"grpo__loss__use_kl_in_reward": "true"}, "loss.use_kl_in_reward = True is not supported"),
-        ({"grpo__optimizer__lr": 0}, "grpo.optimizer: lr = 0.0 must be above 0"),
+        ({"rl__updates": 3}, "rl: prompts = 64 does not divide by updates = 3"),
         (
-            {"grpo__optimizer": "{lr: 1, final_fraction: 0.1}"},
+            {"rl__loss__options__use_kl_in_reward": "true"},
+            "use_kl_in_reward = True says that the advantages hold the KL",
+        ),
+        ({"rl__optimizer__lr": 0}, "rl.optimizer: lr = 0.0 must be above 0"),
+        (
+            {"rl__optimizer": "{lr: 1, final_fraction: 0.1}"},
             "final_fraction = 0.1 has no effect with schedule = 'constant'",
         ),
-        ({"grpo__optimizer__betas": "[0.9]"}, "betas = .* two numbers"),
+        ({"rl__optimizer__betas": "[0.9]"}, "betas = .* two numbers"),
         ({"sampling__temperature": 0}, "temperature = 0.0 must be above 0"),
         ({"model__hidden__size": 4}, "--model.hidden.size: model.hidden = 64 is a value, not a section"),
     ],
@@ -132,7 +137,7 @@ def test_the_world_must_match() -> None:
 
 
 def test_learning_rate() -> None:
-    config = load(grpo__optimizer="{lr: 2.0, warmup_steps: 4, schedule: cosine, final_fraction: 0.5}").grpo.optimizer
+    config = load(rl__optimizer="{lr: 2.0, warmup_steps: 4, schedule: cosine, final_fraction: 0.5}").rl.optimizer
     rates = [learning_rate(config, step, 14) for step in range(14)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and rates[4] == 2.0
     assert rates[9] == pytest.approx(1.5) and all(a > b for a, b in pairwise(rates[4:])) and rates[13] > 1.0

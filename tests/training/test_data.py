@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from parallel_rl.experience.rewards import checker, exact_match
 from parallel_rl.training.data import Rollout, read_examples, read_pairs, read_prompts, read_rollouts, write_rollouts
 from parallel_rl.training.datasets import check_groups, read_datasets, take
 from parallel_rl.training.load import load_config
-from parallel_rl.training.rewards import checker, exact_match
 from parallel_rl.training.tokenizer import BOS, EOS, PAD, CharTokenizer
 from tests.training.helpers import CONFIGS, DATA, run
 
@@ -139,8 +139,8 @@ def test_data_that_contradicts_the_run(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"take 3 tokens; sampling.max_new_tokens = 2 must be at least that"):
         read(sampling__max_new_tokens=2)
     rollouts = {"rollouts": str(DATA / "arithmetic_rollouts.jsonl")}
-    with pytest.raises(ValueError, match=r"data.rollouts has 640 sequences; grpo.prompts × group_size = 3200 a step"):
-        read(data=rollouts, warmup="null", evaluation="null", grpo__prompts=400)
+    with pytest.raises(ValueError, match=r"data.rollouts has 640 sequences; rl.prompts × group_size = 3200 a step"):
+        read(data=rollouts, warmup="null", evaluation="null", rl__prompts=400)
 
 
 def test_checkers() -> None:
@@ -149,7 +149,7 @@ def test_checkers() -> None:
         and exact_match("", "12", "12") == 1.0
         and exact_match("", "1", "12") == 0.0
     )
-    assert checker("parallel_rl.training.rewards:exact_match") is exact_match
+    assert checker("parallel_rl.experience.rewards:exact_match") is exact_match
     for name, message in (
         ("exact_mach", "reward = 'exact_mach' is not valid"),
         ("nowhere:f", "cannot be loaded: No module named 'nowhere'"),

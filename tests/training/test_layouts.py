@@ -30,13 +30,13 @@ def twenty_steps(layout: str, dtype: str, folder: Path, **overrides: object) -> 
             evaluation="null",
             model__hidden=32,
             model__position="rope",
-            grpo__steps=20,
-            grpo__prompts=8,
-            grpo__group_size=4,
-            grpo__updates=2,
-            grpo__optimizer={"lr": 3e-3},
-            grpo__loss__ratio_clip_min=0.1,
-            grpo__loss__ratio_clip_max=0.1,
+            rl__steps=20,
+            rl__prompts=8,
+            rl__group_size=4,
+            rl__updates=2,
+            rl__optimizer={"lr": 3e-3},
+            rl__loss__options__ratio_clip_min=0.1,
+            rl__loss__options__ratio_clip_max=0.1,
             **overrides,
         )
         results = run_world(world, train_rows, arguments, timeout=240)
@@ -68,6 +68,14 @@ def test_twenty_steps_in_float64(layout: str, tmp_path: Path) -> None:
         < max(float(row["clip_fraction_low"]) for row in expected)
     )
     assert float(expected[-1]["kl_penalty"]) > 1e-3 and min(float(row["grad_norm"]) for row in expected) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["TP 2 × CP 2 × SP packed", "PP 2"])
+def test_the_fused_head_changes_nothing(layout: str, tmp_path: Path) -> None:
+    expected = twenty_steps("one process", "float64", tmp_path / "one")
+    rows = twenty_steps(layout, "float64", tmp_path / "fused", model__fused_head=True)
+    compare(rows, expected, "float64", set(expected[0]) - {"phase"})
 
 
 @pytest.mark.slow

@@ -26,7 +26,12 @@ def rows_of(config: str, folder: Path, layout: str, **overrides: object) -> list
 
 
 OBJECTIVES = {
-    "dpo_arithmetic.yaml": {"warmup": WARMUP, "dpo__steps": 6, "dpo__pairs": 8, "dpo__optimizer": "{lr: 3e-3}"},
+    "dpo_arithmetic.yaml": {
+        "warmup": WARMUP,
+        "preference__steps": 6,
+        "preference__pairs": 8,
+        "preference__optimizer": "{lr: 3e-3}",
+    },
     "sft_arithmetic.yaml": {"sft__steps": 6, "sft__batch_size": 16, "sft__optimizer": "{lr: 3e-3}"},
 }
 
@@ -42,9 +47,9 @@ def test_the_other_objectives_agree_and_learn(config: str, tmp_path: Path) -> No
     assert len(main) == 6 and main[-1]["loss"] < main[0]["loss"] - 0.02
 
 
-def test_sampled_grpo_agrees_on_every_layout(tmp_path: Path) -> None:
-    small = {"warmup": WARMUP, "grpo__steps": 2, "grpo__prompts": 4, "grpo__group_size": 4, "grpo__updates": 2}
-    reward = {"reward": "tests.training.helpers:long_answers", "grpo__optimizer": "{lr: 3e-3}"}
+def test_sampled_rl_agrees_on_every_layout(tmp_path: Path) -> None:
+    small = {"warmup": WARMUP, "rl__steps": 2, "rl__prompts": 4, "rl__group_size": 4, "rl__updates": 2}
+    reward = {"reward": "tests.training.helpers:long_answers", "rl__optimizer": "{lr: 3e-3}"}
     LAYOUTS["DP 2"] = (2, {}, True)
     runs = {
         layout: rows_of("grpo_arithmetic.yaml", tmp_path / str(index), layout, **small, **reward)
@@ -57,17 +62,41 @@ def test_sampled_grpo_agrees_on_every_layout(tmp_path: Path) -> None:
             assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12), layout
 
 
+def test_kl_in_the_reward_and_nll_of_good_samples(tmp_path: Path) -> None:
+    """What reaches over the whole step: returns with the KL, whitened over it, and the count of the good samples' tokens."""
+    more = {
+        "warmup": WARMUP,
+        "reward": "tests.training.helpers:long_answers",
+        "rl__steps": 2,
+        "rl__prompts": 4,
+        "rl__group_size": 4,
+        "rl__updates": 2,
+        "rl__optimizer": "{lr: 3e-3}",
+        "rl__advantages": "{name: reinforce_plus_plus, kl_coefficient: 0.5}",
+        "rl__reward_kl": "k2",
+        "rl__loss__options": "{use_kl_in_reward: true, positive_example_nll_weight: 0.1}",
+    }
+    one = rows_of("grpo_arithmetic.yaml", tmp_path / "one", "one process", **more)
+    four = rows_of("grpo_arithmetic.yaml", tmp_path / "four", "TP 2 × CP 2 × SP packed", **more)
+    for row, other in zip(one, four, strict=True):
+        assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12)
+    assert one[-1]["positive_nll_loss"] > 0 == one[-1]["kl_penalty"]
+    costly = {**more, "rl__advantages": "{name: reinforce_plus_plus, kl_coefficient: 5.0}"}
+    other = rows_of("grpo_arithmetic.yaml", tmp_path / "costly", "one process", **costly)
+    assert other[-1]["loss"] != one[-1]["loss"]  # the KL of the second step, which is not 0, is in its advantages
+
+
 def test_what_was_recorded_can_be_trained_on(tmp_path: Path) -> None:
     """The first update on the recording is the one on the fresh samples: the same numbers."""
     small = {
         "warmup": "null",
         "data__examples": "null",
-        "grpo__prompts": 4,
-        "grpo__group_size": 4,
-        "grpo__optimizer": "{lr: 3e-3}",
+        "rl__prompts": 4,
+        "rl__group_size": 4,
+        "rl__optimizer": "{lr: 3e-3}",
     }
-    more = {"reward": "tests.training.helpers:long_answers", "grpo__updates": 1}
-    first = rows_of("grpo_arithmetic.yaml", tmp_path / "a", "TP 2", **small, **more, grpo__steps=2, grpo__record="true")
+    more = {"reward": "tests.training.helpers:long_answers", "rl__updates": 1}
+    first = rows_of("grpo_arithmetic.yaml", tmp_path / "a", "TP 2", **small, **more, rl__steps=2, rl__record="true")
     files = sorted((tmp_path / "a" / "rollouts").iterdir())
     assert [path.name for path in files] == ["step_000001_0.jsonl", "step_000002_0.jsonl"]
     recording = tmp_path / "rollouts.jsonl"
@@ -75,35 +104,35 @@ def test_what_was_recorded_can_be_trained_on(tmp_path: Path) -> None:
     assert len({json.loads(line)["group"] for line in recording.read_text().splitlines()}) == 8
     data = {"data": {"rollouts": str(recording)}, "evaluation": "null"}
     small.pop("data__examples")
-    again = rows_of("grpo_arithmetic.yaml", tmp_path / "b", "one process", **{**small, **more, **data}, grpo__steps=2)
+    again = rows_of("grpo_arithmetic.yaml", tmp_path / "b", "one process", **{**small, **more, **data}, rl__steps=2)
     for row, other in zip(again, first, strict=True):
         other.pop("held_out_reward", None)
         assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-9)
 
 
 def test_rows_survive_a_kill_and_a_resume(tmp_path: Path) -> None:
-    with RunLog(tmp_path, "grpo", active=True, after=None) as log:
+    with RunLog(tmp_path, "rl", active=True, after=None) as log:
         for step in (1, 2, 3):
-            log.step("grpo", step, {"loss": 0.5 * step, "tokens_per_second": 1.0})
+            log.step("rl", step, {"loss": 0.5 * step, "tokens_per_second": 1.0})
             assert len(read_metrics(tmp_path / "metrics.jsonl")) == step  # on the disk before the next step
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"phase": "gr')
-    with RunLog(tmp_path, "grpo", active=True, after={"warmup": 5, "grpo": 2}):
+        file.write('{"phase": "r')
+    with RunLog(tmp_path, "rl", active=True, after={"warmup": 5, "rl": 2}):
         assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-    with RunLog(tmp_path, "grpo", active=False, after=None) as log:  # another rank
-        log.step("grpo", 9, {"loss": 1.0})
+    with RunLog(tmp_path, "rl", active=False, after=None) as log:  # another rank
+        log.step("rl", 9, {"loss": 1.0})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_a_terminal_gets_a_progress_bar_and_a_file_does_not(tmp_path: Path) -> None:
     shown = []
     for terminal in (True, False):
-        log = RunLog(tmp_path, "grpo", active=True, after=None)
+        log = RunLog(tmp_path, "rl", active=True, after=None)
         screen = io.StringIO()
         log.console = type(log.console)(file=screen, force_terminal=terminal, width=160)
         with log:
-            log.phase("grpo", 7, 0)
-            log.step("grpo", 1, {"reward": 0.25, "loss": 0.5, "tokens_per_second": 1.0})
+            log.phase("rl", 7, 0)
+            log.step("rl", 1, {"reward": 0.25, "loss": 0.5, "tokens_per_second": 1.0})
         shown.append(screen.getvalue())
     assert "1/7" in shown[0] and "━" in shown[0]
     assert "1/7" not in shown[1] and "\x1b" not in shown[1] and "0.250" in shown[1]

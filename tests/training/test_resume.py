@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.pool import WorldError, run_world
-from tests.training.helpers import run, train_rows
+from tests.training.helpers import cut, run, train_rows
 
 SMALL = {
     "model__hidden": 32,
@@ -20,10 +19,10 @@ SMALL = {
     "batch__micro_batch_size": 16,
     "evaluation": "{samples: 1, every: 2}",
     "warmup": "{steps: 4, batch_size: 16, optimizer: {lr: 3e-3, warmup_steps: 2}}",
-    "grpo__steps": 4,
-    "grpo__prompts": 4,
-    "grpo__group_size": 4,
-    "grpo__updates": 2,
+    "rl__steps": 4,
+    "rl__prompts": 4,
+    "rl__group_size": 4,
+    "rl__updates": 2,
     "run__keep_checkpoints": 20,
     "run__checkpoint_every": 1,
 }
@@ -31,16 +30,6 @@ SMALL = {
 
 def arguments(folder: Path, dtype: str, parallel: object = "{}", **more: object) -> list[str]:
     return run("grpo_arithmetic.yaml", run__dir=folder, run__dtype=dtype, parallel=parallel, **{**SMALL, **more})
-
-
-def cut(folder: Path, target: Path, number: int) -> None:
-    """A copy of a finished run as if it had been killed after checkpoint `number`, one step later."""
-    shutil.copytree(folder, target)
-    for path in (target / "checkpoints").iterdir():
-        if int(path.name[5:]) > number:
-            shutil.rmtree(path)
-    lines = (target / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (target / "metrics.jsonl").write_text("".join(lines[: number + 1]) + '{"phase": "gr')
 
 
 def curve(folder: Path) -> list[dict[str, float | str]]:
@@ -56,7 +45,7 @@ def test_a_stopped_run_continues_the_same_curve(dtype: str, tmp_path: Path) -> N
     whole = tmp_path / "whole"
     [rows] = run_world(1, train_rows, arguments(whole, dtype))
     assert len(rows) == 8 and curve(whole) == rows
-    for number in (2, 4, 6):  # within the warm-up, between the phases, within GRPO
+    for number in (2, 4, 6):  # within the warm-up, between the phases, within RL
         stopped = tmp_path / f"stopped{number}"
         cut(whole, stopped, number)
         [later] = run_world(1, train_rows, arguments(stopped, dtype))
@@ -74,7 +63,7 @@ def test_another_layout_continues_the_same_curve(tmp_path: Path) -> None:
     for later in run_world(4, train_rows, arguments(stopped, "float64", layout)):
         assert [set(row) for row in later] == [set(row) for row in rows[6:]]
         for row, expected in zip(later, rows[6:], strict=True):
-            assert row.pop("phase") == "grpo"
+            assert row.pop("phase") == "rl"
             assert row == pytest.approx({key: expected[key] for key in row}, rel=1e-8, abs=1e-12)
 
 
@@ -127,7 +116,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WorldError, match="does not fit this run"):
         run_world(1, train_rows, arguments(tmp_path, "float32", model__hidden=64))
     sft = run("sft_arithmetic.yaml", run__dir=tmp_path, model__hidden=32)
-    with pytest.raises(WorldError, match="stands in the phase 'grpo'; this run has sft"):
+    with pytest.raises(WorldError, match="stands in the phase 'rl'; this run has sft"):
         run_world(1, train_rows, sft)
     with pytest.raises(WorldError, match="is no checkpoint"):
         run_world(1, train_rows, arguments(tmp_path / "new", "float32", run__init_from=tmp_path))

@@ -37,8 +37,8 @@ def draw(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]
 def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]:
     """Log-probs of the sampler and of the training forward on the same rows."""
     from parallel_rl.training.batching import make_rows, micro_batches, width_unit
-    from parallel_rl.training.engine import log_probs
     from parallel_rl.training.rollout import sample
+    from parallel_rl.training.scoring import log_probs
 
     engine = _engine(arguments)
     config, sizes = engine.config, engine.config.parallel

@@ -7,7 +7,8 @@ import statistics
 import pytest
 import torch
 
-from parallel_rl.advantages.grpo import GroupAdvantageConfig, group_relative_advantages
+from parallel_rl.advantages.grouped import GRPO
+from parallel_rl.advantages.grpo import group_relative_advantages
 from parallel_rl.config import configure
 
 
@@ -16,7 +17,7 @@ def test_against_the_definition_with_groups_in_any_order(normalize: str) -> None
     generator = torch.Generator().manual_seed(0)
     rewards = torch.randn(40, generator=generator, dtype=torch.float64)
     groups = torch.randint(7, 12, (40,), generator=generator)
-    config = configure(GroupAdvantageConfig, {"normalize": normalize})
+    config = configure(GRPO, {"normalize": normalize})
     advantages = group_relative_advantages(rewards, groups, config)
     for group in set(groups.tolist()):
         mine = (groups == group).nonzero()[:, 0].tolist()
@@ -32,7 +33,7 @@ def test_against_the_definition_with_groups_in_any_order(normalize: str) -> None
 def test_a_constant_group_gets_exactly_zero(normalize: str, dtype: torch.dtype) -> None:
     rewards = torch.tensor([0.1, 0.1, 0.1, 5.0, 1e30, 1e30, 0.1, 3.0], dtype=dtype)
     groups = torch.tensor([1, 1, 1, 2, 3, 3, 1, 2])
-    advantages = group_relative_advantages(rewards, groups, configure(GroupAdvantageConfig, {"normalize": normalize}))
+    advantages = group_relative_advantages(rewards, groups, configure(GRPO, {"normalize": normalize}))
     assert advantages.dtype == dtype
     assert advantages[groups != 2].tolist() == [0.0] * 6
     assert advantages[3] > 0 > advantages[7]
@@ -40,9 +41,9 @@ def test_a_constant_group_gets_exactly_zero(normalize: str, dtype: torch.dtype) 
 
 def test_singletons_by_choice() -> None:
     rewards, groups = torch.tensor([2.0, 1.0, 3.0]), torch.tensor([5, 4, 4])
-    zero = group_relative_advantages(rewards, groups, GroupAdvantageConfig(singleton="zero", normalize="none"))
+    zero = group_relative_advantages(rewards, groups, GRPO(singleton="zero", normalize="none"))
     assert zero.tolist() == [0.0, -1.0, 1.0]
-    own = group_relative_advantages(rewards, groups, GroupAdvantageConfig(singleton="reward", normalize="none"))
+    own = group_relative_advantages(rewards, groups, GRPO(singleton="reward", normalize="none"))
     assert own.tolist() == [2.0, -1.0, 1.0]
     with pytest.raises(ValueError, match="group 5 has one sample"):
         group_relative_advantages(rewards, groups)
@@ -62,4 +63,4 @@ def test_bad_input(rewards: torch.Tensor, groups: torch.Tensor, message: str) ->
     with pytest.raises(ValueError, match=message):
         group_relative_advantages(rewards, groups)
     with pytest.raises(ValueError, match="eps = -1"):
-        GroupAdvantageConfig(eps=-1)
+        GRPO(eps=-1)

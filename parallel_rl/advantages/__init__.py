@@ -1,0 +1,21 @@
+"""Advantages and returns: from the rewards of a step to a number for every token, the same for any split over ranks."""
+
+from parallel_rl.advantages.base import AdvantageEstimator, Advantages
+from parallel_rl.advantages.estimate import estimate, estimator_config
+from parallel_rl.advantages.moments import Moments, moments, whiten
+from parallel_rl.advantages.returns import GAE, discounted_returns, gae, length_adaptive_lambda, terminal_rewards
+
+__all__ = [
+    "AdvantageEstimator",
+    "Advantages",
+    "GAE",
+    "Moments",
+    "discounted_returns",
+    "estimate",
+    "estimator_config",
+    "gae",
+    "length_adaptive_lambda",
+    "moments",
+    "terminal_rewards",
+    "whiten",
+]

@@ -1,0 +1,115 @@
+"""What every advantage estimator has: options of the last stage, the fields it needs, and the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+
+import torch
+
+from parallel_rl.advantages.moments import Whitening, whiten
+from parallel_rl.advantages.returns import discounted_returns, terminal_rewards
+from parallel_rl.config import Variants
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.advantages.table import SampleTable
+
+
+class Advantages(NamedTuple):
+    """[N, S] each, 0 where there is no valid token.
+
+    `returns` are the value function's targets (gae), or the advantages before whitening and clipping (all others).
+    """
+
+    advantages: Tensor
+    returns: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageEstimator(Variants):
+    """Base of the estimators: a score for each sample or token, less the KL, then whitened, then clipped.
+
+    Attributes:
+        kl_coefficient: c of the KL that is taken from the reward; needs the field `kl`. 0: none.
+        kl_form: "return": a token pays for the KL of itself and of all that follow, −c Σ_{s≥t} kl_s (PPO, REINFORCE++);
+            "token": for its own alone (NeMo-RL).
+        whiten: over the valid tokens of all data ranks, see `moments.whiten`; "none": not.
+        clip_low, clip_high: bounds of the advantages, at the very end; None: no bound.
+    """
+
+    kl_coefficient: float = 0.0
+    kl_form: Literal["return", "token"] = "return"
+    whiten: Whitening = "none"
+    clip_low: float | None = None
+    clip_high: float | None = None
+
+    fields: ClassVar[tuple[str, ...]] = ("rewards", "token_mask")
+    grouped: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        at_least(self, kl_coefficient=0)
+        if self.kl_form == "token" and self.kl_coefficient == 0:
+            raise ValueError("kl_form = 'token' has no effect with kl_coefficient = 0; set kl_coefficient")
+        if self.clip_low is not None and self.clip_high is not None and self.clip_low > self.clip_high:
+            raise ValueError(f"clip_low = {self.clip_low} must not be above clip_high = {self.clip_high}")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The fields of a batch that this estimator reads."""
+        return (*self.fields, *(("kl",) if self.kl_coefficient else ()))
+
+    @property
+    def discount(self) -> float:
+        """γ of the returns."""
+        return 1.0
+
+    def check_batch(self, batch: Mapping[str, Tensor]) -> None:
+        """What this estimator refuses in fields of the right shapes."""
+
+    def scores(self, table: SampleTable) -> Tensor:
+        """[M] what each sample of the step is worth."""
+        return table.rewards
+
+    def tokens(self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor) -> Advantages:
+        """[N, S] advantages before whitening, and returns, from this rank's scores [N]."""
+        if self.kl_form == "token":
+            found = torch.where(mask, scores[:, None] - self.kl_coefficient * batch["kl"], 0.0)
+        elif self.kl_coefficient == 0 and self.discount == 1:
+            found = torch.where(mask, scores[:, None], 0.0)
+        else:
+            rewards = terminal_rewards(scores, mask, batch.get("kl"), self.kl_coefficient)
+            found = discounted_returns(rewards, mask, self.discount)
+        return Advantages(found, found)
+
+    def finish(self, found: Advantages, mask: Tensor, group: ProcessGroup | None) -> Advantages:
+        """Whitened over the ranks of `group`, then clipped."""
+        advantages = whiten(found.advantages, mask, self.whiten, group)
+        if self.clip_low is not None or self.clip_high is not None:
+            advantages = torch.where(mask, advantages.clamp(self.clip_low, self.clip_high), 0.0)
+        return Advantages(advantages, found.returns)
+
+
+def at_least(config: object, **bounds: float) -> None:
+    """Raises where an attribute is below its bound.
+
+    Raises:
+        ValueError: naming the attribute, its value and the bound.
+    """
+    for name, bound in bounds.items():
+        if not getattr(config, name) >= bound:
+            raise ValueError(f"{name} = {getattr(config, name)} must be at least {bound}")
+
+
+def in_unit(config: object, *names: str) -> None:
+    """Raises where an attribute lies outside [0, 1].
+
+    Raises:
+        ValueError: naming the attribute and its value.
+    """
+    for name in names:
+        if not 0 <= getattr(config, name) <= 1:
+            raise ValueError(f"{name} = {getattr(config, name)} must lie in [0, 1]")

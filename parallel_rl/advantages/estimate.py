@@ -1,0 +1,130 @@
+"""From the rewards of a step to the advantages of its tokens: the one entry for every estimator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.advantages import stepwise, tokenwise, weighted  # noqa: F401  (they register the estimators)
+from parallel_rl.advantages.base import AdvantageEstimator, Advantages
+from parallel_rl.advantages.table import by_group, check_on_all
+from parallel_rl.config import configure
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.groups import ParallelGroups
+
+# What is not [N, S]: the shape and its words.
+_SHAPES = {
+    "rewards": "[N]",
+    "group_ids": "[N]",
+    "sample_ids": "[N]",
+    "run_ids": "[N]",
+    "step_ids": "[N]",
+    "state_ids": "[N]",
+    "sample_mask": "[N]",
+    "greedy_rewards": "[N]",
+    "bootstrap_values": "[N]",
+    "reward_components": "[N, K]",
+}
+_INTEGERS = ("group_ids", "sample_ids", "run_ids", "step_ids", "state_ids")
+
+
+def estimate(
+    config: AdvantageEstimator | Mapping | str,
+    batch: Mapping[str, Tensor],
+    groups: ParallelGroups | None = None,
+) -> Advantages:
+    """Advantages of every token of this rank's samples, and returns.
+
+    A group is the samples with one id, wherever they are: it may be spread over data ranks, in any order. Group statistics are
+    in float64 and cost two all-gathers over the data ranks (of how many samples, and of their scalars); whitening costs one.
+
+    Args:
+        config: an estimator, `{name: rloo, ...}` or a name; `estimator_config(config).needs` says which fields it reads.
+        batch: this rank's samples, whole on its tensor, context and pipeline ranks; N may be 0 on some ranks.
+            rewards [N]; group_ids, sample_ids [N] integers; token_mask [N, S]: the response's tokens, in any pattern;
+            sample_mask [N], optional: what it drops is in no statistic and gets 0;
+            kl [N, S]: an estimate of the KL to the reference at each token; values [N, S]; bootstrap_values [N];
+            run_ids, step_ids, state_ids [N] integers, where a row is one step of a run (see `stepwise`);
+            greedy_rewards [N]; reward_components [N, K]; teacher_token_logprobs, prev_logprobs [N, S].
+        groups: `data` are the ranks that hold the other samples; None is one process.
+
+    Returns:
+        (advantages, returns), [N, S] each, in the dtype of the rewards but at least float32.
+
+    Raises:
+        ValueError: an unknown name or option (with the nearest), a field that is missing or of a wrong shape or dtype, a valid
+            entry that is not finite, no sample at all, a group of one where `singleton` is "error". On all data ranks alike.
+    """
+    estimator = estimator_config(config)
+    group = None if groups is None else groups.data
+    like = next((x for x in batch.values() if isinstance(x, torch.Tensor)), torch.empty(0))
+    check_on_all(lambda: _check(estimator, batch), [group], like)
+    keep, mask = _masks(batch)
+    clean: dict[str, Tensor] = {}
+    for name in estimator.needs:
+        if name not in (*_INTEGERS, "token_mask"):
+            clean[name] = torch.where(_valid(name, keep, mask), batch[name], 0).double()
+    scores = clean.get("rewards", torch.zeros_like(keep, dtype=torch.float64))
+    if estimator.grouped:
+        columns = {name: clean[name] for name in estimator.needs if name in clean and name in _SHAPES}
+        columns |= {name: batch[name] for name in _INTEGERS if name in estimator.needs}
+        scores = by_group(estimator.scores, {**columns, "lengths": mask.sum(1)}, keep, group)
+    found = estimator.finish(estimator.tokens(clean, scores, mask), mask, group)
+    dtype = torch.promote_types(batch[estimator.fields[0]].dtype, torch.float32)
+    return Advantages(found.advantages.to(dtype), found.returns.to(dtype))
+
+
+def estimator_config(config: AdvantageEstimator | Mapping | str) -> AdvantageEstimator:
+    """The estimator of a name, of a mapping with the key `name`, or itself.
+
+    Raises:
+        ValueError: an unknown name or option (with the nearest valid one), or options that contradict each other.
+    """
+    found: AdvantageEstimator = configure(AdvantageEstimator, config, "advantages")
+    return found
+
+
+def _masks(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    mask = batch["token_mask"].bool()
+    keep = batch["sample_mask"].bool() if "sample_mask" in batch else mask.new_ones(len(mask))
+    return keep, mask & keep[:, None]
+
+
+def _valid(name: str, keep: Tensor, mask: Tensor) -> Tensor:
+    return {"[N]": keep, "[N, K]": keep[:, None]}.get(_SHAPES.get(name, ""), mask)
+
+
+def _check(estimator: AdvantageEstimator, batch: Mapping[str, Tensor]) -> None:
+    for name in estimator.needs:
+        if not isinstance(batch.get(name), torch.Tensor):
+            shape = _SHAPES.get(name, "[N, S]")
+            raise ValueError(f"advantages {estimator.name!r} need the field {name} {shape}, which is missing")
+    mask = batch["token_mask"]
+    if mask.dim() != 2:
+        raise ValueError(f"token_mask must be [N, S], got {list(mask.shape)}")
+    shapes = {"[N]": [len(mask)], "[N, S]": list(mask.shape)}
+    for name in [*estimator.needs, *(("sample_mask",) if "sample_mask" in batch else ())]:
+        field, words = batch[name], _SHAPES.get(name, "[N, S]")
+        right = list(field.shape) == shapes[words] if words in shapes else field.dim() == 2 and len(field) == len(mask)
+        kind = "integers" if name in _INTEGERS else "a mask" if name.endswith("_mask") else "floats"
+        if kind == "integers":
+            right = right and not field.is_floating_point() and field.dtype != torch.bool
+        elif kind == "floats":
+            right = right and field.is_floating_point()
+        if not right:
+            expected = shapes.get(words, [len(mask), "K"])
+            raise ValueError(f"{name} must be {kind} {words} = {expected}, got {field.dtype} {list(field.shape)}")
+    estimator.check_batch(batch)
+    keep, valid = _masks(batch)
+    for name in estimator.needs:
+        if name in (*_INTEGERS, "token_mask"):
+            continue
+        bad = _valid(name, keep, valid) & ~batch[name].isfinite()
+        if bad.any():
+            place = bad.nonzero()[0].tolist()
+            raise ValueError(f"{name}{place} = {batch[name][tuple(place)].item()} is not finite")

@@ -1,0 +1,160 @@
+"""Estimators that compare a sample with the others of its prompt; groups may be spread over data ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+
+from parallel_rl.advantages.base import AdvantageEstimator, at_least
+from parallel_rl.advantages.moments import Whitening
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.advantages.table import SampleTable
+
+Singleton = Literal["zero", "reward", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedEstimator(AdvantageEstimator):
+    """Base of the estimators by group.
+
+    Attributes:
+        singleton: what a group of one gets: "zero", its own "reward", or an "error".
+    """
+
+    singleton: Singleton = "error"
+
+    fields: ClassVar[tuple[str, ...]] = ("rewards", "group_ids", "token_mask")
+    grouped: ClassVar[bool] = True
+
+    def compare(self, table: SampleTable) -> Tensor:
+        """[M] the scores; what they say of a group of one does not count."""
+        return table.centred
+
+    def scores(self, table: SampleTable) -> Tensor:
+        """[M] the scores, groups of one as `singleton` says.
+
+        Raises:
+            ValueError: a group of one where `singleton` is "error".
+        """
+        if self.singleton == "error" and bool(table.alone.any()):
+            group = int(table.group_ids[table.alone][0])
+            raise ValueError(f"group {group} has one sample; set singleton to 'zero' or 'reward', or sample more")
+        alone = table.rewards if self.singleton == "reward" else torch.zeros_like(table.rewards)
+        return torch.where(table.alone, alone, self.compare(table))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(GroupedEstimator, name="grpo"):
+    """A_i = (r_i − baseline) / (deviation + eps) (GRPO, arXiv 2402.03300).
+
+    Attributes:
+        normalize: the deviation: "std" of the group, unbiased (verl, Trinity-RFT, OpenRLHF, LightRFT, slime); "population" of
+            the group (with n, not n − 1); "leave_one_out": of the sample's group without itself, unbiased (NeMo-RL), and no
+            division at all where that is nothing but rounding or n ≤ 2; "batch": unbiased, of all rewards of the step
+            (arXiv 2508.08221); "none": no division (Dr. GRPO).
+        baseline: the "mean" of the group, or "leave_one_out", the mean of the others.
+        eps: added to the deviation.
+    """
+
+    normalize: Literal["std", "population", "leave_one_out", "batch", "none"] = "std"
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, eps=0)
+
+    def compare(self, table: SampleTable) -> Tensor:
+        above = table.above_others if self.baseline == "leave_one_out" else table.centred
+        if self.normalize == "none":
+            return above
+        if self.normalize == "leave_one_out":
+            deviation = table.deviation_of_others()
+            return torch.where(deviation > 0, above / (deviation + self.eps), above)
+        if self.normalize == "batch":
+            spread = (table.rewards - table.rewards.mean()).square().sum() / max(len(table.rewards) - 1, 1)
+            deviation = spread.sqrt()
+        else:
+            deviation = table.deviation(0 if self.normalize == "population" else 1)
+        return torch.where(table.constant, 0.0, above / (deviation + self.eps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupNorm(GroupedEstimator, name="group_norm"):
+    """A_i = (r_i − mean) / (unbiased std + eps): GRPO under the name and with the eps of OpenRLHF and LightRFT."""
+
+    eps: float = 1e-9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, eps=0)
+
+    def compare(self, table: SampleTable) -> Tensor:
+        return torch.where(table.constant, 0.0, table.centred / (table.deviation() + self.eps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrGRPO(GroupedEstimator, name="dr_grpo"):
+    """A_i = r_i − mean of the group (Dr. GRPO, arXiv 2503.20783); its loss divides by a constant length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOO(GroupedEstimator, name="rloo"):
+    """A_i = r_i − mean_{j≠i} r_j (RLOO, arXiv 2402.14740)."""
+
+    def compare(self, table: SampleTable) -> Tensor:
+        return table.above_others
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePlusPlusBaseline(GroupedEstimator, name="reinforce_plus_plus_baseline"):
+    """A_i = r_i − mean of the group, whitened over the tokens of the step (REINFORCE++-baseline, arXiv 2501.03262)."""
+
+    whiten: Whitening = "population"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OPMD(GroupedEstimator, name="opmd"):
+    """A_i = r_i − b of the group (OPMD, arXiv 2505.17826): b its mean, or τ·(logsumexp(r/τ) − log n).
+
+    Attributes:
+        baseline: "mean" or "logavgexp".
+        tau: τ of "logavgexp"; None: 1.
+    """
+
+    baseline: Literal["mean", "logavgexp"] = "mean"
+    tau: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tau is not None and self.baseline == "mean":
+            raise ValueError(f"tau = {self.tau} has no effect with baseline = 'mean'; leave it out")
+        if self.tau is not None and not self.tau > 0:
+            raise ValueError(f"tau = {self.tau} must be above 0")
+
+    def compare(self, table: SampleTable) -> Tensor:
+        if self.baseline == "mean":
+            return table.centred
+        tau = self.tau or 1.0
+        below = (table.rewards - table.top) / tau  # at most 0: no overflow
+        mean = (table.sums(below.exp()) / table.size)[table.index]
+        return torch.where(table.constant, 0.0, tau * (below - mean.log()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsymRE(GroupedEstimator, name="asymre"):
+    """A_i = r_i − (mean of the group + shift) (AsymRE, arXiv 2506.20520): a constant group gets −shift.
+
+    Attributes:
+        baseline_shift: below 0, good samples count more than bad ones.
+    """
+
+    baseline_shift: float = -0.1
+
+    def compare(self, table: SampleTable) -> Tensor:
+        return table.centred - self.baseline_shift

@@ -1,0 +1,102 @@
+"""Mean and deviation of the valid tokens of all data ranks, and the whitening that they are for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from parallel_rl.advantages.table import communication_device
+from parallel_rl.groups import all_gather, group_size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+Whitening = Literal["none", "center", "population", "unbiased"]
+
+
+class Moments(NamedTuple):
+    """Of n numbers: how many, their mean, Σ(x − mean)², the smallest and the largest; 0-dim float64."""
+
+    number: Tensor
+    mean: Tensor
+    square: Tensor
+    low: Tensor
+    high: Tensor
+
+    def variance(self, correction: int = 0) -> Tensor:
+        """Σ(x − mean)²/(n − correction); 0 where that is not defined."""
+        return self.square / (self.number - correction).clamp(min=1)
+
+
+def moments(x: Tensor, mask: Tensor, group: ProcessGroup | None = None) -> Moments:
+    """Moments of x where `mask`, over the ranks of `group`: two passes here, then one all-gather of five numbers.
+
+    Every rank of the group calls it, also one without a valid entry.
+    """
+    value, keep = x.detach().double(), mask.bool()
+    count = keep.sum().double()
+    mean = torch.where(keep, value, 0.0).sum() / count.clamp(min=1)
+    square = torch.where(keep, value - mean, 0.0).square().sum()
+    infinity = value.new_full((1,), torch.inf)
+    low = torch.cat([torch.where(keep, value, torch.inf).flatten(), infinity]).amin()
+    high = torch.cat([torch.where(keep, value, -torch.inf).flatten(), -infinity]).amax()
+    own = torch.stack([count, mean, square, low, high])
+    parts = all_gather(own.to(communication_device(group, own.device)), group).to(own.device)
+    return _merge(*parts.unbind(1)) if group_size(group) > 1 else Moments(*own.unbind())
+
+
+def _merge(count: Tensor, mean: Tensor, square: Tensor, low: Tensor, high: Tensor) -> Moments:
+    """[ranks] each; the pooled moments without a difference of large squares (Chan, Golub and LeVeque)."""
+    total = count.sum()
+    pooled = (count * mean).sum() / total.clamp(min=1)
+    return Moments(total, pooled, (square + count * (mean - pooled).square()).sum(), low.amin(), high.amax())
+
+
+def whiten(
+    x: Tensor,
+    mask: Tensor,
+    mode: Whitening = "population",
+    group: ProcessGroup | None = None,
+    *,
+    keep_mean: bool = False,
+    eps: float = 1e-8,
+) -> Tensor:
+    """x with the mean taken off and divided by the deviation of the valid entries of all ranks.
+
+        center:     x − mean
+        population: (x − mean) / √max(Σ(x − mean)²/n, eps)              as OpenRLHF, LightRFT, NeMo-RL
+        unbiased:   (x − mean) / √(Σ(x − mean)²/(n − 1) + eps)          as verl, Trinity-RFT
+
+    Entries that are all equal become exactly 0.
+
+    Args:
+        x: any shape; what is not in `mask` may hold NaN.
+        mask: the same shape.
+        mode: see above; "none" leaves x as it is.
+        group: data ranks, each of which calls it; None is one process.
+        keep_mean: the mean is added again.
+        eps: see above.
+
+    Returns:
+        As x, 0 outside `mask`.
+
+    Raises:
+        ValueError: an unknown mode, or a mask of another shape.
+    """
+    if mode not in ("none", "center", "population", "unbiased"):
+        raise ValueError(f"whitening = {mode!r} is not valid; choose none, center, population or unbiased")
+    if x.shape != mask.shape:
+        raise ValueError(f"the mask of a whitening must be {list(x.shape)} like its numbers, got {list(mask.shape)}")
+    keep = mask.bool()
+    if mode == "none":
+        return torch.where(keep, x, 0.0)
+    found = moments(x, keep, group)
+    value = torch.where(found.low == found.high, 0.0, x.double() - found.mean)
+    if mode == "population":
+        value = value * found.variance().clamp(min=eps).rsqrt()
+    elif mode == "unbiased":
+        value = value * (found.variance(1) + eps).rsqrt()
+    value = value + found.mean if keep_mean else value
+    return torch.where(keep, value, 0.0).to(x.dtype)

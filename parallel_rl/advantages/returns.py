@@ -1,0 +1,151 @@
+"""Returns and generalised advantages over the valid tokens of each row, without a loop over time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class GAE(NamedTuple):
+    """[N, S] each, 0 outside the mask: the policy's advantages and the value function's targets."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def terminal_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
+    """r_t = −c·kl_t, plus the sample's reward at its last valid token; a row without a valid token gets none.
+
+    Args:
+        rewards: [N].
+        mask: [N, S] valid tokens.
+        kl: [N, S], needed where `kl_coefficient` is not 0; NaN outside the mask does no harm.
+        kl_coefficient: c.
+
+    Returns:
+        [N, S], 0 outside the mask.
+    """
+    keep = mask.bool()
+    column = torch.arange(keep.shape[1], device=keep.device)
+    last = torch.where(keep, column, -1).amax(1, keepdim=True) if keep.shape[1] else column[None]
+    at_end = torch.where(keep & (column == last), rewards[:, None], 0.0)
+    if kl_coefficient == 0:
+        return at_end
+    if kl is None:
+        raise ValueError(f"kl_coefficient = {kl_coefficient} needs kl [N, S], which is missing")
+    return at_end - kl_coefficient * torch.where(keep, kl, 0.0)
+
+
+def discounted_returns(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """G_t = Σ_{s≥t} γ^{(valid tokens from t to s)} r_s over the valid tokens; masked holes are carried over, not counted.
+
+    Args:
+        token_rewards: [N, S].
+        mask: [N, S] valid tokens, in any pattern.
+        gamma: γ in [0, 1].
+
+    Returns:
+        [N, S], 0 outside the mask.
+
+    Raises:
+        ValueError: shapes that differ, or γ outside [0, 1].
+    """
+    _check(token_rewards, mask, gamma=gamma)
+    order, keep = _compaction(mask)
+    rewards = torch.where(keep, token_rewards.gather(1, order), 0.0)
+    return _spread(reverse_scan(rewards, rewards.new_full((len(rewards),), gamma)), order, keep)
+
+
+def gae(
+    token_rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float = 1.0,
+    lam: float | Tensor = 1.0,
+    value_lam: float | Tensor | None = None,
+    bootstrap_values: Tensor | None = None,
+) -> GAE:
+    """Generalised advantage estimation (arXiv 1506.02438) over the valid tokens of each row.
+
+        δ_t = r_t + γ V_{t'} − V_t        A_t = δ_t + γλ A_{t'}        R_t = A_t + V_t
+
+    t' is the next valid token: a masked hole (a tool's answer, an observation) is carried over. Behind the last one V is 0, or
+    the row's bootstrap value. VAPO (arXiv 2504.05118) has another λ for R.
+
+    Args:
+        token_rewards, values: [N, S]; `values[:, t]` is the value of the state before token t.
+        mask: [N, S] valid tokens, in any pattern; elsewhere NaN does no harm.
+        gamma: γ in [0, 1].
+        lam: λ in [0, 1] of the advantages, or [N] one a row.
+        value_lam: λ of the returns; None: the same.
+        bootstrap_values: [N] the value behind the last token of a response that was cut off, 0 for one that ended.
+
+    Returns:
+        (advantages, returns), [N, S] each.
+
+    Raises:
+        ValueError: shapes that differ, or γ or λ outside [0, 1].
+    """
+    lams = {name: x for name, x in (("lam", lam), ("value_lam", value_lam)) if isinstance(x, (int, float))}
+    _check(token_rewards, mask, gamma=gamma, **lams)
+    _check(values, mask)
+    order, keep = _compaction(mask)
+    rewards, now = (torch.where(keep, x.gather(1, order), 0.0) for x in (token_rewards, values))
+    following = torch.cat([now[:, 1:], torch.zeros_like(now[:, :1])], 1)
+    if bootstrap_values is not None:
+        is_last = keep & (keep.cumsum(1) == keep.sum(1, keepdim=True))
+        following = torch.where(is_last, bootstrap_values[:, None].to(now.dtype), following)
+    delta = torch.where(keep, rewards + gamma * following - now, 0.0)
+    policy = reverse_scan(delta, _per_row(lam, delta) * gamma)
+    value = policy if value_lam is None else reverse_scan(delta, _per_row(value_lam, delta) * gamma)
+    return GAE(_spread(policy, order, keep), _spread(value + now, order, keep))
+
+
+def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
+    """[N] λ_i = clamp(1 − 1/max(α·n_i, 1), 0, 1) of VAPO (arXiv 2504.05118), n_i the valid tokens of row i."""
+    return (1 - 1 / (alpha * mask.bool().sum(1).double()).clamp(min=1)).clamp(0, 1)
+
+
+def reverse_scan(x: Tensor, factor: Tensor) -> Tensor:
+    """y_t = x_t + f·y_{t+1} along the columns, in ⌈log2 S⌉ doublings: y_t = Σ_{k<2^j} f^k x_{t+k} after j of them.
+
+    Only powers of f in [0, 1] occur, so nothing overflows and nothing is divided, whatever f is.
+
+    Args:
+        x: [N, S].
+        factor: [N] in [0, 1].
+    """
+    power, step = factor.to(x.dtype)[:, None], 1
+    while step < x.shape[1]:
+        x = torch.cat([x[:, :-step] + power * x[:, step:], x[:, -step:]], 1)
+        power, step = power * power, 2 * step
+    return x
+
+
+def _compaction(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, S] which column comes at each place when the valid ones move to the front in order; which places then are valid."""
+    keep = mask.bool()
+    order = keep.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+    return order, keep.gather(1, order)
+
+
+def _spread(x: Tensor, order: Tensor, keep: Tensor) -> Tensor:
+    return torch.zeros_like(x).scatter(1, order, torch.where(keep, x, 0.0))
+
+
+def _per_row(value: float | Tensor, like: Tensor) -> Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.to(like.dtype)
+    return like.new_full((len(like),), value)
+
+
+def _check(x: Tensor, mask: Tensor, **factors: float) -> None:
+    if x.dim() != 2 or x.shape != mask.shape:
+        raise ValueError(f"rewards, values and mask must be [N, S] alike, got {list(x.shape)} and {list(mask.shape)}")
+    for name, factor in factors.items():
+        if not 0 <= factor <= 1:
+            raise ValueError(f"{name} = {factor} must lie in [0, 1]")

@@ -1,0 +1,212 @@
+"""The samples of a step by group, of all data ranks: means and deviations that do not depend on who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from parallel_rl.groups import all_gather, group_rank, group_size
+from parallel_rl.validation import agreed_check, checks_values, get_validation, validation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+RELATIVE_FLOOR = 1e-6  # deviations below this part of the largest reward are rounding: they divide nothing
+
+
+class SampleTable:
+    """M samples with rewards and group ids, and what else an estimator compares, in float64.
+
+    Args:
+        rewards: [M].
+        group_ids: [M] integers, in any order.
+        columns: [M] or [M, K] by name, such as `lengths`, the valid tokens of each sample.
+    """
+
+    def __init__(self, rewards: Tensor, group_ids: Tensor, columns: Mapping[str, Tensor] | None = None) -> None:
+        self.rewards, self.group_ids, self.columns = rewards.double(), group_ids, columns or {}
+        self.names, self.index, self.size = group_ids.unique(return_inverse=True, return_counts=True)
+
+    def with_rewards(self, rewards: Tensor) -> SampleTable:
+        """The same samples and groups with other rewards [M]."""
+        return SampleTable(rewards, self.group_ids, self.columns)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """[M] to [G]: the sum over each group."""
+        return x.new_zeros(len(self.names)).index_add(0, self.index, x)
+
+    @cached_property
+    def count(self) -> Tensor:
+        """[M] how many samples the sample's group has."""
+        return self.size[self.index].double()
+
+    @cached_property
+    def alone(self) -> Tensor:
+        """[M] the sample is its whole group."""
+        return self.count == 1
+
+    @cached_property
+    def top(self) -> Tensor:
+        """[M] the largest reward of the group."""
+        return self._extreme("amax", -torch.inf)
+
+    @cached_property
+    def constant(self) -> Tensor:
+        """[M] all rewards of the group are equal, to the bit: no mean of them is taken, so that no rounding shows."""
+        return self._extreme("amin", torch.inf) == self.top
+
+    @cached_property
+    def centred(self) -> Tensor:
+        """[M] r − mean of the group; exactly 0 in a constant group."""
+        centred = self.rewards - (self.sums(self.rewards) / self.size)[self.index]
+        return torch.where(self.constant, 0.0, centred)
+
+    @cached_property
+    def above_others(self) -> Tensor:
+        """[M] r_i − mean_{j≠i} r_j = n/(n−1)·(r_i − mean); 0 for a group of one."""
+        return self.centred * self.count / (self.count - 1).clamp(min=1)
+
+    def deviation(self, correction: int = 1) -> Tensor:
+        """[M] the group's standard deviation about its mean, Σ(r − mean)²/(n − correction), in two passes."""
+        variance = self.sums(self.centred.square()) / (self.size - correction).clamp(min=1)
+        return variance.sqrt()[self.index]
+
+    def deviation_of_others(self) -> Tensor:
+        """[M] the unbiased standard deviation of the group without the sample itself; 0 where it is rounding, or n ≤ 2.
+
+        Nothing is subtracted from a sum that the sample is in (which cancels where the sample is the odd one out): the sums
+        are over those before it and those after it, about the group's median.
+        """
+        middle = self.rows.nanmedian(1, keepdim=True).values
+        rows = torch.where(self.rows.isnan(), 0.0, self.rows - middle)
+        n = self.count
+        mean = self._of_others(rows) / (n - 1).clamp(min=1)
+        square = self._of_others(rows.square()) - (n - 1) * mean.square()
+        deviation = (square.clamp(min=0) / (n - 2).clamp(min=1)).sqrt()
+        floor = RELATIVE_FLOOR * self.rows.abs().nan_to_num(0.0).amax(1)[self.index]
+        return torch.where((n > 2) & (deviation > floor), deviation, 0.0)
+
+    def informative_weight(self, clip: float, flat: float = 1.0) -> Tensor:
+        """[M] min(P/P', clip) for the P' of P groups whose rewards differ, `flat` for the others; 1 for all if none does."""
+        informative = torch.where(self.constant, 0.0, 1 / self.count).sum().round()
+        weight = (len(self.names) / informative.clamp(min=1)).clamp(max=clip)
+        return torch.where(informative > 0, torch.where(self.constant, flat, weight), 1.0)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[G, n_max] the rewards, one group a row, NaN behind."""
+        return self.spread(self.rewards, torch.nan)
+
+    def spread(self, x: Tensor, behind: float) -> Tensor:
+        """[M] to [G, n_max], one group a row."""
+        rows = x.new_full((len(self.names), int(self.size.max())), behind)
+        rows[self.index, self.place] = x
+        return rows
+
+    @cached_property
+    def place(self) -> Tensor:
+        """[M] the sample's column in `rows`."""
+        order = self.index.argsort(stable=True)
+        first = self.size.cumsum(0) - self.size
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order), device=order.device) - first[self.index[order]]
+        return place
+
+    def _of_others(self, rows: Tensor) -> Tensor:
+        first = torch.zeros_like(rows[:, :1])
+        before = torch.cat([first, rows.cumsum(1)[:, :-1]], 1)
+        after = torch.cat([rows.flip(1).cumsum(1).flip(1)[:, 1:], first], 1)
+        return (before + after)[self.index, self.place]
+
+    def _extreme(self, reduce: str, start: float) -> Tensor:
+        ends = self.rewards.new_full((len(self.names),), start)
+        return ends.scatter_reduce(0, self.index, self.rewards, reduce)[self.index]
+
+
+def gather_samples(columns: Mapping[str, Tensor], group: ProcessGroup | None) -> tuple[dict[str, Tensor], slice]:
+    """The rows of all ranks in rank order, and which of them are this rank's; ranks may hold different numbers, and none.
+
+    Integers and float64 numbers travel as the same eight bytes, in one all-gather after one of the numbers of rows.
+
+    Args:
+        columns: [n] or [n, k] each, integers or floats, the same names and k on every rank.
+        group: the data ranks; None is one process.
+
+    Returns:
+        name → [M] or [M, k], int64 or float64, on the columns' device; the slice of this rank's rows.
+    """
+    home = next(iter(columns.values())).device
+    wide = {name: x.double() if x.is_floating_point() else x.long() for name, x in columns.items()}
+    count = len(next(iter(wide.values())))
+    if group_size(group) == 1:
+        return wide, slice(0, count)
+    device = communication_device(group, home)
+    bits = torch.cat([_columns(x).view(torch.int64) for x in wide.values()], 1).to(device)
+    counts = all_gather(torch.tensor([count], device=device), group)[:, 0].tolist()
+    padded = torch.cat([bits, bits.new_zeros(max(counts) - count, bits.shape[1])])
+    parts = all_gather(padded, group) if max(counts) else padded[None].expand(len(counts), -1, -1)
+    rows = torch.cat([part[:size] for part, size in zip(parts, counts, strict=True)]).to(home)
+    gathered: dict[str, Tensor] = {}
+    for name, x in wide.items():
+        width = _columns(x).shape[1]
+        part, rows = rows[:, :width].contiguous().view(x.dtype), rows[:, width:]
+        gathered[name] = part if x.dim() == 2 else part[:, 0]
+    start = sum(counts[: group_rank(group)])
+    return gathered, slice(start, start + count)
+
+
+def by_group(
+    score: Callable[[SampleTable], Tensor], columns: Mapping[str, Tensor], keep: Tensor, group: ProcessGroup | None
+) -> Tensor:
+    """[N] float64: what `score` says of each sample of this rank among the kept ones of all ranks; 0 for those not kept.
+
+    Args:
+        score: from a table of M samples to [M].
+        columns: rewards [N] or reward_components [N, K] or both (rewards are else their sum), group_ids [N], and what else the
+            score reads of the table's columns.
+        keep: [N] bool.
+        group: the data ranks, each of which calls it.
+
+    Raises:
+        ValueError: no rank has a sample, or what `score` raises; all ranks see the same, so they raise alike.
+    """
+    rows, mine = gather_samples({**columns, "keep": keep.long()}, group)
+    kept = rows.pop("keep") > 0
+    if not len(kept):
+        raise ValueError("there is no sample in the step; a comparison by group needs at least one")
+    scores = torch.zeros(len(kept), dtype=torch.float64, device=kept.device)
+    if kept.any():
+        rows = {name: x[kept] for name, x in rows.items()}
+        rewards = rows["rewards"] if "rewards" in rows else rows["reward_components"].sum(1)
+        scores[kept] = score(SampleTable(rewards, rows["group_ids"], rows))
+    return scores[mine]
+
+
+def check_on_all(check: Callable[[], None], groups: Sequence[ProcessGroup | None], like: Tensor) -> None:
+    """`agreed_check` for inputs on the host of ranks that communicate from their GPUs, too.
+
+    Raises:
+        ValueError: what `check` found on any rank of the groups.
+    """
+    device = like.device
+    for group in groups:
+        device = communication_device(group, device)
+    always = get_validation() == "auto" and checks_values(like)
+    with validation("always" if always else get_validation()):
+        agreed_check(check, groups, torch.empty(0, device=device))
+
+
+def communication_device(group: ProcessGroup | None, home: torch.device) -> torch.device:
+    """Where the collectives of `group` find their tensors; `home` without NCCL."""
+    if group_size(group) > 1 and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return home
+
+
+def _columns(x: Tensor) -> Tensor:
+    return (x[:, None] if x.dim() == 1 else x).contiguous()

@@ -1,0 +1,132 @@
+"""Estimators that look at a sample alone: its reward, its tokens, a value function, a greedy or a teacher's answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from parallel_rl.advantages.base import AdvantageEstimator, Advantages, at_least, in_unit
+from parallel_rl.advantages.moments import Whitening
+from parallel_rl.advantages.returns import gae, length_adaptive_lambda, terminal_rewards
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforce(AdvantageEstimator, name="reinforce"):
+    """A_t = G_t, the discounted return of the token: with γ = 1 and no KL the reward itself (Williams 1992).
+
+    Attributes:
+        gamma: γ in [0, 1].
+    """
+
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_unit(self, "gamma")
+        if self.kl_form == "token" and self.gamma != 1:
+            raise ValueError(f"gamma = {self.gamma} has no effect with kl_form = 'token'; leave one of them out")
+
+    @property
+    def discount(self) -> float:
+        return self.gamma
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePlusPlus(Reinforce, name="reinforce_plus_plus"):
+    """A_t = G_t with the KL in the reward, whitened over the tokens of the step (REINFORCE++, arXiv 2501.03262).
+
+    A masked hole (a tool's answer) is carried over: what comes before it is rewarded for what comes after it.
+    """
+
+    whiten: Whitening = "population"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReMax(Reinforce, name="remax"):
+    """A_t = G_t − r_greedy, the reward of the greedy answer to the same prompt (ReMax, arXiv 2310.10505)."""
+
+    fields: ClassVar[tuple[str, ...]] = ("rewards", "greedy_rewards", "token_mask")
+
+    def tokens(self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor) -> Advantages:
+        """[N, S] returns, less the greedy rewards on every valid token."""
+        returns = super().tokens(batch, scores, mask).returns
+        return Advantages(torch.where(mask, returns - batch["greedy_rewards"][:, None], 0.0), returns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GAEEstimator(AdvantageEstimator, name="gae"):
+    """A_t = Σ_k (γλ)^k δ_{t+k} over the valid tokens, R_t = A_t + V_t (GAE, arXiv 1506.02438); see `returns.gae`.
+
+    Attributes:
+        gamma, lam: γ and λ in [0, 1].
+        value_lam: λ of the returns that the value function learns; None: the same (VAPO, arXiv 2504.05118: 1).
+        length_adaptive: α of λ_i = 1 − 1/(α·n_i), in place of `lam`, for the advantages (VAPO: 0.05); 0: not.
+        bootstrap: the field `bootstrap_values` [N] stands for V behind the last token (0 where a response ended).
+    """
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    value_lam: float | None = None
+    length_adaptive: float = 0.0
+    bootstrap: bool = False
+
+    fields: ClassVar[tuple[str, ...]] = ("rewards", "values", "token_mask")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        in_unit(self, "gamma", "lam", *(("value_lam",) if self.value_lam is not None else ()))
+        at_least(self, length_adaptive=0)
+        if self.length_adaptive and self.lam != 1:
+            raise ValueError(
+                f"lam = {self.lam} has no effect with length_adaptive = {self.length_adaptive}; leave it out"
+            )
+        if self.kl_form == "token":
+            raise ValueError("kl_form = 'token' has no effect on gae, whose token rewards are discounted; leave it out")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (*super().needs, *(("bootstrap_values",) if self.bootstrap else ()))
+
+    def tokens(self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor) -> Advantages:
+        """[N, S] advantages and value targets."""
+        rewards = terminal_rewards(scores, mask, batch.get("kl"), self.kl_coefficient)
+        lam = length_adaptive_lambda(mask, self.length_adaptive) if self.length_adaptive else self.lam
+        last = batch["bootstrap_values"] if self.bootstrap else None
+        return Advantages(*gae(rewards, batch["values"].to(rewards.dtype), mask, self.gamma, lam, self.value_lam, last))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
+    """A_t = c·(log p_teacher − log p_old) of the sampled token: the policy gradient of the reverse KL, token by token.
+
+    arXiv 2306.13649, 2601.02780. Nothing is accumulated over the tokens that follow.
+
+    Attributes:
+        coefficient: c.
+    """
+
+    coefficient: float = 1.0
+
+    fields: ClassVar[tuple[str, ...]] = ("teacher_token_logprobs", "prev_logprobs", "token_mask")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.coefficient > 0:
+            raise ValueError(f"coefficient = {self.coefficient} must be above 0")
+        if self.kl_coefficient:
+            raise ValueError(
+                f"kl_coefficient = {self.kl_coefficient} has no effect on on_policy_distillation, whose advantage is a KL "
+                "itself; leave it out"
+            )
+
+    def tokens(self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor) -> Advantages:
+        """[N, S] log-ratios of teacher and policy."""
+        ratio = self.coefficient * (batch["teacher_token_logprobs"] - batch["prev_logprobs"])
+        found = torch.where(mask, ratio, 0.0)
+        return Advantages(found, found)

@@ -1,0 +1,45 @@
+"""From prompts to what a loss reads: samples, rewards, log-probs, KL, shaping, filtering, advantages."""
+
+from parallel_rl.experience.drawing import Sources, text_rewards
+from parallel_rl.experience.http import HTTPReward, HTTPRewardConfig, RewardServerError
+from parallel_rl.experience.kl_control import AdaptiveKLController, FixedKLController, kl_controller
+from parallel_rl.experience.maker import ExperienceMaker, Made
+from parallel_rl.experience.maker_config import DynamicSampling, ExperienceConfig
+from parallel_rl.experience.rewards import register_reward, reward_function
+from parallel_rl.experience.running import RunningMoments
+from parallel_rl.experience.samples import Experience, Samples, padded_samples
+from parallel_rl.experience.shaping import (
+    Overlong,
+    RewardScale,
+    SoftOverlong,
+    StopProperly,
+    clip_filter_like_weight,
+    compute_reward,
+)
+
+__all__ = [
+    "AdaptiveKLController",
+    "DynamicSampling",
+    "Experience",
+    "ExperienceConfig",
+    "ExperienceMaker",
+    "FixedKLController",
+    "HTTPReward",
+    "HTTPRewardConfig",
+    "Made",
+    "Overlong",
+    "RewardScale",
+    "RewardServerError",
+    "RunningMoments",
+    "Samples",
+    "SoftOverlong",
+    "Sources",
+    "StopProperly",
+    "clip_filter_like_weight",
+    "compute_reward",
+    "kl_controller",
+    "padded_samples",
+    "register_reward",
+    "reward_function",
+    "text_rewards",
+]

@@ -1,0 +1,160 @@
+"""Reward functions, named in one way: a registered name, "module:function", a Python callable, or a server's URL."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_rl.advantages.table import check_on_all, communication_device
+from parallel_rl.config import configure, nearest
+from parallel_rl.experience.http import HTTPReward, HTTPRewardConfig
+from parallel_rl.groups import group_rank, group_size
+
+# (prompt, completion, answer) -> reward. The completion ends before its end token.
+Checker = Callable[[str, str, str], float]
+# (prompts, completions, answers) of N samples -> [N] float64.
+RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[str]], Tensor]
+
+_CHECKERS: dict[str, Checker] = {}
+
+
+def register_reward(name: str) -> Callable[[Checker], Checker]:
+    """Decorator: makes a checker known by a name.
+
+    Raises:
+        ValueError: the name is taken, or reads like "module:function".
+    """
+
+    if name in _CHECKERS:
+        raise ValueError(f"reward {name!r} is registered already")
+    if ":" in name:
+        raise ValueError(f"reward name {name!r} must not have a colon: that is how 'module:function' and URLs are told")
+
+    def register(function: Checker) -> Checker:
+        _CHECKERS[name] = function
+        return function
+
+    return register
+
+
+@register_reward("exact_match")
+def exact_match(prompt: str, completion: str, answer: str) -> float:
+    """1 where the completion is the answer, to the character; else 0."""
+    return float(completion == answer)
+
+
+def checker(name: str) -> Checker:
+    """The checker of that name, or the function that "module:function" names.
+
+    Raises:
+        ValueError: an unknown name (with the nearest), a module that does not import, or an attribute that is missing or not
+            callable.
+    """
+    if name in _CHECKERS:
+        return _CHECKERS[name]
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise ValueError(
+            f"reward = {name!r} is not valid; {nearest(name, _CHECKERS)} Or write 'module:function' or a server's URL"
+        )
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"reward = {name!r} cannot be loaded: {error}") from None
+    if not callable(found):
+        raise ValueError(
+            f"reward = {name!r} is a {type(found).__name__}; a function (prompt, completion, answer) is needed"
+        )
+    named: Checker = found
+    return named
+
+
+def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> RewardFunction:
+    """One call for a batch of samples, whatever scores them.
+
+    Args:
+        reward: a registered name, "module:function", a URL ("http://..."), the options of a server (`HTTPRewardConfig`), or a
+            function (prompt, completion, answer) -> float.
+
+    Returns:
+        (prompts, completions, answers), N strings each -> [N] float64, on the host. Of a Python function a reward that is no
+        finite number is a ValueError that names the sample; of a server see `HTTPReward`.
+
+    Raises:
+        ValueError: a reward that cannot be found, or options that are not valid.
+    """
+    if isinstance(reward, str) and reward.startswith(("http://", "https://")):
+        return HTTPReward(HTTPRewardConfig(reward))
+    if isinstance(reward, (HTTPRewardConfig, Mapping)):
+        return HTTPReward(configure(HTTPRewardConfig, reward, "reward"))
+    if isinstance(reward, str):
+        return _Checked(checker(reward), reward)
+    if not callable(reward):
+        raise ValueError(f"reward = {reward!r} is no name, no function and no server's options")
+    return _Checked(reward, getattr(reward, "__name__", repr(reward)))
+
+
+def score_once(
+    score: Callable[[], Tensor],
+    count: int,
+    sharing: Sequence[ProcessGroup | None] = (),
+    data: ProcessGroup | None = None,
+) -> Tensor:
+    """The rewards of samples that several ranks hold: the first of them asks, the others hear of it.
+
+    Args:
+        score: gives [N]; called on the rank that is the first of every group in `sharing`.
+        count: N.
+        sharing: the groups whose ranks hold the same samples (tensor, context, pipeline).
+        data: the ranks that hold others.
+
+    Returns:
+        [N] float64 on the host, the same on the ranks that share.
+
+    Raises:
+        ValueError: whatever `score` raised on any rank, on all of them, so that none waits for another.
+    """
+    device = torch.device("cpu")
+    for group in sharing:
+        device = communication_device(group, device)
+    rewards = torch.zeros(count, dtype=torch.float64, device=device)
+    first = all(group_rank(group) == 0 for group in sharing)
+
+    def ask() -> None:
+        if first:
+            rewards.copy_(score())
+
+    check_on_all(ask, [*sharing, data], torch.empty(0))
+    for group in sharing:
+        if group_size(group) > 1:
+            dist.all_reduce(rewards, group=group)
+    return rewards.cpu()
+
+
+class _Checked:
+    def __init__(self, function: Checker, name: str) -> None:
+        self.function, self.name = function, name
+
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> Tensor:
+        values: list[float] = []
+        for index, sample in enumerate(zip(prompts, completions, answers, strict=True)):
+            value: object = self.function(*sample)
+            number = _number(value)
+            if not math.isfinite(number):
+                raise ValueError(f"reward {self.name!r} of sample {index} is {value!r}; a finite number is needed")
+            values.append(number)
+        return torch.tensor(values, dtype=torch.float64)
+
+
+def _number(value: object) -> float:
+    """NaN for what is no number; tensors and numpy numbers of one element are numbers."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.dim() == 0 else math.nan
+    return float(value) if isinstance(value, numbers.Real) else math.nan

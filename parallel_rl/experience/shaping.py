@@ -1,0 +1,151 @@
+"""From a raw reward to the one that is learned from: scale, length, stop, clip, KL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel_rl.advantages.returns import terminal_rewards
+from parallel_rl.advantages.table import SampleTable
+from parallel_rl.config import Variants
+
+
+@dataclass(frozen=True)
+class RewardScale:
+    """Rewards are cut to [source_min, source_max], which is then mapped to [target_min, target_max]."""
+
+    source_min: float = 0.0
+    source_max: float = 1.0
+    target_min: float = 0.0
+    target_max: float = 1.0
+
+    def __post_init__(self) -> None:
+        for side in ("source", "target"):
+            low, high = getattr(self, f"{side}_min"), getattr(self, f"{side}_max")
+            if not low < high:
+                raise ValueError(f"{side}_min = {low} must be below {side}_max = {high}")
+
+    def __call__(self, rewards: Tensor) -> Tensor:
+        """[N] to [N]."""
+        part = (rewards.clamp(self.source_min, self.source_max) - self.source_min) / (self.source_max - self.source_min)
+        return self.target_min + part * (self.target_max - self.target_min)
+
+
+class Overlong(Variants):
+    """What becomes of the reward of a response that is too long: (rewards [N], lengths [N], truncated [N]) -> [N]."""
+
+    def __call__(self, rewards: Tensor, lengths: Tensor, truncated: Tensor) -> Tensor:
+        """[N] rewards from the rewards, the lengths of the responses in tokens, and which of them were cut off."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SoftOverlong(Overlong, name="dapo"):
+    """r + factor·clamp((max_length − buffer − n)/buffer, −1, 0) (DAPO, arXiv 2503.14476).
+
+    Attributes:
+        max_length: tokens of a response at most.
+        buffer: over how many tokens before that the penalty grows.
+        factor: the largest penalty.
+        bounded: False: beyond `max_length` it goes on growing (LightRFT, verl, NeMo-RL).
+    """
+
+    max_length: int
+    buffer: int
+    factor: float = 1.0
+    bounded: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.buffer <= self.max_length:
+            raise ValueError(f"buffer = {self.buffer} must lie in [1, max_length = {self.max_length}]")
+        if self.factor < 0:
+            raise ValueError(f"factor = {self.factor} must be at least 0")
+
+    def __call__(self, rewards: Tensor, lengths: Tensor, truncated: Tensor) -> Tensor:
+        over = (self.max_length - self.buffer - lengths.double()) / self.buffer
+        return rewards + self.factor * over.clamp(-1.0 if self.bounded else None, 0.0)
+
+
+@dataclass(frozen=True)
+class StopProperly(Overlong, name="stop_properly"):
+    """The reward of a truncated response is multiplied by a coefficient in [0, 1], or replaced by one below 0 (ProRL)."""
+
+    coefficient: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.coefficient <= 1:
+            raise ValueError(f"coefficient = {self.coefficient} must be at most 1")
+
+    def __call__(self, rewards: Tensor, lengths: Tensor, truncated: Tensor) -> Tensor:
+        changed = rewards * self.coefficient if self.coefficient >= 0 else torch.full_like(rewards, self.coefficient)
+        return torch.where(truncated.bool(), changed, rewards)
+
+
+def clip_filter_like_weight(rewards: Tensor, clip: float = 3.0, lamda: float = 1.0) -> Tensor:
+    """Weights that make up for prompts whose samples are all alike: min(P/P', clip) for the P' others, `lamda` for those.
+
+    Args:
+        rewards: [P, n], one prompt a row.
+        clip: the largest weight.
+        lamda: the weight of rows with equal rewards; if all are, every weight is 1.
+
+    Returns:
+        [P, n].
+
+    Raises:
+        ValueError: not [P, n] floats, or `clip` below 1.
+    """
+    if rewards.dim() != 2 or not rewards.is_floating_point():
+        raise ValueError(f"rewards must be floats [P, n], got {rewards.dtype} {list(rewards.shape)}")
+    if not clip >= 1:
+        raise ValueError(f"clip = {clip} must be at least 1")
+    ids = torch.arange(len(rewards), device=rewards.device)[:, None].expand_as(rewards)
+    table = SampleTable(rewards.flatten(), ids.flatten())
+    return table.informative_weight(clip, lamda).view(rewards.shape).to(rewards.dtype)
+
+
+def compute_reward(
+    rewards: Tensor,
+    kl_coefficient: float,
+    kl: Tensor | Sequence[Tensor],
+    action_mask: Tensor | None = None,
+    *,
+    num_actions: Sequence[int] | None = None,
+    clip_range: tuple[float, float] | None = None,
+) -> Tensor | list[Tensor]:
+    """Token rewards: −c·kl_t, plus the sample's reward at its last token.
+
+    Args:
+        rewards: [N], cut to `clip_range` first.
+        kl_coefficient: c; below 0 it counts as 0.
+        kl: [N, S] with `action_mask` [N, S] (a row without a valid token has its reward in the last column), or for packed
+            sequences N tensors [n_i] with `num_actions` n_i.
+
+    Returns:
+        [N, S], 0 outside the mask but for those last columns; or N tensors [n_i].
+
+    Raises:
+        ValueError: padded `kl` without a mask, packed `kl` without `num_actions`, or numbers that do not fit.
+    """
+    value = rewards if clip_range is None else rewards.clamp(*clip_range)
+    coefficient = max(kl_coefficient, 0.0)
+    if isinstance(kl, Tensor):
+        if action_mask is None or action_mask.shape != kl.shape or kl.dim() != 2 or len(value) != len(kl):
+            got = None if action_mask is None else list(action_mask.shape)
+            raise ValueError(
+                f"kl [N, S] = {list(kl.shape)} needs an action_mask like it and rewards [N], got {got} and {list(value.shape)}"
+            )
+        mask = action_mask.bool()
+        found = terminal_rewards(value, mask, kl, coefficient)
+        empty = torch.where(mask.any(1), 0.0, value).to(found.dtype)
+        return torch.cat([found[:, :-1], found[:, -1:] + empty[:, None]], 1)
+    if num_actions is None or [len(part) for part in kl] != list(num_actions) or len(value) != len(kl):
+        raise ValueError(
+            f"kl of {[len(part) for part in kl]} tokens needs num_actions like it and as many rewards, got {num_actions} and "
+            f"{len(value)}"
+        )
+    last = [torch.arange(len(part), device=part.device) == len(part) - 1 for part in kl]
+    return [torch.where(at, value[i], 0.0) - coefficient * kl[i] for i, at in enumerate(last)]

@@ -1,0 +1,210 @@
+"""Distillation: from the teacher's whole distribution on vocabulary shards, or from its top-k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.batch import Alignment, TokenBatch
+from parallel_rl.objectives.distillation import Divergence, ForwardKL, mixed_kl, reverse_tail, with_tail
+from parallel_rl.reduce import Aggregation, Metric, Metrics, check_aggregation, token_weights, valid_tokens
+from parallel_rl.vocab.divergence import divergence_of_shards
+from parallel_rl.vocab.shards import shard_range
+from parallel_rl.vocab.topk import check_columns, column_log_probs, gather_columns
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import ProcessGroup
+
+
+def _mean_of_head(batch: TokenBatch, mode: Aggregation, max_length: int | None) -> tuple[Tensor, Metrics]:
+    assert batch.head is not None
+    weights = token_weights(mode, batch.tokens_per_sequence, batch.counts, max_length)
+    loss = batch.weighted_sum(batch.head, weights)
+    return loss, Metrics({"loss": Metric("share", loss), "num_valid_samples": batch.count(batch.sequence_mask)})
+
+
+def _check_temperature(teacher_temperature: float | None) -> None:
+    if teacher_temperature is not None and not teacher_temperature > 0:
+        raise ValueError(
+            f"teacher_temperature = {teacher_temperature} must be positive, or None for that of the student"
+        )
+
+
+@dataclass(frozen=True)
+class FullDistillationLossConfig:
+    """Options of `FullDistillationLossFn`.
+
+    divergence: forward_kl, reverse_kl, jsd (beta; GKD), skew_forward_kl, skew_reverse_kl (alpha), cross_entropy or
+        finite_cross_entropy, see `parallel_rl.objectives.distillation`.
+    teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
+    squared_temperature: multiply by the student's temperature², so that gradients do not shrink with it.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.reduce.token_weights`.
+    """
+
+    divergence: Divergence = field(default_factory=ForwardKL)
+    teacher_temperature: float | None = None
+    squared_temperature: bool = False
+    aggregation: Aggregation = "token-mean"
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_aggregation(self.aggregation, self.max_length)
+        _check_temperature(self.teacher_temperature)
+
+
+class FullDistillationLossFn(LossFn[FullDistillationLossConfig]):
+    """Divergence of the student from the teacher over the whole vocabulary; this rank's share.
+
+        L = AGG(D(p, q)),    p = softmax(teacher_logits / T_p), q = softmax(logits / T_q)
+
+    `data["teacher_logits"]` is shaped and sharded like the logits, on this rank only: [B, S/cp, V/tp], packed
+    [1, T/cp, V/tp]; the teacher's distribution at a position is of the token that the position predicts. Its padding
+    columns are never read. Two collectives forward, none backward; both sets of logits are read a block of rows at a time.
+
+    Metrics: loss, num_valid_samples. Call and errors: see `LossFn`.
+
+    Papers: arXiv 1503.02531; GKD arXiv 2306.13649; MiniLLM arXiv 2306.08543; DistiLLM arXiv 2402.03898.
+    """
+
+    config_class = FullDistillationLossConfig
+    local_fields = ("teacher_logits",)
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        return _mean_of_head(batch, self.config.aggregation, self.config.max_length)
+
+    def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        super()._check_head(logits, data, tensor_group)
+        if data["teacher_logits"].shape != logits.shape:
+            raise ValueError(
+                f"teacher_logits has shape {list(data['teacher_logits'].shape)}; it must be that of the student's logits, "
+                f"{list(logits.shape)}"
+            )
+
+    def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        cfg, options = self.config, self.options
+        divergence = divergence_of_shards(
+            logits.flatten(0, -2),
+            batch.local("teacher_logits"),
+            batch.mask,
+            cfg.divergence,
+            shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start),
+            tensor_group,
+            temperatures=(options.temperature, cfg.teacher_temperature or options.temperature),
+            consume_logits=options.consume_logits,
+            backend=options.backend,
+        )
+        return replace(batch, head=divergence * options.temperature**2 if cfg.squared_temperature else divergence)
+
+
+@dataclass(frozen=True)
+class DistillationLossConfig:
+    """Options of `DistillationLossFn`.
+
+    kl_type: "forward" KL(teacher ‖ student), "reverse", or "mixed": mixed_kl_weight·forward + (1 − it)·reverse.
+    zero_outside_topk: False: both sides are renormalised inside the top-k, where what the student gives to other words is
+        invisible. True: the student is normalised over the whole vocabulary, and the teacher's log-prob of any other word
+        counts as −100 in the reverse KL.
+    bucket_tail: all words outside the top-k are one symbol on both sides: a lower bound of the KL over the vocabulary that sees
+        the mass of the tail. Reads the field teacher_logsumexp [B, S], of the teacher's logits over its temperature.
+    topk_alignment: "token" stores the teacher's distribution of token t at t, "predictor" at t − 1 (NeMo-RL's data).
+    teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.reduce.token_weights`.
+    """
+
+    kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
+    mixed_kl_weight: float = 0.5
+    zero_outside_topk: bool = False
+    bucket_tail: bool = False
+    topk_alignment: Alignment = "token"
+    teacher_temperature: float | None = None
+    aggregation: Aggregation = "token-mean"
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_aggregation(self.aggregation, self.max_length)
+        _check_temperature(self.teacher_temperature)
+        if not 0 <= self.mixed_kl_weight <= 1:
+            raise ValueError(f"mixed_kl_weight = {self.mixed_kl_weight} must lie in [0, 1]")
+        if self.mixed_kl_weight != 0.5 and self.kl_type != "mixed":
+            raise ValueError(
+                f"mixed_kl_weight = {self.mixed_kl_weight} has no effect with kl_type = {self.kl_type!r}; it goes with 'mixed'"
+            )
+        if self.zero_outside_topk and self.bucket_tail:
+            raise ValueError("zero_outside_topk and bucket_tail are two treatments of the tail; choose one")
+
+    @property
+    def forward_weight(self) -> float:
+        """Of the forward KL."""
+        return {"forward": 1.0, "reverse": 0.0, "mixed": self.mixed_kl_weight}[self.kl_type]
+
+
+class DistillationLossFn(LossFn[DistillationLossConfig]):
+    """KL between a teacher's top-k distribution and the student's; this rank's share.
+
+        L = AGG(w·Σ_k p(log p − log q) + (1 − w)·Σ_k q(log q − log p))
+
+    `data` holds teacher_topk_logits [B, S, K] and teacher_topk_indices [B, S, K] (whole on every context rank), and with
+    `bucket_tail` teacher_logsumexp [B, S]. One collective of [T, K] floats forward, and one of [T, 4] where the student is
+    normalised over the whole vocabulary; none backward.
+
+    Metrics: loss, num_valid_samples. Call and errors: see `LossFn`; an id outside the vocabulary raises.
+
+    Papers: arXiv 1503.02531; the options are those of NeMo-RL.
+    """
+
+    config_class = DistillationLossConfig
+    wide_fields = ("teacher_topk_logits", "teacher_topk_indices")
+    integer_fields = ("teacher_topk_indices",)
+
+    @property
+    def token_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.wide_fields, *(("teacher_logsumexp",) if self.config.bucket_tail else ()))
+
+    @property
+    def predictor_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.token_fields if self.config.topk_alignment == "predictor" else ()
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        return _mean_of_head(batch, self.config.aggregation, self.config.max_length)
+
+    def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        super()._check_head(logits, data, tensor_group)
+        ids, teacher = data["teacher_topk_indices"], data["teacher_topk_logits"]
+        if ids.shape != teacher.shape:
+            raise ValueError(
+                f"teacher_topk_indices has shape {list(ids.shape)}, teacher_topk_logits {list(teacher.shape)}; they must agree"
+            )
+        valid = valid_tokens(data)
+        valid = valid.roll(-1, 1) if self.config.topk_alignment == "predictor" else valid
+        span = shard_range(logits.shape[-1], tensor_group, self.options.vocab_size, self.options.vocab_start)
+        check_columns("teacher_topk_indices", torch.where(valid[..., None], ids, 0), span.vocab_size)
+
+    def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        """The divergence of each position becomes the head."""
+        cfg, options = self.config, self.options
+        span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
+        flat, ids = logits.flatten(0, -2), batch.field("teacher_topk_indices", cfg.topk_alignment)
+        if cfg.zero_outside_topk or cfg.bucket_tail:
+            log_q, entropy = column_log_probs(
+                flat, ids, batch.mask, span, tensor_group, temperature=options.temperature,
+                consume_logits=options.consume_logits, backend=options.backend,
+            )  # fmt: skip
+        else:
+            columns = gather_columns(flat, ids, span, tensor_group, keep=batch.mask, temperature=options.temperature)
+            log_q, entropy = columns.log_softmax(-1), None
+        teacher = batch.field("teacher_topk_logits", cfg.topk_alignment).to(log_q.dtype)
+        teacher = teacher / (cfg.teacher_temperature or options.temperature)
+        if cfg.bucket_tail:
+            log_p = teacher - batch.field("teacher_logsumexp", cfg.topk_alignment).to(log_q.dtype)[:, None]
+            kl = mixed_kl(with_tail(log_p), with_tail(log_q), cfg.forward_weight)
+        else:
+            kl = mixed_kl(teacher.log_softmax(-1), log_q, cfg.forward_weight)
+        if entropy is not None and cfg.zero_outside_topk and cfg.forward_weight < 1:
+            kl = kl + (1 - cfg.forward_weight) * reverse_tail(log_q, entropy)
+        return replace(batch, head=kl)

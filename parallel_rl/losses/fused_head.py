@@ -1,0 +1,65 @@
+"""What a loss reads of the model, from hidden states and the head's weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from parallel_rl.vocab.linear import stats_of_head
+from parallel_rl.vocab.linear_input import LMHeadInput
+from parallel_rl.vocab.linear_whole import check_whole, whole_logits
+from parallel_rl.vocab.shards import shard_range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.losses.base import LossFn
+    from parallel_rl.losses.batch import TokenBatch
+    from parallel_rl.vocab.stats import TokenStats
+
+
+def check_fused_head(loss_fn: LossFn, head: LMHeadInput, tensor_group: ProcessGroup | None) -> None:
+    """Raises ValueError for a loss on a scalar head, for options that need logits, and for what does not fit of the head."""
+    name = type(loss_fn).__name__
+    if loss_fn.scalar_head:
+        raise ValueError(
+            f"{name} reads one number a position, so it takes no LMHeadInput; give it the scalar head's output"
+        )
+    if loss_fn.options.truncation:
+        raise ValueError(f"{loss_fn.options.truncation} needs whole logits; an LMHeadInput has none")
+    if loss_fn.options.consume_logits:
+        raise ValueError("consume_logits = True has no effect with an LMHeadInput, which has no logits; leave it out")
+    if head.hidden.dim() != 3:
+        raise ValueError(
+            f"hidden must be [B, S/cp, D] (packed: [1, T/cp, D]; sequence_first: [S/cp, B, D]), got "
+            f"{list(head.hidden.shape)}"
+        )
+    if head.mode == "in_forward" and not loss_fn.token_separable:
+        raise ValueError(
+            f"mode = 'in_forward' needs a loss that is a sum over tokens; {name} in this configuration is not. 'auto' keeps "
+            "or recomputes logits for it"
+        )
+    head.check(tensor_group)
+    if not loss_fn.reads_log_probs():
+        check_whole(head, tensor_group)
+
+
+def project(loss_fn: LossFn, batch: TokenBatch, head: LMHeadInput, tensor_group: ProcessGroup | None) -> TokenBatch:
+    """The batch with its token statistics, whose gradient may be computed here already.
+
+    A loss that reads more than log-probs and entropy gets whole logits.
+    """
+    if not loss_fn.reads_log_probs():
+        return loss_fn._read_head(batch, whole_logits(head, loss_fn._rows_read(batch), tensor_group), tensor_group)
+    options = loss_fn.options
+    span = shard_range(head.weight.shape[0], tensor_group, options.vocab_size, options.vocab_start)
+
+    def objective(stats: TokenStats) -> Tensor:
+        return loss_fn.compute(replace(batch, token_stats=stats))[0]
+
+    stats, carrier = stats_of_head(
+        head, batch.layout.shard(batch.data["input_ids"]), batch.mask, span, tensor_group, options.temperature,
+        loss_fn.needs_entropy, options.backend, objective if loss_fn.token_separable else None, batch.layout.cp_size > 1,
+    )  # fmt: skip
+    return replace(batch, token_stats=stats, carrier=carrier)

@@ -1,0 +1,141 @@
+"""Kahneman-Tversky optimization: responses labelled good or bad one by one, no pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.pairs import response_sum
+from parallel_rl.objectives.preference import kto_desirable, kto_undesirable
+from parallel_rl.reduce import Metric, Metrics
+from parallel_rl.statistics import Statistics
+from parallel_rl.validation import checks_values
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class KTOLossConfig:
+    """Options of `KTOLossFn`.
+
+    beta: β. desirable_weight, undesirable_weight: λ_D and λ_U; their authors keep λ_D·n_D / (λ_U·n_U) in [1, 4/3].
+    baseline: where z₀ comes from, always a constant and never below 0: "mismatched", the mean log-ratio of the rows labelled
+        0 (KTO); "opposite-class", for each class the mean log-ratio of the other (vanilla KTO); "none", 0 (APO-zero
+        without pairs). The last two leave rows labelled 0 out.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    baseline: Literal["mismatched", "opposite-class", "none"] = "mismatched"
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"beta = {self.beta} must be positive")
+        for name in ("desirable_weight", "undesirable_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 0")
+        if self.desirable_weight == 0 and self.undesirable_weight == 0:
+            raise ValueError("desirable_weight and undesirable_weight are both 0; the loss would be nothing")
+
+
+class KTOLossFn(LossFn[KTOLossConfig]):
+    """KTO on unpaired, labelled responses; this rank's share.
+
+        L = Σ_rows λ·(1 − σ(±β·(D − z₀))) / N_labelled,    D = Σ_t log π − log π_ref,    z₀ = max(0, mean of D over KL rows)
+
+    with + and λ_D for desirable rows, − and λ_U for undesirable ones. z₀ and N_labelled are of the whole optimizer step, so
+    the loss needs `statistics=` of its `collect`. `data` holds, beside the common fields, reference_policy_logprobs [B, S]
+    and preference_labels [B] float: +1 desirable, −1 undesirable, 0 a mismatched (prompt i, response j) row, which enters
+    z₀ only. A side without rows adds nothing; without KL rows z₀ is 0. Sums over a response run in float64.
+
+    Metrics: loss, kl_desirable and kl_undesirable (z₀ of each class), rewards_desirable_mean, rewards_undesirable_mean (D,
+    without β), num_desirable, num_undesirable, num_mismatched.
+
+    Raises:
+        ValueError: see `LossFn`; a label other than +1, −1 and 0.
+
+    Papers: arXiv 2402.01306 (KTO), 2408.06266 (APO-zero).
+    """
+
+    config_class = KTOLossConfig
+    token_fields = ("reference_policy_logprobs",)
+    sequence_fields = ("preference_labels",)
+    needs_statistics = True
+
+    def collect_from(self, batch: TokenBatch) -> Statistics:
+        ratios, one = _log_ratios(batch), torch.ones_like(batch.counts.seqs)
+        sums = {}
+        for side, rows in _sides(batch).items():
+            sums[f"{side}_rows"] = batch.count(rows).value
+            sums[f"{side}_log_ratio"] = batch.sequence_mean(ratios, rows, one).value
+        return Statistics(sums)
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        cfg, sides, ratios = self.config, _sides(batch), _log_ratios(batch)
+        good, bad = sides["desirable"], sides["undesirable"]
+        assert batch.statistics is not None
+        labelled = batch.statistics["desirable_rows"] + batch.statistics["undesirable_rows"]
+        z_good, z_bad = self._baselines(batch.statistics)
+        losses = torch.where(
+            good,
+            cfg.desirable_weight * kto_desirable(ratios, z_good, cfg.beta),
+            cfg.undesirable_weight * kto_undesirable(ratios, z_bad, cfg.beta),
+        )
+        loss = batch.sequence_sum(losses, good | bad, labelled.clamp(min=1)).to(batch.logprobs.dtype)
+        metrics = {
+            "loss": Metric("share", loss),
+            "kl_desirable": Metric("max", z_good),  # the same everywhere
+            "kl_undesirable": Metric("max", z_bad),
+        }
+        one = torch.ones_like(batch.counts.seqs)
+        for side, rows in sides.items():
+            metrics[f"num_{side}"] = number = batch.count(rows)
+            if side != "mismatched":
+                total = batch.sequence_mean(ratios, rows, one).value
+                metrics[f"rewards_{side}_mean"] = Metric("ratio", total, number.value)
+        return loss, Metrics(metrics)
+
+    def _baselines(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
+        """z₀ of desirable and of undesirable rows."""
+
+        def mean(side: str) -> Tensor:
+            return (statistics[f"{side}_log_ratio"] / statistics[f"{side}_rows"].clamp(min=1)).clamp(min=0)
+
+        if self.config.baseline == "opposite-class":
+            return mean("undesirable"), mean("desirable")
+        if self.config.baseline == "mismatched":
+            return mean("mismatched"), mean("mismatched")
+        zero = torch.zeros_like(statistics["mismatched_rows"])
+        return zero, zero
+
+    def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        super()._check_head(logits, data, tensor_group)
+        labels = data["preference_labels"]
+        if not checks_values(labels):
+            return
+        wrong = (labels.abs() != 1) & (labels != 0) & data["sample_mask"].bool()
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"preference_labels = {labels[row].item():g} at [{row}] is not valid; +1 is desirable, -1 undesirable, "
+                f"0 a mismatched row"
+            )
+
+
+def _sides(batch: TokenBatch) -> dict[str, Tensor]:
+    """[B] bool each: which rows are of which kind."""
+    labels = batch.per_sequence("preference_labels")
+    return {"desirable": labels > 0, "undesirable": labels < 0, "mismatched": (labels == 0) & batch.sequence_mask}
+
+
+def _log_ratios(batch: TokenBatch) -> Tensor:
+    """[B] float64 D."""
+    return response_sum(batch, batch.logprobs - batch["reference_policy_logprobs"])

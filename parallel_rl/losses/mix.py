@@ -1,0 +1,209 @@
+"""Reinforcement learning and imitation in one step: MIX and CHORD."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
+from parallel_rl.losses.policy import PolicyLossFn
+from parallel_rl.losses.policy_config import PolicyLossConfig
+from parallel_rl.reduce import Metric, Metrics, ValidCounts
+from parallel_rl.statistics import Statistics
+from parallel_rl.vocab.stats import TokenStats
+
+
+@dataclass(frozen=True)
+class MuScheduleConfig:
+    """μ over the steps of the optimizer: up from 0 to `peak` in `warmup_steps`, on a cosine down to `valley` in `decay_steps`.
+
+    μ(s) = s/W·peak for s < W;  valley + (peak − valley)·½·(1 + cos(π·(s − W)/D)) for s < W + D;  then valley
+    """
+
+    peak: float = 0.1
+    valley: float = 0.1
+    warmup_steps: int = 0
+    decay_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("peak", "valley"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} must lie in [0, 1]: it is the weight of the expert side"
+                )
+        for name in ("warmup_steps", "decay_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 0")
+        if self.warmup_steps == self.decay_steps == 0 and self.peak != self.valley:
+            raise ValueError(
+                f"peak = {self.peak} has no effect without warmup_steps or decay_steps; mu is {self.valley} (valley) at once"
+            )
+
+
+class MuSchedule:
+    """The weight of the expert side, one value an optimizer step; its state is the number of steps made.
+
+    Paper: CHORD, arXiv 2508.11408.
+    """
+
+    def __init__(self, config: MuScheduleConfig) -> None:
+        self.config = config
+        self.steps = 0
+
+    @property
+    def mu(self) -> float:
+        """Of the present step."""
+        return self.at(self.steps)
+
+    def at(self, step: int) -> float:
+        """μ of a step, counted from 0."""
+        cfg = self.config
+        if step < cfg.warmup_steps:
+            return step / cfg.warmup_steps * cfg.peak
+        after = step - cfg.warmup_steps
+        if after >= cfg.decay_steps:
+            return cfg.valley
+        return cfg.valley + (cfg.peak - cfg.valley) * 0.5 * (1 + math.cos(math.pi * after / cfg.decay_steps))
+
+    def step(self) -> None:
+        """To be called after each optimizer step."""
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, int]:
+        """{"steps": the number of optimizer steps made}."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on from where `state_dict` was taken.
+
+        Raises:
+            ValueError: anything but what `state_dict` gives.
+        """
+        steps = state.get("steps")
+        if set(state) != {"steps"} or not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+            raise ValueError(f"the state of a MuSchedule is {{'steps': a number ≥ 0}}, got {dict(state)}")
+        self.steps = steps
+
+
+@dataclass(frozen=True)
+class MixLossConfig:
+    """Options of `MixLossFn`.
+
+    mu: the weight of the expert side, a number or a `MuScheduleConfig` (CHORD).
+    policy: of the usual rows. supervised: of the expert rows; CHORD-φ has weighting "phi".
+    """
+
+    mu: float | MuScheduleConfig = 0.1
+    policy: PolicyLossConfig = field(default_factory=PolicyLossConfig)
+    supervised: NLLLossConfig = field(default_factory=NLLLossConfig)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mu, MuScheduleConfig) and not 0 <= self.mu <= 1:
+            raise ValueError(f"mu = {self.mu} must lie in [0, 1]: it is the weight of the expert side")
+
+    @property
+    def schedule(self) -> MuScheduleConfig:
+        return self.mu if isinstance(self.mu, MuScheduleConfig) else MuScheduleConfig(self.mu, self.mu)
+
+
+class MixLossFn(LossFn[MixLossConfig]):
+    """A policy loss on the policy's own rows and a supervised one on an expert's, each a mean over its own rows of the step.
+
+        L = (1 − μ)·PolicyLoss(usual rows) + μ·NLL(expert rows)
+
+    `data["expert_mask"]` [B] bool says which rows are an expert's; the fields of the policy loss are not read there, but must
+    hold numbers. Both sides are normalised by their own counts over the whole step, which is what `statistics` brings; a
+    side without a row contributes an exact 0. μ moves with `mu_schedule.step()`, called after each optimizer step.
+
+    Metrics: loss, mu, usual/... of `PolicyLossFn`, expert/... of `NLLLoss`. Call and errors: see `LossFn`.
+
+    Papers: Trinity-RFT arXiv 2505.17826 (MIX); CHORD arXiv 2508.11408.
+    """
+
+    config_class = MixLossConfig
+    needs_statistics = True
+
+    @cached_property
+    def usual(self) -> PolicyLossFn:
+        """The loss of the policy's own rows."""
+        return PolicyLossFn(self.config.policy)
+
+    @cached_property
+    def expert(self) -> NLLLoss:
+        """The loss of the expert's rows."""
+        return NLLLoss(self.config.supervised)
+
+    @cached_property
+    def mu_schedule(self) -> MuSchedule:
+        """Where μ comes from; its state belongs into a checkpoint."""
+        return MuSchedule(self.config.schedule)
+
+    @property
+    def token_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.usual.token_fields
+
+    @property
+    def sequence_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.usual.sequence_fields, "expert_mask")
+
+    @property
+    def integer_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        return (*self.usual.integer_fields, "expert_mask")
+
+    @property
+    def needs_entropy(self) -> bool:  # type: ignore[override]
+        return self.usual.needs_entropy
+
+    @property
+    def token_separable(self) -> bool:  # type: ignore[override]
+        return self.usual.token_separable
+
+    def collect_from(self, batch: TokenBatch) -> Statistics:
+        sums, samples = {}, {}
+        for name, rows in _rows(batch).items():
+            sums[f"{name}_sequences"] = batch.count(batch.sequence_mask & rows).value
+            sums[f"{name}_tokens"] = batch.count(batch.valid & rows[:, None]).value
+        if self.usual.needs_statistics:
+            of_policy = self.usual.collect_from(_narrowed(batch, _rows(batch)["usual"], batch.counts))
+            sums, samples = sums | dict(of_policy), of_policy.samples
+        return Statistics(sums, samples)
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        assert batch.statistics is not None
+        mu, rows = self.mu_schedule.mu, _rows(batch)
+        usual, of_usual = self.usual.compute(_narrowed(batch, rows["usual"], _counts(batch.statistics, "usual")))
+        expert, of_expert = self.expert.compute(_narrowed(batch, rows["expert"], _counts(batch.statistics, "expert")))
+        loss = (1 - mu) * usual + mu * expert
+        metrics = {f"usual/{key}": of_usual.parts(key) for key in of_usual}
+        metrics |= {f"expert/{key}": of_expert.parts(key) for key in of_expert}
+        of_both = {"loss": Metric("share", loss), "mu": Metric("max", torch.full_like(loss, mu, requires_grad=False))}
+        return loss, Metrics(of_both | metrics)
+
+
+def _rows(batch: TokenBatch) -> dict[str, Tensor]:
+    """[B] bool of each side."""
+    expert = batch.data["expert_mask"].bool()
+    return {"usual": ~expert, "expert": expert}
+
+
+def _counts(statistics: Statistics, side: str) -> ValidCounts:
+    """Of one side over the whole step."""
+    return ValidCounts(statistics[f"{side}_sequences"].clamp(min=1), statistics[f"{side}_tokens"].clamp(min=1))
+
+
+def _narrowed(batch: TokenBatch, rows: Tensor, counts: ValidCounts) -> TokenBatch:
+    """The batch as if no other row carried loss."""
+    narrow = replace(batch, data={**batch.data, "sample_mask": batch.sequence_mask & rows}, counts=counts)
+    stats = batch.token_stats
+    assert stats is not None
+    keep = narrow.mask
+    logprobs, lse = torch.where(keep, stats.logprobs, 0), torch.where(keep, stats.lse, 0)
+    entropy = None if stats.entropy is None else torch.where(keep, stats.entropy, 0)
+    return replace(narrow, token_stats=TokenStats(logprobs, entropy, lse))

@@ -1,0 +1,78 @@
+"""What guards a policy loss against data that the policy would not have drawn: weights, rejections and masks, all constant."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.policy_config import ImportanceConfig, OffPolicyMaskConfig, RejectionConfig, RejectionRule
+from parallel_rl.objectives.importance import mismatch, out_of_bounds, truncated
+from parallel_rl.objectives.ratio import exp_or_zero
+from parallel_rl.reduce import Metric
+
+
+@torch.no_grad()
+def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig) -> tuple[Tensor, dict[str, Metric]]:
+    """ω [T_local] after truncation, and its metrics."""
+    log_weight, by_sequence = prev - batch["generation_logprobs"], config.level != "token"
+    if by_sequence:
+        log_weight = (batch.segment_mean if config.level == "sequence-mean" else batch.segment_sum)(log_weight)
+    weight, low, high = exp_or_zero(log_weight), config.low, config.high
+    metrics = {}
+    if config.mode == "seq-mask-tis":
+        finite = torch.where(log_weight.isfinite(), log_weight, 0)
+        dropped = out_of_bounds(batch.segment_mean(finite).exp(), low, high)
+        metrics["is_oob_ratio"] = batch.sequence_mean(dropped)
+        weight = torch.where(batch.expand(dropped), 0, weight)
+    elif config.mode != "none":
+        outside = out_of_bounds(weight, low, high)
+        metrics["is_oob_ratio"] = batch.token_mean(batch.expand(outside) if by_sequence else outside)
+        weight = truncated(weight, config.mode, low, high)
+    metrics["sampling_importance_ratio"] = batch.sequence_mean(weight) if by_sequence else batch.token_mean(weight)
+    return batch.expand(weight) if by_sequence else weight, metrics
+
+
+@torch.no_grad()
+def kept_tokens(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> Tensor:
+    """[T_local] bool: valid tokens that pass every rule."""
+    log_weight = prev - batch["generation_logprobs"]
+    keep = batch.mask
+    for rule in config.rules:
+        keep = keep & _passes(batch, log_weight, rule)
+    return keep
+
+
+def _passes(batch: TokenBatch, log_weight: Tensor, rule: RejectionRule) -> Tensor:
+    statistic = mismatch(log_weight, rule.statistic)
+    if rule.level == "sequence-max":
+        statistic = batch.expand(batch.segment_max(statistic))
+    elif rule.level != "token":
+        statistic = batch.expand((batch.segment_sum if rule.level == "sequence-sum" else batch.segment_mean)(statistic))
+    low, high = rule.low, rule.high
+    if rule.statistic == "k1":  # bounds on the ratio itself
+        low, high = -math.inf if low == 0 else math.log(low), math.log(high)
+    return (statistic >= low) & (statistic <= high)
+
+
+@torch.no_grad()
+def off_policy_keep(batch: TokenBatch, log_ratio: Tensor, config: OffPolicyMaskConfig) -> Tensor:
+    """[T_local] bool: false where A < 0 in a sequence that has drifted by more than delta.
+
+    Args:
+        log_ratio: [T_local] l − l_prev of each token, clamped where that of the surrogate is.
+    """
+    drift = -log_ratio if config.behaviour == "prev" else batch["generation_logprobs"] - batch.logprobs
+    return ~((batch["advantages"] < 0) & (batch.expand(batch.segment_mean(drift)) > config.delta))
+
+
+def entropy_threshold(samples: Tensor, fraction: float) -> Tensor:
+    """The (1 − fraction) quantile of the step's entropies, linear between the two nearest; NaN samples do not count."""
+    ordered = samples.sort().values  # NaN last
+    count = (~samples.isnan()).sum()
+    place = (count - 1).clamp(min=0).double() * (1 - fraction)
+    below = place.floor().long()
+    ends = ordered.gather(0, torch.stack([below, torch.minimum(below + 1, (count - 1).clamp(min=0))]))
+    return torch.lerp(ends[0], ends[1], place - below)

@@ -1,0 +1,50 @@
+"""What losses on (even, odd) pairs of rows share: sums over responses, the mean over pairs, the chosen's likelihood."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.reduce import Aggregation, Metric, token_weights
+
+
+def response_sum(batch: TokenBatch, x: Tensor, average: bool = False) -> Tensor:
+    """[T_local] to [B] float64: sums over the responses' valid tokens, or means.
+
+    In float32 a sum of ten thousand log-probs would lose what sets a chosen response apart from a rejected one.
+    """
+    return (batch.segment_mean if average else batch.segment_sum)(x.to(torch.float64))
+
+
+def pair_mask(batch: TokenBatch) -> Tensor:
+    """[B/2] bool: a pair counts where both of its rows do."""
+    return batch.sequence_mask[::2] & batch.sequence_mask[1::2]
+
+
+def pair_mean(batch: TokenBatch, per_pair: Tensor) -> Tensor:
+    """Share of Σ_pairs x / (N_seq / 2), in the dtype of the model's mathematics."""
+    share = batch.sequence_sum(per_pair, pair_mask(batch), batch.counts.seqs / 2)
+    model = batch.logprobs if batch.head is None else batch.head
+    return share.to(model.dtype)
+
+
+def pair_metrics(batch: TokenBatch, chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
+    """accuracy (ties count as wrong), mean rewards and the number of pairs, from two rewards [B/2]."""
+    mask, count = pair_mask(batch), batch.counts.seqs / 2
+    samples = batch.count(batch.sequence_mask)
+    return {
+        "accuracy": batch.sequence_mean(chosen > rejected, mask, count),
+        "rewards_chosen_mean": batch.sequence_mean(chosen, mask, count),
+        "rewards_rejected_mean": batch.sequence_mean(rejected, mask, count),
+        "num_valid_samples": samples._replace(value=samples.value / 2),
+    }
+
+
+def chosen_nll(batch: TokenBatch, average: bool) -> Tensor:
+    """Share of the mean over pairs of the chosen response's NLL: its sum over tokens, or its mean."""
+    mode: Aggregation = "seq-mean-token-mean" if average else "seq-mean-token-sum"
+    weights = token_weights(mode, batch.tokens_per_sequence, batch.counts)
+    chosen = torch.arange(weights.numel(), device=weights.device) % 2 == 0
+    pair = pair_mask(batch).repeat_interleave(2, output_size=weights.numel())
+    return batch.weighted_sum(-batch.logprobs, torch.where(chosen & pair, 2 * weights, 0))

@@ -1,0 +1,239 @@
+"""The policy loss: ratio × surrogate × importance weight × masks, aggregated, plus KL, entropy and NLL; all by options."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.off_policy import entropy_threshold, importance_weight, kept_tokens, off_policy_keep
+from parallel_rl.losses.policy_config import PolicyLossConfig
+from parallel_rl.objectives.kl import kl_estimate, straight_through
+from parallel_rl.objectives.ratio import exp_or_zero, safe_exp
+from parallel_rl.objectives.surrogates import PolicyTerms
+from parallel_rl.reduce import Metric, Metrics, ValidCounts, token_weights
+from parallel_rl.statistics import Statistics
+
+ConfigT = TypeVar("ConfigT")
+
+
+@dataclass(frozen=True)
+class PolicyShares:
+    """Shares of the loss and of its parts, its metrics, and what the surrogate saw."""
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+    terms: PolicyTerms
+
+
+class PolicyLoss(LossFn[ConfigT]):
+    """The fields, the statistics and the shares of a loss that a `PolicyLossConfig` describes."""
+
+    needs_entropy = True
+    truncatable = True
+
+    @property
+    def needs_unfiltered(self) -> bool:  # type: ignore[override]
+        """The reference that a KL is taken to is not truncated."""
+        kl = self.policy.kl
+        return bool(self.options.truncation) and kl is not None and kl.against == "reference"
+
+    @property
+    @abstractmethod
+    def policy(self) -> PolicyLossConfig:
+        """The options in the terms of the algebra."""
+
+    @property
+    def token_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        cfg = self.policy
+        reads = {
+            "advantages": True,
+            "prev_logprobs": cfg.reads_prev,
+            "generation_logprobs": cfg.reads_generation,
+            "reference_policy_logprobs": cfg.kl is not None and cfg.kl.against == "reference",
+        }
+        return tuple(name for name, read in reads.items() if read)
+
+    @property
+    def sequence_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        cfg = self.policy
+        return (
+            *(["rewards"] if cfg.positive_nll_weight else []),
+            *(["sample_ids"] if cfg.surrogate.draw_seed is not None else []),
+        )
+
+    integer_fields = ("sample_ids",)
+
+    @property
+    def needs_statistics(self) -> bool:  # type: ignore[override]
+        return self.policy.needs_statistics
+
+    @property
+    def token_separable(self) -> bool:  # type: ignore[override]
+        return self.policy.token_separable
+
+    def collect_from(self, batch: TokenBatch) -> Statistics:
+        cfg, prev = self.policy, self._prev(batch)
+        sums, samples = {}, {}
+        if cfg.positive_nll_weight:
+            positive = batch.valid & (batch.per_sequence("rewards") > 0)[:, None]
+            sums["positive_tokens"] = batch.count(positive).value
+        if cfg.importance is not None and cfg.importance.normalize:
+            weight, _ = importance_weight(batch, prev, cfg.importance)
+            sums["importance_sum"] = batch.token_mean(weight).value * batch.counts.toks
+        if cfg.rejection is not None and cfg.rejection.denominator == "kept":
+            kept = kept_tokens(batch, prev, cfg.rejection)
+            rows = batch.segment_sum(kept.double())
+            sums["kept_tokens"] = batch.count(rows).value
+            sums["kept_sequences"] = batch.count(rows > 0).value
+        if cfg.entropy_filter is not None:
+            samples["entropy"] = batch.entropy
+        if cfg.surrogate.needs_statistics:
+            samples |= cfg.surrogate.collect(self._terms(batch, prev))
+        owned = {name: torch.where(batch.mask, value.double(), torch.nan) for name, value in samples.items()}
+        return Statistics(sums, owned)
+
+    def shares(self, batch: TokenBatch) -> PolicyShares:
+        """The share of everything that the options ask for."""
+        cfg, prev = self.policy, self._prev(batch)
+        terms = self._terms(batch, prev)
+        weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
+        surrogate, weights, metrics = self._masked(batch, prev, cfg.surrogate(terms), terms, weights)
+        loss = batch.weighted_sum(surrogate, weights)
+        metrics["policy_loss"] = Metric("share", loss)
+        if cfg.kl is not None:
+            kl = batch.weighted_sum(self._kl(batch, prev), weights)
+            loss, metrics["kl_penalty"] = loss + cfg.kl.coefficient * kl, Metric("share", kl)
+        if cfg.entropy_bonus:
+            loss = loss - cfg.entropy_bonus * batch.weighted_sum(batch.entropy, weights)
+        if cfg.positive_nll_weight:
+            assert batch.statistics is not None
+            count = batch.statistics["positive_tokens"].clamp(min=1)
+            nll = batch.weighted_sum(-batch.logprobs, (batch.per_sequence("rewards") > 0) / count)
+            loss, metrics["positive_nll_loss"] = loss + cfg.positive_nll_weight * nll, Metric("share", nll)
+        return PolicyShares(loss, {"loss": Metric("share", loss), **metrics}, terms)
+
+    def _prev(self, batch: TokenBatch) -> Tensor:
+        return batch["prev_logprobs"] if self.policy.reads_prev else batch.logprobs.detach()
+
+    def _terms(self, batch: TokenBatch, prev: Tensor) -> PolicyTerms:
+        cfg, logprobs = self.policy, batch.logprobs
+        token = log_ratio = logprobs - prev
+        if cfg.log_ratio_clamp is not None:
+            token = log_ratio = token.clamp(-cfg.log_ratio_clamp, cfg.log_ratio_clamp)
+        if cfg.ratio_level != "token":
+            reduce = batch.segment_mean if cfg.ratio_level == "sequence-mean" else batch.segment_sum
+            log_ratio = batch.expand(reduce(token))
+            if cfg.ratio_gradient == "token":
+                log_ratio = logprobs - logprobs.detach() + log_ratio.detach()
+        return PolicyTerms(
+            logprobs,
+            prev,
+            token,
+            log_ratio,
+            safe_exp(log_ratio),
+            batch["advantages"],
+            sequence_mean=lambda x: batch.expand(batch.segment_mean(x)),
+            sequence_sum=lambda x: batch.expand(batch.segment_sum(x)),
+            samples={} if batch.statistics is None else batch.statistics.samples,
+            random=None if (seed := cfg.surrogate.draw_seed) is None else batch.random(seed),
+        )
+
+    def _masked(
+        self, batch: TokenBatch, prev: Tensor, surrogate: Tensor, terms: PolicyTerms, weights: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+        """The surrogate after weights and masks, the weights of the sequences' tokens, and the metrics of both."""
+        cfg, statistics = self.policy, batch.statistics
+        metrics: dict[str, Metric] = {}
+        if cfg.importance is not None:
+            omega, metrics = importance_weight(batch, prev, cfg.importance)
+            if cfg.importance.normalize:
+                assert statistics is not None
+                mean = statistics["importance_sum"] / batch.counts.toks
+                omega = omega / mean.clamp(min=1e-8).to(omega.dtype)
+            surrogate = omega * surrogate
+        keep = batch.mask
+        if cfg.rejection is not None:
+            kept = kept_tokens(batch, prev, cfg.rejection)
+            metrics["rejected_fraction"], keep = batch.token_mean(~kept & batch.mask), keep & kept
+            if cfg.rejection.denominator == "kept":
+                assert statistics is not None
+                counts = ValidCounts(*(statistics[f"kept_{of}"].clamp(min=1) for of in ("sequences", "tokens")))
+                rows = batch.segment_sum(kept.to(surrogate.dtype))
+                weights = token_weights(cfg.aggregation, rows, counts, cfg.max_length)
+        if cfg.off_policy_mask is not None:
+            near = off_policy_keep(batch, terms.token_log_ratio, cfg.off_policy_mask)
+            metrics["off_policy_masked"], keep = batch.token_mean(~near), keep & near
+        if cfg.entropy_filter is not None:
+            assert statistics is not None
+            keep = keep & (
+                batch.entropy.detach() >= entropy_threshold(statistics.samples["entropy"], cfg.entropy_filter)
+            )
+        return torch.where(keep, surrogate, 0), weights, metrics
+
+    def _kl(self, batch: TokenBatch, prev: Tensor) -> Tensor:
+        kl = self.policy.kl
+        assert kl is not None
+        logprobs = batch.logprobs if kl.against == "prev" else batch.unfiltered_logprobs
+        against = prev if kl.against == "prev" else batch["reference_policy_logprobs"]
+        weight = None
+        if kl.gradient == "score-function":
+            weight = exp_or_zero(logprobs - logprobs.detach())
+        elif kl.gradient == "generation":
+            weight = exp_or_zero(logprobs - batch["generation_logprobs"])
+        elif kl.gradient == "old":
+            weight = exp_or_zero(batch.logprobs - prev)
+            weight = weight if kl.weight_clamp is None else weight.clamp(0, kl.weight_clamp)
+        clamped = partial(kl_estimate, logprobs, against, input_clamp=kl.input_clamp, output_clamp=kl.output_clamp)
+        estimate = clamped(kl.estimator, weight=weight)
+        return straight_through(estimate, clamped("k2")) if kl.gradient == "straight-through" else estimate
+
+
+class PolicyLossFn(PolicyLoss[PolicyLossConfig]):
+    """The policy-gradient loss of every recipe; this rank's share.
+
+        L = AGG(ω·x(ρ, A, l)·1[kept]) + β·AGG(kl) − c·AGG(entropy) + μ·NLL(reward > 0)
+
+    x is the surrogate, ρ = π/π_prev at the level of the options, ω = π_prev/π_generation (constant). `data` holds advantages
+    beside the common fields and, where the options call for them, prev_logprobs, generation_logprobs,
+    reference_policy_logprobs, all [B, S] float and token-aligned, rewards [B] and sample_ids [B]. Options that look at the
+    whole step (entropy_filter, clip_cov, kl_cov, ...) make the loss need `statistics`, see `Statistics`.
+
+    Metrics: loss, policy_loss, kl_penalty (without β), positive_nll_loss, entropy, probs_ratio (mean, _min, _max), approx_kl
+    (mean of l_prev − l), sampling_importance_ratio, is_oob_ratio, rejected_fraction, off_policy_masked, num_valid_samples.
+
+    Raises:
+        ValueError: see `LossFn` and `PolicyLossConfig`.
+
+    Papers: those of the surrogates and options.
+    """
+
+    config_class = PolicyLossConfig
+
+    @property
+    def policy(self) -> PolicyLossConfig:
+        return self.config
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        shares = self.shares(batch)
+        return shares.loss, Metrics({**shares.metrics, **self._diagnostics(batch, shares.terms)})
+
+    @torch.no_grad()
+    def _diagnostics(self, batch: TokenBatch, terms: PolicyTerms) -> dict[str, Metric]:
+        metrics = {"num_valid_samples": batch.count(batch.sequence_mask)}
+        if batch.has_entropy:
+            metrics["entropy"] = batch.token_mean(batch.entropy)
+        if self.policy.reads_prev and self.policy.surrogate.uses_ratio:
+            metrics |= {
+                "probs_ratio": batch.token_mean(terms.ratio),
+                "probs_ratio_min": batch.token_min(terms.ratio),
+                "probs_ratio_max": batch.token_max(terms.ratio),
+                "approx_kl": batch.token_mean(-terms.token_log_ratio),
+            }
+        return metrics

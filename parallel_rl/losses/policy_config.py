@@ -1,0 +1,240 @@
+"""Options of the policy loss: each axis of the algebra is one key."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from parallel_rl.objectives import covariance, rec  # noqa: F401  register their surrogates
+from parallel_rl.objectives.importance import MismatchStatistic, Truncation
+from parallel_rl.objectives.kl import KLType
+from parallel_rl.objectives.surrogates import PPO, Surrogate
+from parallel_rl.reduce import Aggregation, check_aggregation
+
+RatioLevel = Literal["token", "sequence-mean", "sequence-sum"]
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    """A KL penalty in the loss, aggregated as the surrogate is; the table in `parallel_rl.objectives.kl` says which gradient.
+
+    coefficient: β. estimator: k1, k2, k3, abs, or low_var_kl (k3 with its field's clamps).
+    gradient: "plain" autograd; "score-function" weighs by exp(l − sg l), "generation" by π/π_generation, "old" by π/π_prev, all
+        with gradient; "straight-through" has the value of the estimator and the gradient of k2.
+    weight_clamp: upper bound on the weight of "old" (corrected k3 of DeepSeek-V3.2 in Trinity-RFT: 2).
+    against: the reference policy, or the one that the step began with (`prev`).
+    input_clamp, output_clamp: bounds on |d| and on the estimate; None is off.
+    """
+
+    coefficient: float
+    estimator: KLType = "k3"
+    gradient: Literal["plain", "score-function", "generation", "old", "straight-through"] = "score-function"
+    against: Literal["reference", "prev"] = "reference"
+    weight_clamp: float | None = None
+    input_clamp: float | None = None
+    output_clamp: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.coefficient > 0:
+            raise ValueError(f"coefficient = {self.coefficient} must be positive; leave the KL out for none")
+        for name in ("weight_clamp", "input_clamp", "output_clamp"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must be positive, or None for no clamp")
+        if self.weight_clamp is not None and self.gradient != "old":
+            raise ValueError(f"weight_clamp = {self.weight_clamp} has no effect with gradient = {self.gradient!r}")
+        if self.estimator == "low_var_kl" and (self.input_clamp is not None or self.output_clamp is not None):
+            raise ValueError(
+                "estimator = 'low_var_kl' has its own clamps; leave out input_clamp and output_clamp, or use 'k3'"
+            )
+
+
+@dataclass(frozen=True)
+class ImportanceConfig:
+    """ω, constant, multiplies the surrogate: π_prev/π_generation, against the mismatch of trainer and sampler.
+
+    level: the weight of a token, or one a sequence: geometric mean or product.
+    mode: "none" leaves it; "tis" clamps it into [low, high]; "icepop" takes 0 outside; "seq-mask-tis" keeps the token weights
+        of sequences whose geometric mean lies within, and takes 0 in the others. Denominators stay.
+    normalize: divide by its mean over the step (after the truncation).
+    """
+
+    level: RatioLevel = "token"
+    mode: Literal["none"] | Truncation = "none"
+    low: float = 0.0
+    high: float = math.inf
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high:
+            raise ValueError(f"low = {self.low} and high = {self.high} must be 0 ≤ low ≤ high")
+        bounded = self.low > 0 or self.high < math.inf
+        if bounded != (self.mode != "none"):
+            raise ValueError(f"mode = {self.mode!r} with bounds [{self.low}, {self.high}]: give both or none")
+        if self.mode == "seq-mask-tis" and self.level != "token":
+            raise ValueError(
+                f"mode = 'seq-mask-tis' keeps token weights, so level = {self.level!r} does not go with it"
+            )
+
+
+@dataclass(frozen=True)
+class RejectionRule:
+    """Tokens or sequences whose mismatch of trainer and sampler lies outside [low, high] leave the mask.
+
+    statistic: "k1" with bounds on the ratio π_prev/π_generation; "k2" = a²/2 and "k3" = e^a − 1 − a of its logarithm a, with
+        `high` alone.
+    level: of each token, or the sum, mean or largest over a whole sequence.
+    """
+
+    statistic: MismatchStatistic
+    high: float
+    low: float = 0.0
+    level: Literal["token", "sequence-sum", "sequence-mean", "sequence-max"] = "token"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise ValueError(f"low = {self.low} and high = {self.high} must be 0 ≤ low < high")
+        if self.statistic != "k1" and self.low > 0:
+            raise ValueError(
+                f"low = {self.low} has no effect with statistic = {self.statistic!r}, which is never negative"
+            )
+
+
+@dataclass(frozen=True)
+class RejectionConfig:
+    """Every rule must pass. denominator: counts of all valid tokens and sequences ("original"), or of the step's kept ones."""
+
+    rules: tuple[RejectionRule, ...]
+    denominator: Literal["original", "kept"] = "original"
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise ValueError("rules is empty; leave the rejection out for none")
+
+
+@dataclass(frozen=True)
+class OffPolicyMaskConfig:
+    """Sequences that drifted: tokens with A < 0 carry no surrogate where the sequence's mean of l_behaviour − l exceeds delta.
+
+    Paper: arXiv 2512.02556 (DeepSeek-V3.2).
+    """
+
+    delta: float
+    behaviour: Literal["prev", "generation"] = "prev"
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """Options of `PolicyLossFn`.
+
+    surrogate: one of `parallel_rl.objectives.surrogates` by its name, with that class's options.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.reduce.token_weights`.
+    ratio_level: of a token, or of the sequence: geometric mean (GSPO) or product.
+    ratio_gradient: "full" through the sequence's mean; "token" is GSPO-token: its value, each token's own gradient.
+    on_policy: ρ = exp(l − sg l); prev_logprobs is not read.
+    log_ratio_clamp: bound on |l − l_prev| of each token, gradient 0 beyond; None is off.
+    importance, rejection, off_policy_mask, kl: see their classes; None is off.
+    entropy_filter: only this fraction of the step's tokens, those of highest entropy, carries the surrogate; denominators stay
+        (arXiv 2506.01939).
+    entropy_bonus: c in − c·AGG(entropy), with gradient.
+    positive_nll_weight: μ of VAPO's NLL on sequences with rewards > 0, a mean over their tokens (arXiv 2504.05118).
+    """
+
+    surrogate: Surrogate = field(default_factory=PPO)
+    aggregation: Aggregation = "token-mean"
+    max_length: int | None = None
+    ratio_level: RatioLevel = "token"
+    ratio_gradient: Literal["full", "token"] = "full"
+    on_policy: bool = False
+    log_ratio_clamp: float | None = None
+    importance: ImportanceConfig | None = None
+    rejection: RejectionConfig | None = None
+    off_policy_mask: OffPolicyMaskConfig | None = None
+    entropy_filter: float | None = None
+    entropy_bonus: float = 0.0
+    kl: KLConfig | None = None
+    positive_nll_weight: float = 0.0
+
+    @property
+    def reads_prev(self) -> bool:
+        """Whether prev_logprobs matters."""
+        if self.on_policy:
+            return False
+        mask, kl = self.off_policy_mask, self.kl
+        return (
+            self.surrogate.uses_ratio
+            or self.importance is not None
+            or self.rejection is not None
+            or (mask is not None and mask.behaviour == "prev")
+            or (kl is not None and (kl.against == "prev" or kl.gradient == "old"))
+        )
+
+    @property
+    def reads_generation(self) -> bool:
+        """Whether generation_logprobs matters."""
+        mask, kl = self.off_policy_mask, self.kl
+        return (
+            self.importance is not None
+            or self.rejection is not None
+            or (mask is not None and mask.behaviour == "generation")
+            or (kl is not None and kl.gradient == "generation")
+        )
+
+    @property
+    def needs_statistics(self) -> bool:
+        return (
+            self.surrogate.needs_statistics
+            or self.entropy_filter is not None
+            or self.positive_nll_weight > 0
+            or (self.importance is not None and self.importance.normalize)
+            or (self.rejection is not None and self.rejection.denominator == "kept")
+        )
+
+    @property
+    def token_separable(self) -> bool:
+        """Whether a token's term depends on the present log-probs of no other token."""
+        if self.ratio_level != "token" or self.off_policy_mask is not None or not self.surrogate.token_separable:
+            return False
+        if not self.on_policy:
+            return True
+        # prev is the present policy, so what looks at whole sequences of it does not separate
+        weight, rejection = self.importance, self.rejection
+        by_token = weight is None or (weight.level == "token" and weight.mode != "seq-mask-tis")
+        return by_token and (
+            rejection is None
+            or (rejection.denominator == "original" and all(rule.level == "token" for rule in rejection.rules))
+        )
+
+    def __post_init__(self) -> None:
+        check_aggregation(self.aggregation, self.max_length)
+        for name in ("entropy_bonus", "positive_nll_weight"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 0")
+        if self.entropy_filter is not None and not 0 < self.entropy_filter < 1:
+            raise ValueError(
+                f"entropy_filter = {self.entropy_filter} must lie in (0, 1), or be None to keep all tokens"
+            )
+        if self.log_ratio_clamp is not None and not self.log_ratio_clamp > 0:
+            raise ValueError(f"log_ratio_clamp = {self.log_ratio_clamp} must be positive, or None for no clamp")
+        self._check_ratio()
+
+    def _check_ratio(self) -> None:
+        name, level = self.surrogate.name, self.ratio_level
+        if level != "token" and (not self.surrogate.uses_ratio or self.surrogate.token_level):
+            raise ValueError(f"ratio_level = {level!r} has no effect with the surrogate {name!r}")
+        if self.ratio_gradient != "full" and level == "token":
+            raise ValueError(f"ratio_gradient = {self.ratio_gradient!r} has no effect with ratio_level = 'token'")
+        if not (self.surrogate.uses_ratio or self.reads_prev) and self.log_ratio_clamp is not None:
+            raise ValueError(f"log_ratio_clamp = {self.log_ratio_clamp} has no effect with the surrogate {name!r}")
+        if self.on_policy:
+            wrong = {
+                "log_ratio_clamp": self.log_ratio_clamp is not None,
+                "ratio_level": level != "token",
+                "off_policy_mask": self.off_policy_mask is not None and self.off_policy_mask.behaviour == "prev",
+                "kl": self.kl is not None and (self.kl.against == "prev" or self.kl.gradient == "old"),
+            }
+            for key, is_wrong in wrong.items():
+                if is_wrong:
+                    raise ValueError(
+                        f"{key} = {getattr(self, key)!r} has no effect with on_policy = True; leave out one of them"
+                    )

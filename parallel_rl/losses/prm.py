@@ -1,0 +1,166 @@
+"""The loss of a process reward model: classes at the places that a placeholder token marks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.objectives.reward import cross_entropy
+from parallel_rl.reduce import Metric, Metrics, valid_tokens
+from parallel_rl.statistics import Statistics
+from parallel_rl.validation import checks_values
+from parallel_rl.vocab.shards import ShardRange, shard_range
+from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
+from parallel_rl.vocab.topk import gather_columns, top_columns
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class PRMLossConfig:
+    """Options of `PRMLossFn`.
+
+    placeholder_token_id: the input token that stands at the end of each step.
+    reward_token_ids: the tokens that say a step's reward, which the softmax is then restricted to; None takes the whole
+        vocabulary.
+    soft_labels: labels are probabilities of the first of exactly two reward tokens, not token ids.
+    ignore_index: the label of a placeholder that is not scored.
+    """
+
+    placeholder_token_id: int
+    reward_token_ids: tuple[int, ...] | None = None
+    soft_labels: bool = False
+    ignore_index: int = -100
+
+    def __post_init__(self) -> None:
+        ids = self.reward_token_ids
+        if self.placeholder_token_id < 0:
+            raise ValueError(f"placeholder_token_id = {self.placeholder_token_id} must be a token id, at least 0")
+        if ids is not None and (len(ids) < 2 or len(set(ids)) < len(ids) or min(ids) < 0):
+            raise ValueError(f"reward_token_ids = {list(ids)} must be two or more different token ids")
+        if self.soft_labels and (ids is None or len(ids) != 2):
+            raise ValueError(
+                f"soft_labels = True needs exactly two reward_token_ids, the positive one first; got {ids and list(ids)}"
+            )
+        if self.ignore_index >= 0 and (self.soft_labels or ids is None or self.ignore_index in ids):
+            raise ValueError(f"ignore_index = {self.ignore_index} is a label too; choose a negative number")
+
+
+class PRMLossFn(LossFn[PRMLossConfig]):
+    """Cross-entropy of step rewards at the placeholders; this rank's share.
+
+        L = −Σ_placeholders log softmax(z)[label] / N_scored,    soft labels p: −p·log softmax(z)₀ − (1 − p)·log softmax(z)₁
+
+    The logits at a placeholder itself are read, not those before it. z is the whole vocabulary or the `reward_token_ids`;
+    placeholder and reward tokens may live on any vocabulary shard. N_scored counts the step's valid placeholders whose label
+    is not `ignore_index`, so the loss needs `statistics=` of its `collect`. `data` holds reward_labels [B, S] beside the
+    common fields: token ids, or probabilities (any floating dtype) with `soft_labels`; only those at placeholders are read.
+    Without a scored placeholder the loss is 0, with gradient 0.
+
+    Metrics: loss, accuracy (the largest logit is the label's; soft labels by the likelier side), num_steps.
+
+    Raises:
+        ValueError: see `LossFn`; a label that is neither a reward token (a probability) nor `ignore_index`; a reward token
+            outside the vocabulary.
+
+    Papers: arXiv 2305.20050; 2312.08935.
+    """
+
+    config_class = PRMLossConfig
+    token_fields = ("reward_labels",)
+    needs_statistics = True
+    shift = False
+
+    @property
+    def integer_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.config.soft_labels else self.token_fields
+
+    def collect_from(self, batch: TokenBatch) -> Statistics:
+        return Statistics({"steps": batch.count(batch.valid).value})
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        assert batch.statistics is not None and batch.head is not None
+        steps, labels = batch.statistics["steps"].clamp(min=1), batch["reward_labels"]
+        if self.config.reward_token_ids is None:
+            losses, correct = -batch.logprobs, batch.head == labels
+        else:
+            target = self._target(labels).to(batch.head.dtype)
+            losses, correct = cross_entropy(batch.head, target), batch.head.argmax(1) == target.argmax(1)
+        loss = batch.weighted_sum(losses, (1 / steps).expand(batch.layout.shape[0]))
+        accuracy = torch.where(batch.mask, correct, False).sum(dtype=torch.float64) / steps
+        metrics = {
+            "loss": Metric("share", loss),
+            "accuracy": Metric("share", accuracy),
+            "num_steps": Metric("count", batch.mask.sum(dtype=torch.float64)),
+        }
+        return loss, Metrics(metrics)
+
+    def _target(self, labels: Tensor) -> Tensor:
+        """[T_local, K] probabilities of the reward tokens, from [T_local] labels."""
+        assert self.config.reward_token_ids is not None
+        if self.config.soft_labels:
+            return torch.stack([labels, 1 - labels], 1)
+        return torch.stack([labels == token for token in self.config.reward_token_ids], 1)
+
+    def _scored(self, data: Mapping[str, Tensor]) -> Tensor:
+        """[B, S] bool: valid placeholders with a label."""
+        placeholder = data["input_ids"] == self.config.placeholder_token_id
+        return valid_tokens(data, shift=False) & placeholder & (data["reward_labels"] != self.config.ignore_index)
+
+    def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        cfg, options = self.config, self.options
+        check_logits(logits, options.consume_logits, options.backend, options.temperature)
+        vocab_size = self._span(logits, tensor_group).vocab_size
+        if cfg.reward_token_ids is not None and max(cfg.reward_token_ids) >= vocab_size:
+            raise ValueError(
+                f"reward_token_ids = {list(cfg.reward_token_ids)} must lie in the vocabulary [0, {vocab_size})"
+            )
+        labels, scored = data["reward_labels"], self._scored(data)
+        if not checks_values(labels):
+            return
+        if cfg.soft_labels:
+            wrong, right = (labels < 0) | (labels > 1), "a probability"
+        elif cfg.reward_token_ids is not None:
+            wrong, right = ~self._target(labels.flatten()).any(1).view_as(labels), "one of reward_token_ids"
+        else:
+            return check_targets(torch.where(scored, labels, 0), vocab_size, ignore_index=None)
+        if bool((wrong & scored).any()):
+            row, column = (wrong & scored).nonzero()[0].tolist()
+            value = labels[row, column].item()
+            raise ValueError(
+                f"reward_labels = {value:g} at [{row}, {column}], a placeholder, is neither {right} nor "
+                f"ignore_index = {cfg.ignore_index}"
+            )
+
+    def _span(self, logits: Tensor, tensor_group: ProcessGroup | None) -> ShardRange:
+        return shard_range(logits.shape[-1], tensor_group, self.options.vocab_size, self.options.vocab_start)
+
+    def _narrowed(self, batch: TokenBatch) -> TokenBatch:
+        return replace(batch, data={**batch.data, "token_mask": self._scored(batch.data)})
+
+    def _rows_read(self, batch: TokenBatch) -> Tensor:
+        return self._narrowed(batch).mask
+
+    def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        """The batch whose tokens are the scored placeholders; `head` holds the K rewards' logits, or the likeliest token."""
+        cfg, options, span = self.config, self.options, self._span(logits, tensor_group)
+        batch = self._narrowed(batch)
+        flat = logits.flatten(0, 1)
+        if cfg.reward_token_ids is not None:
+            ids = torch.stack([torch.full_like(batch.layout.positions, token) for token in cfg.reward_token_ids], 1)
+            head = gather_columns(flat, ids, span, tensor_group, keep=batch.mask, temperature=options.temperature)
+            return replace(batch, head=head)
+        labels = batch.layout.shard(batch.data["reward_labels"], shift=False)
+        best = top_columns(flat.detach(), 1, span, tensor_group)[1][:, 0]
+        stats = stats_of_shard(
+            flat, labels, batch.mask, span, tensor_group, options.temperature, False, options.consume_logits,
+            options.backend,
+        )  # fmt: skip
+        return replace(batch, token_stats=stats, head=best)

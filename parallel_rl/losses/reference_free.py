@@ -1,0 +1,144 @@
+"""Losses of preference pairs without a reference policy: SimPO, CPO, ORPO."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.pairs import chosen_nll, pair_mean, pair_metrics, response_sum
+from parallel_rl.losses.preference import check_smoothing
+from parallel_rl.objectives.preference import dpo, orpo_odds_ratio, simpo
+from parallel_rl.reduce import Metric, Metrics
+
+
+def _check_beta(beta: float) -> None:
+    if not beta > 0:
+        raise ValueError(f"beta = {beta} must be positive")
+
+
+@dataclass(frozen=True)
+class SimPOLossConfig:
+    """beta: β. gamma: the margin γ. label_smoothing: ε in [0, 0.5), as in cDPO."""
+
+    beta: float = 2.0
+    gamma: float = 1.0
+    label_smoothing: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_beta(self.beta)
+        check_smoothing(self.label_smoothing)
+
+
+class SimPOLossFn(LossFn[SimPOLossConfig]):
+    """Simple preference optimization; this rank's share.
+
+        L = Σ_pairs −log σ(β·(a_chosen − a_rejected) − γ) / (N_seq / 2),    a = the mean log π of a response's tokens
+
+    Rows are pairs: chosen even, rejected odd; a response without a token has a = 0.
+
+    Metrics: loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (a, without β), num_valid_samples (pairs). Call and
+    errors: see `LossFn`; an odd number of rows raises.
+
+    Paper: arXiv 2405.14734.
+    """
+
+    config_class = SimPOLossConfig
+    paired = True
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        cfg, means = self.config, response_sum(batch, batch.logprobs, average=True)
+        chosen, rejected = means[::2], means[1::2]
+        loss = pair_mean(batch, simpo(chosen, rejected, cfg.beta, cfg.gamma, cfg.label_smoothing))
+        return loss, Metrics({"loss": Metric("share", loss)} | pair_metrics(batch, chosen, rejected))
+
+
+@dataclass(frozen=True)
+class CPOLossConfig:
+    """Options of `CPOLossFn`.
+
+    beta: β. label_smoothing: ε in [0, 0.5), as in cDPO. sft_loss_weight: of the chosen responses' NLL; 0 leaves it out.
+    sft_average_log_probs: that NLL is a mean over a response's tokens (as in the authors' code), not a sum (their formula).
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    sft_loss_weight: float = 1.0
+    sft_average_log_probs: bool = False
+
+    def __post_init__(self) -> None:
+        _check_beta(self.beta)
+        check_smoothing(self.label_smoothing)
+        if not self.sft_loss_weight >= 0:
+            raise ValueError(f"sft_loss_weight = {self.sft_loss_weight} must be at least 0")
+        if self.sft_average_log_probs and self.sft_loss_weight == 0:
+            raise ValueError("sft_average_log_probs = True has no effect with sft_loss_weight = 0")
+
+
+class CPOLossFn(LossFn[CPOLossConfig]):
+    """Contrastive preference optimization; this rank's share.
+
+        L = Σ_pairs [−log σ(β·(S_chosen − S_rejected)) + w_s·NLL_chosen] / (N_seq / 2),    S = Σ_t log π
+
+    Rows are pairs: chosen even, rejected odd; sums over a response run in float64.
+
+    Metrics: loss, preference_loss, sft_loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (S, without β),
+    num_valid_samples (pairs). Call and errors: see `LossFn`; an odd number of rows raises.
+
+    Paper: arXiv 2401.08417.
+    """
+
+    config_class = CPOLossConfig
+    paired = True
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        cfg, sums = self.config, response_sum(batch, batch.logprobs)
+        chosen, rejected = sums[::2], sums[1::2]
+        preferred = pair_mean(batch, dpo(chosen, rejected, cfg.beta, cfg.label_smoothing))
+        return _with_nll(batch, preferred, chosen, rejected, cfg.sft_loss_weight, cfg.sft_average_log_probs)
+
+
+@dataclass(frozen=True)
+class ORPOLossConfig:
+    """beta: λ, the weight of the odds-ratio term."""
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_beta(self.beta)
+
+
+class ORPOLossFn(LossFn[ORPOLossConfig]):
+    """Odds ratio preference optimization; this rank's share.
+
+        L = Σ_pairs [NLL_chosen − λ·log σ(log odds(a_chosen) − log odds(a_rejected))] / (N_seq / 2)
+
+    a is the mean log π of a response's tokens, NLL = −a, log odds(a) = a − log(1 − e^a). Rows are pairs: chosen even,
+    rejected odd; the means run in float64.
+
+    Metrics: loss, preference_loss (with λ), sft_loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (a),
+    num_valid_samples (pairs). Call and errors: see `LossFn`; an odd number of rows raises.
+
+    Paper: arXiv 2403.07691.
+    """
+
+    config_class = ORPOLossConfig
+    paired = True
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        means = response_sum(batch, batch.logprobs, average=True)
+        chosen, rejected = means[::2], means[1::2]
+        preferred = pair_mean(batch, orpo_odds_ratio(chosen, rejected, self.config.beta))
+        return _with_nll(batch, preferred, chosen, rejected, sft_weight=1.0, sft_average=True)
+
+
+def _with_nll(
+    batch: TokenBatch, preferred: Tensor, chosen: Tensor, rejected: Tensor, sft_weight: float, sft_average: bool
+) -> tuple[Tensor, Metrics]:
+    sft = chosen_nll(batch, sft_average)
+    loss = preferred + sft_weight * sft
+    shares = {"loss": loss, "preference_loss": preferred, "sft_loss": sft}
+    metrics = {name: Metric("share", value) for name, value in shares.items()}
+    return loss, Metrics(metrics | pair_metrics(batch, chosen, rejected))

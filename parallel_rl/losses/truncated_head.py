@@ -1,0 +1,71 @@
+"""Log-probs of a loss under the sampler's truncation, and the tokens that then leave the mask."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.reduce import Metric, Metrics
+from parallel_rl.vocab.shards import ShardRange, shard_range
+from parallel_rl.vocab.stats import TokenStats, stats_of_shard
+from parallel_rl.vocab.truncation import check_kept_ids, truncated_stats_of_shard
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.losses.base import LossFn
+    from parallel_rl.losses.batch import Alignment, TokenBatch
+
+#: fields of log-probs that the truncated policy of an earlier moment gave
+_TRUNCATED_FIELDS = ("prev_logprobs", "generation_logprobs")
+
+
+def check_truncated_head(loss_fn: LossFn, data: Mapping[str, Tensor], valid: Tensor, span: ShardRange) -> None:
+    """Raises ValueError for k > V, and for recorded ids outside the vocabulary."""
+    loss_fn.options.truncation.check(span.vocab_size)
+    if loss_fn.options.truncation.kept_sets:
+        check_kept_ids(data["kept_ids"], valid, span.vocab_size)
+
+
+def read_truncated_head(
+    loss_fn: LossFn, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None
+) -> TokenBatch:
+    """The batch with statistics of the truncated policy, without the tokens that it, or an earlier one, does not keep."""
+    options, layout, flat = loss_fn.options, batch.layout, logits.flatten(0, -2)
+    span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
+    targets, both = layout.shard(batch.data["input_ids"]), loss_fn.needs_unfiltered
+    kept_ids = layout.shard(batch.data["kept_ids"], fill=-1) if options.truncation.kept_sets else None
+    stats = truncated_stats_of_shard(
+        flat, targets, batch.mask, span, tensor_group, options.temperature, loss_fn.needs_entropy,
+        options.consume_logits and not both, options.backend, options.truncation, kept_ids,
+    )  # fmt: skip
+    unfiltered = None
+    if both:
+        unfiltered = stats_of_shard(
+            flat, targets, batch.mask, span, tensor_group, options.temperature, False, options.consume_logits, options.backend
+        )  # fmt: skip
+    dropped = stats.logprobs.detach() == -torch.inf
+    for name in _TRUNCATED_FIELDS:
+        if name in loss_fn.token_fields:
+            alignment: Alignment = "predictor" if name in loss_fn.predictor_fields else "token"
+            dropped = dropped | (batch.field(name, alignment) == -torch.inf)
+    batch = replace(batch, dropped=dropped)
+    return replace(
+        batch, token_stats=_masked(stats, batch.mask), unfiltered=unfiltered and _masked(unfiltered, batch.mask)
+    )
+
+
+def with_dropped(metrics: Metrics, dropped: Tensor) -> Metrics:
+    """The metrics and `dropped_tokens`, the number of valid tokens that left the mask."""
+    count = Metric("count", dropped.sum(dtype=torch.float64))
+    return Metrics({**{name: metrics.parts(name) for name in metrics}, "dropped_tokens": count})
+
+
+def _masked(stats: TokenStats, mask: Tensor) -> TokenStats:
+    entropy = None if stats.entropy is None else torch.where(mask, stats.entropy, 0)
+    return TokenStats(torch.where(mask, stats.logprobs, 0), entropy, torch.where(mask, stats.lse, 0))

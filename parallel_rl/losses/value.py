@@ -1,0 +1,85 @@
+"""The loss of a value head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.heads import ScalarHeadLoss
+from parallel_rl.objectives.value import clipped_squared_error, squared_error
+from parallel_rl.reduce import Aggregation, Metric, Metrics, check_aggregation, token_weights
+
+
+@dataclass(frozen=True)
+class ValueLossConfig:
+    """Options of `ValueLossFn`.
+
+    scale: of the loss, beside its ½. cliprange: c, how far V may move from `values` before the loss stops to follow; None is
+        off. aggregation: how tokens are averaged. max_length: L_max of "constant-length".
+    head_position: "predictor": column t of the data speaks of the head's output at t − 1, the state before token t; "token":
+        of that at t (NeMo-RL), column 0 included.
+    """
+
+    scale: float = 1.0
+    cliprange: float | None = None
+    aggregation: Aggregation = "token-mean"
+    max_length: int | None = None
+    head_position: Literal["predictor", "token"] = "predictor"
+
+    def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ValueError(f"scale = {self.scale} must be positive")
+        if self.cliprange is not None and not self.cliprange > 0:
+            raise ValueError(f"cliprange = {self.cliprange} must be positive; None is off")
+        check_aggregation(self.aggregation, self.max_length)
+
+
+class ValueLossFn(ScalarHeadLoss[ValueLossConfig]):
+    """Squared error of a value head, clipped or not; this rank's share.
+
+        L = ½·scale·AGG(x),    x = (V − R)², with clipping max((V − R)², (V_old + clamp(V − V_old, −c, c) − R)²)
+
+    In place of logits it takes the head's output [B, S/cp, 1], packed [1, T/cp, 1], equal on tensor ranks. `data` holds
+    returns [B, S] and, with clipping, values [B, S] (V_old, of the same head before the step), float, token-aligned:
+    `values[:, t]` is the head's output at t − 1 unless `head_position` says otherwise.
+
+    Metrics: loss; means over all valid tokens: vf_clipfrac (where the clipped error is the larger), returns_mean,
+    values_mean, returns_sq_mean, residual_sq_mean, of which the explained variance is
+    1 − (residual_sq_mean − (returns_mean − values_mean)²) / (returns_sq_mean − returns_mean²); values_min, values_max,
+    num_valid_samples. Call and errors: see `LossFn`.
+
+    Papers: arXiv 1506.02438, 1707.06347.
+    """
+
+    config_class = ValueLossConfig
+
+    @property
+    def token_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("returns",) if self.config.cliprange is None else ("returns", "values")
+
+    @property
+    def shift(self) -> bool:  # type: ignore[override]
+        return self.config.head_position == "predictor"
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        cfg, values, returns = self.config, batch.head, batch["returns"]
+        assert values is not None
+        plain = error = squared_error(values, returns)
+        if cfg.cliprange is not None:
+            error = clipped_squared_error(values, returns, batch["values"], cfg.cliprange)
+        weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
+        loss = 0.5 * cfg.scale * batch.weighted_sum(error, weights)
+        means = {
+            "vf_clipfrac": error > plain,
+            "returns_mean": returns,
+            "values_mean": values,
+            "returns_sq_mean": returns.square(),
+            "residual_sq_mean": plain,
+        }
+        metrics = {name: batch.token_mean(value) for name, value in means.items()}
+        metrics |= {"values_min": batch.token_min(values), "values_max": batch.token_max(values)}
+        metrics |= {"loss": Metric("share", loss), "num_valid_samples": batch.count(batch.sequence_mask)}
+        return loss, Metrics(metrics)

@@ -1,0 +1,128 @@
+"""The fused LM head on a GPTModel: the model gives hidden states, and the loss projects them a chunk at a time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from torch import Tensor
+
+from parallel_rl.megatron.model import unwrap
+from parallel_rl.vocab.linear_input import LMHeadInput
+from parallel_rl.vocab.linear_plan import LinearMode, check_mode
+
+
+@dataclass(eq=False)
+class FusedHead:
+    """Stands in the place of a model chunk's output layer, whose module, parameters and hooks stay as they are.
+
+    The forward of the module is answered by this object: the model's output is then hidden states [B, S/cp, D] (under
+    sequence parallelism [B, S/cp/tp, D]), which a call of it makes the first argument of a loss or of `token_logprobs`:
+
+        head = fuse_head(model)
+        loss, metrics = loss_fn(head(forward_logits(model, inputs)), data, ...)
+        logprobs = token_logprobs(head(forward_logits(model, inputs)), data, ...)
+        with head.logits():   # for sampling
+            ...
+
+    Chunks without an output layer have none to fuse; there a call gives its argument back.
+    """
+
+    model: GPTModel
+    mode: LinearMode = "auto"
+    budget: int | None = None
+    softcap: float | None = None
+
+    def __call__(self, output: Tensor, rows: int | None = None) -> Tensor | LMHeadInput:
+        """The model's output as the input of a loss; logits, while `logits()` is on, as they are.
+
+        Args:
+            rows: no rank's hidden states have more rows that carry loss, see `LMHeadInput`. The number of valid tokens of the
+                micro-batch, which the host knows that made it, will do.
+        """
+        if not self.model.post_process or "forward" not in vars(self.model.output_layer):
+            return output
+        layer = self.model.output_layer
+        weight = layer.weight
+        if self.model.share_embeddings_and_output_weights:
+            weight = self.model.shared_embedding_or_output_weight()
+        fuses = layer.gradient_accumulation_fusion and getattr(weight, "main_grad", None) is not None
+        return LMHeadInput(
+            output,
+            weight,
+            None if layer.skip_bias_add else layer.bias,
+            softcap=self.softcap,
+            sequence_parallel=layer.sequence_parallel,
+            mode=self.mode,
+            budget=self.budget,
+            rows=rows,
+            main_grad_factor=1.0 if fuses else None,
+        )
+
+    @contextlib.contextmanager
+    def logits(self) -> Iterator[None]:
+        """Inside, the model gives logits."""
+        self.remove()
+        try:
+            yield
+        finally:
+            self.install()
+
+    def install(self) -> None:
+        """From now on the model gives hidden states."""
+        if self.model.post_process:
+            # On the instance: the module keeps its class, its parameters' names, and the hooks that gather parameters.
+            self.model.output_layer.forward = _hidden_states
+
+    def remove(self) -> None:
+        """From now on the model gives logits again."""
+        if self.model.post_process:
+            vars(self.model.output_layer).pop("forward", None)
+
+
+def _hidden_states(
+    hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+) -> tuple[Tensor, None]:
+    """In place of the forward of Megatron's output layer."""
+    return hidden, None
+
+
+def fuse_head(
+    model: torch.nn.Module, *, mode: LinearMode = "auto", budget: int | None = None, softcap: float | None = None
+) -> FusedHead:
+    """Installs a `FusedHead` on a model chunk, wrapped or not; `remove()` takes it off.
+
+    Where `gradient_accumulation_fusion` is on, the weight's gradient is added to `main_grad` in backward, unscaled, as the
+    layer itself would (factor 1: what Megatron multiplies later it multiplies for all parameters alike).
+
+    Args:
+        model: a GPTModel, or its wrapper.
+        mode, budget, softcap: see `LMHeadInput`.
+
+    Raises:
+        ValueError: a model whose output layer does not give this rank's columns of logits from hidden states alone (another
+            head, gathered output, multi-token prediction, deferred weight gradients), a mode or budget that is not valid.
+    """
+    check_mode(mode, budget, None)
+    inner = unwrap(model)
+    if inner.post_process:
+        layer, config = inner.output_layer, inner.config
+        if not isinstance(layer, ColumnParallelLinear):
+            raise ValueError(
+                f"the output layer is a {type(layer).__name__}; only a projection to the vocabulary is fused"
+            )
+        wrong = {
+            "parallel_output = False": layer.gather_output,
+            "mtp_num_layers": bool(config.mtp_num_layers),
+            "defer_embedding_wgrad_compute = True": config.defer_embedding_wgrad_compute,
+        }
+        for name, is_wrong in wrong.items():
+            if is_wrong:
+                raise ValueError(f"{name} needs the output layer's own forward, so the head cannot be fused")
+    head = FusedHead(inner, mode, budget, softcap)
+    head.install()
+    return head

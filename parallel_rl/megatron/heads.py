@@ -1,0 +1,51 @@
+"""A head of one output a position, for values and rewards, in place of the projection to the vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class ScalarHead(torch.nn.Module):
+    """v_t = w·h_t: hidden states [S, B, D] (under sequence parallelism [S/tp, B, D]) to [S, B, 1], equal on tensor ranks.
+
+    Every tensor rank holds the whole w and computes the same, so neither its gradient nor that of h is summed over them.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.sequence_parallel = config.sequence_parallel
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size))
+
+    def forward(
+        self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, None]:
+        """The call of the output layer of a `GPTModel`; there is no bias."""
+        if self.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return torch.nn.functional.linear(hidden, self.weight), None
+
+
+def replace_head(model: GPTModel) -> None:
+    """Gives the stage that has the output layer a `ScalarHead` in its place."""
+    if model.post_process:
+        model.output_layer = ScalarHead(model.config)
+
+
+@torch.no_grad()
+def copy_trunk(source: torch.nn.Module, target: torch.nn.Module) -> None:
+    """Copies the weights of two models of one shape and layout, all but the head's.
+
+    Raises:
+        ValueError: models of other shapes.
+    """
+    theirs = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        if name.startswith("output_layer."):
+            continue
+        if name not in theirs or theirs[name].shape != parameter.shape:
+            raise ValueError(f"the models differ in {name!r}: one cannot start as a copy of the other")
+        parameter.copy_(theirs[name])

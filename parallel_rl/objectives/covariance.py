@@ -1,0 +1,113 @@
+"""Clip-Cov and KL-Cov: the tokens whose log-prob and advantage covary most, over the whole step, are held back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel_rl.objectives.ratio import clipped_surrogate
+from parallel_rl.objectives.surrogates import PolicyTerms, Surrogate, positive
+
+
+def _covariance(terms: PolicyTerms) -> tuple[Tensor, Tensor]:
+    """(A − mean A)·(l − mean l) of the local tokens and of all of the step (NaN at masked places), means over the step."""
+    all_advantages, all_logprobs = terms.samples["advantages"], terms.samples["logprobs"]
+    means = all_advantages.nanmean(), all_logprobs.nanmean()
+    here = (terms.advantages.double() - means[0]) * (terms.logprobs.detach().double() - means[1])
+    return here, (all_advantages - means[0]) * (all_logprobs - means[1])
+
+
+def _number(samples: Tensor, fraction: float) -> Tensor:
+    """How many tokens are chosen: the fraction of the valid ones, rounded down, at least 1."""
+    return ((~samples.isnan()).sum().double() * fraction).floor().clamp(min=1).long()
+
+
+def _kth_largest(values: Tensor, k: Tensor) -> Tensor:
+    """The k-th largest value, k a tensor; entries to pass over are −inf."""
+    if not values.numel():
+        return values.new_tensor(torch.inf)
+    return values.sort(descending=True).values.gather(0, (k - 1).clamp(0, values.numel() - 1).view(1))[0]
+
+
+@dataclass(frozen=True)
+class ClipCov(Surrogate, name="clip_cov"):
+    """PPO's surrogate with the loss of a few high-covariance tokens set to 0.
+
+    Among the valid tokens of the step that PPO does not clip and whose covariance lies within (low, high), max(⌊fraction·N⌋, 1)
+    are drawn at random, keyed by (seed, `sample_ids`, position), so that no layout changes the draw.
+
+    Paper: arXiv 2505.22617.
+    """
+
+    needs_statistics = True
+    token_level = True
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    fraction: float = 2e-4
+    low: float = 1.0
+    high: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        positive(self, "clip_low", "clip_high", zero=True)
+        positive(self, "fraction")
+        if not self.low < self.high or self.fraction > 1:
+            raise ValueError(
+                f"low = {self.low} must be below high = {self.high}, and fraction = {self.fraction} at most 1"
+            )
+
+    @property
+    def draw_seed(self) -> int:
+        return self.seed
+
+    def collect(self, terms: PolicyTerms) -> dict[str, Tensor]:
+        assert terms.random is not None
+        sampled = {"advantages": terms.advantages, "logprobs": terms.logprobs, "random": terms.random}
+        return {**sampled, "clipped": self._clipped(terms).to(torch.float64)}
+
+    def __call__(self, terms: PolicyTerms) -> Tensor:
+        assert terms.random is not None
+        here, step = _covariance(terms)
+        eligible = (step > self.low) & (step < self.high) & (terms.samples["clipped"] == 0)
+        # the k smallest of the uniform numbers of those in question
+        k = torch.minimum(_number(step, self.fraction), eligible.sum())
+        bound = -_kth_largest(torch.where(eligible, -terms.samples["random"], -torch.inf), k.clamp(min=1))
+        chosen = (here > self.low) & (here < self.high) & ~self._clipped(terms) & (terms.random <= bound)
+        clipped = terms.ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        return torch.where(chosen, 0, clipped_surrogate(terms.ratio, clipped, terms.advantages))
+
+    def _clipped(self, terms: PolicyTerms) -> Tensor:
+        """Where the clipped branch is the larger, so that PPO gives no gradient."""
+        ratio = terms.ratio.detach()
+        return ((ratio > 1 + self.clip_high) & (terms.advantages > 0)) | (
+            (ratio < 1 - self.clip_low) & (terms.advantages < 0)
+        )
+
+
+@dataclass(frozen=True)
+class KLCov(Surrogate, name="kl_cov"):
+    """x = −A·ρ, plus coefficient·|l − l_old| on the max(⌊fraction·N⌋, 1) valid tokens of the step with the largest covariance.
+
+    Paper: arXiv 2505.22617.
+    """
+
+    needs_statistics = True
+    token_level = True
+    fraction: float = 2e-4
+    coefficient: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive(self, "fraction", "coefficient")
+        if self.fraction > 1:
+            raise ValueError(f"fraction = {self.fraction} must be at most 1")
+
+    def collect(self, terms: PolicyTerms) -> dict[str, Tensor]:
+        return {"advantages": terms.advantages, "logprobs": terms.logprobs}
+
+    def __call__(self, terms: PolicyTerms) -> Tensor:
+        here, step = _covariance(terms)
+        bound = _kth_largest(step.nan_to_num(nan=-torch.inf), _number(step, self.fraction))
+        penalty = torch.where(here >= bound, self.coefficient * terms.token_log_ratio.abs(), 0)
+        return -terms.advantages * terms.ratio + penalty

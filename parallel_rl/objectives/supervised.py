@@ -1,0 +1,33 @@
+"""Losses of supervised fine-tuning, one number a token."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+NLLWeighting = Literal["none", "probability", "phi"]
+
+
+def weighted_nll(logprobs: Tensor, weighting: NLLWeighting = "none", cutoff_prob: float = 1.0) -> Tensor:
+    """Negative log-likelihood times a constant weight of the token's probability p = e^l, same shape.
+
+        none         −l                             SFT
+        probability  −sg[p]·l                       SFT-IS: the gradient of −p, maximum expected accuracy
+        phi          −sg[p·(1 − p)]·min(l, log c)   SFT-phi: neither what is certain already nor what is out of reach
+
+    Args:
+        logprobs: any shape, ≤ 0.
+        cutoff_prob: c of phi; a token likelier than it has a value and no gradient. 1 is off.
+
+    Papers: arXiv 2508.05629 (probability), CHORD arXiv 2508.11408 (phi).
+    """
+    if weighting == "none":
+        return -logprobs
+    p = logprobs.detach().exp()
+    if weighting == "probability":
+        return -p * logprobs
+    capped = logprobs if cutoff_prob == 1 else torch.clamp(logprobs, max=math.log(cutoff_prob))
+    return -p * -logprobs.detach().expm1() * capped

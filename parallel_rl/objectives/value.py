@@ -1,0 +1,23 @@
+"""Losses of value heads, one number a token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def squared_error(values: Tensor, returns: Tensor) -> Tensor:
+    """(V − R)², all of one shape."""
+    return (values - returns).square()
+
+
+def clipped_squared_error(values: Tensor, returns: Tensor, old_values: Tensor, cliprange: float) -> Tensor:
+    """max((V − R)², (V_old + clamp(V − V_old, −c, c) − R)²), all of one shape: pessimistic, like PPO's clipped ratio.
+
+    Papers: arXiv 1506.02438 (the trust region), 1707.06347, 2005.12729.
+    """
+    plain, moved = values - returns, values - old_values
+    # V_old − R first: at V = 300 a float32 sum with V_old would be off by more than 1e-5
+    clipped = old_values - returns + moved.clamp(-cliprange, cliprange)
+    clipped = torch.where(moved.abs() <= cliprange, plain, clipped)
+    return torch.maximum(plain.square(), clipped.square())

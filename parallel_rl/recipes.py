@@ -1,0 +1,65 @@
+"""The recipes of `configs/recipes` by name: which loss, with which options.
+
+    loss_class, config = load_recipe("GSPO")
+    loss_fn = loss_class(config, vocab_size=V)
+
+`parallel-rl train --recipe NAME` runs one on the data that ships.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from parallel_rl.config import configure, nearest
+from parallel_rl.losses.base import LossFn
+from parallel_rl.training.loss_choice import LossChoice
+from parallel_rl.training.tree import read_tree
+
+# In a checkout a link to /configs, in a wheel a copy of it.
+_FOLDER = Path(__file__).parent / "configs" / "recipes"
+
+
+def recipes() -> dict[str, Path]:
+    """Every recipe's file by its name, in alphabetical order."""
+    return {path.stem: path for path in sorted(_FOLDER.resolve().glob("*.yaml"))}
+
+
+def find_recipe(name: str) -> Path:
+    """The file of a recipe; case, hyphens, underscores, dots and blanks in its name do not matter, and + is "plus".
+
+    Raises:
+        ValueError: an unknown name, with the nearest ones.
+    """
+    found = {_plain(stem): path for stem, path in recipes().items()}
+    if _plain(name) not in found:
+        raise ValueError(f"there is no recipe {name!r}; {nearest(name.lower().replace('-', '_'), recipes())}")
+    return found[_plain(name)]
+
+
+def load_recipe(name: str) -> tuple[type[LossFn], object]:
+    """The loss class of a recipe and its config; for a recipe with a critic, those of the policy.
+
+    Raises:
+        ValueError: an unknown name, with the nearest one; options that do not fit.
+    """
+    path = find_recipe(name)
+    choice = configure(LossChoice, loss_of(read_tree(path)), f"{path.stem}.loss")
+    return choice.loss_class, choice.build().config
+
+
+def summary(path: Path) -> str:
+    """What a recipe is: the first line of its file."""
+    return path.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ").rstrip()
+
+
+def loss_of(tree: Mapping[str, object]) -> Mapping[str, object] | None:
+    """The mapping {name: ..., options: ...} of a recipe's loss."""
+    section = tree.get(str(tree.get("objective")), tree)
+    loss = section.get("loss") if isinstance(section, Mapping) else None
+    return loss if isinstance(loss, Mapping) else None
+
+
+def _plain(name: str) -> str:
+    kept = name.lower().replace("+", "plus")
+    return "".join(char for char in kept if char not in "-_. ")

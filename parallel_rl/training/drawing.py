@@ -1,0 +1,101 @@
+"""Fresh samples of an RL step, drawn again where dynamic sampling asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from parallel_rl.megatron import is_last_stage
+from parallel_rl.training.batching import Rows, join
+from parallel_rl.training.data import Rollout, write_rollouts
+from parallel_rl.training.datasets import take
+from parallel_rl.training.engine import Engine
+from parallel_rl.training.objectives import RLConfig
+from parallel_rl.training.rollout import sample
+from parallel_rl.training.session import Session
+
+
+def sampled_rows(session: Session, config: RLConfig, step: int) -> tuple[Rows, float]:
+    """This data rank's samples of the next prompts with their rewards, each update's part in order.
+
+    With dynamic sampling the places of prompts that teach nothing are given to others, round after round.
+
+    Returns:
+        the rows, and the mean reward of the first round, which is the policy's.
+
+    Raises:
+        ValueError: places without a prompt that teaches something after the last round, unless they are to be masked.
+    """
+    # A group stays on one data rank, and each update has the same prompts in every layout.
+    places, size, keep = session.places(config.prompts, config.updates), config.group_size, config.dynamic_sampling
+    rows = _draw(session, config, step * config.rounds, places)
+    reward = session.mean(rows.fields["rewards"])
+    for number in range(1, config.rounds + 1):
+        assert keep is not None or config.rounds == 1
+        means = rows.fields["rewards"].view(len(places), size).double().mean(1)
+        missing = [] if keep is None else (~((keep.low < means) & (means < keep.high))).nonzero()[:, 0].tolist()
+        left = session.total(len(missing))
+        if not left:
+            break
+        if number < config.rounds:
+            again = _draw(session, config, step * config.rounds + number, [places[index] for index in missing])
+            fresh = {place: len(rows) // size + index for index, place in enumerate(missing)}
+            groups = [fresh.get(index, index) for index in range(len(places))]
+            rows = join(rows, again).take([group * size + index for group in groups for index in range(size)])
+        elif keep is not None and keep.exhausted == "error":
+            raise ValueError(
+                f"{left} of rl.prompts = {config.prompts} places have no prompt with {keep.low} < mean reward < {keep.high} "
+                f"after rl.dynamic_sampling.max_rounds = {config.rounds} rounds; raise it, or set exhausted: mask"
+            )
+        else:
+            mask = torch.ones(len(places), dtype=rows.fields["sample_mask"].dtype)
+            mask[missing] = 0
+            rows = rows.with_fields(sample_mask=mask.repeat_interleave(size))
+    if config.record:
+        _record(session.engine, rows, step)
+    return rows, reward
+
+
+def _draw(session: Session, config: RLConfig, number: int, places: Sequence[int]) -> Rows:
+    """`group_size` completions of the prompt at each place of draw `number`, with their rewards; none for no places."""
+    engine, prompts, size = session.engine, session.data.train, config.group_size
+    order = take(len(prompts), number * config.prompts, config.prompts, engine.config.run.seed)
+    asked = [prompts[order[place]] for place in places]
+    chosen = [prompt for prompt in asked for _ in range(size)]
+    ids = [(number * config.prompts + place) * size + index for place in places for index in range(size)]
+    settings, seed = engine.config.sampling, 2 * engine.config.run.seed
+    drawn = sample(engine, [prompt.tokens for prompt in chosen], ids, seed, settings)
+    column = torch.arange(drawn.tokens.shape[1])
+    mask = (column >= drawn.prompt_lengths[:, None]) & (column < drawn.lengths[:, None])
+    fields = {
+        "input_ids": drawn.tokens,
+        "token_mask": mask.to(engine.numbers),
+        "sample_mask": torch.ones(len(ids), dtype=engine.numbers),
+        "generation_logprobs": drawn.logprobs,
+        "rewards": session.rewards(chosen, drawn.completions()).to(engine.numbers),
+        "group_ids": torch.tensor([number * config.prompts + place for place in places], dtype=torch.int64),
+        "sample_ids": torch.tensor(ids, dtype=torch.int64),
+    }
+    fields["group_ids"] = fields["group_ids"].repeat_interleave(size)
+    if "greedy_rewards" in config.advantages.needs:
+        greedy = sample(engine, [prompt.tokens for prompt in asked], places, seed, settings, greedy=True)
+        rewards = session.rewards(asked, greedy.completions())
+        fields["greedy_rewards"] = rewards.to(engine.numbers).repeat_interleave(size)
+    return Rows(fields, drawn.lengths)
+
+
+def _record(engine: Engine, rows: Rows, step: int) -> None:
+    """One file a step and data rank, so that a step that is done again after a resume replaces its own."""
+    where, fields = engine.groups, rows.fields
+    if where.tp_rank or where.cp_rank or not is_last_stage():
+        return
+    ends = rows.lengths.tolist()
+    starts = (rows.lengths - fields["token_mask"].sum(1).long()).tolist()
+    columns = (fields[name].tolist() for name in ("input_ids", "generation_logprobs", "group_ids", "rewards"))
+    rollouts = [
+        Rollout(tuple(tokens[:end]), tuple(round(x, 12) for x in logprobs[start:end]), group, reward, None)
+        for start, end, tokens, logprobs, group, reward in zip(starts, ends, *columns, strict=True)
+    ]
+    write_rollouts(Path(engine.config.run.dir) / "rollouts" / f"step_{step + 1:06d}_{where.dp_rank}.jsonl", rollouts)

@@ -1,0 +1,93 @@
+"""A loss by name and options, and whether an objective has the fields that it reads."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from parallel_rl.config import configure
+from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.heads import ScalarHeadLoss
+from parallel_rl.losses.registry import get_loss
+
+
+@dataclass(frozen=True)
+class LossChoice:
+    """A registered loss, checked when the config is read.
+
+    Attributes:
+        name: in the registry (`parallel_rl.losses.losses()`), or "module:name" for one that importing the module registers.
+        options: keys of the loss's config, see its `config_class`.
+    """
+
+    name: str
+    options: dict[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.build()
+
+    @property
+    def loss_class(self) -> type[LossFn]:
+        """The registered class.
+
+        Raises:
+            ValueError: an unknown name, or a module that does not import.
+        """
+        module, colon, name = self.name.rpartition(":")
+        if colon:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise ValueError(f"name = {self.name!r}: the module {module!r} cannot be imported: {error}") from None
+        return get_loss(name)
+
+    @property
+    def scalar_head(self) -> bool:
+        """Whether the loss reads one number a position in place of logits."""
+        return issubclass(self.loss_class, ScalarHeadLoss)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Every field of the data that the loss reads, beside input_ids and the masks."""
+        loss = self.build()
+        return (*loss.token_fields, *loss.sequence_fields, *loss.local_fields)
+
+    def build(self, *, vocab_size: int | None = None, temperature: float = 1.0, consume_logits: bool = False) -> LossFn:
+        """The loss on logits [.., V/tp], or on a scalar head, which has no vocabulary."""
+        cls = self.loss_class
+        config = configure(cls.config_class, self.options, "options")
+        if issubclass(cls, ScalarHeadLoss):
+            return cls(config)
+        return cls(config, vocab_size=vocab_size, temperature=temperature, consume_logits=consume_logits)
+
+
+def check_fed(
+    choice: LossChoice, fields: Mapping[str, str], *, paired: bool = False, scalar_head: bool = False
+) -> None:
+    """Refuses a loss that reads what the objective's data does not have.
+
+    Args:
+        choice: the loss.
+        fields: those that there are, each with what would have to be set for it ("" where nothing).
+        paired: whether rows come as (chosen, rejected).
+        scalar_head: whether the model may have a scalar head.
+
+    Raises:
+        ValueError: names the field, and what would give it.
+    """
+    if choice.loss_class.paired and not paired:
+        raise ValueError(
+            f"loss.name = {choice.name!r} reads (chosen, rejected) pairs; objective = 'preference' has them"
+        )
+    if choice.scalar_head and not scalar_head:
+        raise ValueError(f"loss.name = {choice.name!r} reads a scalar head, which the policy does not have")
+    for name in choice.reads:
+        if fields.get(name, "-") == "":
+            continue
+        what = fields.get(name, f"which this objective does not have ({_listed(fields)})")
+        raise ValueError(f"loss.name = {choice.name!r} reads {name!r}, {what}")
+
+
+def _listed(fields: Collection[str]) -> str:
+    return f"it has {', '.join(fields)}" if fields else "it has tokens and masks only"

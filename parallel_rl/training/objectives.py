@@ -1,0 +1,218 @@
+"""The section of each objective: how many steps, on what, by which loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from parallel_rl.advantages import AdvantageEstimator
+from parallel_rl.advantages.grouped import GRPO
+from parallel_rl.experience import DynamicSampling, Overlong
+from parallel_rl.losses import ClippedPGLossConfig, MixLossConfig
+from parallel_rl.objectives.kl import KLType
+from parallel_rl.training.loss_choice import LossChoice, check_fed
+from parallel_rl.training.sections import OptimizerConfig, at_least
+
+# what rows of pairs can have beside their tokens
+LABELS = "preference_labels"
+PREFERENCE_FIELDS = ("reference_policy_logprobs", LABELS)
+# what an estimator may read
+ESTIMATOR_FIELDS = (
+    "rewards",
+    "group_ids",
+    "token_mask",
+    "sample_mask",
+    "prev_logprobs",
+    "kl",
+    "values",
+    "greedy_rewards",
+    "teacher_token_logprobs",
+)
+
+
+@dataclass(frozen=True)
+class SupervisedConfig:
+    """Steps on `data.examples`, `batch_size` sequences each: the warm-up, or supervised fine-tuning itself.
+
+    loss: one that reads tokens only: nll (SFT), sft_is, sft_phi.
+    """
+
+    steps: int
+    batch_size: int
+    optimizer: OptimizerConfig
+    loss: LossChoice = field(default_factory=lambda: LossChoice("nll"))
+
+    def __post_init__(self) -> None:
+        at_least(self, steps=1, batch_size=1)
+        check_fed(self.loss, {})
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """A value function of the policy's shape with a scalar head, which starts as a copy of the policy's trunk.
+
+    loss: one on a scalar head that reads `values` and `returns`. It makes as many optimizer steps as the policy, and
+    `warmup_steps` steps of the run are its alone.
+    """
+
+    optimizer: OptimizerConfig
+    loss: LossChoice = field(default_factory=lambda: LossChoice("value"))
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(self, warmup_steps=0)
+        check_fed(self.loss, {"values": "", "returns": ""}, scalar_head=True)
+        if getattr(self.loss.build().config, "head_position", "predictor") != "predictor":
+            raise ValueError(
+                "loss.options.head_position must be 'predictor': the values come one position before their token"
+            )
+        if not self.loss.scalar_head:
+            raise ValueError(f"loss.name = {self.loss.name!r} reads logits; a critic has a scalar head")
+
+
+@dataclass(frozen=True)
+class RLConfig:
+    """RL: a step samples `prompts` × `group_size` completions and makes `updates` optimizer steps on them, each on its share of
+    the prompts.
+
+    Attributes:
+        steps: number of steps after the warm-up.
+        prompts, group_size: prompts a step and samples a prompt; with recorded rollouts their product is the sequences a step.
+        updates: optimizer steps on one step's samples.
+        prev_logprobs: "recompute" runs the training forward before the first update; "generation" takes the recorded ones.
+        record: writes each step's samples to rollouts/step_<number>_<data rank>.jsonl in the run's folder, to train on later
+            (`data.rollouts`).
+        dynamic_sampling: which prompts stay, by the mean reward of their samples; others take the places of those that do not
+            (DAPO).
+        overlong: what becomes of the rewards of long or truncated completions.
+        experts: demonstrations from `data.examples` beside the samples of each step, for a loss that reads `expert_mask`.
+        advantages: an estimator by its name, with its options, see `parallel_rl.advantages`.
+        reward_kl: how the KL to the reference policy is estimated that `advantages.kl_coefficient` takes from the reward.
+        critic: a value function, for an estimator that reads `values`.
+        teacher: a checkpoint folder of a model of the same shape and vocabulary, for an estimator that reads
+            `teacher_token_logprobs` (on-policy distillation); relative to the config file.
+        loss: any registered loss that reads what there is.
+    """
+
+    steps: int
+    prompts: int
+    group_size: int
+    optimizer: OptimizerConfig
+    updates: int = 1
+    prev_logprobs: Literal["recompute", "generation"] = "recompute"
+    record: bool = False
+    dynamic_sampling: DynamicSampling | None = None
+    overlong: Overlong | None = None
+    experts: int = 0
+    advantages: AdvantageEstimator = field(default_factory=GRPO)
+    reward_kl: KLType | None = None
+    critic: CriticConfig | None = None
+    teacher: str | None = None
+    loss: LossChoice = field(default_factory=lambda: LossChoice("policy"))
+
+    def __post_init__(self) -> None:
+        at_least(self, steps=1, prompts=1, group_size=1, updates=1, experts=0)
+        for name in ("prompts", "experts"):
+            if getattr(self, name) % self.updates:
+                raise ValueError(f"{name} = {getattr(self, name)} does not divide by updates = {self.updates}")
+        self._check_estimator()
+        self._check_loss()
+
+    @property
+    def rounds(self) -> int:
+        """How often a step samples at most."""
+        return 1 if self.dynamic_sampling is None else self.dynamic_sampling.max_rounds
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """What a loss may read, each with what is to be set for it."""
+        experts = "" if self.experts else "which rl.experts = 0 leaves out; set it to a number of demonstrations a step"
+        names = (
+            "advantages",
+            "prev_logprobs",
+            "generation_logprobs",
+            "reference_policy_logprobs",
+            "rewards",
+            "sample_ids",
+        )
+        return {**dict.fromkeys(names, ""), "expert_mask": experts}
+
+    @property
+    def needs_reference(self) -> bool:
+        return "reference_policy_logprobs" in self.loss.reads or "kl" in self.advantages.needs
+
+    def _check_estimator(self) -> None:
+        needs, name = self.advantages.needs, self.advantages.name
+        for key in needs:
+            if key not in ESTIMATOR_FIELDS:
+                raise ValueError(f"advantages.name = {name!r} reads {key!r}, which this trainer does not have")
+        for section, key in (("critic", "values"), ("teacher", "teacher_token_logprobs")):
+            if key in needs and getattr(self, section) is None:
+                raise ValueError(f"advantages.name = {name!r} reads {key}, which {section!r} gives; it is missing")
+            if key not in needs and getattr(self, section) is not None:
+                raise ValueError(f"{section!r} has no effect with advantages.name = {name!r}, which reads no {key}")
+        if ("kl" in needs) != (self.reward_kl is not None):
+            raise ValueError(
+                f"advantages.kl_coefficient = {self.advantages.kl_coefficient} needs reward_kl, the estimator of that KL"
+                if self.reward_kl is None
+                else f"reward_kl = {self.reward_kl!r} has no effect with advantages.kl_coefficient = 0"
+            )
+
+    def _check_loss(self) -> None:
+        check_fed(self.loss, self.fields)
+        if self.experts and "expert_mask" not in self.loss.reads:
+            raise ValueError(
+                f"experts = {self.experts} has no effect with loss.name = {self.loss.name!r}, which reads no expert_mask"
+            )
+        config = self.loss.build().config
+        if isinstance(config, ClippedPGLossConfig) and config.use_kl_in_reward and self.reward_kl is None:
+            raise ValueError(
+                "loss.options.use_kl_in_reward = True says that the advantages hold the KL; set advantages.kl_coefficient"
+            )
+        policy = config.policy if isinstance(config, MixLossConfig) else config
+        on_policy = getattr(policy, "force_on_policy_ratio", False) or getattr(policy, "on_policy", False)
+        if on_policy and self.updates > 1:
+            raise ValueError(
+                f"loss {self.loss.name!r} on policy does not go with updates = {self.updates}: the second is off-policy"
+            )
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """Steps on `data.pairs`, `pairs` of them each.
+
+    loss: one of log-probs (dpo, simpo, cpo, orpo, ...), one of labelled rows (kto: the chosen are desirable, the rejected
+        undesirable, and each prompt with the next pair's chosen answer is a mismatched row), or one of a scalar head
+        (preference), which the model then has in place of logits.
+    """
+
+    steps: int
+    pairs: int
+    optimizer: OptimizerConfig
+    loss: LossChoice = field(default_factory=lambda: LossChoice("dpo"))
+
+    def __post_init__(self) -> None:
+        at_least(self, steps=1, pairs=1)
+        check_fed(self.loss, dict.fromkeys(PREFERENCE_FIELDS, ""), paired=True, scalar_head=True)
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """Steps towards a teacher's distributions on `batch_size` sequences each.
+
+    teacher: a checkpoint folder of a model of the same shape and vocabulary; relative to the config file.
+    rows: "examples" are demonstrations from `data.examples`; "policy" are the student's own completions of `data.train`
+        (on-policy distillation, GKD).
+    loss: one that reads `teacher_logits`.
+    """
+
+    steps: int
+    batch_size: int
+    optimizer: OptimizerConfig
+    teacher: str
+    rows: Literal["examples", "policy"] = "examples"
+    loss: LossChoice = field(default_factory=lambda: LossChoice("full_distillation"))
+
+    def __post_init__(self) -> None:
+        at_least(self, steps=1, batch_size=1)
+        check_fed(self.loss, {"teacher_logits": ""})

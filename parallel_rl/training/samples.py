@@ -1,0 +1,47 @@
+"""The rows of an RL step that are not drawn now: recorded rollouts, and demonstrations beside the samples."""
+
+from __future__ import annotations
+
+import torch
+
+from parallel_rl.training.batching import Rows, make_rows, spread
+from parallel_rl.training.datasets import take
+from parallel_rl.training.objectives import RLConfig
+from parallel_rl.training.session import Session
+
+
+def recorded_rows(session: Session, config: RLConfig, step: int) -> tuple[Rows, float | None]:
+    """This data rank's part of the next recorded rollouts; the mean reward, unless the file has advantages in its place."""
+    engine, records = session.engine, session.data.rollouts
+    count = config.prompts * config.group_size
+    batch = [records[place % len(records)] for place in range(step * count, (step + 1) * count)]
+    places = session.places(count, config.updates)
+    mine = [batch[place] for place in places]
+    starts = [len(record.tokens) - len(record.logprobs) for record in mine]
+    pairs = [(record.tokens[:start], record.tokens[start:]) for record, start in zip(mine, starts, strict=True)]
+    rows = make_rows(pairs, engine.numbers)
+    width = rows.fields["input_ids"].shape[1]
+    fields = {
+        "generation_logprobs": spread([record.logprobs for record in mine], starts, width, engine.numbers),
+        "group_ids": torch.tensor([record.group for record in mine]),
+        "sample_ids": torch.tensor([step * count + place for place in places]),
+    }
+    if batch[0].reward is None:
+        advantages = torch.tensor([float(record.advantage or 0.0) for record in mine], dtype=engine.numbers)
+        return rows.with_fields(**fields, advantages=rows.fields["token_mask"] * advantages[:, None]), None
+    rewards = torch.tensor([float(record.reward or 0.0) for record in batch], dtype=torch.float64)
+    rows = rows.with_fields(**fields, rewards=rewards[places].to(engine.numbers))
+    return rows, float(rewards.mean())
+
+
+def expert_rows(session: Session, config: RLConfig, step: int) -> Rows:
+    """This data rank's part of the next demonstrations, each update's part in order."""
+    engine, examples, count = session.engine, session.data.examples, config.experts
+    order = take(len(examples), step * count, count, engine.config.run.seed)
+    places = session.places(count, config.updates)
+    chosen = [examples[order[place]] for place in places]
+    rows = make_rows([(example.prompt, example.completion) for example in chosen], engine.numbers)
+    # behind the ids of all samples of the run
+    first = config.steps * config.rounds * config.prompts * config.group_size + step * count
+    ids = torch.tensor([first + place for place in places])
+    return rows.with_fields(expert_mask=torch.ones(len(places), dtype=torch.bool), sample_ids=ids)

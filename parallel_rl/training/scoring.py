@@ -1,0 +1,65 @@
+"""What frozen models and a critic say of rows: log-probs, values, and a teacher's logits, all without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from parallel_rl import token_logprobs
+from parallel_rl.megatron import broadcast_from_last_stage
+from parallel_rl.training.batching import MicroBatch
+from parallel_rl.training.engine import Engine, forward_batches, fused_head
+
+
+def log_probs(
+    engine: Engine, model: torch.nn.Module, batches: Sequence[MicroBatch], temperature: float
+) -> list[Tensor]:
+    """Token-aligned log-probs of every micro-batch under `model`, [B, S] each, whole on every rank."""
+
+    def collect(logits: Tensor, index: int) -> Tensor:
+        groups, batch = engine.groups, batches[index]
+        return token_logprobs(
+            logits if head is None else head(logits),
+            batch.data,
+            groups.tp_rank,
+            groups.tensor,
+            groups.context,
+            layout=batch.input.layout,
+            vocab_size=engine.vocab_size,
+            temperature=temperature,
+        )
+
+    with fused_head(engine, model) as head:
+        found = forward_batches(engine, model, batches, collect)
+    return _shared(engine, batches, found)
+
+
+def values(critic: Engine, batches: Sequence[MicroBatch]) -> list[Tensor]:
+    """[B, S] each, whole on every rank: column t is the value before token t, the head's output one position earlier."""
+
+    def collect(output: Tensor, index: int) -> Tensor:
+        return batches[index].input.layout.unshard(output.flatten().to(critic.numbers), critic.groups.context)
+
+    return _shared(critic, batches, forward_batches(critic, critic.model, batches, collect))
+
+
+def with_teacher_logits(engine: Engine, teacher: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The micro-batches with the teacher's logits of this rank's tokens and columns; as they are on the other stages."""
+    found = forward_batches(engine, teacher, batches, lambda logits, index: logits.to(engine.numbers))
+    if found is None:
+        return list(batches)
+    return [batch.with_data(teacher_logits=logits) for batch, logits in zip(batches, found, strict=True)]
+
+
+def _shared(engine: Engine, batches: Sequence[MicroBatch], found: list[Tensor] | None) -> list[Tensor]:
+    """The last stage's [B, S] tensors on every stage."""
+    values = found if found is not None else [None] * len(batches)
+    shapes = [batch.data["input_ids"].shape for batch in batches]
+    return [
+        broadcast_from_last_stage(
+            None if value is None else value.to(engine.numbers), shape=shape, dtype=engine.numbers
+        )
+        for value, shape in zip(values, shapes, strict=True)
+    ]

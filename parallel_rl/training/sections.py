@@ -1,0 +1,205 @@
+"""The sections of a config that every objective has: the run, its layout, model, data and optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where a run writes, from which seed, and in which precision.
+
+    Attributes:
+        dir: folder of metrics.jsonl, tensorboard/, checkpoints/ and curves.png.
+        seed: of the weights, the order of the data and the draws.
+        dtype: of parameters and activations; bfloat16 trains on float32 master weights.
+        resume: "auto" continues from the folder's newest checkpoint; "never" starts anew and replaces what the folder holds.
+        checkpoint_every: steps between checkpoints; 0 saves after the warm-up and at the end only.
+        keep_checkpoints: how many of the newest stay.
+        init_from: a checkpoint folder (".../step_000100") whose weights replace the drawn ones; relative to the config file.
+    """
+
+    dir: str
+    seed: int = 0
+    dtype: Literal["float64", "float32", "bfloat16"] = "float32"
+    resume: Literal["auto", "never"] = "auto"
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+    init_from: str | None = None
+
+    def __post_init__(self) -> None:
+        at_least(self, checkpoint_every=0, keep_checkpoints=1, seed=0)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Sizes of the parallel dimensions; what remains of the world is data parallel, or exactly `data` where that is given."""
+
+    tensor: int = 1
+    context: int = 1
+    pipeline: int = 1
+    data: int | None = None
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(self, tensor=1, context=1, pipeline=1)
+        if self.data is not None:
+            at_least(self, data=1)
+        if self.sequence_parallel and self.tensor == 1:
+            raise ValueError("sequence_parallel = True has no effect with tensor = 1; raise tensor or leave it out")
+
+
+def data_parallel_size(config: ParallelConfig, world_size: int) -> int:
+    """How many data parallel ranks the world leaves.
+
+    Raises:
+        ValueError: `world_size` does not match tensor × context × pipeline (× data).
+    """
+    model = config.tensor * config.context * config.pipeline
+    text = f"parallel.tensor {config.tensor} × context {config.context} × pipeline {config.pipeline}"
+    if config.data is not None and world_size != model * config.data:
+        raise ValueError(
+            f"the world has {world_size} ranks; {text} × data {config.data} needs exactly {model * config.data}"
+        )
+    if world_size % model:
+        raise ValueError(f"the world has {world_size} ranks; {text} needs {model} or a multiple of it")
+    return world_size // model
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of megatron-core.
+
+    Attributes:
+        layers, hidden, heads, query_groups, ffn_hidden: sizes; None is Megatron's default.
+        max_positions: the longest sequence, padding for the layout included.
+        position: rotary, or a learned table of `max_positions` rows.
+        gated: SwiGLU instead of GELU.
+        recompute: activations are recomputed in the backward, layer by layer.
+        init_std: of the drawn weights.
+        vocab_multiple: the vocabulary is padded to a multiple of this × tensor.
+        fused_head: losses and log-probs come from hidden states, projected to the vocabulary a chunk at a time: logits never
+            exist whole.
+    """
+
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    query_groups: int | None = None
+    ffn_hidden: int | None = None
+    max_positions: int = 64
+    position: Literal["rope", "learned_absolute"] = "learned_absolute"
+    gated: bool = False
+    tie_embeddings: bool = False
+    recompute: bool = False
+    init_std: float = 0.02
+    vocab_multiple: int = 1
+    fused_head: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(self, layers=1, hidden=1, heads=1, max_positions=2, vocab_multiple=1)
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden = {self.hidden} does not divide by heads = {self.heads}")
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Every character that the data uses."""
+
+    alphabet: str
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """JSONL files, relative to the config file; which are needed depends on the objective.
+
+    Attributes:
+        train: prompts with answers to sample from.
+        held_out: prompts with answers for the evaluation.
+        examples: demonstrations for the warm-up and for SFT.
+        pairs: preference pairs for DPO.
+        rollouts: recorded rollouts, trained on instead of sampling.
+    """
+
+    train: str | None = None
+    held_out: str | None = None
+    examples: str | None = None
+    pairs: str | None = None
+    rollouts: str | None = None
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How the sequences of a step reach the model: `micro_batch_size` at a time, packed in one row or padded to one width."""
+
+    micro_batch_size: int = 64
+    packing: bool = False
+
+    def __post_init__(self) -> None:
+        at_least(self, micro_batch_size=1)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW (arXiv 1711.05101) with the gradient clipped to the norm `clip` (None: not).
+
+    The rate rises over the first `warmup_steps` of the phase, then stays or falls on a cosine to `final_fraction` of it.
+    """
+
+    lr: float
+    warmup_steps: int = 0
+    schedule: Literal["constant", "cosine"] = "constant"
+    final_fraction: float = 0.0
+    betas: tuple[float, ...] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        at_least(self, warmup_steps=0, weight_decay=0)
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {list(self.betas)} is not valid; two numbers in [0, 1) are needed")
+        for name in ("lr", "eps", "clip"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} = {value} must be above 0")
+        if not 0 <= self.final_fraction <= 1:
+            raise ValueError(f"final_fraction = {self.final_fraction} must lie in [0, 1]")
+        if self.final_fraction and self.schedule == "constant":
+            raise ValueError(f"final_fraction = {self.final_fraction} has no effect with schedule = 'constant'")
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How rollouts are drawn: new tokens at most, and the temperature of the softmax."""
+
+    max_new_tokens: int = 8
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least(self, max_new_tokens=1)
+        if self.temperature <= 0:
+            raise ValueError(f"temperature = {self.temperature} must be above 0")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Mean reward of `samples` completions per held-out prompt, before and after, and every `every` steps (0: not between)."""
+
+    samples: int = 1
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(self, samples=1, every=0)
+
+
+def at_least(config: object, **bounds: float) -> None:
+    """Refuses the named fields where they lie below their bounds."""
+    for name, bound in bounds.items():
+        if getattr(config, name) < bound:
+            raise ValueError(f"{name} = {getattr(config, name)} must be at least {bound}")

@@ -1,0 +1,119 @@
+"""YAML files that extend each other, as plain mappings with absolute paths, and dotted overrides on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+Tree = dict[str, object]
+
+# keys below which a text is a path that starts at the file's folder
+_PATHS = (("data",), ("run", "init_from"), ("rl", "teacher"), ("distillation", "teacher"))
+
+
+def read_tree(path: Path) -> Tree:
+    """What a YAML file says, on top of the file that its key `extends` names (relative to it), if any.
+
+    Mappings are merged key by key, anything else is replaced. A mapping with another `name` is another variant, and replaces
+    the whole one below it. Relative paths start at the folder of the file that has them.
+
+    Raises:
+        ValueError: a missing or malformed file, `extends` in a circle or not a path.
+    """
+    return _read(path, ())
+
+
+def merged(below: Mapping[str, object], above: Mapping[str, object]) -> Tree:
+    """`above` on top of `below`, see `read_tree`."""
+    out = dict(below)
+    for key, value in above.items():
+        old = out.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and value.get("name") in (None, old.get("name")):
+            value = merged(old, value)
+        out[key] = value
+    return out
+
+
+def override(tree: Tree, arguments: Sequence[str]) -> None:
+    """Sets "--a.b", "value" or "--a.b=value" in `tree`, the value in YAML.
+
+    Raises:
+        ValueError: an override without a value, or one below a value.
+    """
+    for dotted, value in _pairs(arguments):
+        _set(tree, dotted, value)
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
+    if not path.is_file():
+        raise ValueError(f"the config file {path.absolute()} does not exist" + _because(seen))
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is no valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} holds {type(tree).__name__}; a mapping of sections is needed")
+    for keys in _PATHS:
+        _resolve(tree, keys, path.parent)
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ValueError(f"{path}: extends = {base!r} is not valid; the path of a YAML file is needed")
+    chain = (*seen, path.resolve())
+    below = (path.parent / base).resolve()
+    if below in chain:
+        raise ValueError(
+            f"{path}: extends = {base!r} closes a circle: {' -> '.join(item.name for item in (*chain, below))}"
+        )
+    return merged(_read(below, chain), tree)
+
+
+def _because(seen: tuple[Path, ...]) -> str:
+    return f"; {seen[-1]} extends it" if seen else ""
+
+
+def _resolve(tree: Tree, keys: Sequence[str], folder: Path) -> None:
+    for key in keys[:-1]:
+        below = tree.get(key)
+        if not isinstance(below, dict):
+            return
+        tree = below
+    value = tree.get(keys[-1])
+    if isinstance(value, str):
+        tree[keys[-1]] = str(folder / value)
+    elif isinstance(value, dict):
+        value.update({key: str(folder / item) for key, item in value.items() if isinstance(item, str)})
+
+
+def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
+    pairs: list[tuple[str, object]] = []
+    items = list(arguments)
+    while items:
+        name = items.pop(0)
+        if not name.startswith("--") or len(name) == 2:
+            raise ValueError(f"{name!r} is no override; write --section.key value")
+        name, equals, text = name[2:].partition("=")
+        if not equals:
+            if not items or items[0].startswith("--"):
+                raise ValueError(f"the override --{name} has no value; write --{name} value")
+            text = items.pop(0)
+        try:
+            pairs.append((name, yaml.safe_load(text)))
+        except yaml.YAMLError:
+            raise ValueError(f"the value of --{name}, {text!r}, is no valid YAML") from None
+    return pairs
+
+
+def _set(tree: Tree, dotted: str, value: object) -> None:
+    *parents, last = dotted.split(".")
+    for depth, parent in enumerate(parents):
+        below = tree.get(parent)
+        if below is None:
+            below = tree[parent] = {}
+        if not isinstance(below, dict):
+            raise ValueError(f"--{dotted}: {'.'.join(parents[: depth + 1])} = {below!r} is a value, not a section")
+        tree = below
+    tree[last] = value

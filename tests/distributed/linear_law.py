@@ -1,0 +1,176 @@
+"""The law for losses on hidden states and the LM head in place of logits, with the batches, cuts and truths of `law`."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_rl import LMHeadInput, ParallelGroups, SequencePackingLossWrapper, count_valid, get_loss, reduce_metrics
+from parallel_rl.vocab.linear_plan import LinearMode
+from tests.distributed import law
+from tests.distributed.law import ROWS, VOCAB, Batch, Case, Expected, Layout
+
+BUDGET = 1 << 14  # bytes: several chunks, of which a few are kept
+MODES: tuple[LinearMode, ...] = ("auto", "recompute", "resident")
+
+
+def takes_head(case: Case) -> bool:
+    """Whether the loss reads logits, or what comes of them."""
+    return not get_loss(case.loss).scalar_head
+
+
+def reads_log_probs(case: Case) -> bool:
+    """Whether it needs no whole logits."""
+    return get_loss(case.loss).reads_log_probs()
+
+
+class Outcome(NamedTuple):
+    share: float
+    metrics: dict[str, float]
+    hidden_error: float  # squared, of this rank's piece of the gradient
+    weight: Tensor  # [V, D] this rank's part of the weight's gradient, zeros elsewhere
+    stray: str
+    place: tuple[int, int, int]
+
+
+def head_of(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Hidden states [ROWS, WIDTH, D] and a weight [V, D] whose logits are those of the batch: W is orthogonal."""
+    g = torch.Generator().manual_seed(3)
+    weight = torch.linalg.qr(torch.randn(VOCAB, VOCAB, generator=g, dtype=torch.float64)).Q.contiguous()
+    return batch.logits @ weight, weight
+
+
+def run_layout(
+    layout: Layout,
+    case: Case,
+    batch: Batch,
+    want: Expected,
+    groups: ParallelGroups,
+    place: tuple[int, int, int],
+    variant: int,
+) -> Outcome:
+    """One optimizer step on this rank; what carries no loss is poisoned. `variant` chooses mode, order and splitting."""
+    tp_rank, cp_rank, dp_rank = place
+    loss_fn, columns = law._sharded_loss(case, layout, tp_rank, False, consume=False)
+    whole, weight = head_of(batch)
+    width: list[int | None] = list(range(whole.shape[-1]))
+    rows = torch.full((len(columns), whole.shape[-1]), 1e4, dtype=torch.float64)
+    real = [c for c in columns if c is not None]
+    rows[: len(real)] = weight[real]
+    head = rows.requires_grad_()
+    data = law.poisoned(batch.data, case)
+    mine = list(range(ROWS))[dp_rank * ROWS // layout.dp : (dp_rank + 1) * ROWS // layout.dp]
+    size = len(mine) // layout.micro_batches
+    pieces = [law.cut_rows(mine[i : i + size], batch.lengths, layout, cp_rank) for i in range(0, len(mine), size)]
+    datas = [
+        {name: value[piece.rows] for name, value in data.items() if name not in loss_fn.local_fields}
+        for piece in pieces
+    ]
+    counts, carries = count_valid(datas, groups.data), law._carries_loss(batch.data, case)
+    truth_of_hidden = want.gradient @ weight
+    calls, leaves, cuts = [], [], []
+    for piece, local in zip(pieces, datas, strict=True):
+        shape = (len(piece.rows), -1) if piece.cu_seqlens is None else (1, -1)
+        hidden, truth = (
+            law._local_logits(x, piece, width, carries, poison=poison).view(*shape, len(width))
+            for x, poison in ((whole, True), (truth_of_hidden, False))
+        )
+        for name in loss_fn.local_fields:
+            local[name] = law._local_logits(data[name], piece, columns, carries).view(*shape, len(columns))
+        split = layout.tp > 1 and variant % 2 == 0 and hidden.shape[1] % layout.tp == 0
+        part = slice(None)
+        if split:
+            part = slice(tp_rank * hidden.shape[1] // layout.tp, (tp_rank + 1) * hidden.shape[1] // layout.tp)
+        leaf = hidden[:, part].clone().requires_grad_()
+        first = variant % 3 == 0
+        given = LMHeadInput(
+            leaf.transpose(0, 1).contiguous() if first else leaf * 1,
+            head,
+            sequence_first=first,
+            sequence_parallel=split,
+            mode=MODES[variant % len(MODES)] if reads_log_probs(case) else "auto",
+            budget=BUDGET if reads_log_probs(case) else None,
+        )
+        leaves.append(leaf)
+        cuts.append(truth[:, part])
+        call = loss_fn if piece.cu_seqlens is None else SequencePackingLossWrapper(
+            loss_fn, piece.cu_seqlens, piece.cu_seqlens_padded
+        )  # fmt: skip
+        calls.append((call, (given, local, *counts, groups.tp_rank, groups.tensor, groups.context)))
+    extra = {}
+    if loss_fn.needs_statistics:
+        parts = [fn.collect(*call) for fn, call in calls]
+        extra["statistics"] = sum(parts[1:], parts[0]).reduce(groups)
+    share, metrics, squared, stray = 0.0, [], 0.0, ""
+    for (fn, call), leaf, truth in zip(calls, leaves, cuts, strict=True):
+        loss, parts = fn(*call, **extra)
+        (loss * 4).backward()  # as a loss scale would
+        share += loss.item()
+        metrics.append(parts)
+        assert leaf.grad is not None
+        squared += (leaf.grad / 4 - truth).square().sum().item() / (1 if split else layout.tp)
+        if bool((leaf.grad[truth == 0] != 0).any()):
+            stray = f"{layout.name}: a row without loss has a gradient"
+    assert head.grad is not None
+    if bool(head.grad[len(real) :].any()):
+        stray = f"{layout.name}: a padding row of the weight has a gradient"
+    gradient = torch.zeros_like(weight)
+    gradient[real] = head.grad[: len(real)] / 4
+    reduced = {name: value.item() for name, value in reduce_metrics(metrics, groups).items()}
+    return Outcome(share, reduced, squared, gradient, stray, place)
+
+
+def layouts(world: int) -> list[Layout]:
+    """TP and CP of 1 and 2; data parallelism, which is nothing to the head, in the largest world only."""
+    return [layout for layout in law.layouts(world) if layout.tp <= 2 and (world == 8 or layout.dp == 1)]
+
+
+def check_world(rank: int, world: int, cases: list[Case]) -> list[tuple[str, str, Outcome, Tensor]]:
+    """(case, layout, outcome, the weight's gradient summed over the world)."""
+    found = []
+    of_case = {case.name: law.make_batch(5, False, case.loss, torch.float64) for case in cases}
+    wants = {case.name: law.expected(case, of_case[case.name]) for case in cases}
+    groups_of: dict[tuple[int, int], tuple] = {}
+    variant = 0
+    for layout in layouts(world):
+        key = (layout.tp, layout.cp)
+        if key not in groups_of:
+            groups_of[key] = law.make_groups(rank, world, *key)
+        for case in cases:
+            outcome = run_layout(layout, case, of_case[case.name], wants[case.name], *groups_of[key], variant)
+            weight = outcome.weight.clone()
+            dist.all_reduce(weight)
+            found.append((case.name, layout.name, outcome, weight))
+            variant += 1
+        variant += len(cases) % 2 == 0  # a case meets every variant
+    return found
+
+
+def faults(
+    batch: Batch, want: Expected, of_layout: dict[str, list[tuple[Outcome, Tensor]]], tolerance: float
+) -> list[str]:
+    """What breaks the law, over all layouts of a world."""
+    whole, weight = head_of(batch)
+    of_weight = want.gradient.flatten(0, 1).T @ whole.flatten(0, 1)
+    of_hidden = (want.gradient @ weight).norm().item()
+    wrong = []
+    for layout, outcomes in of_layout.items():
+        wrong += [outcome.stray for outcome, _ in outcomes if outcome.stray]
+        loss = sum(outcome.share for outcome, _ in outcomes if outcome.place[0] == 0)
+        errors = {
+            "loss": abs(loss - want.loss) / abs(want.loss),
+            "gradient of the hidden states": math.sqrt(sum(o.hidden_error for o, _ in outcomes)) / of_hidden,
+            "gradient of the weight": ((outcomes[0][1] - of_weight).norm() / of_weight.norm()).item(),
+        }
+        metrics = outcomes[0][0].metrics
+        errors |= {
+            name: abs(metrics[name] - value) / max(abs(value), 1e-2)
+            for name, value in want.metrics.items()
+            if metrics[name] != value
+        }
+        wrong += [f"{layout}: {name} off by {error:.1e}" for name, error in errors.items() if not error <= tolerance]
+    return wrong

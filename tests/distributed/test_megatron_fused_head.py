@@ -1,0 +1,96 @@
+"""The fused head on the real megatron-core: the gradients and log-probs are those of the output layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.megatron_cases import VOCAB, WIDTH, Case, compare, make_data, make_model
+from tests.distributed.pool import preload, run_world
+from tests.distributed.test_megatron_law import _with_references
+
+pytest.importorskip("megatron.core")
+preload("parallel_rl.megatron")
+
+LAYOUTS = {
+    1: [Case(fused=True), Case(rows="padding", loss="pg", fused=True)],
+    2: [
+        Case(tp=2, fused=True),
+        Case(tp=2, sp=True, rows="packed", position="learned_absolute", tied=True, loss="pg", fused=True),
+        Case(cp=2, rows="padding", loss="pg", fused=True),
+        Case(pp=2, tied=True, rows="packed", fused=True),
+    ],
+    4: [
+        Case(tp=2, cp=2, sp=True, rows="packed", loss="pg", fused=True),
+        Case(tp=2, pp=2, sp=True, tied=True, fused=True),
+    ],
+}
+WAYS = {"ddp": {}, "no ddp": {"ddp": False, "per_token": False}, "wgrad fusion": {"wgrad_fusion": True}}
+
+
+@pytest.mark.parametrize("world", list(LAYOUTS))
+def test_gradients_are_those_of_one_process(world: int) -> None:
+    cases = [replace(case, **way) for case in LAYOUTS[world] for way in WAYS.values()]
+    for rank, errors in enumerate(run_world(world, compare, _with_references(cases))):
+        for case, worst in zip(cases, errors, strict=True):
+            bad = {name: error for name, error in worst.items() if not error < 1e-12}
+            assert not bad, f"rank {rank}, {case}: {bad}"
+
+
+def logprobs(rank: int, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """From the output layer, from the fused head, and from the output layer while the head is off."""
+    import parallel_rl.megatron as M
+    from parallel_rl import ParallelGroups, token_logprobs
+
+    M.initialize(case.tp, case.cp)
+    model = M.wrap_model(make_model(case), ddp=False)
+    groups, data = ParallelGroups.from_megatron(), make_data("ragged")
+    inputs = M.padded_input(data["input_ids"])
+
+    def compute(head: M.FusedHead | None) -> Tensor:
+        with torch.no_grad():
+            out = M.forward_logits(model, inputs)
+        given = out if head is None else head(out)
+        return token_logprobs(given, data, None, groups.tensor, groups.context, vocab_size=VOCAB)
+
+    whole = compute(None)
+    names = list(model.state_dict())
+    head = M.fuse_head(model, budget=1 << 13)
+    assert list(model.state_dict()) == names
+    fused = compute(head)
+    with head.logits():
+        off = compute(head)
+    head.remove()
+    return whole, fused, off if torch.equal(compute(head), whole) else torch.zeros_like(off)
+
+
+def test_log_probs_are_those_of_the_output_layer() -> None:
+    for whole, fused, off in run_world(2, logprobs, Case(tp=2, sp=True)):
+        assert whole.shape == (len(whole), WIDTH) and bool((whole[:, 1:] != 0).any())
+        torch.testing.assert_close(fused, whole, rtol=1e-12, atol=1e-12)
+        assert torch.equal(off, whole)
+
+
+def refused(rank: int) -> list[str]:
+    import parallel_rl.megatron as M
+
+    M.initialize()
+    found = []
+    for change in ("scalar", "gathered", "mode"):
+        model = make_model(Case())
+        if change == "scalar":
+            model.output_layer = M.ScalarHead(model.config)
+        if change == "gathered":
+            model.output_layer.gather_output = True
+        with pytest.raises(ValueError) as error:
+            M.fuse_head(model, mode="fast" if change == "mode" else "auto")  # type: ignore[arg-type]
+        found.append(str(error.value))
+    return found
+
+
+def test_heads_that_cannot_be_fused_are_refused() -> None:
+    ((scalar, gathered, mode),) = run_world(1, refused)
+    assert "ScalarHead" in scalar and "parallel_output" in gathered and "'fast'" in mode

@@ -1,0 +1,67 @@
+"""A real reward server on this host, which answers as a test wants it to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+# What to do with the n-th request (from 0) and its JSON: a status and a body, or bytes as they are.
+Answer = Callable[[int, dict], tuple[int, object]]
+
+
+class Server:
+    """`url`, and every request's JSON in the order of arrival."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.requests: list[dict] = []
+        self.at_once = self.most_at_once = 0
+        self.lock = threading.Lock()
+
+
+@contextmanager
+def serve(answer: Answer) -> Iterator[Server]:
+    """A server for the length of a `with` block."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with state.lock:
+                number = len(state.requests)
+                state.requests.append(body)
+                state.at_once += 1
+                state.most_at_once = max(state.most_at_once, state.at_once)
+            try:
+                status, found = answer(number, body)
+                raw = found if isinstance(found, bytes) else json.dumps(found).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(raw)))
+                self.end_headers()
+                self.wfile.write(raw)
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # the client has gone
+            finally:
+                with state.lock:
+                    state.at_once -= 1
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Says nothing."""
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state = Server(f"http://127.0.0.1:{httpd.server_address[1]}/score")
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield state
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+        thread.join()
+
+
+def lengths(number: int, body: dict) -> tuple[int, object]:
+    """The length of each completion."""
+    return 200, {"rewards": [len(text) for text in body["completions"]]}

@@ -1,0 +1,92 @@
+"""Reward functions by name, by "module:function" and as Python callables."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel_rl.experience import register_reward, reward_function
+from parallel_rl.experience.rewards import checker, exact_match, score_once
+from tests.distributed.pool import WorldError, run_world
+
+TEXTS = (["1+1=", "2+2="], ["2", "5"], ["2", "4"])
+
+
+def half(prompt: str, completion: str, answer: str) -> float:
+    return 0.5
+
+
+def test_the_ways_to_name_one() -> None:
+    assert reward_function("exact_match")(*TEXTS).tolist() == [1, 0]
+    assert reward_function("parallel_rl.experience.rewards:exact_match")(*TEXTS).tolist() == [1, 0]
+    assert reward_function(f"{__name__}:half")(*TEXTS).tolist() == [0.5, 0.5]
+    assert reward_function(lambda prompt, completion, answer: len(prompt))(*TEXTS).tolist() == [4, 4]
+    assert reward_function(half)([], [], []).shape == (0,)
+    assert checker("exact_match") is exact_match
+
+
+def test_a_registered_one() -> None:
+    register_reward("always_three_for_this_test")(lambda prompt, completion, answer: 3)
+    assert reward_function("always_three_for_this_test")(*TEXTS).tolist() == [3, 3]
+    with pytest.raises(ValueError, match="reward 'exact_match' is registered already"):
+        register_reward("exact_match")
+    with pytest.raises(ValueError, match="must not have a colon"):
+        register_reward("a:b")
+
+
+@pytest.mark.parametrize("value", [1, True, np.float32(1), np.int64(1), torch.tensor(1.0), torch.tensor(1)])
+def test_what_counts_as_a_number(value: float) -> None:
+    assert reward_function(lambda prompt, completion, answer: value)(["a"], ["b"], ["c"]).tolist() == [1]
+
+
+@pytest.mark.parametrize("value", ["1", None, float("nan"), float("inf"), [1.0], torch.ones(1), np.ones(1)])
+def test_what_does_not(value: float) -> None:
+    def odd(prompt: str, completion: str, answer: str) -> float:
+        return value if prompt == "b" else 0.0
+
+    with pytest.raises(ValueError, match=r"reward 'odd' of sample 1 is .*; a finite number is needed"):
+        reward_function(odd)(["a", "b"], ["", ""], ["", ""])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exact_mach", "reward = 'exact_mach' is not valid; did you mean 'exact_match'"),
+        ("no.such.module:f", "reward = 'no.such.module:f' cannot be loaded"),
+        ("math:no_such", "reward = 'math:no_such' cannot be loaded"),
+        ("math:pi", "reward = 'math:pi' is a float; a function"),
+        (7, "reward = 7 is no name, no function"),
+    ],
+)
+def test_bad_names(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        reward_function(name)
+    with pytest.raises(ValueError):
+        reward_function("exact_match")(["a"], [], [])
+
+
+def shared(rank: int) -> list[float]:
+    return score_once(lambda: torch.tensor([rank + 1.5, rank - 0.5]), 2, [None, dist.group.WORLD]).tolist()
+
+
+def failing(rank: int, who: int, shares: bool) -> None:
+    def score() -> torch.Tensor:
+        if rank == who:
+            raise RuntimeError("the server is down")
+        return torch.zeros(2)
+
+    score_once(score, 2, [dist.group.WORLD] if shares else [], None if shares else dist.group.WORLD)
+
+
+def test_ranks_with_the_same_samples_ask_once() -> None:
+    assert run_world(2, shared) == [[1.5, -0.5]] * 2
+    assert score_once(lambda: torch.tensor([2.0]), 1).tolist() == [2]
+
+
+@pytest.mark.parametrize(("who", "shares"), [(0, True), (1, False)])
+def test_a_reward_function_that_fails_on_one_rank_is_an_error_on_all(who: int, shares: bool) -> None:
+    with pytest.raises(WorldError, match=f"rank {who}: RuntimeError: the server is down") as caught:
+        run_world(2, failing, who, shares, timeout=60)
+    assert len(caught.value.errors) == 2

@@ -1,0 +1,98 @@
+"""What a loss says of itself, `token_separable`, is true: the fused head relies on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_rl import TokenStats, count_valid, get_loss, register_objective
+from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.batch import TokenBatch
+from tests.distributed.law import CASES, Case, make_batch
+from tests.distributed.linear_law import reads_log_probs
+
+ON_LOG_PROBS = [case for case in CASES if reads_log_probs(case)]
+
+
+def batch_of(case: Case, loss_fn: LossFn) -> TokenBatch:
+    logits, data, _ = make_batch(5, False, case.loss, torch.float64)
+    counts = count_valid(data)
+    statistics = loss_fn.collect(logits, data, *counts).reduce() if loss_fn.needs_statistics else None
+    return loss_fn._batch(logits, data, *counts, None, None, None, statistics, None)
+
+
+def gradients(loss_fn: LossFn, batch: TokenBatch, change: Tensor) -> list[Tensor]:
+    """Of the log-probs and entropies, after `change` was added to both; the statistics of the step stay."""
+    assert batch.token_stats is not None
+    leaves = [
+        None if x is None else (x + torch.where(batch.mask, change, 0)).detach().requires_grad_()
+        for x in batch.token_stats
+    ]
+    loss, _ = loss_fn.compute(replace(batch, token_stats=TokenStats(*leaves)))  # type: ignore[arg-type]
+    given = [x for x in leaves if x is not None]
+    found = torch.autograd.grad(loss, given, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, given, strict=True)]
+
+
+def influence(loss_fn: LossFn, batch: TokenBatch) -> float:
+    """How much the gradients of tokens move when other tokens do, at most, relative to the gradients."""
+    assert batch.token_stats is not None
+    g = torch.Generator().manual_seed(0)
+    tokens = batch.mask.numel()
+    base, worst = gradients(loss_fn, batch, torch.zeros(tokens, dtype=torch.float64)), 0.0
+    for size in (0.05, 1.0, -3.0):
+        for _ in range(4):
+            moved = torch.rand(tokens, generator=g) < 0.5
+            shifted = gradients(loss_fn, batch, torch.where(moved, size, 0.0).double())
+            for before, after in zip(base, shifted, strict=True):
+                scale = max(x.abs().max().item() for x in base)
+                worst = max(worst, (after - before)[~moved].abs().max().item() / scale)
+    return worst
+
+
+@pytest.mark.parametrize("case", ON_LOG_PROBS, ids=lambda case: case.name)
+def test_the_claim_is_true(case: Case) -> None:
+    loss_fn = get_loss(case.loss)(case.config)
+    found = influence(loss_fn, batch_of(case, loss_fn))
+    if loss_fn.token_separable:
+        assert found < 1e-12
+    else:
+        assert found > 1e-6, "it separates after all: the claim would make the fused head cheaper"
+
+
+@pytest.mark.parametrize(
+    ("config", "separable"),
+    [
+        ({"importance": {"level": "sequence-mean", "mode": "tis", "high": 1.1}}, True),  # of data alone
+        ({"on_policy": True, "importance": {"level": "sequence-mean", "mode": "tis", "high": 1.1}}, False),
+        ({"on_policy": True, "importance": {"mode": "seq-mask-tis", "low": 0.9, "high": 1.1}}, False),
+        ({"on_policy": True, "importance": {"mode": "tis", "high": 1.1}}, True),
+        ({"on_policy": True, "rejection": {"rules": [{"statistic": "k1", "low": 0.7, "high": 1.4}]}}, True),
+        (
+            {"on_policy": True, "rejection": {"rules": [{"statistic": "k3", "high": 0.05, "level": "sequence-mean"}]}},
+            False,
+        ),
+        (
+            {
+                "on_policy": True,
+                "aggregation": "seq-mean-token-mean",
+                "rejection": {"rules": [{"statistic": "k1", "low": 0.7, "high": 1.4}], "denominator": "kept"},
+            },
+            False,
+        ),
+    ],
+    ids=str,
+)
+def test_on_policy_weights_follow_the_present_policy(config: dict, separable: bool) -> None:
+    loss_fn = get_loss("policy")(config)
+    assert loss_fn.token_separable == separable
+    found = influence(loss_fn, batch_of(Case("policy", config), loss_fn))
+    assert (found < 1e-12) == separable
+
+
+def test_only_token_objectives_can_claim_it() -> None:
+    with pytest.raises(ValueError, match="goes with level 'token'"):
+        register_objective("separable_pair", level="pair", token_separable=True)

@@ -1,0 +1,80 @@
+"""Documents: made from the code and fresh, and what they show runs."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from parallel_rl.recipes import recipes
+from tests.distributed.pool import run_world
+from tests.training.helpers import CONFIGS, ROOT, train_rows
+from tools import losses_table
+
+PAGE = ROOT / "docs" / "adding_a_loss.md"
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def test_the_table_of_losses_is_fresh() -> None:
+    assert losses_table.FILE.read_text(encoding="utf-8") == losses_table.document(), "run make docs"
+
+
+def test_the_table_names_everything() -> None:
+    text = losses_table.FILE.read_text(encoding="utf-8")
+    for name in (*losses_table.built_in(), *recipes()):
+        assert f"`{name}`" in text
+    others = yaml.safe_load(losses_table.OTHERS.read_text(encoding="utf-8"))
+    assert set(others) == set(recipes())
+    assert all(others.values())
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+?)\)", (ROOT / page).read_text(encoding="utf-8")):
+        if not target.startswith("http"):
+            assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:
+    module, call = blocks("python")
+    [recipe] = blocks("yaml")
+    assert module.startswith("# my_losses.py\n") and "`configs/recipes/awr.yaml`:" in PAGE.read_text(encoding="utf-8")
+    (tmp_path / "my_losses.py").write_text(module)
+    folder = tmp_path / "configs" / "recipes"
+    folder.mkdir(parents=True)
+    (folder / "awr.yaml").write_text(recipe)
+    for name in ("base", "data"):
+        (folder.parent / name).symlink_to(CONFIGS / name)
+    [rows] = run_world(1, run_the_example, str(tmp_path), call)
+    main = [row for row in rows if row["phase"] == "rl"]
+    assert len(main) == 2 and all(row["loss"] > 0 and row["grad_norm"] > 0 for row in main)
+
+
+def run_the_example(rank: int, folder: str, call: str) -> list[dict[str, float | int | str]]:
+    from parallel_rl.losses import registry
+
+    small = {
+        "run.dir": folder,
+        "reward": "tests.training.helpers:long_answers",
+        "model.hidden": 16,
+        "evaluation": "null",
+        "data.held_out": "null",
+        "warmup.steps": 1,
+        "rl.steps": 2,
+        "rl.prompts": 4,
+        "rl.updates": 2,
+    }
+    sys.path.insert(0, folder)
+    try:
+        exec(compile(call, "docs/adding_a_loss.md", "exec"), {})
+        return train_rows(rank, [f"{folder}/configs/recipes/awr.yaml", *(f"--{k}={v}" for k, v in small.items())])
+    finally:
+        sys.path.remove(folder)
+        sys.modules.pop("my_losses", None)
+        registry._LOSSES.pop("awr", None)

@@ -1,0 +1,50 @@
+"""Sums and samples of a step: joined over micro-batches and over ranks that hold different numbers of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from parallel_rl import Statistics
+from tests.distributed.law import make_groups
+from tests.distributed.pool import preload, run_world
+
+preload("parallel_rl", "tests.distributed.law")
+
+
+def part(*values: float) -> Statistics:
+    samples = torch.tensor(values, dtype=torch.float32)
+    return Statistics({"n": torch.tensor(len(values))}, {"x": samples, "twice": 2 * samples})
+
+
+def test_micro_batches_join() -> None:
+    joined = (part(1.0, math.nan) + part(3.0)).reduce()
+    assert dict(joined) == {"n": 3}
+    assert joined.samples["x"].nan_to_num(-1).tolist() == [1.0, -1.0, 3.0]
+    assert joined.samples["twice"].dtype == torch.float64
+
+
+def test_parts_of_different_losses_do_not_join() -> None:
+    with pytest.raises(ValueError, match="do not add up"):
+        part(1.0) + Statistics({"n": torch.tensor(1)})
+
+
+def reduce_on(rank: int, world: int, cp: int, joint: bool) -> tuple[float, list[float], list[float]]:
+    groups, _ = make_groups(rank, world, 1, cp)
+    if not joint:
+        groups = type(groups)(tensor=groups.tensor, context=groups.context, data=groups.data)
+    mine = part(*[10.0 * rank + i for i in range(rank + 1)]).reduce(groups)
+    order = mine.samples["x"].isnan()
+    return mine["n"].item(), mine.samples["x"][~order].tolist(), mine.samples["twice"][~order].tolist()
+
+
+@pytest.mark.parametrize("joint", [True, False])
+@pytest.mark.parametrize(("world", "cp"), [(2, 1), (2, 2), (4, 2)])
+def test_ranks_join(world: int, cp: int, joint: bool) -> None:
+    wanted = sorted(10.0 * rank + i for rank in range(world) for i in range(rank + 1))
+    for n, x, twice in run_world(world, reduce_on, world, cp, joint, timeout=60):
+        assert n == len(wanted)
+        assert sorted(x) == wanted
+        assert twice == [2 * value for value in x]

@@ -1,0 +1,262 @@
+"""Recipes: all of them are valid, and those that the trainer's data can feed train."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.registry import losses
+from parallel_rl.recipes import find_recipe, load_recipe, loss_of, recipes, summary
+from parallel_rl.training.load import load_config
+from parallel_rl.training.tree import read_tree
+from tests.distributed.pool import WorldError, run_world
+from tests.training.helpers import LAYOUTS, cut, train_rows
+
+NAMED = [
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "rloo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "remax",
+    "gspo",
+    "cispo",
+    "topr",
+    "sapo",
+    "opmd",
+    "sppo",
+    "rec",
+    "cpgd",
+    "gmpo",
+    "gpg",
+    "clip_cov",
+    "kl_cov",
+    "mix",
+    "chord",
+    "sft",
+    "sft_is",
+    "sft_phi",
+    "dpo",
+    "cdpo",
+    "ipo",
+    "simpo",
+    "orpo",
+    "kto",
+    "reward_model",
+    "prm",
+    "value",
+    "distillation",
+]
+OUTSIDE = {name for name, path in recipes().items() if "needs" in read_tree(path)}
+TAUGHT = {"distillation": "distillation.teacher", "gkd": "distillation.teacher", "on_policy_distillation": "rl.teacher"}
+QUICK = {"ppo", "dapo", "remax", "clip_cov", "chord", "kto", "reward_model"}
+
+SIZES = {"run.dtype": "float64", "model.hidden": 16, "batch.micro_batch_size": 6}
+SECTIONS = {
+    "rl": {
+        "rl.steps": 2,
+        "rl.prompts": 4,
+        "rl.group_size": 4,
+        "rl.updates": 2,
+        "warmup.steps": 1,
+        "warmup.batch_size": 4,
+    },
+    "preference": {"preference.steps": 2, "preference.pairs": 4, "warmup.steps": 1, "warmup.batch_size": 4},
+    "sft": {"sft.steps": 2, "sft.batch_size": 8},
+    "distillation": {"distillation.steps": 2, "distillation.batch_size": 8},
+}
+
+
+def tiny(name: str, folder: Path, **more: object) -> list[str]:
+    """The recipe with two small steps."""
+    tree = read_tree(find_recipe(name))
+    objective = str(tree["objective"])
+    sizes = {**SIZES, **SECTIONS[objective], "run.dir": folder}
+    if tree.get("evaluation"):
+        sizes["evaluation"] = "{samples: 1}"
+    if not tree.get("warmup"):
+        sizes = {key: value for key, value in sizes.items() if not key.startswith("warmup.")}
+    if objective == "rl":
+        sizes["reward"] = "tests.training.helpers:long_answers"  # even an untrained policy's samples differ
+        sizes["rl.updates"] = min(2, tree["rl"]["updates"])  # type: ignore[index]
+        if tree["rl"].get("experts"):  # type: ignore[attr-defined, index]
+            sizes["rl.experts"] = 4
+        if tree["rl"]["group_size"] == 1:  # type: ignore[index]
+            sizes["rl.group_size"] = 1
+        if tree["rl"].get("critic"):  # type: ignore[attr-defined, index]
+            sizes["rl.critic.warmup_steps"] = 1
+    return [str(find_recipe(name)), *(f"--{key}={value}" for key, value in {**sizes, **more}.items())]
+
+
+def test_every_method_that_is_named_has_its_recipe() -> None:
+    assert set(NAMED) <= set(recipes())
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_says_what_it_is_and_is_valid(name: str) -> None:
+    path = recipes()[name]
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# ") and "# Paper: " in text and "# Defaults: " in text and len(summary(path)) > 20
+    cls, config = load_recipe(name)
+    assert cls in losses().values() and isinstance(config, cls.config_class)
+    if name in OUTSIDE:
+        with pytest.raises(ValueError, match=rf"{name}.yaml is a loss without a run: it needs .*load_recipe"):
+            load_config(str(path))
+        return
+    if name in TAUGHT:
+        with pytest.raises(ValueError, match=r"teacher.*missing"):
+            load_config(str(path))
+    config = load_config(str(path), [f"--{TAUGHT[name]}=x"] if name in TAUGHT else [])
+    assert config.run.dir == f"runs/{name}"
+    assert load_recipe(name)[0] is getattr(config, config.objective).loss.loss_class
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("GSPO", "gspo"),
+        ("Dr.GRPO", "dr_grpo"),
+        ("REINFORCE++", "reinforce_plus_plus"),
+        ("sft-is", "sft_is"),
+        ("KL Cov", "kl_cov"),
+    ],
+)
+def test_a_name_is_found_however_it_is_written(written: str, name: str) -> None:
+    assert find_recipe(written) == recipes()[name]
+
+
+def test_an_unknown_recipe_gets_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match=r"there is no recipe 'gpso'; did you mean 'gspo'\?"):
+        find_recipe("gpso")
+    with pytest.raises(ValueError, match=r"there is no recipe 'zzz'; valid: .*cdpo, chord, "):
+        find_recipe("zzz")
+
+
+def test_every_loss_has_a_recipe_or_is_a_face() -> None:
+    used = {str(loss_of(read_tree(path))["name"]) for path in recipes().values()}  # type: ignore[index]
+    assert used >= {name for name in losses() if not name.startswith(("_", "test"))} - {"clipped_pg"}
+
+
+@pytest.mark.parametrize("name", ["ppo", pytest.param("chord", marks=pytest.mark.slow)])
+def test_a_stopped_run_continues_the_same_curve(name: str, tmp_path: Path) -> None:
+    """With the critic and its moments, and with the state of the schedule."""
+    more = {
+        "rl.steps": 3,
+        "run.checkpoint_every": 1,
+        "run.keep_checkpoints": 20,
+        "evaluation": "null",
+        "data.held_out": "null",
+    }
+    [rows] = run_world(1, train_rows, tiny(name, tmp_path / "whole", **more))
+    cut(tmp_path / "whole", tmp_path / "stopped", 3)  # one step of warm-up and two of RL
+    [later] = run_world(1, train_rows, tiny(name, tmp_path / "stopped", **more))
+    assert later == rows[3:] and len(later) == 1
+    if name == "chord":
+        assert later[0]["mu"] == pytest.approx(0.9 * 4.5 / 40)  # the mean over the updates 4 and 5 of the run
+
+
+def test_prompts_that_teach_nothing_give_way_to_others(tmp_path: Path) -> None:
+    """By the recording: every group's mean reward lies within the bounds, on one process and on two, where it is the same."""
+    more = {"rl.dynamic_sampling": "{low: 0.3, high: 0.6, max_rounds: 40}", "rl.record": "true", "rl.overlong": "null"}
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        run_world(ranks, train_rows, tiny("dapo", folder, **more))
+        files = sorted((folder / "rollouts").glob("step_000001_*.jsonl"))
+        assert len(files) == ranks
+        groups: dict[int, list[float]] = {}
+        for line in "".join(path.read_text() for path in files).splitlines():
+            row = json.loads(line)
+            groups.setdefault(row["group"], []).append(row["reward"])
+        assert len(groups) == 4 and all(
+            len(rewards) == 4 and 0.3 < sum(rewards) / 4 < 0.6 for rewards in groups.values()
+        )
+        assert max(groups) >= 4  # some are of a later round
+        found.append(groups)
+    assert found[0] == found[1]
+    with pytest.raises(
+        WorldError, match=r"4 of rl.prompts = 4 places have no prompt with 2.0 < mean reward < 3.0 after"
+    ):
+        never = {"rl.dynamic_sampling": "{low: 2.0, high: 3.0, max_rounds: 2}"}
+        run_world(1, train_rows, tiny("dapo", tmp_path / "never", **never))
+
+
+def test_a_reward_model_starts_from_a_policy(tmp_path: Path) -> None:
+    run_world(1, train_rows, tiny("sft", tmp_path / "policy"))
+    policy = tmp_path / "policy" / "checkpoints" / "step_000002"
+    [rows] = run_world(1, train_rows, tiny("reward_model", tmp_path / "rewards", **{"run.init_from": policy}))
+    check(rows, "reward_model")
+    rewards = tmp_path / "rewards" / "checkpoints" / "step_000002"
+    with pytest.raises(WorldError, match=r"is of a model with a scalar head; one with logits is needed"):
+        run_world(1, train_rows, tiny("sft", tmp_path / "again", **{"run.init_from": rewards}))
+
+
+def check(rows: list[dict], name: str) -> None:
+    main = [row for row in rows if row["phase"] != "warmup"]
+    assert [row["step"] for row in main] == [1, 2]
+    for row in main:
+        for key, value in row.items():
+            assert key == "phase" or math.isfinite(value), f"{key} = {value} in {name}"
+    assert max(row.get("grad_norm", 0) for row in main) > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name in recipes()
+        if name not in OUTSIDE and name not in TAUGHT
+    ],
+)
+def test_two_steps(name: str, tmp_path: Path) -> None:
+    [rows] = run_world(1, train_rows, tiny(name, tmp_path))
+    check(rows, name)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("gkd"), *(pytest.param(n, marks=pytest.mark.slow) for n in TAUGHT if n != "gkd")]
+)
+def test_two_steps_with_a_teacher(name: str, tmp_path: Path) -> None:
+    run_world(1, train_rows, tiny("sft", tmp_path / "teacher"))
+    teacher = tmp_path / "teacher" / "checkpoints" / "step_000002"
+    [rows] = run_world(1, train_rows, tiny(name, tmp_path / "student", **{TAUGHT[name]: teacher}))
+    check(rows, name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("ppo", "chord") else pytest.mark.slow)
+        for name in (
+            "ppo",
+            "chord",
+            "kto",
+            "reward_model",
+            "high_entropy",
+            "remax",
+            "reinforce_plus_plus",
+            "dapo",
+            "clip_cov",
+        )
+    ],
+)
+def test_layouts_agree(name: str, tmp_path: Path) -> None:
+    """What goes beyond one forward and backward: a critic, two kinds of rows, statistics of the step, greedy answers."""
+    [expected] = run_world(1, train_rows, tiny(name, tmp_path / "one"))
+    world, parallel, packing = LAYOUTS["TP 2 × CP 2 × SP packed"]
+    for number, (ranks, layout) in enumerate(((world, parallel), (2, {"pipeline": 2}), (2, {}))):
+        more = {"parallel": layout, "batch.packing": packing if number == 0 else False}
+        for rows in run_world(ranks, train_rows, tiny(name, tmp_path / str(number), **more)):
+            for row, other in zip(rows, expected, strict=True):
+                assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-10), layout
+
+
+def test_the_loss_of_a_recipe_is_a_loss() -> None:
+    cls, config = load_recipe("grpo")
+    assert issubclass(cls, LossFn) and cls(config).needs_statistics is False

@@ -1,0 +1,255 @@
+"""Writes docs/losses.md from the code and the recipes: python -m tools.losses_table [--check]"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import yaml
+
+from parallel_rl.advantages import AdvantageEstimator
+from parallel_rl.config import Variants
+from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.registry import losses
+from parallel_rl.objectives.distillation import Divergence
+from parallel_rl.objectives.surrogates import Surrogate
+from parallel_rl.recipes import loss_of, recipes, summary
+from parallel_rl.training.tree import read_tree
+
+ROOT = Path(__file__).parent.parent
+FILE = ROOT / "docs" / "losses.md"
+OTHERS = ROOT / "docs" / "other_systems.yaml"
+
+_OF_LOSSES = {cls.config_class for cls in losses().values()}
+
+INTRODUCTION = """# Losses and recipes
+
+Made by `make docs` from the docstrings, the option classes, `configs/recipes` and `docs/other_systems.yaml`; a test checks it.
+
+A loss is a class with the call of `LossFn` and a class of options; a recipe is a set of options, an advantage estimator and a
+trainer's settings, in one YAML file. `get_loss(name)` gives the one, `parallel_rl.recipes.load_recipe(name)` the other,
+`parallel-rl train --recipe NAME` runs it, [adding_a_loss.md](adding_a_loss.md) adds one.
+
+Notation: l = log π(token), l_old of the policy that the step began with (`prev_logprobs`), ρ = exp(l − l_old),
+A the advantage, sg stop-gradient, σ the logistic function; N_tok valid tokens and N_seq valid sequences of the whole step.
+"""
+
+
+def document() -> str:
+    """The whole file."""
+    known = built_in()
+    parts = [
+        INTRODUCTION,
+        "## Recipes\n",
+        _recipes(),
+        "## What other systems call them\n",
+        "Where nothing else is said, the defaults agree.\n",
+        _elsewhere(),
+        "## Losses\n",
+        *(_loss(name, cls) for name, cls in known.items()),
+        "## Surrogates\n",
+        "`surrogate` of the losses `policy` and `mix`: a loss per token from ratios and advantages.\n",
+        _variants(Surrogate),
+        "## Advantages\n",
+        "`advantages` of a recipe, and `parallel_rl.advantages.estimate`. All take these options:\n",
+        _options(AdvantageEstimator),
+        _variants(AdvantageEstimator, skip=_names(AdvantageEstimator)),
+        "## Divergences\n",
+        "`divergence` of the loss `full_distillation`: p the teacher's distribution, q the student's.\n",
+        _variants(Divergence),
+    ]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def built_in() -> dict[str, type[LossFn]]:
+    """The registered losses of the package, without a user's or a test's."""
+    return {name: cls for name, cls in losses().items() if cls.__module__.startswith("parallel_rl.")}
+
+
+def _recipes() -> str:
+    rows = []
+    for name, path in recipes().items():
+        tree = read_tree(path)
+        loss, section = loss_of(tree), tree.get(str(tree.get("objective")))
+        assert isinstance(loss, Mapping)
+        advantages = section.get("advantages", "") if isinstance(section, Mapping) else ""
+        head = re.match(
+            r"# .+\n#\n(.+\n)#\n# Paper: (.+)\n# Defaults: (.+)\n#\n#   ", path.read_text(encoding="utf-8"), re.S
+        )
+        assert head is not None, f"{path} does not open as the other recipes do"
+        what, paper, defaults = (" ".join(part.replace("\n#", " ").lstrip("# ").split()) for part in head.groups())
+        rows.append(
+            (
+                f"[`{name}`](../configs/recipes/{path.name})",
+                f"{summary(path)} {what}",
+                f"`{loss['name']}` {_flow(loss.get('options'))}",
+                _flow(advantages),
+                defaults,
+                _papers(paper),
+                f"needs {tree['needs']}" if "needs" in tree else str(tree["objective"]),
+            )
+        )
+    headings = ("recipe", "formula", "loss and options", "advantages", "what the defaults mean", "paper", "trained by")
+    return _table(headings, rows)
+
+
+def _elsewhere() -> str:
+    others = yaml.safe_load(OTHERS.read_text(encoding="utf-8"))
+    rows = []
+    for recipe in recipes():
+        for system, text in others.get(recipe, {}).items():
+            name, _, differs = text.partition("; ")
+            rows.append((f"`{recipe}`", system, name, "" if differs == "same" else differs))
+    return _table(("recipe", "system", "its name there", "how its default differs"), rows)
+
+
+def _loss(name: str, cls: type[LossFn]) -> str:
+    text = inspect.getdoc(cls) or ""
+    sentence = text.split("\n\n", 1)[0].replace("\n", " ").replace("; this rank's share.", ".")
+    formula = _formula(text)
+    lines = [f"### `{name}`: {cls.__name__}", "", sentence, ""]
+    if formula:
+        lines += ["```", formula, "```", ""]
+    papers = re.search(r"Papers?: (.+?)(?:\n\n|\Z)", text, re.S)
+    if papers:
+        lines += [f"Paper: {_papers(papers[1])}", ""]
+    return "\n".join(lines) + "\n" + (_options(cls.config_class) or "No options.\n") + _nested(cls.config_class)
+
+
+def _nested(config: type) -> str:
+    """The options of options."""
+    parts = []
+    for field, hint in typing.get_type_hints(config).items():
+        for cls in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(cls) and isinstance(cls, type) and cls not in _OF_LOSSES:
+                text, marks = _marks(cls)
+                about = text[: marks[0].start()] if marks else text
+                parts.append(f"\n`{field}` ({cls.__name__}): {about.strip()}\n\n{_options(cls)}{_nested(cls)}")
+    return "".join(parts)
+
+
+def _variants(family: type[Variants], skip: Iterable[str] = ()) -> str:
+    rows = []
+    for name, cls in family.variants.items():
+        text = inspect.getdoc(cls) or ""
+        sentence = re.split(r"\s*Papers?: ", text.split("\n\n", 1)[0].replace("\n", " "))[0]
+        sentence += " " + " ".join(_formula(text).split())
+        described = _described(cls)
+        options = [
+            f"`{field.name}` = {_default(field)}{': ' * (field.name in described)}{described.get(field.name, '')}"
+            for field in dataclasses.fields(cls)
+            if field.name not in skip
+        ]
+        papers = dict.fromkeys(re.findall(r"\b\d{4}\.\d{5}\b", text))
+        rows.append((f"`{name}`", sentence.strip(), "<br>".join(options), ", ".join(map(_papers, papers))))
+    return _table(("name", "formula", "options", "paper"), rows)
+
+
+def _options(cls: type) -> str:
+    described = _described(cls)
+    hints = typing.get_type_hints(cls)
+    rows = [
+        (f"`{field.name}`", _default(field), _type(hints[field.name]), described.get(field.name, ""))
+        for field in dataclasses.fields(cls)
+    ]
+    return _table(("option", "default", "values", "what it does"), rows) if rows else ""
+
+
+def _formula(text: str) -> str:
+    """The first indented block of a docstring."""
+    found = re.search(r"\n\n((?:    .+\n)+)", text + "\n")
+    return inspect.cleandoc(found[1]) if found else ""
+
+
+def _described(cls: type) -> dict[str, str]:
+    """What the class's docstring says of each option: "name: ...", or "name, other: ..."."""
+    text, marks = _marks(cls)
+    found: dict[str, str] = {}
+    for index, mark in enumerate(marks):
+        end = marks[index + 1].start() if index + 1 < len(marks) else len(text)
+        words = re.split(r"\s(?:Papers?: |Attributes:)", text[mark.end() : end])[0].strip()
+        for name in mark[1].split(", "):
+            found.setdefault(name, words)
+    return found
+
+
+def _marks(cls: type) -> tuple[str, list[re.Match[str]]]:
+    """The docstring in one line, and where it begins to speak of options."""
+    one = "|".join(map(re.escape, sorted(_names(cls), key=len, reverse=True))) or "$^"
+    text = " ".join((inspect.getdoc(cls) or "").split())
+    return text, list(re.finditer(rf"(?<![\w.`])((?:{one})(?:, (?:{one}))*): ", text))
+
+
+def _names(cls: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def _default(field: dataclasses.Field) -> str:
+    value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if value is dataclasses.MISSING:
+        return "required"
+    if isinstance(value, Variants):
+        return f"`{value.name}`"
+    if dataclasses.is_dataclass(value):
+        return "its defaults"
+    return {None: "off", True: "true", False: "false"}.get(value, f"`{value}`") if _plain(value) else f"`{value}`"
+
+
+def _plain(value: object) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _type(hint: object) -> str:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in args)
+    if args and type(None) in args:
+        return " or ".join(_type(arg) for arg in args if arg is not type(None)) + " or off"
+    if args and origin not in (tuple, list):
+        return " or ".join(_type(arg) for arg in args)
+    if args:
+        return f"list of {_type(args[0])}"
+    names = {float: "number", int: "integer", bool: "true, false", str: "text"}
+    return names.get(hint, getattr(hint, "__name__", str(hint)))  # type: ignore[arg-type, call-overload]
+
+
+def _papers(text: str) -> str:
+    """Numbers of arXiv become links."""
+    text = " ".join(text.split()).rstrip(".")
+    return re.sub(r"(?:arXiv )?(\d{4}\.\d{4,5})", r"[\1](https://arxiv.org/abs/\1)", text)
+
+
+def _flow(value: object) -> str:
+    if not value:
+        return ""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
+    return f"`{text.replace('...', '').strip()}`"
+
+
+def _table(heading: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    def line(cells: Iterable[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return "\n".join([line(heading), "|" + "---|" * len(heading), *(line(row) for row in rows)]) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    text = document()
+    if "--check" not in arguments:
+        FILE.write_text(text, encoding="utf-8")
+        return 0
+    if FILE.is_file() and FILE.read_text(encoding="utf-8") == text:
+        return 0
+    print(f"{FILE} is stale; run make docs", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
