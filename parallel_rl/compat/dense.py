@@ -1,0 +1,169 @@
+"""Log-probs of responses [B, A], as other projects hand them to their losses, as the `TokenBatch` that objectives read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_rl.groups import group_size
+from parallel_rl.layout import SequenceLayout
+from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.reduce import Metric, ValidCounts, group_sum
+from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.stats import TokenStats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.statistics import Statistics
+
+#: a count of the whole step: a scalar tensor (no host sync) or a number
+Count = Tensor | float
+
+
+def as_count(count: Count, device: torch.device | None = None) -> Tensor:
+    """A count as a float64 scalar: what it divides then keeps its precision."""
+    return torch.as_tensor(count, device=device, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the call of an origin cannot say.
+
+    seqs, toks: valid sequences and tokens of the whole optimizer step; None are those of this call, over `context_group`.
+    context_group: the ranks over which the tokens of each row are spread, [B, A/cp] each, all tensors of a call cut alike.
+    statistics: of the whole step, for a loss that has `collect`.
+    """
+
+    seqs: Count | None = None
+    toks: Count | None = None
+    context_group: ProcessGroup | None = None
+    statistics: Statistics | None = None
+
+    def __post_init__(self) -> None:
+        if (self.seqs is None) != (self.toks is None):
+            given, missing = ("toks", "seqs") if self.seqs is None else ("seqs", "toks")
+            raise ValueError(
+                f"global_valid_{given} is given, global_valid_{missing} is not: a step has both, see count_valid"
+            )
+
+    @property
+    def alone(self) -> bool:
+        """Whether this call of this rank is all of the step, as its origin has it."""
+        return self.seqs is None and group_size(self.context_group) == 1
+
+    def with_statistics(self) -> Step:
+        """Itself, where a loss that has `collect` got all that it needs.
+
+        Raises:
+            ValueError: counts of the step without its statistics, or the other way round.
+        """
+        if (self.seqs is None) != (self.statistics is None):
+            raise ValueError(
+                "statistics=, the reduced result of collect(...), goes with global_valid_seqs and global_valid_toks; "
+                + ("the counts are" if self.seqs is None else "it is")
+                + " missing"
+            )
+        return self
+
+    def of(self, part: str) -> Step:
+        """The step of one part of its rows, whose counts are among the statistics."""
+        if self.statistics is None:
+            return self
+        seqs, toks = (self.statistics[f"{part}_{of}"].clamp(min=1) for of in ("seqs", "toks"))
+        return Step(seqs, toks, self.context_group)
+
+
+def token_mean(
+    values: Tensor, mask: Tensor, count: Count | None = None, context_group: ProcessGroup | None = None
+) -> Tensor:
+    """Share of the mean over valid tokens, which are spread over the context ranks; 0 of none.
+
+    Args:
+        values: any shape, NaN or inf where masked. mask: the same shape, bool. count: valid tokens of the whole step; None:
+            these, over the context ranks.
+    """
+    count = group_sum(mask.sum(), context_group).clamp(min=1) if count is None else count
+    total = torch.where(mask, values, 0).sum(dtype=torch.float64) / count
+    return total.to(math_dtype(values.dtype))
+
+
+def row_mean(values: Tensor, count: Count | None = None, context_group: ProcessGroup | None = None) -> Tensor:
+    """Share of the mean of numbers of whole sequences, which every context rank holds; 0 of none.
+
+    Args:
+        values: any shape. count: how many there are in the whole step; None: these.
+    """
+    count = max(values.numel(), 1) if count is None else count
+    total = values.sum(dtype=torch.float64) / (count * group_size(context_group))
+    return total.to(math_dtype(values.dtype))
+
+
+@dataclass(frozen=True, eq=False)
+class DenseBatch(TokenBatch):
+    """A `TokenBatch` of which every tensor is cut over context ranks like its log-probs, none whole on each of them."""
+
+    @cached_property
+    def tokens_per_sequence(self) -> Tensor:
+        return group_sum(self.valid.sum(1), self.context_group)
+
+    def count(self, mask: Tensor) -> Metric:
+        if mask.dim() == 2:  # tokens: each on one context rank only
+            return Metric("count", mask.sum(dtype=torch.float64))
+        return super().count(mask)
+
+
+def dense_batch(
+    logprobs: Tensor,
+    mask: Tensor | None,
+    fields: Mapping[str, Tensor] | None = None,
+    step: Step | None = None,
+    *,
+    rows: Tensor | None = None,
+    count_empty: bool = True,
+) -> DenseBatch:
+    """The batch that a loss's `compute` reads.
+
+    Args:
+        logprobs: [B, A] of the current policy, with gradient.
+        mask: [B, A] tokens that carry loss, any dtype; None is all of them.
+        fields: name → [B, A] or [B].
+        step: counts and groups; None is a call alone.
+        rows: [B] bool, the sequences that count; None is all of them.
+        count_empty: whether a row without a token is one of the sequences, where `step` does not give their number.
+
+    Raises:
+        ValueError: shapes that differ, log-probs that are no floats.
+    """
+    step, fields = step or Step(), dict(fields or {})
+    if logprobs.dim() != 2 or not logprobs.is_floating_point():
+        raise ValueError(f"log-probs must be floating point [B, A], got {logprobs.dtype} {list(logprobs.shape)}")
+    mask = torch.ones_like(logprobs, dtype=torch.bool) if mask is None else mask.bool()
+    rows = mask.new_ones(len(mask)) if rows is None else rows
+    for name, value in {"mask": mask, **fields}.items():
+        if value.shape not in (logprobs.shape, logprobs.shape[:1]):
+            raise ValueError(f"{name} has shape {list(value.shape)}; the log-probs have {list(logprobs.shape)}")
+    data = {**fields, "token_mask": mask, "sample_mask": rows}
+    layout = SequenceLayout.padded(*mask.shape, device=mask.device)
+    flat = torch.where(mask & rows[:, None], logprobs.to(math_dtype(logprobs.dtype)), 0).flatten()
+    batch = DenseBatch(
+        data,
+        replace(layout, cp_size=group_size(step.context_group)),
+        ValidCounts(torch.ones(()), torch.ones(())),
+        step.context_group,
+        TokenStats(flat, None, flat.detach()),
+        statistics=step.statistics,
+        shift=False,
+    )
+    lengths = batch.tokens_per_sequence
+    own = (rows if count_empty else lengths > 0).sum().clamp(min=1), lengths.sum().clamp(min=1)
+    seqs, toks = (
+        as_count(mine if count is None else count, flat.device)
+        for count, mine in zip((step.seqs, step.toks), own, strict=True)
+    )
+    return replace(batch, counts=ValidCounts(seqs, toks))

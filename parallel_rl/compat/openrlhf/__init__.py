@@ -1,0 +1,22 @@
+"""OpenRLHF's losses (0.11.0, and those of its article that it has dropped since), by its names and arguments."""
+
+from parallel_rl.compat.language import KDLoss, PRMLoss
+from parallel_rl.compat.openrlhf.language import GPTLMLoss
+from parallel_rl.compat.openrlhf.losses import SFTLoss, ValueLoss, aggregate_loss
+from parallel_rl.compat.openrlhf.policy import PolicyLoss
+from parallel_rl.compat.preference import DPOLoss, KTOLoss, LogExpLoss, PairWiseLoss, VanillaKTOLoss
+
+__all__ = [
+    "GPTLMLoss",
+    "SFTLoss",
+    "PolicyLoss",
+    "ValueLoss",
+    "PairWiseLoss",
+    "LogExpLoss",
+    "DPOLoss",
+    "KTOLoss",
+    "VanillaKTOLoss",
+    "KDLoss",
+    "PRMLoss",
+    "aggregate_loss",
+]

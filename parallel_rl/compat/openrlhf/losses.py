@@ -1,0 +1,141 @@
+"""OpenRLHF's aggregation, and its supervised and value losses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from parallel_rl.compat.dense import Count, DenseBatch, Step, as_count, dense_batch
+from parallel_rl.objectives.value import clipped_squared_error, squared_error
+from parallel_rl.reduce import Aggregation, token_weights
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# What an origin's call says of the step: (dp_size, batch_num_tokens, global_batch_size).
+Totals = tuple[float, "Count | None", "Count | None"]
+
+
+def mode_of(token_level_loss: bool) -> Aggregation:
+    """Mean over tokens, or over rows of their means."""
+    return "token-mean" if token_level_loss else "seq-mean-token-mean"
+
+
+def with_totals(batch: DenseBatch, totals: Totals, token_level_loss: bool, step: Step) -> tuple[DenseBatch, float]:
+    """The batch with the origin's counts of the step where its call gives them, and the factor on its loss."""
+    dp_size, tokens, sequences = totals
+    total = tokens if token_level_loss else sequences
+    if total is None:
+        return batch, 1.0
+    if step.seqs is not None:
+        raise ValueError(
+            "batch_num_tokens and global_batch_size go with dp_size; global_valid_seqs and global_valid_toks give this rank's "
+            "share instead: give one or the other"
+        )
+    given = as_count(total, batch.mask.device)
+    return replace(batch, counts=batch.counts._replace(**{"toks" if token_level_loss else "seqs": given})), dp_size
+
+
+def _aggregated(batch: DenseBatch, values: Tensor, token_level_loss: bool, totals: Totals, step: Step) -> Tensor:
+    batch, factor = with_totals(batch, totals, token_level_loss, step)
+    weights = token_weights(mode_of(token_level_loss), batch.tokens_per_sequence, batch.counts)
+    return batch.weighted_sum(values, weights) * factor
+
+
+def aggregate_loss(
+    loss: Tensor,
+    loss_mask: Tensor | None,
+    token_level_loss: bool = True,
+    dp_size: float = 1,
+    batch_num_tokens: Count | None = None,
+    global_batch_size: Count | None = None,
+    *,
+    global_valid_seqs: Count | None = None,
+    global_valid_toks: Count | None = None,
+    context_parallel_group: ProcessGroup | None = None,
+) -> Tensor:
+    """A mean over tokens, or over the rows that have any of their means over tokens; 0 of none.
+
+    Args:
+        loss, loss_mask: [B, A/cp]; a mask of None is all tokens.
+        batch_num_tokens, global_batch_size: counts of the step; the mean over them is multiplied by `dp_size`, which undoes the
+            average of gradients over data ranks.
+        global_valid_seqs, global_valid_toks: the same counts (of rows with a token) for a share without that factor.
+    """
+    step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
+    batch = dense_batch(loss, loss_mask, step=step, count_empty=False)
+    return _aggregated(batch, batch.logprobs, token_level_loss, (dp_size, batch_num_tokens, global_batch_size), step)
+
+
+class SFTLoss(nn.Module):
+    """Negative log-likelihood, aggregated as `aggregate_loss` does."""
+
+    def __init__(self, token_level_loss: bool = True) -> None:
+        super().__init__()
+        self.token_level_loss = token_level_loss
+
+    def forward(
+        self,
+        per_token_logps: Tensor,
+        loss_mask: Tensor,
+        dp_size: float = 1,
+        batch_num_tokens: Count | None = None,
+        global_batch_size: Count | None = None,
+        *,
+        global_valid_seqs: Count | None = None,
+        global_valid_toks: Count | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> Tensor:
+        """The loss, a scalar; see `aggregate_loss` for the counts."""
+        return aggregate_loss(
+            -per_token_logps,
+            loss_mask,
+            self.token_level_loss,
+            dp_size,
+            batch_num_tokens,
+            global_batch_size,
+            global_valid_seqs=global_valid_seqs,
+            global_valid_toks=global_valid_toks,
+            context_parallel_group=context_parallel_group,
+        )
+
+
+class ValueLoss(nn.Module):
+    """½·(V − R)², with `clip_eps` the larger of it and that of V clipped around V_old; aggregated as `aggregate_loss` does.
+
+    That of its article is what `token_level_loss=False` gives.
+    """
+
+    def __init__(self, clip_eps: float | None = None, token_level_loss: bool = True) -> None:
+        super().__init__()
+        self.clip_eps, self.token_level_loss = clip_eps, token_level_loss
+
+    def forward(
+        self,
+        values: Tensor,
+        old_values: Tensor,
+        returns: Tensor,
+        action_mask: Tensor | None = None,
+        dp_size: float = 1,
+        batch_num_tokens: Count | None = None,
+        global_batch_size: Count | None = None,
+        *,
+        global_valid_seqs: Count | None = None,
+        global_valid_toks: Count | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> Tensor:
+        """The loss, a scalar; see `aggregate_loss` for the counts.
+
+        Args:
+            values, old_values, returns: [B, A/cp]. action_mask: [B, A/cp], None is all tokens.
+        """
+        step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
+        fields = {"old": old_values, "returns": returns}
+        batch = dense_batch(values, action_mask, fields, step, count_empty=False)
+        error = squared_error(batch.logprobs, batch["returns"])
+        if self.clip_eps is not None:
+            error = clipped_squared_error(batch.logprobs, batch["returns"], batch["old"], self.clip_eps)
+        totals = (dp_size, batch_num_tokens, global_batch_size)
+        return 0.5 * _aggregated(batch, error, self.token_level_loss, totals, step)

@@ -1,0 +1,266 @@
+"""Losses of pairs and of labelled responses that LightRFT and OpenRLHF have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from parallel_rl.compat.dense import Count, as_count, row_mean
+from parallel_rl.groups import ParallelGroups, group_rank
+from parallel_rl.objectives.kl import straight_through
+from parallel_rl.objectives.preference import dpo, ipo, kto_desirable, kto_undesirable
+from parallel_rl.objectives.reward import log_exp, log_sigmoid
+from parallel_rl.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def pairs(seqs: Count | None) -> Count | None:
+    """Pairs of the step from its sequences, chosen and rejected ones."""
+    return None if seqs is None else as_count(seqs) / 2
+
+
+class PairWiseLoss(nn.Module):
+    """Bradley-Terry loss of a reward model, −log σ(r_chosen − r_rejected − margin), a mean over all; 0 of none."""
+
+    def forward(
+        self,
+        chosen_reward: Tensor,
+        reject_reward: Tensor,
+        margin: Tensor | float | None = None,
+        *,
+        global_valid_seqs: Count | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> Tensor:
+        """The loss, a scalar; with `global_valid_seqs` (both rows of each pair count) this rank's share.
+
+        Args:
+            chosen_reward, reject_reward: any shape, whole on every context rank. margin: broadcast.
+        """
+        losses = log_sigmoid(chosen_reward, reject_reward, 0.0 if margin is None else margin)
+        return row_mean(losses, pairs(global_valid_seqs), context_parallel_group)
+
+
+class LogExpLoss(nn.Module):
+    """log(1 + exp(r_rejected − r_chosen)), a mean over all; 0 of none. The margin has no effect.
+
+    Where the origin overflows (Q21: beyond 88 in float32) this is the finite number. Paper: arXiv 2204.05862.
+    """
+
+    def forward(
+        self,
+        chosen_reward: Tensor,
+        reject_reward: Tensor,
+        margin: Tensor | float | None = None,
+        *,
+        global_valid_seqs: Count | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> Tensor:
+        """The loss, a scalar; with `global_valid_seqs` (both rows of each pair count) this rank's share."""
+        return row_mean(log_exp(chosen_reward, reject_reward), pairs(global_valid_seqs), context_parallel_group)
+
+
+class DPOLoss(nn.Module):
+    """DPO, cDPO with `label_smoothing`, or IPO, a mean over pairs; 0 of none.
+
+    IPO is on sums of log-probs as the caller gives them, where its authors take means over tokens (Q17: the library's
+    `DPOLossFn` has both); label_smoothing has no effect on it.
+
+    Papers: arXiv 2305.18290; ericmitchell.ai/cdpo.pdf; 2310.12036.
+    """
+
+    def __init__(self, beta: float, label_smoothing: float = 0.0, ipo: bool = False) -> None:
+        super().__init__()
+        self.beta, self.label_smoothing, self.ipo = beta, label_smoothing, ipo
+
+    def forward(
+        self,
+        policy_chosen_logps: Tensor,
+        policy_rejected_logps: Tensor,
+        reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor,
+        *,
+        global_valid_seqs: Count | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, chosen_rewards, rejected_rewards); with `global_valid_seqs` (both rows of each pair) the loss is a share.
+
+        Args: four [P] log-probs of responses, whole on every context rank.
+        """
+        # Differences in the origin's order: large log-probs leave the same rounding.
+        policy, reference = (
+            policy_chosen_logps - policy_rejected_logps,
+            reference_chosen_logps - reference_rejected_logps,
+        )
+        losses = (
+            ipo(policy, reference, self.beta) if self.ipo else dpo(policy, reference, self.beta, self.label_smoothing)
+        )
+        loss = row_mean(losses, pairs(global_valid_seqs), context_parallel_group)
+        chosen_rewards = self.beta * (policy_chosen_logps - reference_chosen_logps).detach()
+        return loss, chosen_rewards, self.beta * (policy_rejected_logps - reference_rejected_logps).detach()
+
+
+class VanillaKTOLoss(nn.Module):
+    """KTO whose baseline is max(0, mean log-ratio) of the opposite class, a mean over both classes; 0 of none.
+
+    The baselines carry a gradient (Q19: a constant in the paper and in the library's `KTOLossFn`). Paper: arXiv 2402.01306.
+    """
+
+    def __init__(self, beta: float) -> None:
+        super().__init__()
+        self.beta = beta
+
+    def forward(
+        self,
+        policy_chosen_logps: Tensor,
+        policy_rejected_logps: Tensor,
+        reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor,
+        *,
+        data_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+        statistics: Statistics | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, chosen_rewards, rejected_rewards); with `statistics` or `data_parallel_group` the loss is a share.
+
+        Args:
+            policy_chosen_logps, ...: [n_c] and [n_r] log-probs of responses, whole on every context rank.
+            data_parallel_group: where every rank has all of its step in this call; it costs what `collect` and `reduce` cost.
+            statistics: the reduced result of `collect` otherwise.
+        """
+        own = (policy_chosen_logps - reference_chosen_logps, policy_rejected_logps - reference_rejected_logps)
+        if statistics is None:
+            logps = (policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps)
+            statistics = self.collect(*logps).reduce(ParallelGroups(data=data_parallel_group))
+        every = [statistics.samples[side].to(own[0]) for side in ("chosen", "rejected")]
+        there = [~each.isnan() for each in every]
+        # The mean of the step with the gradient of this rank's own.
+        means = [
+            straight_through(each.nansum(), mine.sum()) / where.sum().clamp(min=1)
+            for each, mine, where in zip(every, own, there, strict=True)
+        ]
+        chosen_kl, rejected_kl = (each.clamp(min=0) for each in means)
+        all_good, all_bad = (torch.ones_like(each, dtype=torch.bool) for each in own)
+        direct = self._sum(own[0], own[1], all_good, all_bad, chosen_kl.detach(), rejected_kl.detach())
+        through_means = self._sum(every[0], every[1], there[0], there[1], chosen_kl, rejected_kl)
+        count = (there[0].sum() + there[1].sum()).clamp(min=1)
+        loss = row_mean(straight_through(direct, direct + through_means), count, context_parallel_group)
+        return loss, self.beta * own[0].detach(), self.beta * own[1].detach()
+
+    @torch.no_grad()
+    def collect(
+        self,
+        policy_chosen_logps: Tensor,
+        policy_rejected_logps: Tensor,
+        reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor,
+        *,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> Statistics:
+        """This rank's part of the statistics of the step, the log-ratios; `+` joins micro-batches, then `reduce`."""
+        ratios = (policy_chosen_logps - reference_chosen_logps, policy_rejected_logps - reference_rejected_logps)
+        rows = max(len(each) for each in ratios)
+        mine = group_rank(context_parallel_group) == 0
+        samples = [pad(each if mine else each * torch.nan, (0, rows - len(each)), value=torch.nan) for each in ratios]
+        return Statistics({}, dict(zip(("chosen", "rejected"), samples, strict=True)))
+
+    def _sum(
+        self, chosen: Tensor, rejected: Tensor, good: Tensor, bad: Tensor, chosen_kl: Tensor, rejected_kl: Tensor
+    ) -> Tensor:
+        """Of the losses of both classes, where `good` and `bad` say that there is one."""
+        desirable = kto_desirable(torch.where(good, chosen, 0), rejected_kl, self.beta)
+        undesirable = kto_undesirable(torch.where(bad, rejected, 0), chosen_kl, self.beta)
+        return torch.where(good, desirable, 0).sum() + torch.where(bad, undesirable, 0).sum()
+
+
+class KTOLoss(nn.Module):
+    """KTO of desirable and undesirable responses in any numbers, a mean over both; 0 of none.
+
+    The baseline z₀ = max(0, mean log-ratio of the KL samples) is a constant. As in the origin, where torch.distributed runs,
+    it is the mean over the ranks of the default group of their own means, whatever their sizes, and the loss a mean over this
+    rank's own rows (Q18); a rank without KL samples counts as 0 (the origin: NaN everywhere). With `statistics` or
+    `data_parallel_group` both are means over the whole step. Without torch.distributed the rank is alone.
+
+    Papers: arXiv 2402.01306.
+    """
+
+    def __init__(
+        self, beta: float, desirable_weight: float, undesirable_weight: float, world_size: int, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.beta, self.world_size, self.device = beta, world_size, device
+        self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
+
+    def forward(
+        self,
+        policy_chosen_logps: Tensor,
+        policy_rejected_logps: Tensor,
+        policy_KL_logps: Tensor,
+        reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor,
+        reference_KL_logps: Tensor,
+        *,
+        data_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+        statistics: Statistics | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(loss, chosen_rewards, rejected_rewards, KL); with `statistics` or `data_parallel_group` the loss is a share.
+
+        Args:
+            policy_chosen_logps, ...: [n_c], [n_r] and [n_k] log-probs of responses, whole on every context rank.
+            data_parallel_group: where every rank has all of its step in this call; it costs what `collect` and `reduce` cost.
+            statistics: the reduced result of `collect` otherwise.
+        """
+        chosen, rejected = (
+            policy_chosen_logps - reference_chosen_logps,
+            policy_rejected_logps - reference_rejected_logps,
+        )
+        kl_ratios, count = (policy_KL_logps - reference_KL_logps).detach(), None
+        if data_parallel_group is not None and statistics is None:
+            statistics = self._collected(len(chosen) + len(rejected), kl_ratios).reduce(
+                ParallelGroups(data=data_parallel_group)
+            )
+        if statistics is not None:
+            kl = (statistics["kl_sum"] / statistics["kl_rows"].clamp(min=1)).to(kl_ratios)
+            count = statistics["rows"].clamp(min=1)
+        else:
+            kl = row_mean(kl_ratios)
+            if dist.is_available() and dist.is_initialized():
+                dist.all_reduce(kl)
+                kl = kl / self.world_size
+        kl = kl.clamp(min=0)
+        losses = torch.cat(
+            [
+                self.desirable_weight * kto_desirable(chosen, kl, self.beta),
+                self.undesirable_weight * kto_undesirable(rejected, kl, self.beta),
+            ]
+        )
+        loss = row_mean(losses, count, context_parallel_group)
+        return loss, self.beta * chosen.detach(), self.beta * rejected.detach(), kl
+
+    @torch.no_grad()
+    def collect(
+        self,
+        policy_chosen_logps: Tensor,
+        policy_rejected_logps: Tensor,
+        policy_KL_logps: Tensor,
+        reference_chosen_logps: Tensor,
+        reference_rejected_logps: Tensor,
+        reference_KL_logps: Tensor,
+        *,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> Statistics:
+        """This rank's part of the statistics of the step, from the call of the loss; `+` joins micro-batches, then `reduce`."""
+        rows, ratios = len(policy_chosen_logps) + len(policy_rejected_logps), policy_KL_logps - reference_KL_logps
+        return self._collected(rows, ratios, mine=group_rank(context_parallel_group) == 0)
+
+    def _collected(self, rows: int, kl_ratios: Tensor, mine: bool = True) -> Statistics:
+        sums = {"rows": rows, "kl_rows": len(kl_ratios), "kl_sum": kl_ratios.sum(dtype=torch.float64)}
+        return Statistics(
+            {name: torch.as_tensor(value, device=kl_ratios.device) * mine for name, value in sums.items()}
+        )

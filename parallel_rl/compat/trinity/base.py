@@ -1,0 +1,128 @@
+"""What all policy losses of Trinity-RFT share: the names of its trainers, the way they are called, and what they return."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from parallel_rl.compat.dense import DenseBatch, Step
+from parallel_rl.config import nearest
+from parallel_rl.reduce import Aggregation, Metric, Metrics
+
+Result = tuple[Tensor, Mapping[str, "float | Tensor"]]
+CallT = TypeVar("CallT", bound=Callable[..., object])
+
+
+class KeyMapper:
+    """Names of tensors in a trainer, and in Trinity."""
+
+    def __init__(self, to_trinity_map: Mapping[str, str]) -> None:
+        self.to_trinity_map = dict(to_trinity_map)
+        self.from_trinity_map = {theirs: ours for ours, theirs in to_trinity_map.items()}
+
+    def to_trinity(self, key: str) -> str:
+        """Trinity's name of the trainer's `key`; the key itself where there is no other."""
+        return self.to_trinity_map.get(key, key)
+
+    def from_trinity(self, key: str) -> str:
+        """The trainer's name of Trinity's `key`; the key itself where there is no other."""
+        return self.from_trinity_map.get(key, key)
+
+
+ALL_MAPPERS = {
+    "verl": KeyMapper(
+        {
+            "log_prob": "logprob",
+            "old_log_probs": "old_logprob",
+            "ref_log_prob": "ref_logprob",
+            "response_mask": "action_mask",
+            "advantages": "advantages",
+        }
+    ),
+    "tinker": KeyMapper({}),
+}
+
+
+def trinity_call(call: CallT) -> CallT:
+    """Takes keywords by the names of the loss's backend, and drops those that the loss does not know."""
+    known = set(inspect.signature(call).parameters)
+
+    @functools.wraps(call)
+    def wrapper(self: PolicyLossFn, *args: object, **kwargs: object) -> object:
+        named = {self.mapper.to_trinity(key): value for key, value in kwargs.items()}
+        return call(self, *args, **{key: value for key, value in named.items() if key in known})
+
+    return cast(CallT, wrapper)
+
+
+class PolicyLossFn(ABC):
+    """A policy loss on log-probs [B, T] of responses: `loss, metrics = fn(logprob, ...)`.
+
+    The tensors come in the order of the call or as keywords, by Trinity's names or by those of `backend`; keywords that the
+    loss does not know are dropped. Beside them every loss takes global_valid_seqs and global_valid_toks, the counts of the
+    whole optimizer step, and context_parallel_group, over which the tokens of each row are spread ([B, T/cp], all tensors
+    cut alike).
+
+    Returns:
+        The loss and its metrics by the origin's names: a dict of floats; with the counts of the step or a context group a
+        `Metrics` of this rank's shares, for `reduce_metrics`.
+    """
+
+    __call__: Callable[..., Result]
+
+    def __init__(self, backend: str = "verl") -> None:
+        if backend not in ALL_MAPPERS:
+            raise ValueError(f"backend = {backend!r} is not valid; {nearest(backend, ALL_MAPPERS)}")
+        self.backend = backend
+        self.mapper = ALL_MAPPERS[backend]
+
+    @property
+    def select_keys(self) -> list[str]:
+        """The tensors that the loss reads beside the log-probs, by the backend's names."""
+        parameters = inspect.signature(type(self).__call__).parameters.values()
+        keys = [each.name for each in parameters if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        return [self.mapper.from_trinity(key) for key in keys if key not in ("self", "logprob")]
+
+    @classmethod
+    @abstractmethod
+    def default_args(cls) -> dict[str, object]:
+        """Arguments of the constructor where a config gives none."""
+
+
+def aggregation(mode: str) -> Aggregation:
+    """The library's mode under which `scaled` gives Trinity's `loss_agg_mode`.
+
+    Raises:
+        ValueError: another mode than token-mean, seq-mean-token-sum, seq-mean-token-mean or seq-mean-token-sum-norm.
+    """
+    modes: dict[str, Aggregation] = {
+        "token-mean": "token-mean",
+        "seq-mean-token-sum": "seq-mean-token-sum",
+        "seq-mean-token-mean": "seq-mean-token-mean",
+        "seq-mean-token-sum-norm": "seq-mean-token-sum",
+    }
+    if mode not in modes:
+        raise ValueError(f"loss_agg_mode = {mode!r} is not valid; {nearest(mode, modes)}")
+    return modes[mode]
+
+
+def scaled(loss: Tensor, batch: DenseBatch, mode: str) -> Tensor:
+    """The share after Trinity's denominator: seq-mean-token-sum-norm divides by the padded width alone (Q40)."""
+    if mode != "seq-mean-token-sum-norm":
+        return loss
+    width = batch.layout.shape[1] * batch.layout.cp_size
+    return (loss * batch.counts.seqs / max(width, 1)).to(loss.dtype)
+
+
+def reported(metrics: Mapping[str, Metric], step: Step) -> Mapping[str, float | Tensor]:
+    """Floats, with one copy from the device, where the call is all of the step; else the shares."""
+    if not step.alone or not metrics:
+        return Metrics(metrics)
+    values = torch.stack([metric.value.detach().double() for metric in metrics.values()])
+    return dict(zip(metrics, values.tolist(), strict=True))

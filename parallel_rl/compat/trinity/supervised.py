@@ -1,0 +1,169 @@
+"""Trinity-RFT's losses without an advantage: SFT, SFT-IS, SFT-phi, and DPO."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_rl.compat.dense import Count, DenseBatch, Step, dense_batch
+from parallel_rl.compat.trinity.base import PolicyLossFn, Result, aggregation, reported, scaled, trinity_call
+from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
+from parallel_rl.losses.pairs import response_sum
+from parallel_rl.objectives.kl import straight_through
+from parallel_rl.objectives.preference import dpo
+from parallel_rl.reduce import Metric
+from parallel_rl.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class SFTLossFn(PolicyLossFn):
+    """Negative log-likelihood. Metrics: sft_loss."""
+
+    metric_name = "sft_loss"
+
+    def __init__(self, backend: str = "verl", loss_agg_mode: str = "token-mean") -> None:
+        super().__init__(backend)
+        self.loss_agg_mode = loss_agg_mode
+        self.loss_fn = NLLLoss(self._config())
+
+    def _config(self) -> NLLLossConfig:
+        return NLLLossConfig(aggregation=aggregation(self.loss_agg_mode))
+
+    @trinity_call
+    def __call__(
+        self,
+        logprob: Tensor,
+        action_mask: Tensor,
+        *,
+        global_valid_seqs: Count | None = None,
+        global_valid_toks: Count | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+        **kwargs: object,
+    ) -> Result:
+        """The loss and its metrics, see `PolicyLossFn`."""
+        step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
+        loss, metrics = self.share(dense_batch(logprob, action_mask, step=step))
+        return loss, reported(metrics, step)
+
+    def share(self, batch: DenseBatch) -> tuple[Tensor, dict[str, Metric]]:
+        """The share of the loss of a batch, and its metrics."""
+        loss = scaled(self.loss_fn.compute(batch)[0], batch, self.loss_agg_mode)
+        return loss, {self.metric_name: Metric("share", loss)}
+
+    @classmethod
+    def default_args(cls) -> dict[str, object]:
+        return {"loss_agg_mode": "token-mean"}
+
+
+class SFTISLossFn(SFTLossFn):
+    """SFT weighted by the token's own probability, −sg[e^l]·l. Metrics: sft_is_loss. Paper: arXiv 2508.05629."""
+
+    metric_name = "sft_is_loss"
+
+    def _config(self) -> NLLLossConfig:
+        return NLLLossConfig("probability", aggregation=aggregation(self.loss_agg_mode))
+
+
+class SFTPhiLossFn(SFTLossFn):
+    """SFT weighted by φ(p) = p·(1 − p), −sg[φ(e^l)]·min(l, log cutoff_prob).
+
+    cutoff_prob: in (0, 1]; a token likelier than it has a value and no gradient. Metrics: sft_phi_loss.
+
+    Paper: CHORD, arXiv 2508.11408.
+    """
+
+    metric_name = "sft_phi_loss"
+
+    def __init__(self, backend: str = "verl", loss_agg_mode: str = "token-mean", cutoff_prob: float = 1.0) -> None:
+        self.cutoff_prob = cutoff_prob
+        super().__init__(backend, loss_agg_mode)
+
+    def _config(self) -> NLLLossConfig:
+        return NLLLossConfig("phi", self.cutoff_prob, aggregation=aggregation(self.loss_agg_mode))
+
+    @classmethod
+    def default_args(cls) -> dict[str, object]:
+        return {"loss_agg_mode": "token-mean", "cutoff_prob": 1.0}
+
+
+class DPOLossFn(PolicyLossFn):
+    """DPO (cDPO with label_smoothing) of rows chosen, rejected, chosen, ...; of all pairs as if they were one.
+
+    The origin sums the log-ratios of all pairs before the sigmoid (Q36), so it is DPO where the step has one pair; the
+    library's `DPOLossFn` has the mean over pairs. With the counts of the step it needs `statistics`, the reduced result of
+    `collect`.
+
+    Metrics: chosen_reward, rejected_reward (β times the sums), accuracy_mean, dpo_loss. Paper: arXiv 2305.18290.
+    """
+
+    def __init__(self, backend: str = "verl", beta: float = 0.1, label_smoothing: float = 0.0) -> None:
+        super().__init__(backend)
+        self.beta, self.label_smoothing = beta, label_smoothing
+
+    @trinity_call
+    def __call__(
+        self,
+        logprob: Tensor,
+        ref_logprob: Tensor,
+        action_mask: Tensor,
+        *,
+        global_valid_seqs: Count | None = None,
+        global_valid_toks: Count | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+        statistics: Statistics | None = None,
+        **kwargs: object,
+    ) -> Result:
+        """The loss and its metrics, see `PolicyLossFn`.
+
+        Raises:
+            ValueError: counts of the step without `statistics`, or the other way round.
+        """
+        step = Step(global_valid_seqs, global_valid_toks, context_parallel_group, statistics).with_statistics()
+        batch = dense_batch(logprob, action_mask, {"ref": ref_logprob}, step)
+        chosen, rejected = self._sums(batch)
+        part = 1.0 if statistics is None else len(logprob) / batch.counts.seqs
+        if statistics is not None:  # the sums of the step, with the gradient of this rank's own
+            chosen = straight_through(statistics["chosen"].to(chosen.device), chosen)
+            rejected = straight_through(statistics["rejected"].to(rejected.device), rejected)
+        whole = dpo(chosen, rejected, self.beta, self.label_smoothing).to(batch.logprobs.dtype) / batch.layout.cp_size
+        loss = straight_through(whole * part, whole)
+        here, one = torch.ones_like(chosen, dtype=torch.bool), torch.ones_like(chosen)
+        metrics = {
+            "chosen_reward": batch.sequence_mean(self.beta * chosen * part, here, one),
+            "rejected_reward": batch.sequence_mean(self.beta * rejected * part, here, one),
+            "accuracy_mean": batch.sequence_mean((chosen > rejected) * part, here, one),
+            "dpo_loss": Metric("share", loss),
+        }
+        return loss, reported(metrics, step)
+
+    @torch.no_grad()
+    @trinity_call
+    def collect(
+        self,
+        logprob: Tensor,
+        ref_logprob: Tensor,
+        action_mask: Tensor,
+        *,
+        context_parallel_group: ProcessGroup | None = None,
+        **kwargs: object,
+    ) -> Statistics:
+        """This micro-batch's part of the statistics of the step; `+` joins micro-batches, then `reduce`."""
+        step = Step(context_group=context_parallel_group)
+        batch = dense_batch(logprob, action_mask, {"ref": ref_logprob}, step)
+        chosen, rejected = self._sums(batch)
+        here, one = torch.ones_like(chosen, dtype=torch.bool), torch.ones_like(chosen)
+        sums = {"chosen": chosen, "rejected": rejected}
+        return Statistics({name: batch.sequence_mean(value, here, one).value for name, value in sums.items()})
+
+    def _sums(self, batch: DenseBatch) -> tuple[Tensor, Tensor]:
+        """Log-ratios of all chosen, and of all rejected tokens: 0-dim, float64."""
+        per_row = response_sum(batch, batch.logprobs - batch["ref"])
+        return per_row[::2].sum(), per_row[1::2].sum()
+
+    @classmethod
+    def default_args(cls) -> dict[str, object]:
+        return {"beta": 0.1, "label_smoothing": 0.0}
