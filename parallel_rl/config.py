@@ -28,9 +28,10 @@ def configure(cls: type[ConfigT], value: ConfigT | Mapping | str | None = None, 
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     if isinstance(value, cls):
-        for key in fields:  # a dataclass itself takes anything for a Literal
-            _convert(hints[key], getattr(value, key), f"{where}.{key}" if where else key)
-        return value
+        # a dataclass itself takes anything for a Literal, and mappings for nested dataclasses
+        given = {key: getattr(value, key) for key in fields}
+        right = {key: _convert(hints[key], item, f"{where}.{key}" if where else key) for key, item in given.items()}
+        return value if all(right[key] is given[key] for key in fields) else dataclasses.replace(value, **right)  # type: ignore[type-var]
     name = where or cls.__name__
     if value is not None and not isinstance(value, Mapping):
         raise ValueError(f"{name} must be a mapping or a {cls.__name__}, got {value!r}")

@@ -31,6 +31,10 @@ class Statistics(Mapping[str, Tensor]):
         self.samples = {name: value.detach().to(torch.float64) for name, value in (samples or {}).items()}
 
     def __getitem__(self, name: str) -> Tensor:
+        if name not in self._sums:
+            raise ValueError(
+                f"statistics hold {sorted(self._sums)}, not {name!r}: they are of another loss or configuration"
+            )
         return self._sums[name]
 
     def __iter__(self) -> Iterator[str]:

@@ -246,6 +246,10 @@ class LossFn(ABC, Generic[ConfigT]):
                         else "takes no statistics="
                     )
                 )
+            if statistics is not None and not isinstance(statistics, Statistics):
+                raise ValueError(
+                    f"statistics must be a Statistics, the reduced result of collect(...), got {statistics!r}"
+                )
             check_rank(rank, tensor_group)
             for name, count in (("global_valid_seqs", global_valid_seqs), ("global_valid_toks", global_valid_toks)):
                 if not isinstance(count, (int, float, Tensor)) or torch.as_tensor(count).numel() != 1:

@@ -183,10 +183,15 @@ class TokenBatch:
         return Metric("count", self._owned(mask.sum(dtype=torch.float64)))
 
     def token_min(self, x: Tensor) -> Metric:
-        return Metric("min", torch.where(self.mask, x.detach(), torch.inf).amin())
+        return Metric("min", self._extremum(torch.where(self.mask, x.detach(), torch.inf), torch.inf).amin())
 
     def token_max(self, x: Tensor) -> Metric:
-        return Metric("max", torch.where(self.mask, x.detach(), -torch.inf).amax())
+        return Metric("max", self._extremum(torch.where(self.mask, x.detach(), -torch.inf), -torch.inf).amax())
+
+    @staticmethod
+    def _extremum(x: Tensor, nothing: float) -> Tensor:
+        """With one entry at least, for a rank without a row."""
+        return torch.cat([x, x.new_full((1,), nothing)])
 
     def _owned(self, value: Tensor) -> Tensor:
         return value if group_rank(self.context_group) == 0 else torch.zeros_like(value)

@@ -11,6 +11,7 @@ from parallel_rl.losses.off_policy import importance_weight
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.losses.policy_config import ImportanceConfig, PolicyLossConfig
 from parallel_rl.objectives.kl import jensen_shannon_estimate, kl_estimate
+from parallel_rl.objectives.ratio import safe_exp
 from parallel_rl.objectives.surrogates import PolicyTerms
 from parallel_rl.reduce import Metric, Metrics
 
@@ -73,7 +74,7 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
             "gen_kl_error": kl_estimate(generation, prev, kind),
             "policy_kl_error": kl_estimate(prev, generation, kind),
             "js_divergence_error": jensen_shannon_estimate(prev, generation),
-            "approx_entropy": -(logprobs - generation).exp() * logprobs,
+            "approx_entropy": -safe_exp(logprobs - generation) * logprobs,
             "entropy": batch.entropy,
         }
         metrics = {name: batch.token_mean(value) for name, value in per_token.items()}

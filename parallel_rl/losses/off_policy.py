@@ -17,7 +17,8 @@ from parallel_rl.reduce import Metric
 @torch.no_grad()
 def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig) -> tuple[Tensor, dict[str, Metric]]:
     """ω [T_local] after truncation, and its metrics."""
-    log_weight, by_sequence = prev - batch["generation_logprobs"], config.level != "token"
+    # In float64: a weight that only float32 cannot hold is large, and is truncated as such.
+    log_weight, by_sequence = prev.double() - batch["generation_logprobs"], config.level != "token"
     if by_sequence:
         log_weight = (batch.segment_mean if config.level == "sequence-mean" else batch.segment_sum)(log_weight)
     weight, low, high = exp_or_zero(log_weight), config.low, config.high
@@ -31,6 +32,8 @@ def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig)
         outside = out_of_bounds(weight, low, high)
         metrics["is_oob_ratio"] = batch.token_mean(batch.expand(outside) if by_sequence else outside)
         weight = truncated(weight, config.mode, low, high)
+    weight = weight.to(prev.dtype)
+    weight = torch.where(weight.isfinite(), weight, 0)
     metrics["sampling_importance_ratio"] = batch.sequence_mean(weight) if by_sequence else batch.token_mean(weight)
     return batch.expand(weight) if by_sequence else weight, metrics
 
@@ -70,6 +73,8 @@ def off_policy_keep(batch: TokenBatch, log_ratio: Tensor, config: OffPolicyMaskC
 
 def entropy_threshold(samples: Tensor, fraction: float) -> Tensor:
     """The (1 − fraction) quantile of the step's entropies, linear between the two nearest; NaN samples do not count."""
+    if not samples.numel():  # a step without a row
+        return samples.new_tensor(torch.nan)
     ordered = samples.sort().values  # NaN last
     count = (~samples.isnan()).sum()
     place = (count - 1).clamp(min=0).double() * (1 - fraction)

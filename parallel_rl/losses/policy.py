@@ -104,14 +104,16 @@ class PolicyLoss(LossFn[ConfigT]):
         cfg, prev = self.policy, self._prev(batch)
         terms = self._terms(batch, prev)
         weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
-        surrogate, weights, metrics = self._masked(batch, prev, cfg.surrogate(terms), terms, weights)
+        kept, weights, metrics = self._kept(batch, prev, weights)
+        surrogate, more = self._masked(batch, prev, cfg.surrogate(terms), terms, kept)
+        metrics |= more
         loss = batch.weighted_sum(surrogate, weights)
         metrics["policy_loss"] = Metric("share", loss)
         if cfg.kl is not None:
-            kl = batch.weighted_sum(self._kl(batch, prev), weights)
+            kl = batch.weighted_sum(torch.where(kept, self._kl(batch, prev), 0), weights)
             loss, metrics["kl_penalty"] = loss + cfg.kl.coefficient * kl, Metric("share", kl)
         if cfg.entropy_bonus:
-            loss = loss - cfg.entropy_bonus * batch.weighted_sum(batch.entropy, weights)
+            loss = loss - cfg.entropy_bonus * batch.weighted_sum(torch.where(kept, batch.entropy, 0), weights)
         if cfg.positive_nll_weight:
             assert batch.statistics is not None
             count = batch.statistics["positive_tokens"].clamp(min=1)
@@ -145,10 +147,23 @@ class PolicyLoss(LossFn[ConfigT]):
             random=None if (seed := cfg.surrogate.draw_seed) is None else batch.random(seed),
         )
 
+    def _kept(self, batch: TokenBatch, prev: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+        """[T_local] bool: the tokens that no rejection takes away, the weights of the sequences' tokens, and the metric."""
+        cfg, statistics = self.policy, batch.statistics
+        if cfg.rejection is None:
+            return batch.mask, weights, {}
+        kept = kept_tokens(batch, prev, cfg.rejection)
+        if cfg.rejection.denominator == "kept":
+            assert statistics is not None
+            counts = ValidCounts(*(statistics[f"kept_{of}"].clamp(min=1) for of in ("sequences", "tokens")))
+            rows = batch.segment_sum(kept.to(prev.dtype))
+            weights = token_weights(cfg.aggregation, rows, counts, cfg.max_length)
+        return kept, weights, {"rejected_fraction": batch.token_mean(~kept)}
+
     def _masked(
-        self, batch: TokenBatch, prev: Tensor, surrogate: Tensor, terms: PolicyTerms, weights: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-        """The surrogate after weights and masks, the weights of the sequences' tokens, and the metrics of both."""
+        self, batch: TokenBatch, prev: Tensor, surrogate: Tensor, terms: PolicyTerms, keep: Tensor
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """The surrogate after weights and masks, and the metrics of both."""
         cfg, statistics = self.policy, batch.statistics
         metrics: dict[str, Metric] = {}
         if cfg.importance is not None:
@@ -158,15 +173,6 @@ class PolicyLoss(LossFn[ConfigT]):
                 mean = statistics["importance_sum"] / batch.counts.toks
                 omega = omega / mean.clamp(min=1e-8).to(omega.dtype)
             surrogate = omega * surrogate
-        keep = batch.mask
-        if cfg.rejection is not None:
-            kept = kept_tokens(batch, prev, cfg.rejection)
-            metrics["rejected_fraction"], keep = batch.token_mean(~kept & batch.mask), keep & kept
-            if cfg.rejection.denominator == "kept":
-                assert statistics is not None
-                counts = ValidCounts(*(statistics[f"kept_{of}"].clamp(min=1) for of in ("sequences", "tokens")))
-                rows = batch.segment_sum(kept.to(surrogate.dtype))
-                weights = token_weights(cfg.aggregation, rows, counts, cfg.max_length)
         if cfg.off_policy_mask is not None:
             near = off_policy_keep(batch, terms.token_log_ratio, cfg.off_policy_mask)
             metrics["off_policy_masked"], keep = batch.token_mean(~near), keep & near
@@ -175,7 +181,7 @@ class PolicyLoss(LossFn[ConfigT]):
             keep = keep & (
                 batch.entropy.detach() >= entropy_threshold(statistics.samples["entropy"], cfg.entropy_filter)
             )
-        return torch.where(keep, surrogate, 0), weights, metrics
+        return torch.where(keep, surrogate, 0), metrics
 
     def _kl(self, batch: TokenBatch, prev: Tensor) -> Tensor:
         kl = self.policy.kl

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,6 +42,15 @@ class KLConfig:
         for name in ("weight_clamp", "input_clamp", "output_clamp"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} = {getattr(self, name)} must be positive, or None for no clamp")
+        if self.estimator == "k1" and self.gradient == "plain":
+            warnings.warn(
+                "a k1 estimate with its plain gradient regularises nothing in expectation; see objectives.kl",
+                stacklevel=2,
+            )
+        if self.estimator == "k2" and self.gradient == "straight-through":
+            raise ValueError(
+                "gradient = 'straight-through' is that of k2, so it has no effect with estimator = 'k2'; leave it out"
+            )
         if self.weight_clamp is not None and self.gradient != "old":
             raise ValueError(f"weight_clamp = {self.weight_clamp} has no effect with gradient = {self.gradient!r}")
         if self.estimator == "low_var_kl" and (self.input_clamp is not None or self.output_clamp is not None):
@@ -102,7 +112,10 @@ class RejectionRule:
 
 @dataclass(frozen=True)
 class RejectionConfig:
-    """Every rule must pass. denominator: counts of all valid tokens and sequences ("original"), or of the step's kept ones."""
+    """What a rule rejects carries no surrogate, no KL and no entropy bonus.
+
+    rules: every one must pass. denominator: counts of all valid tokens and sequences ("original"), or of the step's kept ones.
+    """
 
     rules: tuple[RejectionRule, ...]
     denominator: Literal["original", "kept"] = "original"
@@ -121,6 +134,10 @@ class OffPolicyMaskConfig:
 
     delta: float
     behaviour: Literal["prev", "generation"] = "prev"
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.delta):
+            raise ValueError(f"delta = {self.delta} must be a finite number")
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class ValueLossConfig:
     scale: of the loss, beside its ½. cliprange: c, how far V may move from `values` before the loss stops to follow; None is
         off. aggregation: how tokens are averaged. max_length: L_max of "constant-length".
     head_position: "predictor": column t of the data speaks of the head's output at t − 1, the state before token t; "token":
-        of that at t (NeMo-RL), column 0 included.
+        of that at t (NeMo-RL): column 0, where its token is valid, then enters every sum, though N_tok does not count it.
     """
 
     scale: float = 1.0

@@ -90,6 +90,8 @@ class ClipCov(Surrogate, name="clip_cov"):
 class KLCov(Surrogate, name="kl_cov"):
     """x = −A·ρ, plus coefficient·|l − l_old| on the max(⌊fraction·N⌋, 1) valid tokens of the step with the largest covariance.
 
+    Equal covariances are penalised together, but never those that are 0: where all advantages are equal nothing covaries.
+
     Paper: arXiv 2505.22617.
     """
 
@@ -109,5 +111,5 @@ class KLCov(Surrogate, name="kl_cov"):
     def __call__(self, terms: PolicyTerms) -> Tensor:
         here, step = _covariance(terms)
         bound = _kth_largest(step.nan_to_num(nan=-torch.inf), _number(step, self.fraction))
-        penalty = torch.where(here >= bound, self.coefficient * terms.token_log_ratio.abs(), 0)
+        penalty = torch.where((here >= bound) & (here != 0), self.coefficient * terms.token_log_ratio.abs(), 0)
         return -terms.advantages * terms.ratio + penalty

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.config import Variants
-from parallel_rl.objectives.ratio import cispo, clipped_surrogate
+from parallel_rl.objectives.ratio import cispo, clipped_surrogate, safe_exp
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class GMPO(Surrogate, name="gmpo"):
     def __call__(self, terms: PolicyTerms) -> Tensor:
         sign, y = terms.advantages.sign(), terms.token_log_ratio
         clipped = sign * torch.minimum(sign * y, sign * y.clamp(-self.clip_low, self.clip_high))
-        return -terms.advantages * terms.sequence_mean(clipped).exp()
+        return -terms.advantages * safe_exp(terms.sequence_mean(clipped))
 
 
 @dataclass(frozen=True)

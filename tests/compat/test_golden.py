@@ -34,7 +34,7 @@ def of_trinity(name: str, **options: object) -> object:
 
 
 def of_openrlhf(**options: object) -> object:
-    return lambda x: openrlhf.PolicyLoss(**options)(x, OLD, A, MASK, BEH)[0]
+    return lambda x: openrlhf.PolicyLoss(**{"clip_eps_low": 0.2, **options})(x, OLD, A, MASK, BEH)[0]
 
 
 def of_lightrft(**options: object) -> object:
@@ -133,9 +133,11 @@ def test_preferences(origin: object) -> None:
 
 
 def test_values_of_critics() -> None:
-    clipped = openrlhf.ValueLoss(0.2)(VALUES, OLD_VALUES, RETURNS, MASK)
+    clipped = openrlhf.ValueLoss(0.2, True)(VALUES, OLD_VALUES, RETURNS, MASK)
     plain = lightrft.ValueLoss()(VALUES, OLD_VALUES, RETURNS, MASK)
     assert (clipped.item(), plain.item()) == pytest.approx((0.297222, 0.314444), abs=5.1e-7)
+    article = openrlhf.ValueLoss()(VALUES, OLD_VALUES, RETURNS, MASK)
+    assert article.item() == pytest.approx(0.314444, abs=5.1e-7)
 
 
 def test_distillation_is_the_cross_entropy() -> None:

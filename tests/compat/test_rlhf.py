@@ -109,7 +109,7 @@ def test_openrlhf_policy(options: dict, correction: dict, totals: dict) -> None:
 def test_openrlhf_policy_of_its_article() -> None:
     mine, theirs = both(3)
     keys = ("logprob", "old_logprob", "advantages", "action_mask")
-    loss = openrlhf.PolicyLoss(clip_eps=0.1)(*(mine[key] for key in keys))
+    loss = openrlhf.PolicyLoss(0.1)(*(mine[key] for key in keys))
     rows, _ = reference.openrlhf_rows(theirs, {"clip_eps_low": 0.1, "clip_eps_high": 0.1})
     assert_same(loss, mine["logprob"], mean_of_rows(rows), theirs["logprob"])
 

@@ -157,18 +157,18 @@ LIGHTRFT = SHARED | {
 OPENRLHF = SHARED | {
     "PolicyLoss": (
         {
-            "clip_eps_low": 0.2,
-            "clip_eps_high": 0.2,
+            "clip_eps": 0.2,  # alone the article's loss; the others make it the present source's
+            "clip_eps_high": None,
             "dual_clip": None,
-            "token_level_loss": True,
-            "policy_loss_type": "ppo",
-            "enable_vllm_is_correction": False,
+            "token_level_loss": None,
+            "policy_loss_type": None,
+            "enable_vllm_is_correction": None,
             "vllm_is_truncated_threshold": None,
-            "vllm_is_correction_type": "tis",
+            "vllm_is_correction_type": None,
         },
         POLICY | {"action_mask": None, "rollout_log_probs": None} | TOTALS,
     ),
-    "ValueLoss": ({"clip_eps": None, "token_level_loss": True}, VALUE | TOTALS),
+    "ValueLoss": ({"clip_eps": None, "token_level_loss": None}, VALUE | TOTALS),
     "GPTLMLoss": ({"ring_attn_group": None}, required(["logits", "labels"])),
     "SFTLoss": ({"token_level_loss": True}, required(["per_token_logps", "loss_mask"]) | TOTALS),
 }

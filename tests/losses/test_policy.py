@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import PolicyLossFn, count_valid, register_objective
+from parallel_rl import PolicyLossConfig, PolicyLossFn, Statistics, count_valid, register_objective
+from parallel_rl.losses import ImportanceConfig
 from parallel_rl.losses.batch import TokenBatch
 from tests.losses import test_user_objectives as twin
 from tests.losses.test_golden import coefficients, make
@@ -362,3 +363,71 @@ def test_only_what_is_read_must_be_there() -> None:
     del data["reference_policy_logprobs"]
     with pytest.raises(ValueError, match="data lacks the field 'reference_policy_logprobs'"):
         run({"kl": {"coefficient": 0.1}}, logits, data)
+
+
+def test_what_is_rejected_carries_no_kl_and_no_entropy() -> None:
+    """In a mean over sequences, where one is rejected as a whole."""
+    logits, data = random_batch(3)
+    rule = {"statistic": "k1", "low": 0.9, "high": 1.1, "level": "sequence-mean"}
+    data["advantages"] = torch.zeros_like(data["advantages"])
+    config = {
+        "surrogate": "reinforce",
+        "aggregation": SEQ,
+        "kl": {"coefficient": 1.0, "estimator": "k2", "gradient": "plain"},
+        "entropy_bonus": 0.5,
+        "rejection": {"rules": [rule], "denominator": "kept"},
+    }
+    loss = run(config, logits, data)
+    logp, valid = dense_logprobs(logits, data["input_ids"]), dense_valid(data)
+    logs = logits.log_softmax(-1)
+    entropy = torch.cat([torch.zeros(B, 1).double(), -(logs.exp() * logs).sum(-1)[:, :-1]], 1)
+    x = (logp - data["reference_policy_logprobs"]).square() / 2 - 0.5 * entropy
+    means = []
+    for i in range(B):
+        if valid[i].any():
+            a = (data["prev_logprobs"] - data["generation_logprobs"])[i][valid[i]].mean()
+            if math.log(0.9) <= a <= math.log(1.1):
+                means.append(x[i][valid[i]].mean())
+    assert 0 < len(means) < int(valid.any(1).sum())
+    torch.testing.assert_close(loss, torch.stack(means).mean(), rtol=1e-12, atol=0)
+
+
+def test_a_drift_beyond_all_measure_stays_finite() -> None:
+    logits, data = random_batch(6)
+    data["prev_logprobs"] = data["prev_logprobs"] - 1e3
+    for name in ("gmpo", "ppo", "vespo", "sapo", "topr", "kl_cov"):
+        leaf = logits.detach().float().requires_grad_()
+        loss = run({"surrogate": name}, leaf, data)
+        loss.backward()
+        assert bool(loss.isfinite()), name
+        assert leaf.grad is not None and bool(leaf.grad.isfinite().all()), name
+
+
+def test_equal_advantages_are_not_penalised() -> None:
+    logits, data = random_batch(6)
+    data["advantages"] = torch.zeros_like(data["advantages"])
+    assert run({"surrogate": "kl_cov"}, logits, data).item() == 0
+
+
+def test_a_weight_that_float32_cannot_hold_is_truncated() -> None:
+    logits, data = random_batch(6)
+    data["generation_logprobs"] = data["prev_logprobs"] - 93.0
+    for dtype in (torch.float64, torch.float32):
+        leaf = logits.detach().to(dtype)
+        loss_fn, counts = PolicyLossFn({"importance": {"mode": "tis", "high": 2.0}}), count_valid(data)
+        _, metrics = loss_fn(leaf, data, *counts)
+        assert metrics["sampling_importance_ratio"].item() == pytest.approx(2.0)
+
+
+def test_statistics_of_another_loss_are_refused() -> None:
+    logits, data = random_batch()
+    loss_fn, counts = PolicyLossFn({"positive_nll_weight": 0.1}), count_valid(data)
+    with pytest.raises(ValueError, match="statistics hold \\[\\], not 'positive_tokens'"):
+        loss_fn(logits, data, *counts, statistics=Statistics({}))
+    with pytest.raises(ValueError, match="statistics must be a Statistics"):
+        loss_fn(logits, data, *counts, statistics={"a": 1})  # type: ignore[arg-type]
+
+
+def test_a_config_instance_takes_mappings_inside() -> None:
+    loss_fn = PolicyLossFn(PolicyLossConfig(importance={"mode": "tis", "high": 2.0}))  # type: ignore[arg-type]
+    assert loss_fn.config.importance == ImportanceConfig(mode="tis", high=2.0)

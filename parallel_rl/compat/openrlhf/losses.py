@@ -105,12 +105,14 @@ class SFTLoss(nn.Module):
 class ValueLoss(nn.Module):
     """½·(V − R)², with `clip_eps` the larger of it and that of V clipped around V_old; aggregated as `aggregate_loss` does.
 
-    That of its article is what `token_level_loss=False` gives.
+    Without `token_level_loss` it is that of the article, a mean over all rows of their means over tokens; the present source
+    (0.11) has True by default.
     """
 
-    def __init__(self, clip_eps: float | None = None, token_level_loss: bool = True) -> None:
+    def __init__(self, clip_eps: float | None = None, token_level_loss: bool | None = None) -> None:
         super().__init__()
-        self.clip_eps, self.token_level_loss = clip_eps, token_level_loss
+        self.clip_eps, self.token_level_loss = clip_eps, bool(token_level_loss)
+        self.of_article = token_level_loss is None
 
     def forward(
         self,
@@ -133,7 +135,7 @@ class ValueLoss(nn.Module):
         """
         step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
         fields = {"old": old_values, "returns": returns}
-        batch = dense_batch(values, action_mask, fields, step, count_empty=False)
+        batch = dense_batch(values, action_mask, fields, step, count_empty=self.of_article)
         error = squared_error(batch.logprobs, batch["returns"])
         if self.clip_eps is not None:
             error = clipped_squared_error(batch.logprobs, batch["returns"], batch["old"], self.clip_eps)

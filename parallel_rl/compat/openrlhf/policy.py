@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(nn.Module):
-    """PPO or GSPO, with dual clip and correction of the sampler's mismatch; a mean over tokens or over rows.
+    """PPO by the article: clipped at 1 ± clip_eps, a mean over all rows of their means over tokens; returns the scalar.
+
+    With any option of the present source (0.11), clip_eps_low and clip_eps_high among them, it is that source's loss: PPO or
+    GSPO, with dual clip and correction of the sampler's mismatch, a mean over tokens or over rows that have any. `clip_eps` given
+    as the first of several positional arguments is then clip_eps_low.
 
         ppo   ρ = exp(clamp(l − l_old, ±20)), times ω of l_old − l_rollout where enable_vllm_is_correction
         gspo  ρ = exp(mean_t(l − l_old)), with the correction of l − l_rollout; always a mean over rows
@@ -29,33 +33,34 @@ class PolicyLoss(nn.Module):
     `low` (Q30); "icepop" takes 0 outside; "seq-mask-tis" drops rows whose geometric mean lies outside and keeps the token
     weights of the others as they are, not clamped (Q30).
 
-    `PolicyLoss(clip_eps=0.2)`, the signature of its article, is plain PPO without the clamp, a mean over all rows of their
-    means, and returns the scalar alone.
-
     Papers: arXiv 1707.06347, 1912.09729 (dual clip), 2507.18071 (GSPO).
     """
 
     def __init__(
         self,
-        clip_eps_low: float = 0.2,
-        clip_eps_high: float = 0.2,
+        clip_eps: float = 0.2,
+        clip_eps_high: float | None = None,
         dual_clip: float | None = None,
-        token_level_loss: bool = True,
-        policy_loss_type: Literal["ppo", "gspo"] = "ppo",
-        enable_vllm_is_correction: bool = False,
+        token_level_loss: bool | None = None,
+        policy_loss_type: Literal["ppo", "gspo"] | None = None,
+        enable_vllm_is_correction: bool | None = None,
         vllm_is_truncated_threshold: list[float] | None = None,
-        vllm_is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] = "tis",
+        vllm_is_correction_type: Literal["tis", "icepop", "seq-mask-tis"] | None = None,
         *,
-        clip_eps: float | None = None,
+        clip_eps_low: float | None = None,
     ) -> None:
         super().__init__()
-        self.clip_eps = clip_eps
-        self.clip_eps_low, self.clip_eps_high = (
-            (clip_eps_low, clip_eps_high) if clip_eps is None else (clip_eps, clip_eps)
-        )
+        present = (
+            clip_eps_low, clip_eps_high, dual_clip, token_level_loss, policy_loss_type, enable_vllm_is_correction,
+            vllm_is_truncated_threshold, vllm_is_correction_type,
+        )  # fmt: skip
+        self.of_article = all(option is None for option in present)
+        self.clip_eps_low = clip_eps if clip_eps_low is None else clip_eps_low
+        self.clip_eps_high = clip_eps_high if clip_eps_high is not None else clip_eps if self.of_article else 0.2
+        policy_loss_type, vllm_is_correction_type = policy_loss_type or "ppo", vllm_is_correction_type or "tis"
         self.dual_clip, self.policy_loss_type = dual_clip, policy_loss_type
-        self.token_level_loss = token_level_loss and policy_loss_type == "ppo" and clip_eps is None
-        self.enable_vllm_is_correction = enable_vllm_is_correction
+        self.token_level_loss = not self.of_article and token_level_loss is not False and policy_loss_type == "ppo"
+        self.enable_vllm_is_correction = bool(enable_vllm_is_correction)
         self.vllm_is_truncated_threshold = vllm_is_truncated_threshold
         self.vllm_is_correction_type = vllm_is_correction_type
         for name, value, valid in (
@@ -64,15 +69,13 @@ class PolicyLoss(nn.Module):
         ):
             if value not in valid:
                 raise ValueError(f"{name} = {value!r} is not valid; choose one of {', '.join(valid)}")
-        if clip_eps is not None and (dual_clip is not None or policy_loss_type != "ppo" or enable_vllm_is_correction):
-            raise ValueError(f"clip_eps = {clip_eps} is of the signature of the article, which has no other options")
         gspo = policy_loss_type == "gspo"
         self.loss_fn = PolicyLossFn(
             PolicyLossConfig(
                 PPO(self.clip_eps_low, self.clip_eps_high, dual_clip),
                 mode_of(self.token_level_loss),
                 ratio_level="sequence-mean" if gspo else "token",
-                log_ratio_clamp=None if gspo or clip_eps is not None else 20.0,
+                log_ratio_clamp=None if gspo or self.of_article else 20.0,
                 importance=self._importance() if enable_vllm_is_correction and not gspo else None,
             )
         )
@@ -121,12 +124,12 @@ class PolicyLoss(nn.Module):
                 fields["prev_logprobs"] = rollout_log_probs
             elif self.vllm_is_correction_type == "tis":  # an overflowing ω is clamped as well; the library's would be 0
                 fields["generation_logprobs"] = torch.maximum(rollout_log_probs, old_log_probs - MAX_EXPONENT)
-        batch = dense_batch(log_probs, action_mask, fields, step, count_empty=self.clip_eps is not None)
+        batch = dense_batch(log_probs, action_mask, fields, step, count_empty=self.of_article)
         totals = (dp_size, batch_num_tokens, global_batch_size)
         whole, factor = with_totals(batch, totals, self.token_level_loss, step)
         shares = self.loss_fn.shares(whole)
         loss = shares.loss * factor
-        if self.clip_eps is not None:
+        if self.of_article:
             return loss
         with torch.no_grad():
             plain = shares.terms.ratio * batch["advantages"]

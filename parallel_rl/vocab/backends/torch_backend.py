@@ -41,7 +41,7 @@ def shard_stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, backend: Bac
 
     Without entropy b is left out, [T, 3]: its sum costs as much as a.
     """
-    if z.shape[1] == 0:  # a shard that is all padding
+    if not z.numel():  # a shard that is all padding, or no rows
         empty = z.new_zeros((z.shape[0], 4 if entropy else 3), dtype=math_dtype(z.dtype))
         empty[:, 0::2] = -torch.inf
         return empty
@@ -62,7 +62,7 @@ def shard_grad(
         rows: [T, 4] (M, log A, c0, c1) of each row, or [T, 3] where every c1 is 0. ct: [T].
         keep: [T] rows that carry gradient; the others get an exact 0.
     """
-    if z.shape[1] == 0:
+    if not z.numel():
         return
     # The target's column by itself, from its logit as it was: comparing every column with y would cost as much as e^u.
     place = torch.arange(z.shape[0], device=z.device), y.clamp(min=0)
