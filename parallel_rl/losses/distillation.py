@@ -12,6 +12,7 @@ from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.batch import Alignment, TokenBatch
 from parallel_rl.objectives.distillation import Divergence, ForwardKL, mixed_kl, reverse_tail, with_tail
 from parallel_rl.reduce import Aggregation, Metric, Metrics, check_aggregation, token_weights, valid_tokens
+from parallel_rl.validation import checks_values
 from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.shards import shard_range
 from parallel_rl.vocab.topk import check_columns, column_log_probs, gather_columns
@@ -184,6 +185,15 @@ class DistillationLossFn(LossFn[DistillationLossConfig]):
         valid = valid.roll(-1, 1) if self.config.topk_alignment == "predictor" else valid
         span = shard_range(logits.shape[-1], tensor_group, self.options.vocab_size, self.options.vocab_start)
         check_columns("teacher_topk_indices", torch.where(valid[..., None], ids, 0), span.vocab_size)
+        if checks_values(ids):
+            ordered = ids.sort(-1).values
+            twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & valid
+            if bool(twice.any()):
+                row, column = twice.nonzero()[0].tolist()
+                raise ValueError(
+                    f"teacher_topk_indices = {ids[row, column].tolist()} at [{row}, {column}] names a token twice; "
+                    "the top-k are different tokens"
+                )
 
     def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         """The divergence of each position becomes the head."""

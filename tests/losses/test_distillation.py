@@ -292,3 +292,15 @@ def test_a_second_backward_of_consumed_logits_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="the first backward wrote its gradient over the logits"):
         loss.backward()
+
+
+def test_a_token_named_twice_is_refused() -> None:
+    data = {
+        "input_ids": torch.zeros(2, 3, dtype=torch.int64),
+        "token_mask": torch.ones(2, 3),
+        "sample_mask": torch.tensor([0, 1]),
+        "teacher_topk_logits": torch.zeros(2, 3, 2),
+        "teacher_topk_indices": torch.tensor([[[1, 1]] * 3, [[4, 2], [2, 4], [3, 3]]]),
+    }
+    with pytest.raises(ValueError, match=r"teacher_topk_indices = \[3, 3\] at \[1, 2\] names a token twice"):
+        DistillationLossFn()(torch.zeros(2, 3, 5), data, *count_valid(data))

@@ -23,8 +23,8 @@ class PolicyLoss(nn.Module):
     """PPO by the article: clipped at 1 ± clip_eps, a mean over all rows of their means over tokens; returns the scalar.
 
     With any option of the present source (0.11), clip_eps_low and clip_eps_high among them, it is that source's loss: PPO or
-    GSPO, with dual clip and correction of the sampler's mismatch, a mean over tokens or over rows that have any. `clip_eps` given
-    as the first of several positional arguments is then clip_eps_low.
+    GSPO, with dual clip and correction of the sampler's mismatch, a mean over tokens or over rows that have any. `clip_eps`
+    given as the first of several positional arguments is then clip_eps_low.
 
         ppo   ρ = exp(clamp(l − l_old, ±20)), times ω of l_old − l_rollout where enable_vllm_is_correction
         gspo  ρ = exp(mean_t(l − l_old)), with the correction of l − l_rollout; always a mean over rows
