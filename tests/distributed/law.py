@@ -111,7 +111,7 @@ CORE = [
     Case("prm", {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": REWARD_IDS}),
     Case("value", {"cliprange": 0.3, "scale": 0.4}),
     Case("clipped_pg", {**_GSPO, **_tis("tis", 0.7, 1.3)}),
-    Case("clipped_pg", {"positive_example_nll_weight": 0.1}),
+    Case("clipped_pg", {"positive_example_nll_weight": 0.3}),
     Case(
         "policy",
         {
@@ -185,7 +185,6 @@ MORE = [
     Case("clipped_pg", {**_GSPO, **_tis("tis", 0.7, 1.3)}),
     Case("clipped_pg", {**_GSPO, **_tis("icepop", 0.5, 2.0), "reference_policy_kl_penalty": 0.2}),
     Case("clipped_pg", {"use_cispo": True, "ratio_clip_min": 1.0, "ratio_clip_max": 0.1}),
-    Case("clipped_pg", {"positive_example_nll_weight": 0.1}),
     Case("clipped_pg", {**_GSPO, "force_on_policy_ratio": True, **_IS, "ratio_clip_min": 0.2, "ratio_clip_max": 0.2}),
     Case("test_entropy"),
     Case("test_entropy", {"aggregation": "seq-mean-token-mean"}),
