@@ -244,6 +244,9 @@ class PolicyLossConfig:
         if not (self.surrogate.uses_ratio or self.reads_prev) and self.log_ratio_clamp is not None:
             raise ValueError(f"log_ratio_clamp = {self.log_ratio_clamp} has no effect with the surrogate {name!r}")
         if self.on_policy:
+            reads = self.surrogate.uses_ratio or self.importance is not None or self.rejection is not None
+            if not reads:
+                raise ValueError(f"on_policy = True has no effect with the surrogate {name!r}, which has no ratio")
             wrong = {
                 "log_ratio_clamp": self.log_ratio_clamp is not None,
                 "ratio_level": level != "token",
