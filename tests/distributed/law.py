@@ -133,7 +133,7 @@ CORE = [
                 ],
                 "denominator": "kept",
             },
-            "kl": {"coefficient": 0.3, "gradient": "old", "weight_clamp": 1.1},
+            "kl": {"coefficient": 2.0, "gradient": "old", "weight_clamp": 1.1},
         },
     ),
     Case("full_distillation", {"divergence": {"name": "jsd", "beta": 0.3}, "teacher_temperature": 1.3}),
