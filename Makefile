@@ -22,10 +22,10 @@ demo: $(STAMP)  ## GRPO learns arithmetic on RANKS=4 CPU ranks (TP 2 x CP 2, seq
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m parallel_rl.cli train $(CONFIG) --run.resume never
 
 test: $(STAMP)  ## the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu and not slurm"
 
 test-all: $(STAMP)  ## the slow tests too
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not slurm"
 
 lint: $(STAMP)  ## ruff, shellcheck, bash -n
 	$(BIN)/ruff check .
