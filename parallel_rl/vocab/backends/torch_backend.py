@@ -46,6 +46,7 @@ def shard_stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, backend: Bac
         empty[:, 0::2] = -torch.inf
         return empty
     if _compiles(z, backend):
+        _vary_rows(z, y, inv_t)
         return _compiled(_stats)(z, y, inv_t, entropy)
     rows = _rows_per_block(z)
     return torch.cat(
@@ -68,6 +69,7 @@ def shard_grad(
     place = torch.arange(z.shape[0], device=z.device), y.clamp(min=0)
     at_target = _grad(z[place][:, None], inv_t, rows, keep)[:, 0] + torch.where(keep & (y >= 0), ct, 0.0)
     if _compiles(z, backend):
+        _vary_rows(z, inv_t, rows, keep, out)
         _compiled(_grad_in_place if out is z else _grad_to)(z, inv_t, rows, keep, out)
     else:
         block = _rows_per_block(z)
@@ -135,10 +137,17 @@ def _rows_per_block(z: Tensor) -> int:
 
 @cache
 def _compiled(function: Callable) -> Callable:
-    # Each dtype, stride and option makes a variant; past torch's limit (8) a whole shard would silently run eagerly.
+    # Each dtype, stride, width and option makes a variant; past torch's limit (8) a whole shard would silently run eagerly.
     raise_limit = torch._dynamo.config.patch(recompile_limit=32)
-    called: Callable = raise_limit(torch.compile(function, dynamic=True))
+    called: Callable = raise_limit(torch.compile(function))
     return called
+
+
+def _vary_rows(*tensors: Tensor) -> None:
+    """The number of rows changes from batch to batch, and one loop serves all; a known width makes it a tenth faster."""
+    if not torch.compiler.is_compiling():
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 @cache
