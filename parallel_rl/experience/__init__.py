@@ -1,6 +1,8 @@
 """From prompts to what a loss reads: samples, rewards, log-probs, KL, shaping, filtering, advantages."""
 
+from parallel_rl.experience.completions import Completion
 from parallel_rl.experience.drawing import Sources, text_rewards
+from parallel_rl.experience.generation import CompletionServer, CompletionServerConfig, CompletionServerError, Sampling
 from parallel_rl.experience.http import HTTPReward, HTTPRewardConfig, RewardServerError
 from parallel_rl.experience.kl_control import AdaptiveKLController, FixedKLController, kl_controller
 from parallel_rl.experience.maker import ExperienceMaker, Made
@@ -19,6 +21,10 @@ from parallel_rl.experience.shaping import (
 
 __all__ = [
     "AdaptiveKLController",
+    "Completion",
+    "CompletionServer",
+    "CompletionServerConfig",
+    "CompletionServerError",
     "DynamicSampling",
     "Experience",
     "ExperienceConfig",
@@ -32,6 +38,7 @@ __all__ = [
     "RewardServerError",
     "RunningMoments",
     "Samples",
+    "Sampling",
     "SoftOverlong",
     "Sources",
     "StopProperly",

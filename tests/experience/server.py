@@ -1,9 +1,10 @@
-"""A real reward server on this host, which answers as a test wants it to."""
+"""A real server on this host, for rewards or completions, which answers as a test wants it to."""
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,11 +14,14 @@ Answer = Callable[[int, dict], tuple[int, object]]
 
 
 class Server:
-    """`url`, and every request's JSON in the order of arrival."""
+    """`url` under `root`; every request's JSON, path and headers in the order of arrival; when each came (seconds)."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, root: str) -> None:
+        self.root, self.url = root, f"{root}/score"
         self.requests: list[dict] = []
+        self.paths: list[str] = []
+        self.headers: list[dict[str, str]] = []
+        self.times: list[float] = []
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
 
@@ -32,6 +36,9 @@ def serve(answer: Answer) -> Iterator[Server]:
             with state.lock:
                 number = len(state.requests)
                 state.requests.append(body)
+                state.paths.append(self.path)
+                state.headers.append(dict(self.headers))
+                state.times.append(time.monotonic())
                 state.at_once += 1
                 state.most_at_once = max(state.most_at_once, state.at_once)
             try:
@@ -50,8 +57,11 @@ def serve(answer: Answer) -> Iterator[Server]:
         def log_message(self, format: str, *args: object) -> None:
             """Says nothing."""
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state = Server(f"http://127.0.0.1:{httpd.server_address[1]}/score")
+    class Listener(ThreadingHTTPServer):
+        request_queue_size = 64  # five by default, and a client that comes in a crowd is turned away
+
+    httpd = Listener(("127.0.0.1", 0), Handler)
+    state = Server(f"http://127.0.0.1:{httpd.server_address[1]}")
     thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

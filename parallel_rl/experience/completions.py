@@ -1,0 +1,177 @@
+"""What completion servers answer, read and checked: token ids, their log-probs, how it ended, whose policy it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from parallel_rl.experience.posting import PassingError, read_json
+
+# the logarithm of a softmax in float32 can come out this far above 0
+_ROUNDING = 1e-5
+# what vLLM writes for −∞, which JSON lacks
+_MINUS_INFINITY = -9999.0
+_PREFIX = "token_id:"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The drawn tokens, the end token among them, and the log-prob of each.
+
+    Attributes:
+        stopped: it came to its end token; else it was cut off.
+        version: of the policy that drew it, where the server says so.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stopped: bool
+    version: int | None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What was asked for: these samples, of at most `max_tokens` tokens in [0, vocab_size), up to `end`."""
+
+    sample_ids: tuple[int, ...]
+    max_tokens: int
+    vocab_size: int
+    end: int
+
+
+def read_openai(answer: bytes, expected: Expected) -> list[Completion]:
+    """The completions in an answer of /v1/completions, in the order of the prompts.
+
+    Raises:
+        ValueError: what is missing or wrong, in which sample.
+        PassingError: a generation was aborted.
+    """
+    found = read_json(answer)
+    choices = found.get("choices") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(choices, list):
+        raise ValueError(f'the answer is not {{"choices": [...]}}: {answer[:200]!r}')
+    if len(choices) != len(expected.sample_ids):
+        raise ValueError(f"{len(choices)} choices came back for {len(expected.sample_ids)} samples")
+    metadata = found.get("metadata")
+    version = _version(metadata.get("weight_version") if isinstance(metadata, dict) else None)
+    by_index = {_mapping(choice, "choice").get("index"): choice for choice in choices}
+    if set(by_index) != set(range(len(choices))):
+        indices = [choice.get("index") for choice in choices]
+        raise ValueError(f"the choices have the indices {indices}; each of 0 to {len(choices) - 1} is needed once")
+    result = []
+    for index, sample in enumerate(expected.sample_ids):
+        where = f"sample {sample} (choice {index} of {len(choices)})"
+        result.append(_openai_choice(by_index[index], where, expected, version))
+    return result
+
+
+def read_native(answer: bytes, expected: Expected) -> list[Completion]:
+    """The completions in an answer of SGLang's /generate.
+
+    Raises:
+        ValueError: what is missing or wrong, in which sample.
+        PassingError: a generation was aborted.
+    """
+    found = read_json(answer)
+    if isinstance(found, dict) and "meta_info" in found:
+        found = [found]
+    if not isinstance(found, list):
+        raise ValueError(f"the answer is no list of completions: {answer[:200]!r}")
+    if len(found) != len(expected.sample_ids):
+        raise ValueError(f"{len(found)} completions came back for {len(expected.sample_ids)} samples")
+    result = []
+    for index, (sample, item) in enumerate(zip(expected.sample_ids, found, strict=True)):
+        where = f"sample {sample} (completion {index} of {len(found)})"
+        meta = _mapping(_mapping(item, where).get("meta_info"), f"{where}: meta_info")
+        pairs = meta.get("output_token_logprobs")
+        if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) >= 2 for pair in pairs):
+            raise ValueError(
+                f"{where}: meta_info.output_token_logprobs is {_short(pairs)}; [log-prob, id, ...] a token"
+            )
+        reason = meta.get("finish_reason")
+        kind = reason.get("type") if isinstance(reason, dict) else reason
+        tokens, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
+        result.append(_completion(tokens, logprobs, kind, where, expected, _version(meta.get("weight_version"))))
+    return result
+
+
+def _openai_choice(choice: object, where: str, expected: Expected, version: int | None) -> Completion:
+    given = _mapping(choice, where)
+    logprobs = given.get("logprobs")
+    if not isinstance(logprobs, dict) or not isinstance(logprobs.get("token_logprobs"), list):
+        raise ValueError(f"{where}: the log-probs are missing; logprobs is {_short(logprobs)}")
+    tokens = given.get("token_ids")
+    if tokens is None:
+        named = logprobs.get("tokens")
+        if not isinstance(named, list) or not all(isinstance(x, str) and x.startswith(_PREFIX) for x in named):
+            raise ValueError(
+                f"{where}: there are no token ids: neither token_ids nor tokens of the form 'token_id:7' "
+                f"(tokens is {_short(named)}); the server must know return_token_ids or return_tokens_as_token_ids"
+            )
+        tokens = [_integer(text[len(_PREFIX) :]) for text in named]
+    if not isinstance(tokens, list):
+        raise ValueError(f"{where}: token_ids is {_short(tokens)}; a list is needed")
+    return _completion(tokens, logprobs["token_logprobs"], given.get("finish_reason"), where, expected, version)
+
+
+def _completion(
+    tokens: list, logprobs: list, reason: object, where: str, expected: Expected, version: int | None
+) -> Completion:
+    if reason == "abort":
+        raise PassingError(f"{where}: the generation was aborted")
+    if reason not in ("stop", "length"):
+        raise ValueError(f"{where}: finish_reason is {reason!r}; 'stop' or 'length' is needed")
+    if len(tokens) != len(logprobs):
+        raise ValueError(f"{where}: {len(logprobs)} log-probs came back for {len(tokens)} tokens")
+    if not 1 <= len(tokens) <= expected.max_tokens:
+        raise ValueError(f"{where}: {len(tokens)} tokens came back; 1 to {expected.max_tokens} were asked for")
+    for place, token in enumerate(tokens):
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < expected.vocab_size:
+            raise ValueError(f"{where}: token {place} is {token!r}, outside the vocabulary [0, {expected.vocab_size})")
+    for place, value in enumerate(logprobs):
+        wrong = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+        if wrong or not _MINUS_INFINITY < value <= _ROUNDING:
+            raise ValueError(
+                f"{where}: the log-prob of token {place} is {value!r}; a finite number of at most 0 is needed"
+            )
+    if expected.end in tokens[:-1]:
+        raise ValueError(f"{where}: the end token {expected.end} stands before the end of {_short(tokens)}")
+    stopped = tokens[-1] == expected.end  # SGLang calls it "length" where the end token is the last that was allowed
+    if reason == "stop" and not stopped:
+        raise ValueError(
+            f"{where}: it stopped at token {tokens[-1]}; the end token {expected.end} and its log-prob must come back, too"
+        )
+    return Completion(tuple(tokens), tuple(min(float(x), 0.0) for x in logprobs), stopped, version)
+
+
+def _version(given: object) -> int | None:
+    """SGLang's weight_version is a text of the trainer's choice; "default" is what the server began with."""
+    if given is None:
+        return None
+    if given == "default":
+        return 0
+    number = _integer(given)
+    if number is None or number < 0:
+        raise ValueError(
+            f"the server's weight_version is {given!r}; a number of optimizer steps, or 'default', is needed"
+        )
+    return number
+
+
+def _integer(given: object) -> int | None:
+    try:
+        return int(str(given))
+    except ValueError:
+        return None
+
+
+def _mapping(value: object, where: str) -> Mapping:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is {_short(value)}; an object is needed")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

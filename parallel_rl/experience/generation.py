@@ -1,0 +1,263 @@
+"""Completions with log-probs from vLLM's or SGLang's servers: spread over several, bounded, tried again, checked."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+import torch
+
+from parallel_rl.experience.completions import Completion, Expected, read_native, read_openai
+from parallel_rl.experience.posting import Poster, PostingConfig, ServerError, Workers, check_url, gather, read_json
+from parallel_rl.vocab.sampling import sample_keys
+
+ResultT = TypeVar("ResultT")
+
+_APIS = {"openai": ("/v1/completions", read_openai), "sglang": ("/generate", read_native)}
+_SEEDS = (1 << 53) - 1  # what every JSON parser keeps exactly
+
+
+class CompletionServerError(ServerError):
+    """A completion server failed: the message names its URL, the attempt, the sample and what came back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionServerConfig(PostingConfig):
+    """Servers of one policy that give token ids and their log-probs; the rest is `PostingConfig`'s.
+
+    Attributes:
+        url: "http://host:port", or several, each of which serves the same policy; the least loaded is asked.
+        model: its name in requests (`api = "openai"` alone).
+        api: "openai" is /v1/completions of vLLM and SGLang; "sglang" is SGLang's own /generate.
+        api_key_env: the environment variable with the key that is sent as a bearer token.
+        batch_size: samples in a request. /v1/completions takes one seed a request, so that beyond 1 the draws depend on what
+            shares one; a prompt is never twice in a request, because engines would draw the same for both.
+    """
+
+    url: str | tuple[str, ...]
+    model: str | None = None
+    api: Literal["openai", "sglang"] = "openai"
+    api_key_env: str | None = None
+    timeout: float = 600.0
+    batch_size: int = 1
+    concurrency: int = 64
+
+    def __post_init__(self) -> None:
+        if not self.urls:
+            raise ValueError("url is empty; give at least one address")
+        for url in self.urls:
+            check_url(url)
+            if url.endswith("/v1"):
+                raise ValueError(f"url = {url!r} ends with /v1, which is added by itself; give the address before it")
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"url = {list(self.urls)} names a server twice")
+        if self.api == "openai" and not self.model:
+            raise ValueError(
+                f"model = {self.model!r} is missing; api = 'openai' needs the name under which it is served"
+            )
+        if self.api == "sglang" and self.model is not None:
+            raise ValueError(
+                f"model = {self.model!r} has no effect with api = 'sglang', which serves one; leave it out"
+            )
+        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
+            raise ValueError(
+                f"api_key_env = {self.api_key_env!r}: the environment has no such variable, or it is empty"
+            )
+        super().__post_init__()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The addresses, without a slash at the end."""
+        return tuple(url.rstrip("/") for url in ((self.url,) if isinstance(self.url, str) else self.url))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn: `max_tokens` at most, or up to `end`, at `temperature` from the whole vocabulary."""
+
+    max_tokens: int
+    end: int
+    vocab_size: int
+    temperature: float = 1.0
+    seed: int = 0
+
+
+class CompletionServer:
+    """Asks for completions of token-id prompts; at most `concurrency` requests run at a time, whoever called."""
+
+    def __init__(self, config: CompletionServerConfig, sampling: Sampling) -> None:
+        self.config, self.sampling = config, sampling
+        key = os.environ[config.api_key_env] if config.api_key_env is not None else None
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self._poster = Poster("completion server", config, CompletionServerError, headers)
+        self._secret = key
+        self._workers = Workers(config.concurrency)
+        self._loads = _Loads(config.urls)
+        self._stop = threading.Event()
+
+    def complete(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> list[Completion]:
+        """One completion of each of N prompts.
+
+        Args:
+            sample_ids: N integers that name the samples; the seed of a request comes from its first.
+
+        Raises:
+            ValueError: lists of different lengths, or an empty prompt.
+            CompletionServerError: the last attempt failed, or an answer is not what was asked for.
+        """
+        return gather(self.submit(prompts, sample_ids), self._stop)
+
+    def submit(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> list[Future[Completion]]:
+        """The same without waiting: one future a sample."""
+        if len(prompts) != len(sample_ids):
+            raise ValueError(f"{len(prompts)} prompts and {len(sample_ids)} sample_ids; they must be as many")
+        for sample, prompt in zip(sample_ids, prompts, strict=True):
+            if not prompt:
+                raise ValueError(f"the prompt of sample {sample} is empty; at least one token is needed")
+        # here, for torch has no place in threads that the end of the program may cut off
+        keys = sample_keys(
+            self.sampling.seed, torch.tensor(sample_ids, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        )
+        seeds: list[int] = (keys & _SEEDS).tolist()
+        found: list[Future[Completion]] = [Future() for _ in prompts]
+        for rows in _batches(prompts, self.config.batch_size):
+            asked, ids = [list(prompts[row]) for row in rows], tuple(sample_ids[row] for row in rows)
+            body = self._body(asked, [seeds[row] for row in rows])
+            request = self._workers.submit(lambda body=body, ids=ids: self._ask(body, ids))  # type: ignore[misc]
+            request.add_done_callback(lambda done, rows=rows: _share(done, [found[row] for row in rows]))  # type: ignore[misc]
+        return found
+
+    def close(self) -> None:
+        """No attempt begins any more: what is asked for fails, and nothing is asked again."""
+        self._stop.set()
+
+    def tell(self, path: str, body: object) -> list[Future[None]]:
+        """Posts to `path` of every server, such as an order to load weights; a future for each fails where a server refuses or
+        does not answer."""
+
+        def read(answer: bytes) -> None:
+            found = read_json(answer) if answer.strip() else {}
+            if isinstance(found, dict) and found.get("success") is False:
+                raise ValueError(f"the server refused: {answer[:200]!r}")
+
+        stop = threading.Event()
+        workers = Workers(len(self.config.urls))
+        return [
+            workers.submit(lambda url=url: self._post(url + path, body, read, stop))  # type: ignore[misc]
+            for url in self.config.urls
+        ]
+
+    def _ask(self, body: object, ids: tuple[int, ...]) -> list[Completion]:
+        expected = Expected(ids, self.sampling.max_tokens, self.sampling.vocab_size, self.sampling.end)
+        path, read = _APIS[self.config.api]
+        with self._loads.request() as choose:
+            return self._post(lambda attempt: choose() + path, body, lambda raw: read(raw, expected), self._stop)
+
+    def _post(
+        self,
+        url: str | Callable[[int], str],
+        body: object,
+        read: Callable[[bytes], ResultT],
+        stop: threading.Event,
+    ) -> ResultT:
+        try:
+            return self._poster.post(url, body, read, stop)
+        except CompletionServerError as error:
+            if self._secret is None or self._secret not in str(error):
+                raise
+            # some servers repeat the key that they refuse
+            raise CompletionServerError(str(error).replace(self._secret, "***")) from None
+
+    def _body(self, prompts: list[list[int]], seeds: list[int]) -> dict[str, object]:
+        own = self.sampling
+        common = {
+            "temperature": own.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": [own.end],
+            "skip_special_tokens": False,
+        }
+        if self.config.api == "sglang":
+            params = [{**common, "max_new_tokens": own.max_tokens, "sampling_seed": seed} for seed in seeds]
+            return {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
+        return {
+            "model": self.config.model,
+            "prompt": prompts,
+            **common,
+            "max_tokens": own.max_tokens,
+            "seed": seeds[0],
+            "logprobs": 0,  # of the token drawn, without others beside it
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,  # vLLM's before it knew the key above
+            "add_special_tokens": False,
+        }
+
+
+class _Loads:
+    """How many requests each server has; a request goes to the least loaded, and after a failure to another one."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._running = dict.fromkeys(urls, 0)
+        self._served = dict.fromkeys(urls, 0)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def request(self) -> Iterator[Callable[[], str]]:
+        """Yields what chooses the server of the request's next attempt."""
+        url: str | None = None
+
+        def choose() -> str:
+            nonlocal url
+            url = self._move(url)
+            return url
+
+        try:
+            yield choose
+        finally:
+            if url is not None:
+                with self._lock:
+                    self._running[url] -= 1
+
+    def _move(self, last: str | None) -> str:
+        with self._lock:
+            others = [url for url in self._running if url != last] or list(self._running)
+            url = min(others, key=lambda url: (self._running[url], self._served[url]))
+            if last is not None:
+                self._running[last] -= 1
+            self._running[url] += 1
+            self._served[url] += 1
+            return url
+
+
+def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """Row numbers of each request, none with the same prompt twice: the first sample of each prompt, then the second, ..."""
+    if size == 1:
+        return [[row] for row in range(len(prompts))]
+    seen: dict[tuple[int, ...], int] = {}
+    rounds: list[list[int]] = []
+    for row, prompt in enumerate(prompts):
+        number = seen.get(tuple(prompt), 0)
+        seen[tuple(prompt)] = number + 1
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(row)
+    return [rows[first : first + size] for rows in rounds for first in range(0, len(rows), size)]
+
+
+def _share(request: Future[list[Completion]], found: Sequence[Future[Completion]]) -> None:
+    """A request's end, told to each of its samples."""
+    failure = request.exception()
+    for index, future in enumerate(found):
+        if not future.set_running_or_notify_cancel():
+            continue
+        if failure is not None:
+            future.set_exception(failure)
+        else:
+            future.set_result(request.result()[index])

@@ -1,0 +1,221 @@
+"""JSON posted to servers: a deadline for each attempt, retries of what fails in passing, a bound on what runs at once."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+ResultT = TypeVar("ResultT")
+
+_PASSING = (408, 425, 429)  # the server asks to come again; so does every 5xx
+
+
+class ServerError(RuntimeError):
+    """A server did not give what it was asked for: the message names its URL, the attempt and what came back."""
+
+
+class PassingError(Exception):
+    """An answer that another attempt may better; raised by what reads answers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostingConfig:
+    """How a server is asked.
+
+    Attributes:
+        timeout: seconds for one attempt, from the connection to the last byte.
+        retries: attempts after a first that failed in passing: no connection, too slow, status 408, 425, 429 or 5xx.
+        backoff: seconds before the first of them; doubled for each that follows.
+        batch_size: samples in a request.
+        concurrency: requests at a time.
+    """
+
+    timeout: float = 60.0
+    retries: int = 3
+    backoff: float = 1.0
+    batch_size: int = 64
+    concurrency: int = 8
+
+    def __post_init__(self) -> None:
+        for name, bound in (("retries", 0), ("backoff", 0), ("batch_size", 1), ("concurrency", 1)):
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least {bound}")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout = {self.timeout} must be above 0 seconds")
+
+
+def check_url(url: str) -> None:
+    """Refuses what is no HTTP address.
+
+    Raises:
+        ValueError: another scheme.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"url = {url!r} must start with http:// or https://")
+
+
+@dataclass(frozen=True)
+class Poster:
+    """Posts JSON until an answer is right or the attempts are spent.
+
+    Attributes:
+        name: of the server in messages, such as "reward server".
+        config: see `PostingConfig`.
+        error: what is raised.
+        headers: sent beside the content type.
+    """
+
+    name: str
+    config: PostingConfig
+    error: type[ServerError]
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def post(
+        self,
+        url: str | Callable[[int], str],
+        body: object,
+        read: Callable[[bytes], ResultT],
+        stop: threading.Event,
+    ) -> ResultT:
+        """What `read` makes of the answer to `body`.
+
+        Args:
+            url: the address, or the one for an attempt (from 1).
+            read: raises ValueError for an answer that no other attempt would better, `PassingError` for one that it may.
+            stop: no further attempt is made once it is set.
+
+        Raises:
+            ServerError: of the class `error`: the last attempt failed, or an answer was refused.
+        """
+        attempts, raw = self.config.retries + 1, json.dumps(body).encode()
+        for attempt in range(1, attempts + 1):
+            address = url if isinstance(url, str) else url(attempt)
+            where = f"{self.name} {address}, attempt {attempt} of {attempts}"
+            if stop.is_set():
+                raise self.error(f"{where}: not asked, for another request has failed")
+            try:
+                return read(self._once(address, raw))
+            except urllib.error.HTTPError as error:
+                what = f"status {error.code} {error.reason}: {_start(error)}"
+                if error.code < 500 and error.code not in _PASSING:
+                    raise self.error(f"{where}: {what}") from None
+            except TimeoutError:
+                what = f"no answer in {self.config.timeout:g} s"
+            except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
+                reason = getattr(error, "reason", error)
+                slow = isinstance(reason, TimeoutError)
+                what = f"no answer in {self.config.timeout:g} s" if slow else f"no connection: {reason}"
+            except PassingError as error:
+                what = str(error)
+            except ValueError as error:
+                raise self.error(f"{where}: {error}") from None
+            if attempt == attempts or stop.wait(self.config.backoff * 2 ** (attempt - 1)):
+                raise self.error(f"{where}: {what}")
+        raise AssertionError("unreachable")
+
+    def _once(self, url: str, body: bytes) -> bytes:
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json", **self.headers})
+        end = time.monotonic() + self.config.timeout
+        with _opener().open(request, timeout=self.config.timeout) as response:
+            parts = []
+            while part := response.read1(1 << 16):
+                parts.append(part)
+                if time.monotonic() > end:  # the timeout above is of one read: a server that drips never meets it
+                    raise TimeoutError
+            if response.length:
+                raise ConnectionError(f"the answer broke off {response.length} bytes before its end")
+        return b"".join(parts)
+
+
+class Workers:
+    """Calls on at most `limit` threads at a time, in the order in which they came.
+
+    The threads are made as calls come and end with the last of them; no exit of the program waits for them.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Future, Callable[[], object]]] = deque()
+        self._running = 0
+
+    def submit(self, call: Callable[[], ResultT]) -> Future[ResultT]:
+        """The call's result, when a thread is free for it."""
+        future: Future[ResultT] = Future()
+        with self._lock:
+            self._queue.append((future, call))
+            start = self._running < self.limit
+            self._running += start
+        if start:
+            threading.Thread(target=self._work, daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._queue:
+                    self._running -= 1
+                    return
+                future, call = self._queue.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = call()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+
+def gather(futures: Sequence[Future[ResultT]], stop: threading.Event) -> list[ResultT]:
+    """All results, in order; the first failure sets `stop`, cancels what has not begun, and is raised."""
+    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    failed = next((future for future in futures if future in done and future.exception() is not None), None)
+    if failed is None:
+        return [future.result() for future in futures]
+    stop.set()  # the others end at their next attempt: their samples are of no use any more
+    for future in futures:
+        future.cancel()
+    raise failed.exception()  # type: ignore[misc]  # it has one
+
+
+def read_json(answer: bytes) -> object:
+    """The JSON of an answer.
+
+    Raises:
+        ValueError: no JSON; the message has its start.
+    """
+    try:
+        found: object = json.loads(answer)
+    except ValueError:
+        raise ValueError(f"the answer is no JSON: {answer[:200]!r}") from None
+    return found
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """Straight to the server: no proxy of the environment, no redirection (which would turn the POST into a GET)."""
+    opener = urllib.request.OpenerDirector()
+    for handler in (
+        urllib.request.HTTPHandler,
+        urllib.request.HTTPSHandler,
+        urllib.request.HTTPDefaultErrorHandler,
+        urllib.request.HTTPErrorProcessor,
+    ):
+        opener.add_handler(handler())
+    return opener
+
+
+def _start(error: urllib.error.HTTPError) -> str:
+    try:
+        return error.read(200).decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,345 @@
+"""Completions by HTTP, from a real server that is well, slow, wrong, failing or gone."""
+
+from __future__ import annotations
+
+import copy
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from parallel_rl.experience.completions import Completion
+from parallel_rl.experience.generation import (
+    CompletionServer,
+    CompletionServerConfig,
+    CompletionServerError,
+    Sampling,
+)
+from tests.experience.policy_server import END, Policy, answer, openai
+from tests.experience.server import Answer, serve
+
+PROMPTS = [[1, 4 + place % 3, 5 + place // 3] for place in range(10)]
+SAMPLING = Sampling(max_tokens=6, end=END, vocab_size=15, temperature=0.7, seed=5)
+
+
+def client(*urls: str, sampling: Sampling = SAMPLING, **options: object) -> CompletionServer:
+    own = {"model": "tiny"} if options.get("api") != "sglang" else {}
+    config = CompletionServerConfig(url=tuple(urls), **{"backoff": 0.01, **own, **options})  # type: ignore[arg-type]
+    return CompletionServer(config, sampling)
+
+
+def well(number: int, body: dict) -> tuple[int, object]:
+    return 200, answer(Policy(), body)
+
+
+@pytest.mark.parametrize("api", ["openai", "sglang"])
+def test_tokens_with_their_log_probs_in_order(api: str) -> None:
+    with serve(lambda number, body: (200, answer(Policy(version="12"), body))) as server:
+        one = client(server.root, api=api).complete(PROMPTS, range(10))
+        assert len(server.requests) == 10 and set(server.paths) == {
+            "/v1/completions" if api == "openai" else "/generate"
+        }
+        again = client(server.root, api=api).complete(PROMPTS[5:], range(5, 10))
+        other = client(server.root, api=api).complete(PROMPTS, range(10, 20))
+    assert again == one[5:] and other != one  # draws go by the sample's id
+    assert {completion.version for completion in one} == {12}
+    assert {completion.stopped for completion in one} == {True, False}
+    for prompt, completion in zip(PROMPTS, one, strict=True):
+        assert completion.stopped == (completion.tokens[-1] == END)
+        for last, token, logprob in zip(
+            (prompt[-1], *completion.tokens), completion.tokens, completion.logprobs, strict=False
+        ):
+            assert logprob == pytest.approx(math.log(Policy().distribution(last, 0.7)[token]))
+    body = server.requests[0]
+    asked = body if api == "openai" else body["sampling_params"][0]
+    assert asked["temperature"] == 0.7 and asked["top_p"] == 1 and asked["stop_token_ids"] == [END]
+
+
+@pytest.mark.parametrize("api", ["openai", "sglang"])
+def test_batches_never_hold_a_prompt_twice(api: str) -> None:
+    prompts = [prompt for prompt in PROMPTS[:5] for _ in range(4)]
+    with serve(well) as server:
+        found = client(server.root, api=api, batch_size=3).complete(prompts, range(20))
+        expected = client(server.root, api="sglang").complete(prompts, range(20))
+    bodies = [body["prompt" if api == "openai" else "input_ids"] for body in server.requests[:-20]]
+    assert sorted(map(len, bodies)) == [2] * 4 + [3] * 4
+    assert all(len({tuple(prompt) for prompt in body}) == len(body) for body in bodies)
+    assert all(len(set(found[first : first + 4])) > 1 for first in range(0, 20, 4))
+    assert (found == expected) == (api == "sglang")  # which takes a seed a sample
+
+
+def test_ids_as_text_where_a_server_knows_no_other_way() -> None:
+    with serve(lambda number, body: (200, openai(Policy(), body, ids="tokens"))) as server:
+        named = client(server.root).complete(PROMPTS, range(10))
+    with serve(well) as server:
+        assert named == client(server.root).complete(PROMPTS, range(10))
+    assert {completion.version for completion in named} == {None}
+
+
+def test_requests_run_at_once_but_not_more_than_allowed() -> None:
+    def slowly(number: int, body: dict) -> tuple[int, object]:
+        time.sleep(0.05)
+        return well(number, body)
+
+    with serve(slowly) as server:
+        ours = client(server.root, concurrency=3)
+        first, second = ours.submit(PROMPTS[:5], range(5)), ours.submit(PROMPTS[5:], range(5, 10))  # one bound for both
+        assert len([future.result() for future in first + second]) == 10
+        assert server.most_at_once == 3
+
+
+def test_the_least_loaded_server_is_asked_and_another_after_a_failure() -> None:
+    def slowly(number: int, body: dict) -> tuple[int, object]:
+        time.sleep(0.2)
+        return well(number, body)
+
+    with serve(slowly) as slow, serve(well) as fast, serve(lambda number, body: (503, b"busy")) as busy:
+        found = client(slow.root, fast.root, concurrency=2).complete(PROMPTS, range(10))
+        assert len(found) == 10 and 1 <= len(slow.requests) < len(fast.requests)
+        count = len(fast.requests)
+        assert client(busy.root, fast.root, retries=1, concurrency=1).complete(PROMPTS, range(10)) == found
+        assert len(fast.requests) == count + 10 and len(busy.requests) >= 1
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_failure_in_passing_is_tried_again(status: int) -> None:
+    def recovers(number: int, body: dict) -> tuple[int, object]:
+        return (status, b"busy") if number < 2 else well(number, body)
+
+    with serve(recovers) as server:
+        found = client(server.root, retries=2, backoff=0.05, concurrency=1).complete(PROMPTS[:2], range(2))
+        assert len(found) == 2 and len(server.requests) == 4
+        assert server.times[1] - server.times[0] >= 0.05 and server.times[2] - server.times[1] >= 0.1
+    with serve(well) as server:
+        assert client(server.root).complete(PROMPTS[:2], range(2)) == found
+
+
+def test_a_lost_connection_and_a_late_answer_are_tried_again() -> None:
+    def unsteady(number: int, body: dict) -> tuple[int, object]:
+        if number == 0:
+            raise ConnectionResetError  # nothing comes back
+        if number == 1:
+            time.sleep(0.6)
+        return well(number, body)
+
+    with serve(unsteady) as server:
+        found = client(server.root, timeout=0.3, retries=2).complete(PROMPTS[:1], [0])
+        assert len(server.requests) == 3
+    with serve(well) as server:
+        assert client(server.root).complete(PROMPTS[:1], [0]) == found
+
+
+def test_an_aborted_generation_is_tried_again() -> None:
+    def aborts(number: int, body: dict) -> tuple[int, object]:
+        found = openai(Policy(), body)
+        if number < 2:
+            found["choices"][0]["finish_reason"] = "abort"
+        return 200, found
+
+    with serve(aborts) as server:
+        client(server.root, retries=2).complete(PROMPTS[:1], [7])
+        assert len(server.requests) == 3
+    with serve(aborts) as server, pytest.raises(CompletionServerError, match=r"attempt 2 of 2: sample 7 .*was aborted"):
+        client(server.root, retries=1).complete(PROMPTS[:1], [7])
+
+
+def with_choice(**changes: object) -> Answer:
+    """Two samples, the second of them changed: a value, or a function of what it was."""
+
+    def changed(number: int, body: dict) -> tuple[int, object]:
+        found = openai(Policy(), body)
+        choice = next(choice for choice in found["choices"] if choice["index"] == 1)
+        choice["token_ids"], choice["finish_reason"] = [5, 6, END], "stop"
+        choice["logprobs"]["token_logprobs"] = [-1.0, -2.0, -0.5]
+        for key, value in changes.items():
+            place = choice["logprobs"] if key in ("token_logprobs", "tokens") else choice
+            place[key] = value
+        return 200, found
+
+    return changed
+
+
+def other(change: Callable[[dict], object]) -> Answer:
+    def changed(number: int, body: dict) -> tuple[int, object]:
+        found = copy.deepcopy(openai(Policy(), body))
+        return 200, change(found)
+
+    return changed
+
+
+SAMPLE = r"attempt 1 of 3: sample 8 \(choice 1 of 2\): "
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (lambda n, b: (404, b"no such model"), "attempt 1 of 3: status 404 Not Found: no such model"),
+        (lambda n, b: (200, b"<html>"), "attempt 1 of 3: the answer is no JSON: b'<html>'"),
+        (lambda n, b: (200, {"error": "no"}), 'the answer is not {"choices": .*error'),
+        (other(lambda found: {**found, "choices": found["choices"][:1]}), "1 choices came back for 2 samples"),
+        (other(lambda found: {**found, "choices": found["choices"] * 2}), "4 choices came back for 2 samples"),
+        (
+            other(lambda found: {**found, "choices": found["choices"][:1] * 2}),
+            r"the choices have the indices \[.*needed once",
+        ),
+        (other(lambda found: {**found, "choices": [1, 2]}), "choice is 1; an object is needed"),
+        (other(lambda found: {**found, "metadata": {"weight_version": "main"}}), "weight_version is 'main'; a number"),
+        (with_choice(logprobs=None), SAMPLE + "the log-probs are missing; logprobs is None"),
+        (with_choice(token_logprobs=None), SAMPLE + "the log-probs are missing"),
+        (with_choice(token_ids=None), SAMPLE + r"there are no token ids: .*'<.*return_token_ids"),
+        (with_choice(token_ids=[5, END]), SAMPLE + "3 log-probs came back for 2 tokens"),
+        (with_choice(token_logprobs=[-1.0, -2.0]), SAMPLE + "2 log-probs came back for 3 tokens"),
+        (with_choice(token_ids=[], token_logprobs=[]), SAMPLE + "0 tokens came back; 1 to 6 were asked for"),
+        (
+            with_choice(token_ids=[5] * 7, token_logprobs=[-1.0] * 7, finish_reason="length"),
+            SAMPLE + "7 tokens came back",
+        ),
+        (with_choice(token_ids=[5, 15, END]), SAMPLE + r"token 1 is 15, outside the vocabulary \[0, 15\)"),
+        (with_choice(token_ids=[-1, 5, END]), SAMPLE + "token 0 is -1, outside"),
+        (with_choice(token_ids=[True, 5, END]), SAMPLE + "token 0 is True, outside"),
+        (with_choice(token_ids=["5", 5, END]), SAMPLE + "token 0 is '5', outside"),
+        (
+            with_choice(token_logprobs=[-1.0, 0.1, -1.0]),
+            SAMPLE + "the log-prob of token 1 is 0.1; a finite number of at most 0",
+        ),
+        (with_choice(token_logprobs=[-1.0, -1.0, math.nan]), SAMPLE + "the log-prob of token 2 is nan"),
+        (with_choice(token_logprobs=[-math.inf, -1.0, -1.0]), SAMPLE + "the log-prob of token 0 is -inf"),
+        (with_choice(token_logprobs=[-9999.0, -1.0, -1.0]), SAMPLE + "the log-prob of token 0 is -9999.0"),
+        (with_choice(token_logprobs=[-1.0, None, -1.0]), SAMPLE + "the log-prob of token 1 is None"),
+        (with_choice(finish_reason="tool_calls"), SAMPLE + "finish_reason is 'tool_calls'; 'stop' or 'length'"),
+        (with_choice(token_ids=[5, END, 6], finish_reason="length"), SAMPLE + "the end token 2 stands before the end"),
+        (
+            with_choice(token_ids=[5, 6, 7]),
+            SAMPLE + "it stopped at token 7; the end token 2 and its log-prob must come",
+        ),
+    ],
+)
+def test_what_a_server_does_wrong_is_told(bad: Answer, message: str) -> None:
+    with serve(bad) as server:
+        ours = client(server.root, retries=2, batch_size=2)
+        with pytest.raises(CompletionServerError, match=message) as caught:
+            ours.complete(PROMPTS[:2], [7, 8])
+        assert f"completion server {server.root}/v1/completions, attempt 1 of 3" in str(caught.value)
+        assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"text": ""}, "the answer is no list of completions"),
+        ([], "0 completions came back for 1 samples"),
+        ([{"text": ""}], r"sample 7 \(completion 0 of 1\): meta_info is None"),
+        ([{"meta_info": {}}], "output_token_logprobs is None"),
+        ([{"meta_info": {"output_token_logprobs": [[-1.0, END, None]]}}], "finish_reason is None"),
+        (
+            [{"meta_info": {"output_token_logprobs": [[0.5, END, None]], "finish_reason": {"type": "stop"}}}],
+            "the log-prob of token 0 is 0.5",
+        ),
+    ],
+)
+def test_what_the_other_api_does_wrong_is_told(found: object, message: str) -> None:
+    with serve(lambda number, body: (200, found)) as server, pytest.raises(CompletionServerError, match=message):
+        client(server.root, api="sglang").complete(PROMPTS[:1], [7])
+
+
+def test_what_is_right_at_the_edge() -> None:
+    """The end token as the last that was allowed, and a log-prob that rounds above 0."""
+
+    def edge(number: int, body: dict) -> tuple[int, object]:
+        meta = {
+            "output_token_logprobs": [[2e-7, END, None]],
+            "finish_reason": {"type": "length"},
+            "weight_version": "default",
+        }
+        return 200, {"meta_info": meta}
+
+    with serve(edge) as server:
+        [found] = client(server.root, api="sglang").complete(PROMPTS[:1], [7])
+    assert found == Completion((END,), (0.0,), True, 0)
+
+
+def test_a_slow_server() -> None:
+    release = threading.Event()
+
+    def never(number: int, body: dict) -> tuple[int, object]:
+        release.wait(20)
+        return well(number, body)
+
+    with serve(never) as server:
+        start = time.monotonic()
+        with pytest.raises(CompletionServerError, match=r"attempt 2 of 2: no answer in 0\.2 s"):
+            client(server.root, timeout=0.2, retries=1).complete(PROMPTS[:2], range(2))
+        assert time.monotonic() - start < 5
+        release.set()
+
+
+def test_a_server_that_is_down() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(CompletionServerError, match=rf"{url}/v1/completions, attempt 3 of 3: no connection: .*refused"):
+        client(url, retries=2).complete(PROMPTS[:1], [0])
+
+
+def test_one_failure_ends_the_others() -> None:
+    def fails(number: int, body: dict) -> tuple[int, object]:
+        return (400, b"bad") if body["prompt"] == [PROMPTS[3]] else (503, b"busy")
+
+    with serve(fails) as server:
+        start = time.monotonic()
+        with pytest.raises(CompletionServerError, match="status 400"):
+            client(server.root, retries=50, backoff=5, concurrency=4).complete(PROMPTS, range(10))
+        assert time.monotonic() - start < 5 and len(server.requests) < 10
+
+
+def test_the_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINY_KEY", "sk-very-secret")
+    with serve(lambda number, body: (401, b"wrong key sk-very-secret")) as server:
+        ours = client(server.root, api_key_env="TINY_KEY")
+        with pytest.raises(CompletionServerError, match=r"status 401 Unauthorized: wrong key \*\*\*") as caught:
+            ours.complete(PROMPTS[:1], [0])
+        assert server.headers[0]["Authorization"] == "Bearer sk-very-secret"
+    assert "secret" not in str(caught.value) + repr(ours.config) + repr(ours._poster)
+
+
+def test_orders_go_to_every_server() -> None:
+    with serve(lambda n, b: (200, {"success": True})) as one, serve(lambda n, b: (200, b"")) as two:
+        orders = client(one.root, two.root).tell("/update_weights_from_disk", {"weight_version": "3"})
+        assert [order.result() for order in orders] == [None, None]
+        assert one.requests == two.requests == [{"weight_version": "3"}]
+        assert one.paths == ["/update_weights_from_disk"]
+    with (
+        serve(lambda n, b: (200, {"success": False, "message": "no such folder"})) as one,
+        pytest.raises(
+            CompletionServerError, match=r"update_weights_from_disk, attempt 1 of 4: the server refused.*no such"
+        ),
+    ):
+        client(one.root).tell("/update_weights_from_disk", {})[0].result()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "ftp://x"}, "url = 'ftp://x' must start with http:// or https://"),
+        ({"url": "http://x/v1/"}, "url = 'http://x/v1' ends with /v1"),
+        ({"url": ()}, "url is empty"),
+        ({"url": ("http://x", "http://x/")}, "names a server twice"),
+        ({"model": None}, "model = None is missing; api = 'openai' needs the name"),
+        ({"api": "sglang"}, "model = 'tiny' has no effect with api = 'sglang'"),
+        ({"timeout": 0}, "timeout = 0 must be above 0"),
+        ({"concurrency": 0}, "concurrency = 0 must be at least 1"),
+        ({"api_key_env": "NO_SUCH_VARIABLE"}, "api_key_env = 'NO_SUCH_VARIABLE': the environment has no such variable"),
+    ],
+)
+def test_bad_options(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CompletionServerConfig(**{"url": "http://x", "model": "tiny", **options})
+
+
+def test_bad_calls() -> None:
+    with pytest.raises(ValueError, match="2 prompts and 1 sample_ids"):
+        client("http://x").submit([[1], [2]], [0])
+    with pytest.raises(ValueError, match="the prompt of sample 4 is empty"):
+        client("http://x").submit([[1], []], [3, 4])
