@@ -5,9 +5,10 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 RANKS ?= 4
 CONFIG ?= configs/grpo_arithmetic.yaml
-SHELL_SCRIPTS := .ci/run tools/install.sh $(wildcard slurm/*.sbatch)
+REPORT ?= runs/faults.jsonl
+SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh slurm/*.sbatch slurm/*.sh slurm/*.conf)
 
-.PHONY: help install demo test test-all lint types format docs bench clean
+.PHONY: help install demo test test-all test-slurm soak lint types format docs bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -27,11 +28,21 @@ test: $(STAMP)  ## the tests that take seconds
 test-all: $(STAMP)  ## the slow tests too
 	$(BIN)/python -m pytest -m "not gpu and not slurm"
 
-lint: $(STAMP)  ## ruff, shellcheck, bash -n
+test-slurm: $(STAMP)  ## the tests on a private Slurm cluster; skipped where its packages cannot be had
+	tools/install_slurm.sh || echo "no Slurm packages: its tests will be skipped" >&2
+	$(BIN)/python -m pytest -m slurm
+
+soak: $(STAMP)  ## each fault of docs/reliability.md three times, and its table anew (half an hour)
+	tools/install_slurm.sh
+	FAULT_ROUNDS=3 FAULT_REPORT=$(REPORT) $(BIN)/python -m pytest -s tests/slurm/test_faults.py
+	$(BIN)/python -m tools.reliability_table $(REPORT)
+
+lint: $(STAMP)  ## ruff, shellcheck, bash -n, the #SBATCH lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/shellcheck $(SHELL_SCRIPTS)
+	$(BIN)/shellcheck -x $(SHELL_SCRIPTS)
 	for script in $(SHELL_SCRIPTS); do bash -n $$script || exit 1; done
+	$(BIN)/python -m tools.lint_sbatch $(wildcard slurm/*.sbatch)
 
 types: $(STAMP)  ## mypy
 	$(BIN)/mypy
@@ -48,6 +59,8 @@ bench: $(STAMP)  ## the benchmarks, with their figures checked
 	$(BIN)/python -m benchmarks.linear --check
 	$(BIN)/python -m benchmarks.losses --check
 	$(BIN)/python -m benchmarks.truncation --check
+	$(BIN)/python -m benchmarks.packing --check
+	$(BIN)/python -m benchmarks.data --check
 
 clean:  ## caches and builds; .venv and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

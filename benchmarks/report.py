@@ -18,12 +18,13 @@ Bars = Mapping[str, Mapping[str, float]]  # panel → method → number
 Growth = dict[str, dict[str, dict[int, float]]]  # axis → method → size → seconds
 
 
-def add_report_options(parser: argparse.ArgumentParser) -> None:
-    """--json, --plot, --check and --growth."""
+def add_report_options(parser: argparse.ArgumentParser, *, growth: bool = True) -> None:
+    """--json, --plot, --check and, where a benchmark can measure it, --growth."""
     parser.add_argument("--json", metavar="FILE", help="write the figures here")
     parser.add_argument("--plot", metavar="FILE", help="draw them here (.png, .svg, .pdf); needs matplotlib")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a figure is missed")
-    parser.add_argument("--growth", action="store_true", help="measure how the cost grows, too (takes longer)")
+    if growth:
+        parser.add_argument("--growth", action="store_true", help="measure how the cost grows, too (takes longer)")
 
 
 def report(

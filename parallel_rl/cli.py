@@ -1,4 +1,4 @@
-"""The console script: `parallel-rl train (CONFIG | --recipe NAME) [--section.key value ...]`, `parallel-rl recipes`."""
+"""The console script: `parallel-rl train (CONFIG | --recipe NAME) [--section.key value ...]`, `... data`, `... recipes`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
+
+from parallel_rl.training import stop
+
+_SBATCH = ("account", "partition", "job-name")  # what `submit` hands on by the same name
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,13 +29,94 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     train.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
+    train.add_argument(
+        "--gate",
+        metavar="SECONDS",
+        type=float,
+        help="first, in so many seconds: every rank up, groups formed, one tiny step as in a single process",
+    )
+    check = commands.add_parser(
+        "check",
+        help="check a run's config, files and layout in seconds, before it holds any GPU",
+        usage="parallel-rl check (CONFIG | --recipe NAME) --world N [--section.key value ...]",
+        allow_abbrev=False,
+    )
+    check.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
+    check.add_argument("--world", metavar="N", type=int, required=True, help="ranks: nodes × GPUs a node")
+    _add_submit(commands)
+    data = commands.add_parser(
+        "data",
+        help="check the data of a run and read what its steps read, without a model",
+        usage="parallel-rl data (CONFIG | --recipe NAME) [--steps N] [--section.key value ...]",
+        description="Says what is wrong with the data of a run, how fast it is read, how full micro-batches are, in how much "
+        "memory. Takes the config and the overrides of `parallel-rl train`.",
+        allow_abbrev=False,
+    )
+    data.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
+    data.add_argument("--steps", metavar="N", type=int, help="steps of each phase, in place of the config's")
     commands.add_parser("recipes", help="list the recipes")
     known, rest = parser.parse_known_args(arguments)
     if known.command == "train":
-        return _train(known.recipe, rest)
+        if arguments is None:  # the process is ours, and seconds of imports follow
+            stop.listen()
+        return _train(known.recipe, rest, known.gate)
+    if known.command == "check":
+        return _check(known.recipe, known.world, rest)
+    if known.command == "submit":
+        return _submit(known, rest)
+    if known.command == "data":
+        return _data(known.recipe, known.steps, rest)
     if rest:
         return _refuse(ValueError(f"{rest[0]!r} is not an argument of `parallel-rl recipes`"))
     return _recipes()
+
+
+def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    submit = commands.add_parser(
+        "submit",
+        help="check a run and submit it to Slurm",
+        usage="parallel-rl submit (CONFIG | --recipe NAME) --nodes N [--gpus-per-node G] [--ranks-per-node R] [--time T] "
+        "[--account A] [--partition P] [--job-name J] [--dry-run] [--section.key value ...]",
+        description="Checks the config against nodes × GPUs, then runs `sbatch slurm/train.sbatch` with the settings of "
+        "slurm/site.conf. Prints the command; its copy and the config's go to the run's folder.",
+        allow_abbrev=False,
+    )
+    submit.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
+    submit.add_argument("--nodes", metavar="N", type=int, required=True, help="whole nodes")
+    submit.add_argument("--gpus-per-node", metavar="G", type=int, help="else the site's, or 8")
+    submit.add_argument("--ranks-per-node", metavar="R", type=int, help="else one a GPU")
+    submit.add_argument(
+        "--time", metavar="T", help="the limit (8:00:00); at 10 minutes before it the run saves and goes on"
+    )
+    for name in _SBATCH:
+        submit.add_argument(f"--{name}", metavar=name[0].upper(), help="as sbatch has it; else the site's")
+    submit.add_argument("--dry-run", action="store_true", help="only show the command")
+
+
+def _submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    from parallel_rl.submit import Resources, plan, submit
+
+    arguments = [*([] if known.recipe is None else ["--recipe", known.recipe]), *rest]
+    more = {name: value for name in _SBATCH if (value := getattr(known, name.replace("-", "_"))) is not None}
+    try:
+        resources = Resources(known.nodes, known.gpus_per_node, known.ranks_per_node, known.time, more)
+        job = plan(resources, arguments)
+        if status := _check(known.recipe, job.world, rest):
+            return status
+        print(job, flush=True)
+        if known.dry_run:
+            return 0
+        import yaml
+
+        from parallel_rl.training.load import as_mapping, load_config
+
+        path, overrides = _source(known.recipe, rest)
+        config = load_config(path, overrides)
+        text = yaml.safe_dump(as_mapping(config), sort_keys=False)
+        print(submit(job, Path(config.run.dir), text))
+    except ValueError as error:
+        return _refuse(error)
+    return 0
 
 
 def _recipes() -> int:
@@ -41,7 +127,28 @@ def _recipes() -> int:
     return 0
 
 
-def _train(recipe: str | None, rest: Sequence[str]) -> int:
+def _check(recipe: str | None, world: int, rest: Sequence[str]) -> int:
+    from parallel_rl.training.load import load_config
+    from parallel_rl.training.sections import data_parallel_size
+
+    try:
+        path, overrides = _source(recipe, rest)
+        config = load_config(path, overrides)
+        data_parallel_size(config.parallel, world)
+        warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+        from parallel_rl.training.datasets import find_data
+        from parallel_rl.training.fitting import check_layout
+        from parallel_rl.training.saving import check_sources
+
+        check_layout(config, world)
+        find_data(config.data)
+        check_sources(config)
+    except ValueError as error:
+        return _refuse(error)
+    return 0
+
+
+def _train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
     # torch and Megatron are imported only here, so that --help answers at once.
     from parallel_rl.training.load import load_config
     from parallel_rl.training.sections import data_parallel_size
@@ -55,15 +162,43 @@ def _train(recipe: str | None, rest: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")  # of optional packages that are not there
     import torch.distributed as dist
 
+    from parallel_rl.training.failure import failed
+    from parallel_rl.training.gate import pass_gate
     from parallel_rl.training.trainer import train
+    from parallel_rl.training.watch import watching
 
     try:
-        train(config)
+        with watching(config.run.timeout):
+            if gate is not None:
+                pass_gate(config, gate)
+            train(config)
+    except Exception as error:
+        return failed(error)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def _data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
+    from parallel_rl.training.load import load_config
+
+    try:
+        if steps is not None and steps < 1:
+            raise ValueError(f"--steps {steps} is not valid; at least 1 is needed")
+        path, overrides = _source(recipe, rest)
+        config = load_config(path, overrides)
+        warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+        from parallel_rl.training.dry_run import dry_run
+
+        for done in dry_run(config, steps, lambda line: print(line, flush=True)):
+            print(
+                f"{done.phase} step {done.step:,}: {done.records:,} records, {done.tokens:,} tokens in {done.seconds:.1f} s "
+                f"({done.records / done.seconds:,.0f} records/s); micro-batches {done.filled:.1%} full; "
+                f"{done.memory / 1e6:,.0f} MB of memory",
+                flush=True,
+            )
     except ValueError as error:
         return _refuse(error)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
     return 0
 
 

@@ -11,6 +11,7 @@ import yaml
 
 from parallel_rl.recipes import recipes
 from tests.distributed.pool import run_world
+from tests.slurm.faults import FAULTS
 from tests.training.helpers import CONFIGS, ROOT, train_rows
 from tools import losses_table
 
@@ -78,3 +79,12 @@ def run_the_example(rank: int, folder: str, call: str) -> list[dict[str, float |
         sys.path.remove(folder)
         sys.modules.pop("my_losses", None)
         registry._LOSSES.pop("awr", None)
+
+
+def test_the_table_of_faults_names_each_as_it_is_tested() -> None:
+    rows = [
+        line.split(" | ") for line in (ROOT / "docs/reliability.md").read_text().splitlines() if line.startswith("| ")
+    ]
+    assert [(row[0].removeprefix("| "), row[1], row[4]) for row in rows[1:]] == [
+        (fault.name, fault.how, fault.next) for fault in FAULTS
+    ]

@@ -1,4 +1,4 @@
-"""What is installed has the recipes and their data."""
+"""What is installed has the recipes, their data and the Slurm scripts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ def test_a_wheel_brings_the_recipes(tmp_path: Path) -> None:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("configs", "parallel_rl"):
+    for name in ("configs", "slurm", "parallel_rl"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(source)]
     subprocess.run(build, check=True, capture_output=True, timeout=300)
     [wheel] = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    for path in (ROOT / "slurm").glob("*.*"):
+        assert (tmp_path / "installed" / "parallel_rl" / "slurm" / path.name).is_file()
     code = (
         "from pathlib import Path\n"
         "from parallel_rl.recipes import find_recipe, recipes\n"

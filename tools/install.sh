@@ -6,18 +6,8 @@ set -euo pipefail
 
 say() { printf 'install: %s\n' "$*" >&2; }
 fail() { say "$*"; exit 1; }
-
-apt_install() {
-  command -v apt-get >/dev/null || fail "missing: $*; this machine has no apt-get, install them by hand"
-  local root=()
-  if [ "$(id -u)" -ne 0 ]; then
-    command -v sudo >/dev/null || fail "missing: $*; install them as root (apt-get install $*)"
-    root=(sudo)
-  fi
-  say "apt-get install $*"
-  "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get update -qq
-  "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
-}
+# shellcheck source=tools/apt.sh
+source tools/apt.sh
 
 # A version manager's shim may stand on PATH and refuse to run: only a run tells.
 version_of() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
@@ -64,5 +54,5 @@ pip=("$venv/bin/python" -m pip install --quiet "${index[@]}")
 # torch first and as an exact version: with a range, pip prefers the newest release, whose default build brings CUDA
 say "torch and the rest; the first time takes minutes"
 "${pip[@]}" "$(grep '^torch==' constraints.txt)"
-"${pip[@]}" -c constraints.txt -e ".[megatron,triton,report,dev]"
+"${pip[@]}" -c constraints.txt -e ".[megatron,triton,data,report,dev]"
 say "ready: $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)')"

@@ -17,6 +17,11 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def default_ffn_hidden_size(hidden_size: int, gated: bool) -> int:
+    """The width of the MLP where none is given: 4 × hidden, or 8/3 × hidden rounded up to a multiple of 8 where it is gated."""
+    return -(-8 * hidden_size // 24) * 8 if gated else 4 * hidden_size
+
+
 def build_config(
     *,
     num_layers: int,
@@ -62,7 +67,7 @@ def build_config(
     tp = parallel_state.get_tensor_model_parallel_world_size()
     pp = parallel_state.get_pipeline_model_parallel_world_size()
     groups = num_attention_heads if num_query_groups is None else num_query_groups
-    ffn = ffn_hidden_size or (-(-8 * hidden_size // 24) * 8 if gated else 4 * hidden_size)
+    ffn = ffn_hidden_size or default_ffn_hidden_size(hidden_size, gated)
     fields: dict[str, object] = {
         "num_layers": num_layers,
         "hidden_size": hidden_size,

@@ -28,7 +28,9 @@ from parallel_rl.megatron.weights import global_parameters, initialize_weights
 PositionEmbedding = Literal["rope", "learned_absolute"]
 
 
-def initialize(tp: int = 1, cp: int = 1, pp: int = 1, *, seed: int = 0, virtual_pp: int | None = None) -> None:
+def initialize(
+    tp: int = 1, cp: int = 1, pp: int = 1, *, seed: int = 0, virtual_pp: int | None = None, timeout: float = 1800.0
+) -> None:
     """Megatron's process groups and random states over the default process group; what remains of the world is data
     parallel.
 
@@ -38,6 +40,7 @@ def initialize(tp: int = 1, cp: int = 1, pp: int = 1, *, seed: int = 0, virtual_
         tp, cp, pp: tensor, context and pipeline parallel sizes.
         seed: of Megatron's random states; it must be the same on every rank.
         virtual_pp: model chunks per pipeline stage (interleaved schedule).
+        timeout: seconds that a rank waits in one collective of these groups.
 
     Raises:
         ValueError: a size below 1, or a world that tp·cp·pp does not divide.
@@ -60,6 +63,7 @@ def initialize(tp: int = 1, cp: int = 1, pp: int = 1, *, seed: int = 0, virtual_
         context_parallel_size=cp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=virtual_pp,
+        distributed_timeout_minutes=timeout / 60,
     )
     # On the host there is one random state, so Megatron's tracker must not swap it; nothing random runs inside a
     # model anyway.

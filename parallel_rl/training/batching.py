@@ -28,17 +28,27 @@ class Rows:
     def take(self, rows: slice | list[int]) -> Rows:
         return Rows({name: field[rows] for name, field in self.fields.items()}, self.lengths[rows])
 
+    def split(self, sizes: Sequence[int]) -> list[Rows]:
+        """Parts of so many rows, one after the other."""
+        ends = [sum(sizes[: part + 1]) for part in range(len(sizes))]
+        return [self.take(slice(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+
     def with_fields(self, **fields: Tensor) -> Rows:
         return Rows({**self.fields, **fields}, self.lengths)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The model's input on this rank, and the whole data of the same sequences for the loss."""
+    """The model's input on this rank, and the whole data of the same sequences for the loss.
+
+    `places` are those of the sequences among the rows that they were taken from, `tokens` their true lengths summed up.
+    """
 
     input: ModelInput
     data: Mapping[str, Tensor]
     bounds: tuple[Tensor, Tensor] | None
+    places: list[int]
+    tokens: int
 
     def wrap(self, loss_fn: LossFn) -> LossFn | SequencePackingLossWrapper:
         """`loss_fn` for this micro-batch's logits: packed ones need the bounds."""
@@ -68,7 +78,7 @@ def join(first: Rows, second: Rows) -> Rows:
         like = first.fields.get(name, second.fields.get(name))
         assert like is not None
         parts = [rows.fields.get(name, like.new_zeros(len(rows), *like.shape[1:])) for rows in (first, second)]
-        fields[name] = torch.cat([_fit(part, width) if part.dim() == 2 else part for part in parts])
+        fields[name] = torch.cat([fit(part, width) if part.dim() == 2 else part for part in parts])
     return Rows(fields, torch.cat([first.lengths, second.lengths]))
 
 
@@ -91,16 +101,35 @@ def share(count: int, rank: int, size: int) -> slice:
     return slice(rank * count // size, (rank + 1) * count // size)
 
 
-def micro_batches(rows: Rows, size: int, *, packing: bool, unit: int, device: torch.device) -> list[MicroBatch]:
-    """This rank's rows, `size` at a time and in order.
+def in_order(count: int, size: int) -> list[list[int]]:
+    """The places of `count` rows, `size` at a time."""
+    return [list(range(first, min(first + size, count))) for first in range(0, count, size)]
+
+
+def micro_batches(
+    rows: Rows,
+    bins: Sequence[list[int]],
+    *,
+    packing: bool,
+    unit: int,
+    device: torch.device,
+    row_unit: int | None = None,
+) -> list[MicroBatch]:
+    """This rank's rows, in micro-batches of the places in `bins`.
 
     Args:
         unit: what a padded width divides by: see `width_unit`.
+        row_unit: what the length of a packed row divides by, where that is more than the layout needs.
 
     Raises:
         ValueError: from the layout, where lengths do not fit.
     """
-    return [_micro_batch(rows.take(slice(at, at + size)), packing, unit, device) for at in range(0, len(rows), size)]
+    return [
+        _packed(rows.take(places), places, row_unit, device)
+        if packing
+        else _padded(rows.take(places), places, unit, device)
+        for places in bins
+    ]
 
 
 def width_unit(*, tensor: int, context: int, sequence_parallel: bool) -> int:
@@ -109,22 +138,26 @@ def width_unit(*, tensor: int, context: int, sequence_parallel: bool) -> int:
     return math.lcm(chunks, context * tensor) if sequence_parallel else chunks
 
 
-def _micro_batch(rows: Rows, packing: bool, unit: int, device: torch.device) -> MicroBatch:
-    if packing:
-        data = {name: field.to(device) for name, field in rows.fields.items()}
-        bounds = packed_bounds(rows.lengths)
-        on_device = bounds[0].to(device), bounds[1].to(device)
-        return MicroBatch(packed_input(data["input_ids"], *bounds), data, on_device)
-    width = -(-int(rows.lengths.max()) // unit) * unit
-    data = {
-        name: _fit(field, width).to(device) if field.dim() == 2 else field.to(device)
-        for name, field in rows.fields.items()
-    }
-    return MicroBatch(padded_input(data["input_ids"]), data, None)
-
-
-def _fit(field: Tensor, width: int) -> Tensor:
+def fit(field: Tensor, width: int) -> Tensor:
     """[N, S] to [N, width]: cut off padding, or add some."""
     if field.shape[1] >= width:
         return field[:, :width].contiguous()
     return torch.nn.functional.pad(field, (0, width - field.shape[1]))
+
+
+def _packed(rows: Rows, places: list[int], row_unit: int | None, device: torch.device) -> MicroBatch:
+    data = _to_width(rows, int(rows.lengths.max()), device)
+    bounds = packed_bounds(rows.lengths)
+    if row_unit is not None:
+        bounds = packed_bounds(rows.lengths, total=-(-int(bounds[1][-1]) // row_unit) * row_unit)
+    on_device = bounds[0].to(device), bounds[1].to(device)
+    return MicroBatch(packed_input(data["input_ids"], *bounds), data, on_device, places, int(rows.lengths.sum()))
+
+
+def _padded(rows: Rows, places: list[int], unit: int, device: torch.device) -> MicroBatch:
+    data = _to_width(rows, -(-int(rows.lengths.max()) // unit) * unit, device)
+    return MicroBatch(padded_input(data["input_ids"]), data, None, places, int(rows.lengths.sum()))
+
+
+def _to_width(rows: Rows, width: int, device: torch.device) -> dict[str, Tensor]:
+    return {name: (fit(field, width) if field.dim() == 2 else field).to(device) for name, field in rows.fields.items()}

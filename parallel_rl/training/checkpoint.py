@@ -1,51 +1,69 @@
-"""Checkpoints through megatron's dist_checkpointing; one is either whole or not there."""
+"""Checkpoints through megatron's dist_checkpointing: one is either whole or not there, and is read only as it was written."""
 
 from __future__ import annotations
 
-import queue
-import re
+import contextlib
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
-from torch.distributed.checkpoint import CheckpointException
+from torch import Tensor
 
-from parallel_rl.losses.mix import MuSchedule
 from parallel_rl.megatron import unwrap
+from parallel_rl.training import manifest as files
+from parallel_rl.training import shelf
+from parallel_rl.training.agree import on_every_rank, on_first_rank
 from parallel_rl.training.engine import Engine
+from parallel_rl.training.manifest import FileEntry, Manifest, Record, read_manifest
+from parallel_rl.training.random_state import random_state
+from parallel_rl.training.recovery import verify
+from parallel_rl.training.sharded import State, bytes_of, load_sharded, save_sharded
+from parallel_rl.training.shelf import Retention
 
-_NAME = re.compile(r"step_(\d{6,})")
+NumberT = TypeVar("NumberT")
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where a run stands: the phase ("warmup" or the objective) and the steps done in it.
+class Controller(Protocol[NumberT]):
+    """Something small that is the same on every rank and kept once: a KL controller, a schedule."""
 
-    The order of the data and every draw follow from (seed, phase, step), so no random state needs to be kept.
+    def state_dict(self) -> Mapping[str, NumberT]: ...
+
+    def load_state_dict(self, state: Mapping[str, NumberT]) -> None: ...
+
+
+Controllers = Mapping[str, "Controller[int] | Controller[float]"]
+
+
+class Stateful(Protocol):
+    """Something that every data rank has a state of its own of, in tensors on the host: rollouts in flight, a stream.
+
+    The ranks of one data rank hold the same. `load_state_dict` is given, on every rank, the states of all data ranks of the run
+    that was saved, in their order; there may be more or fewer of them than data ranks now.
     """
 
-    phase: str
-    step: int
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+
+    def load_state_dict(self, parts: Sequence[Mapping[str, Tensor]]) -> None: ...
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds of a run, each part where the run has it.
+    """What a checkpoint holds of a run beside the random states, each part where the run has it.
 
     Attributes:
         engine: the trained model. optimizer: its moments.
         reference: the frozen policy that the objective began with.
         critic, critic_optimizer: the value function.
-        schedule: of a loss with a state.
+        controllers, extra: by names of their own.
     """
 
     engine: Engine
@@ -53,82 +71,142 @@ class Contents:
     reference: torch.nn.Module | None = None
     critic: Engine | None = None
     critic_optimizer: MegatronOptimizer | None = None
-    schedule: MuSchedule | None = None
+    controllers: Controllers = field(default_factory=dict)
+    extra: Mapping[str, Stateful] = field(default_factory=dict)
+
+    @property
+    def models(self) -> list[str]:
+        """The names of the parts that are sharded tensors."""
+        names = ("optimizer", "reference", "critic", "critic_optimizer")
+        return ["model", *(name for name in names if getattr(self, name) is not None)]
 
 
-def newest(folder: Path) -> Path | None:
-    """The whole checkpoint with the highest number, or None."""
-    found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return max(found, key=lambda path: int(path.name[5:]), default=None)
+def save(folder: Path, number: int, contents: Contents, record: Record, keep: Retention) -> Path:
+    """Writes `folder/step_<number>`, then removes what `keep` does not hold.
 
+    Everything goes into a hidden folder first, is brought to the disk with a manifest of every file's checksum, and is renamed
+    when every rank is done: a reader never sees a part of it, and a kill at any moment leaves the one before.
 
-def save(
-    folder: Path,
-    number: int,
-    contents: Contents,
-    position: Position,
-    facts: Mapping[str, float | int | str],
-    keep: int,
-) -> Path:
-    """Writes `folder/step_<number>`: contents, position and `facts`.
-
-    Everything goes into a hidden folder first and is renamed when every rank is done, so that no reader sees a part of it.
-    Where a rank fails, all raise and the hidden folder is removed.
+    Args:
+        folder: of the run's checkpoints.
+        number: steps done in all phases.
+        contents: what is written.
+        record: what is told of it; layout and parts are filled in.
+        keep: which checkpoints stay.
 
     Raises:
-        RuntimeError: the checkpoint could not be written; what was there before is untouched.
+        RuntimeError: it could not be written, or an old one not be removed; on all ranks, with the rank and the cause. What was
+            there before is untouched.
     """
-    final = folder / f"step_{number:06d}"
-    partial = folder / f".partial_{final.name}"
-    first = dist.get_rank() == 0
-    if first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
+    final = shelf.path_of(folder, number)
+    failed = f"the checkpoint {final} could not be written, those before it are untouched"
     state = _state(contents, loading=False)
-    if contents.schedule is not None:
-        state["schedule"] = contents.schedule.state_dict()
-    state["position"] = {"phase": position.phase, "step": position.step}
-    state["facts"] = dict(facts)
-    failure: BaseException | None = None
-    # Megatron keeps its writers' results in a process of its own, made for asynchronous saves: slow to start, and left behind
-    # where a rank is killed. Here they are read in the process that collects them, so a plain queue will do.
-    filesystem_async._results_queue = queue.Queue()
+    state["controllers"] = {name: dict(one.state_dict()) for name, one in contents.controllers.items()}
+    state["random"] = ShardedObject("random", random_state(), (dist.get_world_size(),), (dist.get_rank(),))
+    state["extra"] = on_every_rank(lambda: _extra(contents), failed)
+    named = [*(f"controllers.{name}" for name in contents.controllers), *(f"extra.{name}" for name in contents.extra)]
+    record = replace(record, layout=_layout(contents.engine), parts=(*contents.models, *named))
+    needed = bytes_of(state, contents.engine.device)
+    partial = on_first_rank(lambda: shelf.make_partial(final, needed), failed)
     try:
-        dist_checkpointing.save(state, str(partial))
-    except (Exception, CheckpointException) as error:  # the second is no Exception
-        failure = error
-    failed = torch.tensor(float(failure is not None), device=contents.engine.device)
-    dist.all_reduce(failed)
-    if failed:
-        shutil.rmtree(partial, ignore_errors=True)
-        why = _last_line(failure) if failure else "another rank failed"
-        raise RuntimeError(f"the checkpoint {final} could not be written: {why}") from failure
-    if first:
-        shutil.rmtree(final, ignore_errors=True)
-        partial.rename(final)
-        old = sorted(
-            (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)), key=lambda path: int(path.name[5:])
-        )
-        for path in old[:-keep]:
-            shutil.rmtree(path, ignore_errors=True)
-    dist.barrier()
+        save_sharded(state, partial, failed)
+        entries = _seal(partial, failed)
+        on_first_rank(lambda: files.write_manifest(partial, Manifest(record, entries)), failed)
+        on_first_rank(lambda: shelf.publish(partial, final), failed)
+    except RuntimeError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    why = f"the checkpoint {final} is written, but those that run.keep_checkpoints leaves out could not be removed"
+    on_first_rank(lambda: shelf.prune(folder, keep, final), why)
     return final
 
 
-def peek(path: Path) -> tuple[Position, dict[str, float | int | str]]:
-    """The position and the facts of a checkpoint, without its tensors."""
-    common = dist_checkpointing.load_common_state_dict(str(path))
-    return Position(**common["position"]), common["facts"]
+def load(path: Path, contents: Contents, record: Record) -> Mapping[str, object] | None:
+    """Fills `contents` from a checkpoint of any layout, whose files were verified.
 
-
-def load(path: Path, contents: Contents) -> None:
-    """Fills `contents` from a checkpoint of any layout.
+    Returns:
+        this rank's random states, or None where the layout has changed.
 
     Raises:
-        ValueError: no checkpoint there, or one of another run.
+        ValueError: it lacks a part, or does not fit this run; on all ranks.
     """
-    state = _load(path, _state(contents, loading=True))
+    for name in contents.models:
+        if name not in record.parts:
+            raise ValueError(
+                f"the checkpoint {path} holds no {name}, which this run has; it holds {', '.join(record.parts)}"
+            )
+    wanted = _state(contents, loading=True)
+    same_layout = dict(record.layout) == _layout(contents.engine)
+    if same_layout:
+        wanted["random"] = ShardedObject("random", None, (dist.get_world_size(),), (dist.get_rank(),))
+    ranks, extra = record.layout["data"], [name for name in contents.extra if f"extra.{name}" in record.parts]
+    wanted["extra"] = {
+        f"{name}.{rank}": ShardedObject(f"extra.{name}", None, (ranks,), (rank,), dist.get_rank())
+        for name in extra
+        for rank in range(ranks)
+    }
+    state = _load(path, wanted)
+
+    def fill() -> None:
+        _fill(contents, state)
+        for name in extra:
+            contents.extra[name].load_state_dict([state["extra"][f"{name}.{rank}"] for rank in range(ranks)])
+        for name, controller in contents.controllers.items():
+            if name in state["controllers"]:
+                controller.load_state_dict(state["controllers"][name])
+
+    _or_refuse(fill, path)
+    return state["random"] if same_layout else None
+
+
+def load_weights(
+    path: Path, model: torch.nn.Module, check: Callable[[Path, Record], None], *, scalar_head: bool = False
+) -> None:
+    """Fills a model from the trained model of a checkpoint, after a look at its every file; a scalar head from a policy's
+    checkpoint keeps its own head.
+
+    Raises:
+        ValueError: no checkpoint there, a damaged one, or one of another model; on all ranks.
+    """
+    with shelf.reading(path) if dist.get_rank() == 0 else contextlib.nullcontext():
+        manifest = on_first_rank(lambda: read_manifest(path), f"the checkpoint {path} cannot be read")
+        check(path, manifest.record)
+        verify(path, manifest)
+        bare, theirs = unwrap(model), bool(manifest.record.model["scalar_head"])
+        wanted = bare.sharded_state_dict()
+        if scalar_head and not theirs:
+            wanted = {name: value for name, value in wanted.items() if not name.startswith("output_layer.")}
+        state = _load(path, {"model": wanted})
+    _or_refuse(lambda: bare.load_state_dict(state["model"], strict=theirs == scalar_head), path)
+
+
+def _seal(partial: Path, failed: str) -> Mapping[str, FileEntry]:
+    """Every file brought to the disk by the rank that wrote it, with its checksum."""
+    names = on_first_rank(lambda: sorted(path.name for path in partial.iterdir()), failed)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = [name for name in names if files.written_by(name, ranks) == rank]
+    found = on_every_rank(lambda: {name: files.checksum(partial / name, sync=True) for name in mine}, failed)
+    told: list[dict[str, FileEntry]] = [{}] * ranks
+    dist.all_gather_object(told, found)
+    return {name: entry for part in told for name, entry in part.items()}
+
+
+def _load(path: Path, wanted: State) -> State:
+    try:
+        return load_sharded(wanted, path, f"the checkpoint {path} does not fit this run")
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _or_refuse(fill: Callable[[], object], path: Path) -> None:
+    try:
+        on_every_rank(fill, f"the checkpoint {path} does not fit this run")
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+def _fill(contents: Contents, state: State) -> None:
     contents.engine.bare.load_state_dict(state["model"])
     if contents.optimizer is not None:
         contents.optimizer.load_state_dict(state["optimizer"])
@@ -138,50 +216,11 @@ def load(path: Path, contents: Contents) -> None:
         contents.critic.bare.load_state_dict(state["critic"])
     if contents.critic_optimizer is not None:
         contents.critic_optimizer.load_state_dict(state["critic_optimizer"])
-    if contents.schedule is not None:
-        contents.schedule.load_state_dict(state["schedule"])
 
 
-def load_weights(path: Path, model: torch.nn.Module, *, scalar_head: bool = False) -> None:
-    """Fills a model from the trained model of a checkpoint; a scalar head from a policy's checkpoint keeps its own head.
-
-    Raises:
-        ValueError: no checkpoint there, or one of another model.
-    """
-    bare = unwrap(model)
-    wanted = bare.sharded_state_dict()
-    _check_there(path)
-    theirs = bool(peek(path)[1].get("scalar_head", 0))
-    if theirs and not scalar_head:
-        raise ValueError(f"the checkpoint {path} is of a model with a scalar head; one with logits is needed")
-    if scalar_head and not theirs:
-        wanted = {name: value for name, value in wanted.items() if not name.startswith("output_layer.")}
-    bare.load_state_dict(_load(path, {"model": wanted})["model"], strict=theirs == scalar_head)
-
-
-def _check_there(path: Path) -> None:
-    if not (path / "metadata.json").is_file():
-        raise ValueError(f"{path.absolute()} is no checkpoint")
-
-
-def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    _check_there(path)
-    try:
-        state: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
-    except (Exception, CheckpointException) as error:
-        raise ValueError(f"the checkpoint {path} does not fit this run: {_last_line(error)}") from error
-    return state
-
-
-def _last_line(error: BaseException) -> str:
-    """torch puts whole tracebacks into its message; what went wrong stands last."""
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
-
-
-def _state(contents: Contents, *, loading: bool) -> dict[str, Any]:
+def _state(contents: Contents, *, loading: bool) -> State:
     model = contents.engine.bare.sharded_state_dict()
-    state: dict[str, Any] = {"model": model}
+    state: State = {"model": model}
     if contents.optimizer is not None:
         state["optimizer"] = contents.optimizer.sharded_state_dict(model, is_loading=loading)
     if contents.reference is not None:
@@ -195,8 +234,28 @@ def _state(contents: Contents, *, loading: bool) -> dict[str, Any]:
     return state
 
 
-def _prefixed(model: GPTModel, prefix: str) -> dict[str, Any]:
+def _extra(contents: Contents) -> dict[str, ShardedObject]:
+    """The state of each data rank, from the first of its tensor, context and pipeline ranks."""
+    groups = contents.engine.groups
+    replica = (parallel_state.get_pipeline_model_parallel_rank(), groups.tp_rank, groups.cp_rank)
+    return {
+        name: ShardedObject(f"extra.{name}", one.state_dict(), (groups.dp_size,), (groups.dp_rank,), replica)
+        for name, one in contents.extra.items()
+    }
+
+
+def _layout(engine: Engine) -> dict[str, int]:
+    sizes, groups = engine.config.parallel, engine.groups
+    return {
+        "tensor": groups.tp_size,
+        "context": groups.cp_size,
+        "pipeline": sizes.pipeline,
+        "data": groups.dp_size,
+    }
+
+
+def _prefixed(model: GPTModel, prefix: str) -> State:
     """Sharded weights under a name of their own among all weights of the checkpoint."""
-    state: dict[str, Any] = model.sharded_state_dict()
+    state: State = model.sharded_state_dict()
     add_prefix_for_sharding(state, prefix)
     return state

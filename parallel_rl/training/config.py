@@ -116,7 +116,7 @@ class TrainConfig:
                 "rl.group_size = 1 makes groups of one, which rl.advantages.singleton = 'error' refuses; raise it, "
                 "or set singleton to 'zero' or 'reward'"
             )
-        for name in ("record", "dynamic_sampling"):
+        for name in ("record", "dynamic_sampling", "server"):
             if recorded and getattr(rl, name):
                 raise ValueError(
                     f"rl.{name} = {getattr(rl, name)} has no effect with data.rollouts: nothing is sampled"
@@ -141,8 +141,8 @@ class TrainConfig:
                     f"model.fused_head = True does not go with {self.objective}.loss.name = {section.loss.name!r}, which reads "
                     "the model's output itself"
                 )
-        if self.objective == "preference" and self.batch.micro_batch_size % 2:
-            raise ValueError(f"batch.micro_batch_size = {self.batch.micro_batch_size} must be even: a pair is two rows")
+        if self.objective == "preference" and self.batch.sequences % 2:
+            raise ValueError(f"batch.micro_batch_size = {self.batch.sequences} must be even: a pair is two rows")
         has_critic = self.rl is not None and self.rl.critic is not None
         if self.model.tie_embeddings and (self.scalar_head or has_critic):
             raise ValueError("model.tie_embeddings = True does not go with a scalar head (a critic, a reward model)")

@@ -1,12 +1,14 @@
-"""Everything a run reads, read and checked before any work, and the order in which it is used."""
+"""Everything a run reads: found, indexed and checked before any work, read when a step needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from parallel_rl.training.config import TrainConfig
 from parallel_rl.training.data import (
@@ -14,89 +16,252 @@ from parallel_rl.training.data import (
     Pair,
     Prompt,
     Rollout,
-    read_examples,
-    read_pairs,
-    read_prompts,
-    read_rollouts,
+    parse_example,
+    parse_pair,
+    parse_prompt,
+    parse_rollout,
 )
 from parallel_rl.training.objectives import RLConfig
+from parallel_rl.training.records.agree import from_all
+from parallel_rl.training.records.check import TextSet, check, keys_of
+from parallel_rl.training.records.paths import DataFile, find_files
+from parallel_rl.training.records.source import Records, index_of
+from parallel_rl.training.sections import DataConfig
 from parallel_rl.training.tokenizer import CharTokenizer
+
+RecordT = TypeVar("RecordT", Prompt, Example, Pair, Rollout)
+Files = Mapping[str, tuple[DataFile, ...]]
+
+SOURCES = ("held_out", "train", "examples", "pairs", "rollouts")
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """What the config names; the rest is empty."""
+    """What the config names; the rest is empty.
 
-    train: Sequence[Prompt] = ()
-    held_out: Sequence[Prompt] = ()
-    examples: Sequence[Example] = ()
-    pairs: Sequence[Pair] = ()
-    rollouts: Sequence[Rollout] = ()
+    Attributes:
+        longest: tokens of the longest sequence that a run can make of the records that were checked.
+        checked: the part of each source that was.
+    """
 
-    def longest(self, max_new_tokens: int) -> int:
-        """Tokens of the longest sequence that a run can make of it."""
-        lengths = [len(prompt.tokens) + max_new_tokens for prompt in (*self.train, *self.held_out)]
-        lengths += [len(example.prompt) + len(example.completion) for example in self.examples]
-        lengths += [len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in self.pairs]
-        return max([*lengths, *(len(rollout.tokens) for rollout in self.rollouts)])
+    train: Records[Prompt] = field(default_factory=Records)
+    held_out: Records[Prompt] = field(default_factory=Records)
+    examples: Records[Example] = field(default_factory=Records)
+    pairs: Records[Pair] = field(default_factory=Records)
+    rollouts: Records[Rollout] = field(default_factory=Records)
+    longest: int = 0
+    checked: Mapping[str, float] = field(default_factory=dict)
+
+    def sources(self) -> Iterator[tuple[str, Records]]:
+        """Those that have records, by name."""
+        for name in SOURCES:
+            records: Records = getattr(self, name)
+            if len(records):
+                yield name, records
+
+    def facts(self) -> dict[str, str]:
+        """The fingerprints of all that is read, for a checkpoint."""
+        return {f"data_{name}": records.fingerprint for name, records in self.sources()}
+
+    def check_facts(self, facts: Mapping[str, object], where: object) -> None:
+        """Refuses to go on from a checkpoint that was made with other records, or with another order of them.
+
+        Raises:
+            ValueError: a fingerprint differs; the message names the source.
+        """
+        for name, mine in self.facts().items():
+            if facts.get(name, mine) != mine:
+                key = name.removeprefix("data_")
+                raise ValueError(
+                    f"data.{key} is not what it was when {where} was written (its content or order, or "
+                    "data.buffer_megabytes), so the run cannot go on with the next record. Restore it, choose another run.dir, "
+                    "or set run.resume = 'never'"
+                )
+
+    def describe(self) -> list[str]:
+        """A line for each source."""
+        lines = []
+        for name, records in self.sources():
+            part = self.checked.get(name, 1.0)
+            rest = "" if part == 1 else f"; {part:.1%} of it checked, the rest when it is read"
+            files = f"{len(records.files):,} file{'s' * (len(records.files) > 1)}"
+            lines.append(f"data.{name}: {len(records):,} records in {files}, {records.bytes / 1e6:,.1f} MB{rest}")
+        return lines
 
 
-def read_datasets(config: TrainConfig, tokenizer: CharTokenizer) -> Datasets:
-    """Reads the files that the config names.
+def find_data(config: DataConfig) -> Files:
+    """The files that the config names, by source.
 
     Raises:
-        ValueError: a missing file, a malformed line (by file and number), a prompt in both `train` and `held_out`, an answer
-            that `sampling.max_new_tokens` cannot hold, recorded rollouts that do not fill steps with whole groups.
+        ValueError: see `find_files`.
     """
-    files = config.data
-    train = read_prompts(files.train, tokenizer) if files.train else []
-    held_out = read_prompts(files.held_out, tokenizer) if files.held_out else []
-    both = {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
-    if both:
-        raise ValueError(
-            f"the prompt {min(both)!r} is in data.train and in data.held_out; held-out prompts must not be trained on"
-        )
-    for prompt in (*train, *held_out):
-        needed = len(tokenizer.completion(prompt.answer))
-        if needed > config.sampling.max_new_tokens:
+    named = {name: getattr(config, name) for name in SOURCES}
+    return {name: find_files(value, f"data.{name}") for name, value in named.items() if value is not None}
+
+
+def read_datasets(
+    config: TrainConfig, tokenizer: CharTokenizer, files: Files, room: Callable[[int], None] = lambda tokens: None
+) -> Datasets:
+    """Indexes the files and checks their records, each rank its part of them; called by every rank, with or without a world.
+
+    Args:
+        config: the run.
+        tokenizer: of all text.
+        files: from `find_data`.
+        room: refuses a sequence of so many tokens where the model has no room for it.
+
+    Raises:
+        ValueError: on every rank: a malformed line or row (by file and number), one that has no room or whose answer
+            `sampling.max_new_tokens` cannot hold, a prompt in both `train` and `held_out`, recorded rollouts that do not fill
+            steps with whole groups.
+    """
+    reader = _Reader(config, files, room)
+    prompts = partial(_prompt, tokenizer=tokenizer, most=config.sampling.max_new_tokens)
+    held_out, held = reader.held_out(prompts)
+
+    def train(row: Mapping[str, object]) -> Prompt:
+        prompt = prompts(row)
+        if prompt.text in held:
             raise ValueError(
-                f"the answer {prompt.answer!r} and its end take {needed} tokens; sampling.max_new_tokens = "
-                f"{config.sampling.max_new_tokens} must be at least that"
+                f"the prompt {prompt.text!r} is in data.train and in data.held_out; held-out prompts must not be trained on"
             )
-    rollouts = read_rollouts(files.rollouts, tokenizer.vocab_size) if files.rollouts else []
-    if config.rl is not None and rollouts:
-        check_groups(rollouts, config.rl.prompts * config.rl.group_size, config.rl.steps)
-        _check_rewards(rollouts, config.rl)
-    return Datasets(
-        train=train,
+        return prompt
+
+    data = Datasets(
+        train=reader.source("train", train),
         held_out=held_out,
-        examples=read_examples(files.examples, tokenizer) if files.examples else [],
-        pairs=read_pairs(files.pairs, tokenizer) if files.pairs else [],
-        rollouts=rollouts,
+        examples=reader.source("examples", partial(parse_example, tokenizer=tokenizer)),
+        pairs=reader.source("pairs", partial(parse_pair, tokenizer=tokenizer)),
+        rollouts=reader.rollouts(partial(parse_rollout, vocab_size=tokenizer.vocab_size)),
     )
+    return replace(data, longest=reader.longest, checked=reader.checked)
 
 
-def check_groups(rollouts: Sequence[Rollout], count: int, steps: int) -> None:
-    """Recorded rollouts fill `steps` steps of `count` sequences, over and over if need be, and no step cuts a group.
+def check_cut(records: Records[Rollout], place: int, count: int) -> None:
+    """A step of `count` recorded sequences that starts at `place` does not start within a group.
 
     Raises:
-        ValueError: fewer than one step's, a step that begins or ends within a group, or passes that shift the steps.
+        ValueError: it does.
     """
-    if len(rollouts) < count or (len(rollouts) < steps * count and len(rollouts) % count):
+    group = records[place].group
+    if place and records[place - 1].group == group:
         raise ValueError(
-            f"data.rollouts has {len(rollouts)} sequences; rl.prompts × group_size = {count} a step, for {steps} steps, "
+            f"data.rollouts: group {group} lies in two steps of rl.prompts × group_size = {count} sequences (at sequence "
+            f"{place + 1}, {records.name_of(place)}); a group must be whole in its step"
+        )
+
+
+class _Reader:
+    """Opens and checks one source after the other, and keeps what is known of all."""
+
+    def __init__(self, config: TrainConfig, files: Files, room: Callable[[int], None]) -> None:
+        self.longest, self.checked = 0, dict[str, float]()
+        self._config, self._files, self._room = config, files, room
+        self._new = config.sampling.max_new_tokens
+
+    def source(self, name: str, parse: Callable[[Mapping[str, object]], RecordT]) -> Records[RecordT]:
+        records = self._open(name, parse)
+        if len(records):
+            self._check(name, records)
+        return records
+
+    def held_out(self, parse: Callable[[Mapping[str, object]], Prompt]) -> tuple[Records[Prompt], TextSet]:
+        """With the set of the prompts, which is whole: each evaluation reads all of them."""
+        records, mine = self._open("held_out", parse), list[NDArray[np.uint64]]()
+        if len(records):
+            self._check("held_out", records, float("inf"), lambda _, batch: mine.append(keys_of(p.text for p in batch)))
+        found = from_all(lambda: np.concatenate([np.empty(0, np.uint64), *mine]))
+        return records, TextSet(np.concatenate(found))
+
+    def rollouts(self, parse: Callable[[Mapping[str, object]], Rollout]) -> Records[Rollout]:
+        """Checked for what concerns several of them, too."""
+        records, rl = self._open("rollouts", parse), self._config.rl
+        if rl is None or not len(records):
+            return records
+        count = rl.prompts * rl.group_size
+        _check_number(len(records), count, rl.steps)
+        first = from_all(lambda: records[0])[0]
+        _check_rewards(first, rl)
+        records = self._open("rollouts", partial(_uniform, parse=parse, rewarded=first.reward is not None), records)
+        end = min(len(records), rl.steps * count)
+
+        def cuts(place: int, batch: Sequence[Rollout]) -> None:
+            for cut in range(-(-place // count) * count, min(place + len(batch), end), count):
+                check_cut(records, cut, count)
+
+        self._check("rollouts", records, None, cuts)
+        return records
+
+    def _open(
+        self, name: str, parse: Callable[[Mapping[str, object]], RecordT], known: Records[RecordT] | None = None
+    ) -> Records[RecordT]:
+        if name not in self._files:
+            return Records()
+        files, window = self._files[name], self._config.data.buffer_megabytes << 20
+
+        def fitting(row: Mapping[str, object]) -> RecordT:
+            record = parse(row)
+            self._room(_length(record, self._new))
+            return record
+
+        index = index_of(files, f"data.{name}") if known is None else known.index
+        return Records(files, index, fitting, window)
+
+    def _check(
+        self,
+        name: str,
+        records: Records[RecordT],
+        budget: float | None = None,
+        each: Callable[[int, Sequence[RecordT]], None] = lambda place, batch: None,
+    ) -> None:
+        budget = self._config.data.check_gigabytes * 1e9 if budget is None else budget
+        longest, self.checked[name] = check(records, partial(_length, new=self._new), budget, each)
+        self.longest = max(self.longest, longest)
+
+
+def _length(record: Prompt | Example | Pair | Rollout, new: int) -> int:
+    """Tokens of the longest sequence that a run can make of a record, with `new` sampled ones at most."""
+    if isinstance(record, Prompt):
+        return len(record.tokens) + new
+    if isinstance(record, Example):
+        return len(record.prompt) + len(record.completion)
+    if isinstance(record, Pair):
+        return len(record.prompt) + max(len(record.chosen), len(record.rejected))
+    return len(record.tokens)
+
+
+def _prompt(row: Mapping[str, object], tokenizer: CharTokenizer, most: int) -> Prompt:
+    prompt = parse_prompt(row, tokenizer)
+    needed = len(tokenizer.completion(prompt.answer))
+    if needed > most:
+        raise ValueError(
+            f"the answer {prompt.answer!r} and its end take {needed} tokens; sampling.max_new_tokens = {most} must be at "
+            "least that"
+        )
+    return prompt
+
+
+def _uniform(row: Mapping[str, object], parse: Callable[[Mapping[str, object]], Rollout], rewarded: bool) -> Rollout:
+    rollout = parse(row)
+    if (rollout.reward is not None) != rewarded:
+        raise ValueError(
+            "'reward' is given in every record of data.rollouts or 'advantage' in every one; the first has "
+            f"{'reward' if rewarded else 'advantage'!r}"
+        )
+    return rollout
+
+
+def _check_number(size: int, count: int, steps: int) -> None:
+    """Recorded rollouts fill `steps` steps of `count` sequences, over and over if need be, without a shift."""
+    if size < count or (size < steps * count and size % count):
+        raise ValueError(
+            f"data.rollouts has {size} sequences; rl.prompts × group_size = {count} a step, for {steps} steps, "
             f"needs {steps * count} of them or a smaller multiple of {count}"
         )
-    for place in range(count, min(len(rollouts), steps * count), count):
-        if rollouts[place - 1].group == rollouts[place].group:
-            raise ValueError(
-                f"data.rollouts: group {rollouts[place].group} lies in two steps of rl.prompts × group_size = {count} "
-                f"sequences (at sequence {place + 1}); a group must be whole in its step"
-            )
 
 
-def _check_rewards(rollouts: Sequence[Rollout], config: RLConfig) -> None:
-    if rollouts[0].reward is not None:
+def _check_rewards(first: Rollout, config: RLConfig) -> None:
+    if first.reward is not None:
         return
     readers = {
         f"rl.loss.name = {config.loss.name!r}": "rewards" in config.loss.reads,
@@ -107,15 +272,3 @@ def _check_rewards(rollouts: Sequence[Rollout], config: RLConfig) -> None:
     for reader, reads in readers.items():
         if reads:
             raise ValueError(f"data.rollouts gives advantages, no rewards; {reader} needs rewards")
-
-
-def take(size: int, first: int, count: int, seed: int) -> list[int]:
-    """Items `first` to `first + count` of an endless stream of shuffled passes over `size` items, fixed by the seed."""
-    return [_pass(size, place // size, seed)[place % size] for place in range(first, first + count)]
-
-
-@lru_cache(maxsize=8)
-def _pass(size: int, number: int, seed: int) -> list[int]:
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
-    order: list[int] = torch.randperm(size, generator=generator).tolist()
-    return order

@@ -9,8 +9,7 @@ import torch
 
 from parallel_rl.megatron import is_last_stage
 from parallel_rl.training.batching import Rows, join
-from parallel_rl.training.data import Rollout, write_rollouts
-from parallel_rl.training.datasets import take
+from parallel_rl.training.data import Prompt, Rollout, write_rollouts
 from parallel_rl.training.engine import Engine
 from parallel_rl.training.objectives import RLConfig
 from parallel_rl.training.rollout import sample
@@ -58,15 +57,23 @@ def sampled_rows(session: Session, config: RLConfig, step: int) -> tuple[Rows, f
     return rows, reward
 
 
+def asked(session: Session, config: RLConfig, number: int, places: Sequence[int]) -> tuple[list[Prompt], list[int]]:
+    """The prompt of each sample of draw `number` at these places, `group_size` times each, and the samples' ids."""
+    numbers, size = [number * config.prompts + place for place in places], config.group_size
+    chosen = [prompt for prompt in session.read(session.data.train, numbers) for _ in range(size)]
+    return chosen, [place * size + index for place in numbers for index in range(size)]
+
+
 def _draw(session: Session, config: RLConfig, number: int, places: Sequence[int]) -> Rows:
     """`group_size` completions of the prompt at each place of draw `number`, with their rewards; none for no places."""
-    engine, prompts, size = session.engine, session.data.train, config.group_size
-    order = take(len(prompts), number * config.prompts, config.prompts, engine.config.run.seed)
-    asked = [prompts[order[place]] for place in places]
-    chosen = [prompt for prompt in asked for _ in range(size)]
-    ids = [(number * config.prompts + place) * size + index for place in places for index in range(size)]
+    engine, size = session.engine, config.group_size
+    chosen, ids = asked(session, config, number, places)
     settings, seed = engine.config.sampling, 2 * engine.config.run.seed
-    drawn = sample(engine, [prompt.tokens for prompt in chosen], ids, seed, settings)
+    tokens, versions = [prompt.tokens for prompt in chosen], None
+    if session.served is None:
+        drawn = sample(engine, tokens, ids, seed, settings)
+    else:
+        drawn, versions = session.served.take(tokens, ids)
     column = torch.arange(drawn.tokens.shape[1])
     mask = (column >= drawn.prompt_lengths[:, None]) & (column < drawn.lengths[:, None])
     fields = {
@@ -79,9 +86,11 @@ def _draw(session: Session, config: RLConfig, number: int, places: Sequence[int]
         "sample_ids": torch.tensor(ids, dtype=torch.int64),
     }
     fields["group_ids"] = fields["group_ids"].repeat_interleave(size)
+    if versions is not None:
+        fields["staleness"] = config.policy_version(number // config.rounds) - versions
     if "greedy_rewards" in config.advantages.needs:
-        greedy = sample(engine, [prompt.tokens for prompt in asked], places, seed, settings, greedy=True)
-        rewards = session.rewards(asked, greedy.completions())
+        greedy = sample(engine, tokens[::size], places, seed, settings, greedy=True)
+        rewards = session.rewards(chosen[::size], greedy.completions())
         fields["greedy_rewards"] = rewards.to(engine.numbers).repeat_interleave(size)
     return Rows(fields, drawn.lengths)
 
@@ -93,9 +102,10 @@ def _record(engine: Engine, rows: Rows, step: int) -> None:
         return
     ends = rows.lengths.tolist()
     starts = (rows.lengths - fields["token_mask"].sum(1).long()).tolist()
-    columns = (fields[name].tolist() for name in ("input_ids", "generation_logprobs", "group_ids", "rewards"))
+    columns = [fields[name].tolist() for name in ("input_ids", "generation_logprobs", "group_ids", "rewards")]
+    columns.append(fields["staleness"].tolist() if "staleness" in fields else [None] * len(rows))
     rollouts = [
-        Rollout(tuple(tokens[:end]), tuple(round(x, 12) for x in logprobs[start:end]), group, reward, None)
-        for start, end, tokens, logprobs, group, reward in zip(starts, ends, *columns, strict=True)
+        Rollout(tuple(tokens[:end]), tuple(round(x, 12) for x in logprobs[start:end]), group, reward, None, staleness)
+        for start, end, tokens, logprobs, group, reward, staleness in zip(starts, ends, *columns, strict=True)
     ]
     write_rollouts(Path(engine.config.run.dir) / "rollouts" / f"step_{step + 1:06d}_{where.dp_rank}.jsonl", rollouts)

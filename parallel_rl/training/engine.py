@@ -44,6 +44,7 @@ from parallel_rl.reduce import Metrics, count_valid, reduce_metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.training.batching import MicroBatch
 from parallel_rl.training.config import TrainConfig
+from parallel_rl.training.progress import tick
 from parallel_rl.training.sections import DTYPES, OptimizerConfig, data_parallel_size
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 
@@ -86,7 +87,7 @@ def start_world(config: TrainConfig) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     backend = "nccl" if on_gpu else "gloo"
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -94,7 +95,7 @@ def start_world(config: TrainConfig) -> None:
 def build_engine(config: TrainConfig, vocab_size: int, max_length: int) -> Engine:
     """The model with its first weights, which depend on the seed alone, wrapped in Megatron's data parallelism."""
     sizes = config.parallel
-    initialize(sizes.tensor, sizes.context, sizes.pipeline, seed=config.run.seed)
+    initialize(sizes.tensor, sizes.context, sizes.pipeline, seed=config.run.seed, timeout=config.run.timeout)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     model = wrap_model(_build(config, vocab_size, max_length, config.scalar_head))
     return Engine(config, ParallelGroups.from_megatron(), model, vocab_size, max_length, device)
@@ -162,6 +163,7 @@ def train_step(
 
     def forward(queue: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
         batch = next(queue)
+        tick("training")
         wrapped = batch.wrap(loss_fn)
         loss_func = megatron_loss_func(
             wrapped if statistics is None else partial(wrapped, statistics=statistics),
@@ -217,8 +219,13 @@ def forward_batches(
     engine: Engine, model: torch.nn.Module, batches: Sequence[MicroBatch], collect: Callable[[Tensor, int], ResultT]
 ) -> list[ResultT] | None:
     """What `collect` makes of the output on each micro-batch, without gradient; None on all stages but the last."""
+
+    def forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+        tick("scoring")
+        return forward_logits(model, batch.input)
+
     return forward_only(
-        lambda model, batch: forward_logits(model, batch.input),
+        forward,
         [model],
         batches,
         collect,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Mapping
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -61,11 +63,11 @@ class RunLog:
             if after is None
             else [row for row in read_metrics(self.path) if int(row["step"]) <= after.get(str(row["phase"]), -1)]
         )
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        os.replace(partial, self.path)
-        self._file = self.path.open("a", encoding="utf-8")
-        self._writer = _tensorboard(folder / "tensorboard", len(kept) if after is not None else None)
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = self.path.open(
+            "ab", buffering=0
+        )  # a buffer would keep what a full disk refused, and write it later
+        self._writer = _tensorboard(folder / "tensorboard", len(kept) + 1 if after is not None else None)
         self._written = len(kept)
         self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
@@ -91,7 +93,18 @@ class RunLog:
             self._bar.stop()
         self._file.close()
         if self._writer is not None:
-            self._writer.close()
+            # what went wrong before must not be hidden by what goes wrong now
+            with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
+                self._writer.close()
+
+    def sync(self) -> None:
+        """Brings the rows to the disk, before a checkpoint that counts on them.
+
+        Raises:
+            OSError: the disk does not take them.
+        """
+        if self.active:
+            os.fsync(self._file.fileno())
 
     def say(self, text: str) -> None:
         """A line of plain text."""
@@ -107,17 +120,25 @@ class RunLog:
             self._bar.add_task(name, total=steps, completed=done)
 
     def step(self, phase: str, step: int, row: Row) -> None:
-        """One step's row."""
+        """One step's row: in the file as a whole or not at all.
+
+        Raises:
+            OSError: it could not be written.
+            RuntimeError: the run was started once more meanwhile, which gave metrics.jsonl to that start.
+        """
         if not self.active:
             return
+        # Slurm starts a job again elsewhere while a node that it lost may still be at work
+        if not os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path)):
+            raise RuntimeError(f"another start of this run has taken over {self.path}; this one ends")
         whole = {"phase": phase, "step": step, **row}
-        self._file.write(json.dumps(whole) + "\n")
-        self._file.flush()
+        _append(self._file, (json.dumps(whole) + "\n").encode())
         self._written += 1
         if self._writer is not None:
             for name, value in row.items():
                 if isinstance(value, (int, float)):
-                    self._writer.add_scalar(f"{phase}/{name}", value, step)
+                    # by the row's number in the run: what a resumed run writes again is told by it over all phases
+                    self._writer.add_scalar(f"{phase}/{name}", value, self._written)
             self._writer.flush()
         self._print(phase, step, row)
         if self._bar is not None:
@@ -139,6 +160,35 @@ class RunLog:
         for _, name, style in columns:
             cells.append(f"{row[name]:>9{style}}" if name in row else " " * 8 + "·")
         self.say("  ".join(cells))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replaces a file by a text: it has all of the one or all of the other, whatever happens.
+
+    Raises:
+        OSError: it could not be written; the file is as it was.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _append(file: FileIO, line: bytes) -> None:
+    before, left = os.fstat(file.fileno()).st_size, memoryview(line)
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        file.truncate(before)
+        raise
 
 
 def read_metrics(path: Path) -> list[dict[str, float | int | str]]:

@@ -7,11 +7,12 @@ from typing import Literal
 
 from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.advantages.grouped import GRPO
-from parallel_rl.experience import DynamicSampling, Overlong
+from parallel_rl.experience import AdaptiveKLController, DynamicSampling, Overlong
 from parallel_rl.losses import ClippedPGLossConfig, MixLossConfig
 from parallel_rl.objectives.kl import KLType
 from parallel_rl.training.loss_choice import LossChoice, check_fed
 from parallel_rl.training.sections import OptimizerConfig, at_least
+from parallel_rl.training.server import ServerConfig
 
 # what rows of pairs can have beside their tokens
 LABELS = "preference_labels"
@@ -71,6 +72,32 @@ class CriticConfig:
 
 
 @dataclass(frozen=True)
+class KLControllerConfig:
+    """An adaptive coefficient of the KL in the reward (arXiv 1909.08593), see `experience.AdaptiveKLController`.
+
+    target: of the mean KL of a token. horizon: in samples; the larger, the slower the coefficient moves.
+    """
+
+    target: float
+    horizon: float = 10000.0
+
+    def __post_init__(self) -> None:
+        AdaptiveKLController(1.0, self.target, self.horizon)
+
+    def check(self, coefficient: float, samples: int) -> None:
+        """Refuses a coefficient of 0, which no factor moves, and `samples` a step that are too many for the horizon."""
+        if coefficient == 0:
+            raise ValueError(
+                "kl_controller has no effect with advantages.kl_coefficient = 0; set where the coefficient starts, or remove it"
+            )
+        if samples >= 5 * self.horizon:
+            raise ValueError(
+                f"kl_controller.horizon = {self.horizon:g} is too short for prompts × group_size = {samples} samples a step; "
+                f"it must be above {samples / 5:g}"
+            )
+
+
+@dataclass(frozen=True)
 class RLConfig:
     """RL: a step samples `prompts` × `group_size` completions and makes `updates` optimizer steps on them, each on its share of
     the prompts.
@@ -85,9 +112,11 @@ class RLConfig:
         dynamic_sampling: which prompts stay, by the mean reward of their samples; others take the places of those that do not
             (DAPO).
         overlong: what becomes of the rewards of long or truncated completions.
+        server: where the samples come from when the trainer does not draw them itself.
         experts: demonstrations from `data.examples` beside the samples of each step, for a loss that reads `expert_mask`.
         advantages: an estimator by its name, with its options, see `parallel_rl.advantages`.
         reward_kl: how the KL to the reference policy is estimated that `advantages.kl_coefficient` takes from the reward.
+        kl_controller: leads that KL to a target by the coefficient, which starts at `advantages.kl_coefficient`.
         critic: a value function, for an estimator that reads `values`.
         teacher: a checkpoint folder of a model of the same shape and vocabulary, for an estimator that reads
             `teacher_token_logprobs` (on-policy distillation); relative to the config file.
@@ -103,9 +132,11 @@ class RLConfig:
     record: bool = False
     dynamic_sampling: DynamicSampling | None = None
     overlong: Overlong | None = None
+    server: ServerConfig | None = None
     experts: int = 0
     advantages: AdvantageEstimator = field(default_factory=GRPO)
     reward_kl: KLType | None = None
+    kl_controller: KLControllerConfig | None = None
     critic: CriticConfig | None = None
     teacher: str | None = None
     loss: LossChoice = field(default_factory=lambda: LossChoice("policy"))
@@ -118,10 +149,26 @@ class RLConfig:
         self._check_estimator()
         self._check_loss()
 
+    def build_kl_controller(self) -> AdaptiveKLController | None:
+        """At its start."""
+        kl = self.kl_controller
+        return None if kl is None else AdaptiveKLController(self.advantages.kl_coefficient, kl.target, kl.horizon)
+
     @property
     def rounds(self) -> int:
         """How often a step samples at most."""
         return 1 if self.dynamic_sampling is None else self.dynamic_sampling.max_rounds
+
+    def policy_version(self, step: int) -> int:
+        """Optimizer steps of the policy before step `step`."""
+        alone = 0 if self.critic is None else self.critic.warmup_steps
+        return max(0, step - alone) * self.updates
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """What a run writes in its folder beside what every run does."""
+        updated = self.server is not None and self.server.update_path is not None
+        return (("rollouts",) if self.record else ()) + (("policy",) if updated else ())
 
     @property
     def fields(self) -> dict[str, str]:
@@ -146,6 +193,10 @@ class RLConfig:
         for key in needs:
             if key not in ESTIMATOR_FIELDS:
                 raise ValueError(f"advantages.name = {name!r} reads {key!r}, which this trainer does not have")
+        if self.server is not None and "greedy_rewards" in needs:
+            raise ValueError(
+                f"advantages.name = {name!r} reads the rewards of greedy answers, which 'server' does not give; remove it"
+            )
         for section, key in (("critic", "values"), ("teacher", "teacher_token_logprobs")):
             if key in needs and getattr(self, section) is None:
                 raise ValueError(f"advantages.name = {name!r} reads {key}, which {section!r} gives; it is missing")
@@ -157,6 +208,8 @@ class RLConfig:
                 if self.reward_kl is None
                 else f"reward_kl = {self.reward_kl!r} has no effect with advantages.kl_coefficient = 0"
             )
+        if self.kl_controller is not None:
+            self.kl_controller.check(self.advantages.kl_coefficient, self.prompts * self.group_size)
 
     def _check_loss(self) -> None:
         check_fed(self.loss, self.fields)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from parallel_rl.advantages import estimate
 from parallel_rl.losses.mix import MixLossFn
 from parallel_rl.objectives.kl import kl_estimate
+from parallel_rl.training.ahead import ask_ahead, mask_stale
 from parallel_rl.training.batching import Rows, join
 from parallel_rl.training.drawing import sampled_rows
 from parallel_rl.training.objectives import RLConfig
@@ -17,14 +20,21 @@ def rl_step(session: Session, config: RLConfig, step: int) -> Numbers:
     """`updates` optimizer steps on fresh samples or on the next recorded rollouts, each on its share of the prompts."""
     loss_fn = session.policy_loss
     assert loss_fn is not None
+    if session.served is not None:
+        ask_ahead(session, config, step)
     rows, reward = (recorded_rows if session.data.rollouts else sampled_rows)(session, config, step)
-    rows = _with_advantages(session, config, _scored(session, config, _shaped(config, rows)))
-    parts = _parts(rows, config.updates)
-    if config.experts:
-        rows_of_experts = _parts(expert_rows(session, config, step), config.updates)
-        parts = [join(part, experts) for part, experts in zip(parts, rows_of_experts, strict=True)]
-    done, total = step * config.updates, config.steps * config.updates
     numbers: Numbers = {} if reward is None else {"reward": reward}
+    rows, sizes = session.balance(rows, config.updates)
+    rows, kl = _with_advantages(session, config, _scored(session, config, _shaped(config, rows)))
+    numbers |= kl
+    if session.served is not None:
+        rows, staleness = mask_stale(session, config, rows)
+        numbers |= staleness
+    parts = rows.split(sizes)
+    if config.experts:
+        experts, sizes = session.balance(expert_rows(session, config, step), config.updates, beside=parts)
+        parts = [join(part, beside) for part, beside in zip(parts, experts.split(sizes), strict=True)]
+    done, total = step * config.updates, config.steps * config.updates
     if config.critic is not None:
         value_loss, optimizer = session.loss(config.critic.loss), config.critic.optimizer
         results = [
@@ -39,6 +49,8 @@ def rl_step(session: Session, config: RLConfig, step: int) -> Numbers:
         results.append(session.update(session.batches(part), loss_fn, config.optimizer, done + index, total))
         if isinstance(loss_fn, MixLossFn):
             loss_fn.mu_schedule.step()
+    if session.kl_controller is not None:
+        session.kl_controller.update(kl["reward_kl"], config.prompts * config.group_size)
     return {**numbers_of(results), **numbers}
 
 
@@ -69,20 +81,19 @@ def _scored(session: Session, config: RLConfig, rows: Rows) -> Rows:
     return rows
 
 
-def _with_advantages(session: Session, config: RLConfig, rows: Rows) -> Rows:
-    """With the estimator's advantages, and returns for a critic; recorded advantages stay."""
-    fields = rows.fields
+def _with_advantages(session: Session, config: RLConfig, rows: Rows) -> tuple[Rows, Numbers]:
+    """With the estimator's advantages, and returns for a critic (recorded advantages stay); and what a KL controller reads."""
+    fields, controller, numbers = rows.fields, session.kl_controller, session.engine.numbers
     if "advantages" in fields:
-        return rows
-    batch = dict(fields)
+        return rows, {}
+    batch, estimator, kl = dict(fields), config.advantages, Numbers()
     if config.reward_kl is not None:
         batch["kl"] = kl_estimate(fields["prev_logprobs"], fields["reference_policy_logprobs"], config.reward_kl)
-    read = {name: batch[name] for name in (*config.advantages.needs, "sample_mask")}
-    found, numbers = estimate(config.advantages, read, session.engine.groups), session.engine.numbers
+    if controller is not None:
+        valid = (fields["token_mask"] * fields["sample_mask"][:, None]).bool()
+        kl = {"reward_kl": session.mean(batch["kl"][valid]), "kl_coefficient": controller.value}
+        estimator = replace(estimator, kl_coefficient=controller.value)
+    read = {name: batch[name] for name in (*estimator.needs, "sample_mask")}
+    found = estimate(estimator, read, session.engine.groups)
     rows = rows.with_fields(advantages=found.advantages.to(numbers))
-    return rows if session.critic is None else rows.with_fields(returns=found.returns.to(numbers))
-
-
-def _parts(rows: Rows, updates: int) -> list[Rows]:
-    size = len(rows) // updates
-    return [rows.take(slice(index * size, (index + 1) * size)) for index in range(updates)]
+    return (rows if session.critic is None else rows.with_fields(returns=found.returns.to(numbers))), kl

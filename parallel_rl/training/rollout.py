@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel_rl.megatron import broadcast_from_last_stage, forward_logits, forward_only, padded_input, replicas
 from parallel_rl.training.engine import Engine
+from parallel_rl.training.progress import tick
 from parallel_rl.training.sections import SamplingConfig
 from parallel_rl.training.tokenizer import EOS, PAD
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
@@ -88,6 +89,7 @@ def _decode(
     """Fills the rows in place, one position after the other; the whole prefix is run each time (there is no cache)."""
     alive = torch.arange(len(lengths))
     for _ in range(config.max_new_tokens):
+        tick("sampling")
         at = lengths[alive]
         keys = sample_keys(seed, sample_ids[alive], at)
         drawn, scores = _draw(engine, tokens[alive, : int(at.max())], at - 1, keys, config.temperature, greedy)

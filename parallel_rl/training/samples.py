@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from parallel_rl.training.batching import Rows, make_rows, spread
-from parallel_rl.training.datasets import take
+from parallel_rl.training.data import Rollout
+from parallel_rl.training.datasets import check_cut
 from parallel_rl.training.objectives import RLConfig
+from parallel_rl.training.records.agree import read_together
+from parallel_rl.training.records.source import Records
 from parallel_rl.training.session import Session
 
 
@@ -14,7 +19,7 @@ def recorded_rows(session: Session, config: RLConfig, step: int) -> tuple[Rows, 
     """This data rank's part of the next recorded rollouts; the mean reward, unless the file has advantages in its place."""
     engine, records = session.engine, session.data.rollouts
     count = config.prompts * config.group_size
-    batch = [records[place % len(records)] for place in range(step * count, (step + 1) * count)]
+    batch = read_together(partial(_recorded, records, step * count, count), engine.device)
     places = session.places(count, config.updates)
     mine = [batch[place] for place in places]
     starts = [len(record.tokens) - len(record.logprobs) for record in mine]
@@ -34,12 +39,16 @@ def recorded_rows(session: Session, config: RLConfig, step: int) -> tuple[Rows, 
     return rows, float(rewards.mean())
 
 
+def _recorded(records: Records[Rollout], first: int, count: int) -> list[Rollout]:
+    check_cut(records, first % len(records), count)
+    return [records[place % len(records)] for place in range(first, first + count)]
+
+
 def expert_rows(session: Session, config: RLConfig, step: int) -> Rows:
     """This data rank's part of the next demonstrations, each update's part in order."""
-    engine, examples, count = session.engine, session.data.examples, config.experts
-    order = take(len(examples), step * count, count, engine.config.run.seed)
+    engine, count = session.engine, config.experts
     places = session.places(count, config.updates)
-    chosen = [examples[order[place]] for place in places]
+    chosen = session.read(session.data.examples, [step * count + place for place in places])
     rows = make_rows([(example.prompt, example.completion) for example in chosen], engine.numbers)
     # behind the ids of all samples of the run
     first = config.steps * config.rounds * config.prompts * config.group_size + step * count

@@ -18,9 +18,13 @@ class RunConfig:
         dir: folder of metrics.jsonl, tensorboard/, checkpoints/ and curves.png.
         seed: of the weights, the order of the data and the draws.
         dtype: of parameters and activations; bfloat16 trains on float32 master weights.
-        resume: "auto" continues from the folder's newest checkpoint; "never" starts anew and replaces what the folder holds.
+        resume: "auto" continues from the folder's newest checkpoint; "never" starts anew and replaces what the folder holds
+            (a Slurm job does so once; when it is requeued, it goes on).
         checkpoint_every: steps between checkpoints; 0 saves after the warm-up and at the end only.
         keep_checkpoints: how many of the newest stay.
+        keep_every: checkpoints whose step in its phase divides by it stay for ever, a phase's start among them; 0: none.
+        timeout: seconds that a rank waits in one collective; then the run ends and names the rank that did not come. Above the
+            longest that ranks may differ: one of them asks a slow reward function, for instance.
         init_from: a checkpoint folder (".../step_000100") whose weights replace the drawn ones; relative to the config file.
     """
 
@@ -30,10 +34,17 @@ class RunConfig:
     resume: Literal["auto", "never"] = "auto"
     checkpoint_every: int = 0
     keep_checkpoints: int = 2
+    keep_every: int = 0
+    timeout: float = 600.0
     init_from: str | None = None
 
     def __post_init__(self) -> None:
-        at_least(self, checkpoint_every=0, keep_checkpoints=1, seed=0)
+        at_least(self, checkpoint_every=0, keep_checkpoints=1, keep_every=0, seed=0, timeout=1)
+        if self.keep_every and self.checkpoint_every and self.keep_every % self.checkpoint_every:
+            raise ValueError(
+                f"keep_every = {self.keep_every} must be a multiple of checkpoint_every = {self.checkpoint_every}: others "
+                "are hardly ever saved"
+            )
 
 
 @dataclass(frozen=True)
@@ -114,34 +125,73 @@ class TokenizerConfig:
     alphabet: str
 
 
+Paths = str | tuple[str, ...] | None
+
+
 @dataclass(frozen=True)
 class DataConfig:
-    """JSONL files, relative to the config file; which are needed depends on the objective.
+    """JSONL and Parquet files, relative to the config file; which are needed depends on the objective.
+
+    Each is a path, a pattern (`shard_*.parquet`, `part_{000..127}.jsonl`) or a list of them. They are read a window at a time,
+    however large they are; all but held_out and rollouts are shuffled, anew in each pass.
 
     Attributes:
         train: prompts with answers to sample from.
         held_out: prompts with answers for the evaluation.
         examples: demonstrations for the warm-up and for SFT.
         pairs: preference pairs for DPO.
-        rollouts: recorded rollouts, trained on instead of sampling.
+        rollouts: recorded rollouts, trained on instead of sampling, in the order of the files.
+        buffer_megabytes: what of each is held in memory, and shuffled, at a time; one block (a Parquet row group) at least.
+        check_gigabytes: how much of each is checked before the run, in blocks spread evenly over it; what lies between is
+            checked when it is read. `held_out` is always checked whole.
     """
 
-    train: str | None = None
-    held_out: str | None = None
-    examples: str | None = None
-    pairs: str | None = None
-    rollouts: str | None = None
+    train: Paths = None
+    held_out: Paths = None
+    examples: Paths = None
+    pairs: Paths = None
+    rollouts: Paths = None
+    buffer_megabytes: int = 64
+    check_gigabytes: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least(self, buffer_megabytes=1, check_gigabytes=0)
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How the sequences of a step reach the model: `micro_batch_size` at a time, packed in one row or padded to one width."""
+    """How the sequences of a step reach the model.
 
-    micro_batch_size: int = 64
+    Attributes:
+        micro_batch_size: sequences at a time, in the order of the data; 64 where `tokens` is not given either.
+        packing: they stand one after the other in one row, instead of being padded to one width.
+        tokens: what a packed row holds at most, padding included. Sequences then go to the data ranks such that their tokens
+            are as many on each, and into rows by first-fit decreasing; pairs stay together. Each row of metrics then has
+            `packing_efficiency` (true tokens over what all packed rows could hold), `padding_fraction` (of what they do hold)
+            and `data_imbalance` (tokens of the fullest data rank over their mean).
+    """
+
+    micro_batch_size: int | None = None
     packing: bool = False
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(self, micro_batch_size=1)
+        if self.tokens is None:
+            at_least(self, **({} if self.micro_batch_size is None else {"micro_batch_size": 1}))
+            return
+        at_least(self, tokens=1)
+        if self.micro_batch_size is not None:
+            raise ValueError(
+                f"micro_batch_size = {self.micro_batch_size} contradicts tokens = {self.tokens}; a micro-batch is filled by "
+                "either. Set one of them to null"
+            )
+        if not self.packing:
+            raise ValueError(f"tokens = {self.tokens} is the capacity of a packed row; set packing to true")
+
+    @property
+    def sequences(self) -> int:
+        """In a micro-batch that is filled by their number."""
+        return 64 if self.micro_batch_size is None else self.micro_batch_size
 
 
 @dataclass(frozen=True)

@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
 
 from parallel_rl.training.batching import Rows, make_rows
-from parallel_rl.training.data import Pair
-from parallel_rl.training.datasets import take
+from parallel_rl.training.data import Pair, Prompt
 from parallel_rl.training.objectives import LABELS, DistillationConfig, PreferenceConfig, SupervisedConfig
-from parallel_rl.training.rollout import sample
+from parallel_rl.training.records.agree import read_together
+from parallel_rl.training.records.source import Records
+from parallel_rl.training.rollout import ROWS_AT_A_TIME, sample
 from parallel_rl.training.scoring import with_teacher_logits
 from parallel_rl.training.session import Numbers, Session, numbers_of
 
 
 def supervised_step(session: Session, config: SupervisedConfig, step: int) -> Numbers:
     """The next `batch_size` examples."""
-    rows = _examples(session, step, config.batch_size)
+    rows, _ = session.balance(_examples(session, step, config.batch_size))
     loss_fn = session.loss(config.loss)
     return numbers_of([session.update(session.batches(rows), loss_fn, config.optimizer, step, config.steps)])
 
 
 def preference_step(session: Session, config: PreferenceConfig, step: int) -> Numbers:
     """The next `pairs` pairs: rows (chosen, rejected), ..., or labelled ones for a loss that reads labels."""
-    rows = (_labelled if LABELS in config.loss.reads else _paired)(session, config, step)
+    together = rows_of_pair(config)
+    rows, _ = session.balance((_paired if together == 2 else _labelled)(session, config, step), together=together)
     if session.reference is not None:
-        rows = rows.with_fields(reference_policy_logprobs=session.log_probs(session.reference, rows))
+        # in the same micro-batches as the policy: as long as both are the same model, their log-probs are the same bits
+        logprobs = session.log_probs(session.reference, rows, together=together)
+        rows = rows.with_fields(reference_policy_logprobs=logprobs)
     loss_fn = session.loss(config.loss)
-    return numbers_of([session.update(session.batches(rows), loss_fn, config.optimizer, step, config.steps)])
+    batches = session.batches(rows, together)
+    return numbers_of([session.update(batches, loss_fn, config.optimizer, step, config.steps)])
+
+
+def rows_of_pair(config: PreferenceConfig) -> int:
+    """Rows that a pair gives: (chosen, rejected), or labelled ones and a mismatched one."""
+    return 3 if LABELS in config.loss.reads else 2
 
 
 def distillation_step(session: Session, config: DistillationConfig, step: int) -> Numbers:
     """The next `batch_size` examples, or completions of the student's, with the teacher's distributions."""
     assert session.teacher is not None
-    rows = (_examples if config.rows == "examples" else _completions)(session, step, config.batch_size)
+    rows, _ = session.balance(
+        (_examples if config.rows == "examples" else _completions)(session, step, config.batch_size)
+    )
     batches = with_teacher_logits(session.engine, session.teacher, session.batches(rows))
     loss_fn = session.loss(config.loss)
     return numbers_of([session.update(batches, loss_fn, config.optimizer, step, config.steps)])
@@ -43,22 +58,30 @@ def held_out_reward(session: Session, samples: int) -> float:
     engine, prompts = session.engine, session.data.held_out
     count, groups = len(prompts) * samples, session.engine.groups
     mine = range(groups.dp_rank * count // groups.dp_size, (groups.dp_rank + 1) * count // groups.dp_size)
-    chosen = [prompts[index // samples] for index in mine]
-    completions: list[list[int]] = []
-    if chosen:
-        seed = 2 * engine.config.run.seed + 1  # even seeds are training's
-        drawn = sample(engine, [prompt.tokens for prompt in chosen], list(mine), seed, engine.config.sampling)
-        completions = drawn.completions()
-    return session.mean(session.rewards(chosen, completions))
+    size, most, rewards = ROWS_AT_A_TIME * groups.cp_size, -(-count // groups.dp_size), []
+    for first in range(0, most, size):  # as often on every rank
+        ids = mine[first : first + size]
+        chosen = read_together(partial(_each, prompts, [index // samples for index in ids]), engine.device)
+        completions: list[list[int]] = []
+        if chosen:
+            seed = 2 * engine.config.run.seed + 1  # even seeds are training's
+            drawn = sample(engine, [prompt.tokens for prompt in chosen], ids, seed, engine.config.sampling)
+            completions = drawn.completions()
+        rewards.append(session.rewards(chosen, completions))
+    return session.mean(torch.cat(rewards))
+
+
+def _each(prompts: Records[Prompt], places: Sequence[int]) -> list[Prompt]:
+    return [prompts[place] for place in places]
 
 
 def _pairs(session: Session, config: PreferenceConfig, step: int) -> list[tuple[Pair, Pair]]:
     """This data rank's pairs, each with the one that follows it in the step (the first follows the last)."""
-    pairs = session.data.pairs
-    order = take(len(pairs), step * config.pairs, config.pairs, session.engine.config.run.seed)
-    return [
-        (pairs[order[place]], pairs[order[(place + 1) % len(order)]]) for place in session.local(range(config.pairs))
-    ]
+    first, count = step * config.pairs, config.pairs
+    mine = session.local(range(count))
+    pairs = session.read(session.data.pairs, [first + place for place in mine])
+    following = session.read(session.data.pairs, [first + (place + 1) % count for place in mine])
+    return list(zip(pairs, following, strict=True))
 
 
 def _paired(session: Session, config: PreferenceConfig, step: int) -> Rows:
@@ -78,16 +101,12 @@ def _labelled(session: Session, config: PreferenceConfig, step: int) -> Rows:
 
 
 def _examples(session: Session, step: int, count: int) -> Rows:
-    engine, examples = session.engine, session.data.examples
-    chosen = session.local(take(len(examples), step * count, count, engine.config.run.seed))
-    return make_rows([(examples[index].prompt, examples[index].completion) for index in chosen], engine.numbers)
+    examples = session.read(session.data.examples, session.local(range(step * count, (step + 1) * count)))
+    return make_rows([(example.prompt, example.completion) for example in examples], session.engine.numbers)
 
 
 def _completions(session: Session, step: int, count: int) -> Rows:
-    engine, prompts = session.engine, session.data.train
-    order = take(len(prompts), step * count, count, engine.config.run.seed)
-    places = session.local(range(count))
-    chosen = [prompts[order[place]].tokens for place in places]
-    ids = [step * count + place for place in places]
+    engine, ids = session.engine, session.local(range(step * count, (step + 1) * count))
+    chosen = [prompt.tokens for prompt in session.read(session.data.train, ids)]
     drawn = sample(engine, chosen, ids, 2 * engine.config.run.seed, engine.config.sampling)
     return make_rows(list(zip(chosen, drawn.completions(), strict=True)), engine.numbers)

@@ -34,10 +34,13 @@ class CharTokenizer:
         Raises:
             ValueError: a character outside the alphabet.
         """
-        for char in text:
-            if char not in self._ids:
-                raise ValueError(f"the character {char!r} of {text!r} is not in tokenizer.alphabet = {self.alphabet!r}")
-        return [self._ids[char] for char in text]
+        try:
+            return [self._ids[char] for char in text]
+        except KeyError as error:
+            char = error.args[0]
+            raise ValueError(
+                f"the character {char!r} of {text!r} is not in tokenizer.alphabet = {self.alphabet!r}"
+            ) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text up to the first end token; padding and begin tokens are left out."""

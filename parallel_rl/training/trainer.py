@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -12,19 +13,24 @@ import yaml
 from megatron.core.optimizer import MegatronOptimizer
 
 from parallel_rl.experience.rewards import reward_function
-from parallel_rl.losses.mix import MixLossFn
-from parallel_rl.training import checkpoint
-from parallel_rl.training.batching import width_unit
-from parallel_rl.training.checkpoint import Contents, Position
+from parallel_rl.training import checkpoint, saving, stop
+from parallel_rl.training.agree import on_every_rank, on_first_rank
+from parallel_rl.training.checkpoint import Contents
 from parallel_rl.training.config import TrainConfig
-from parallel_rl.training.datasets import Datasets, read_datasets
+from parallel_rl.training.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.engine import build_critic, build_engine, build_optimizer, freeze_copy, start_world
+from parallel_rl.training.fitting import check_layout, length_check
 from parallel_rl.training.load import as_mapping
-from parallel_rl.training.logging import RunLog, read_metrics
+from parallel_rl.training.logging import RunLog, read_metrics, write_whole
+from parallel_rl.training.manifest import Position, Record
 from parallel_rl.training.phases import Phase, phases
 from parallel_rl.training.plot import draw_curves
-from parallel_rl.training.sections import data_parallel_size
+from parallel_rl.training.progress import enter_step, tick
+from parallel_rl.training.random_state import begin_random_state, restore_random_state
+from parallel_rl.training.recovery import newest_whole
+from parallel_rl.training.served import Served
 from parallel_rl.training.session import Critic, Session
+from parallel_rl.training.shelf import Retention
 from parallel_rl.training.steps import held_out_reward
 from parallel_rl.training.tokenizer import CharTokenizer
 
@@ -48,14 +54,15 @@ def train(config: TrainConfig) -> Result:
     """
     began = time.monotonic()
     tokenizer = CharTokenizer(config.tokenizer.alphabet)
-    data = read_datasets(config, tokenizer)
+    files = find_data(config.data)
     reward_function(config.reward)
     start_world(config)
-    _check_layout(config, data, dist.get_world_size())
+    check_layout(config, dist.get_world_size())
+    data = read_datasets(config, tokenizer, files, length_check(config))
     run = _Run(config, tokenizer, data)
     with run.log:
-        run.go()
-        run.finish(time.monotonic() - began)
+        if run.go():
+            run.finish(time.monotonic() - began)
     return Result(run.rows, run.before, run.after, time.monotonic() - began)
 
 
@@ -67,49 +74,68 @@ class _Run:
         self.folder = Path(config.run.dir)
         self.phases = phases(config)
         self.first = dist.get_rank() == 0
-        if config.run.resume == "never" and self.first:
-            recorded = ("rollouts",) if config.rl is not None and config.rl.record else ()
-            for name in ("checkpoints", "tensorboard", *recorded):
-                shutil.rmtree(self.folder / name, ignore_errors=True)
-        dist.barrier()
-        self.latest = checkpoint.newest(self.folder / "checkpoints")
-        dist.barrier()
-        self.position, self.facts = (
-            checkpoint.peek(self.latest) if self.latest else (Position(self.phases[0].name, 0), {})
-        )
-        names = [phase.name for phase in self.phases]
-        if self.position.phase not in names:
-            raise ValueError(
-                f"{self.latest} stands in the phase {self.position.phase!r}; this run has {', '.join(names)}. "
-                "Choose another run.dir, or run.resume = 'never'"
-            )
+        on_first_rank(lambda: saving.check_sources(config), "the checkpoints that the config names cannot be read")
+        if config.run.resume == "never":
+            others = config.rl.folders if config.rl is not None else ()
+            saving.start_anew(self.folder, ("checkpoints", "tensorboard", *others))
+        said: list[str] = []
+        check = saving.same_run(config, [phase.name for phase in self.phases])
+        self.latest = newest_whole(self.folder / "checkpoints", check, said.append)
+        record = None if self.latest is None else self.latest[1]
+        self.position = Position(self.phases[0].name, 0) if record is None else record.position
+        self.facts = {} if record is None else record.facts
+        data.check_facts(self.facts, self.latest and self.latest[0])
         self.before, self.after = self._fact("held_out_before"), self._fact("held_out_after")
         self.rows: list[dict[str, float | int | str]] = []
-        self.log = RunLog(self.folder, config.objective, active=self.first, after=self._done() if self.latest else None)
+        self.stop: str | None = None
+        self.saved = self.latest and (self.latest[0], self.position)  # the newest checkpoint, and where it stands
+        self.log = on_every_rank(self._open_log, f"run.dir = {config.run.dir!r} cannot be written")
+        for text in said:
+            self.log.say(text)
         engine = build_engine(config, tokenizer.vocab_size, config.model.max_positions)
+        if sum(self._done().values()) < sum(phase.steps for phase in self.phases):
+            begin_random_state(config.run.seed, engine.groups.dp_rank)
+        saving.check_room(config, engine)
         self.session = Session(engine, tokenizer, data, build_optimizer(engine, self.phases[0].optimizer))
-        if self.first:
-            text = yaml.safe_dump(as_mapping(config), sort_keys=False)
-            (self.folder / "config.yaml").write_text(text, encoding="utf-8")
 
-    def go(self) -> None:
-        names = [phase.name for phase in self.phases]
+    def _open_log(self) -> RunLog:
+        """The run's record; it keeps the rows up to the checkpoint that is continued from."""
+        after = self._done() if self.latest else None
+        log = RunLog(self.folder, self.config.objective, active=self.first, after=after)
+        if self.first:
+            write_whole(self.folder / "config.yaml", yaml.safe_dump(as_mapping(self.config), sort_keys=False))
+        return log
+
+    def go(self) -> bool:
+        """Every step that is left; False where it was asked to stop before the last."""
+        names, random = [phase.name for phase in self.phases], None
         if self.latest is not None:
-            self._restore(self.latest)
+            random = self._restore(*self.latest)
         elif self.config.run.init_from is not None:
             engine, start = self.session.engine, Path(self.config.run.init_from)
-            checkpoint.load_weights(start, engine.model, scalar_head=self.config.scalar_head)
+            scalar_head = self.config.scalar_head
+            check = saving.same_weights(self.config, "run.init_from", scalar_head=scalar_head)
+            checkpoint.load_weights(start, engine.model, check, scalar_head=scalar_head)
             # master weights of what was just loaded
             self.session = replace(self.session, optimizer=build_optimizer(engine, self.phases[0].optimizer))
         self._describe()
         for phase in self.phases[names.index(self.position.phase) :]:
             if phase.is_main and self.position.step == 0:
                 self._enter_main(phase)
+            if random is not None:  # last of all: what was built until now has drawn from them
+                restore_random_state(random)
+                random = None
             self.log.phase(phase.name, phase.steps, self.position.step)
-            while self.position.step < phase.steps:
+            if self.stop is None:  # of a signal while the run started
+                self._boundary(None)
+            while self.position.step < phase.steps and self.stop is None:
                 self._step(phase)
+            if self.stop is not None and self.position.step < phase.steps:
+                self._halt(self.stop, phase)
+                return False
             if not phase.is_main:
                 self.position = Position(self.phases[-1].name, 0)
+        return True
 
     def finish(self, seconds: float) -> None:
         if self.config.evaluation is not None:
@@ -121,15 +147,18 @@ class _Run:
             self.log.say(f"held-out reward {before}after {self.config.objective}: {self.after:.3f}")
         if self.rows:
             self._save()
-        if self.first:
-            picture = self.folder / "curves.png"
-            rows = read_metrics(self.folder / "metrics.jsonl")
-            drawn = draw_curves(rows, picture, self.folder.name, self.before)
-            wrote = "metrics.jsonl, tensorboard/, checkpoints/" + (f", {picture.name}" if drawn else "")
-            self.log.say(f"{seconds:.0f} s; wrote {wrote} in {self.folder}")
+        picture = self.folder / "curves.png"
+
+        def draw() -> bool:
+            return draw_curves(read_metrics(self.folder / "metrics.jsonl"), picture, self.folder.name, self.before)
+
+        drawn = on_first_rank(draw, f"all steps are done and saved, but {picture} could not be drawn")
+        wrote = "metrics.jsonl, tensorboard/, checkpoints/" + (f", {picture.name}" if drawn else "")
+        self.log.say(f"{seconds:.0f} s; wrote {wrote} in {self.folder}")
 
     def _step(self, phase: Phase) -> None:
         began = time.monotonic()
+        enter_step(phase.name, self.position.step + 1)
         numbers = phase.run(self.session, self.position.step)
         seconds = time.monotonic() - began
         self.position = Position(phase.name, self.position.step + 1)
@@ -141,13 +170,42 @@ class _Run:
             self.after = reward if last else None
         row = {**numbers, "seconds": seconds, "tokens_per_second": numbers["tokens"] / seconds}
         self.rows.append({"phase": phase.name, "step": step, **row})
-        self.log.step(phase.name, step, row)
+        why = f"the row of {phase.name} step {step} could not be written in {self.folder}"
+        # before a checkpoint that counts on the row
+        self._boundary(lambda: self.log.step(phase.name, step, row), why)
         every = self.config.run.checkpoint_every
         if every and step % every == 0 and not last:
             self._save()
 
+    def _boundary(self, work: Callable[[], None] | None, why: str = "") -> None:
+        """Does what may fail on one rank, and hears of the others: whether theirs failed, whether one was asked to stop."""
+        failure: Exception | None = None
+        try:
+            if work is not None:
+                work()
+        except Exception as error:
+            failure = error
+        found = stop.agree(self.session.engine.device, failure is not None)
+        if found.failed:
+            on_every_rank(partial(_raise, failure), why)
+        self.stop = found.stop
+
+    def _halt(self, cause: str, phase: Phase) -> None:
+        """Leaves everything such that the same command goes on from here."""
+        stop.ignore_signals()
+        if self.rows and (self.saved is None or self.saved[1] != self.position):
+            self._save()
+        then = "begins anew" if self.saved is None else f"goes on from {self.saved[0]}"
+        text = (
+            f"stopped by {cause} after {phase.name} step {self.position.step} of {phase.steps}; the same command {then}"
+        )
+        # the other ranks hear of it when the marker is there
+        on_first_rank(stop.ask_for_restart, "the marker REQUEUE could not be written; all is saved")
+        self.log.say(text)
+
     def _enter_main(self, phase: Phase) -> None:
         """Fresh moments, the other models, the first evaluation, and a checkpoint to start again from."""
+        tick("entering the main phase")
         engine = self.session.engine
         self.session = self._with_models(build_optimizer(engine, phase.optimizer))
         if self.config.evaluation is not None and self.before is None:
@@ -165,54 +223,55 @@ class _Run:
         teacher = critic = None
         if config.teacher is not None:
             teacher = freeze_copy(engine)
-            checkpoint.load_weights(Path(config.teacher), teacher)
+            checkpoint.load_weights(Path(config.teacher), teacher, saving.same_weights(config, "teacher"))
         if config.rl is not None and config.rl.critic is not None:
             values = build_critic(engine)
             critic = Critic(values, build_optimizer(values, config.rl.critic.optimizer))
-        loss_fn = None if config.rl is None else self.session.loss(config.rl.loss, self.session.temperature)
+        rl = config.rl
+        loss_fn = None if rl is None else self.session.loss(rl.loss, self.session.temperature)
+        served = None if rl is None or rl.server is None else Served(engine, rl.server)
+        controller = None if rl is None else rl.build_kl_controller()
         return replace(
-            self.session, optimizer=optimizer, reference=reference, teacher=teacher, critic=critic, policy_loss=loss_fn
+            self.session,
+            optimizer=optimizer,
+            reference=reference,
+            teacher=teacher,
+            critic=critic,
+            policy_loss=loss_fn,
+            served=served,
+            kl_controller=controller,
         )
 
-    def _restore(self, path: Path) -> None:
+    def _restore(self, path: Path, record: Record) -> Mapping[str, object] | None:
+        """Goes on from a checkpoint; gives the random states to go on from, in the layout that wrote them."""
         engine, phase = self.session.engine, next(p for p in self.phases if p.name == self.position.phase)
         optimizer = build_optimizer(engine, phase.optimizer)
         if not self.position.step:
-            checkpoint.load(path, Contents(engine))
+            random = checkpoint.load(path, Contents(engine), record)
             optimizer = build_optimizer(engine, phase.optimizer)  # master weights of what was just loaded
             self.session = replace(self.session, optimizer=optimizer)
         else:
             began = self._with_models(optimizer) if phase.is_main else replace(self.session, optimizer=optimizer)
             self.session = began
-            checkpoint.load(path, self._contents())
+            random = checkpoint.load(path, saving.contents(began, self.position), record)
         self.log.say(f"continuing from {path}: {self.position.phase} step {self.position.step}")
-
-    def _contents(self) -> Contents:
-        """What a checkpoint of this moment holds: at the start of a phase, all but the weights follows from them."""
-        session = self.session
-        if not self.position.step:
-            return Contents(session.engine)
-        critic, loss_fn = session.critic, session.policy_loss
-        return Contents(
-            session.engine,
-            session.optimizer,
-            session.reference,
-            None if critic is None else critic.engine,
-            None if critic is None else critic.optimizer,
-            loss_fn.mu_schedule if isinstance(loss_fn, MixLossFn) else None,
-        )
+        if random is None:
+            self.log.say(
+                "the layout has changed: Python's, numpy's and torch's random states begin anew, as run.seed has them"
+            )
+        return random
 
     def _save(self) -> None:
-        done = self._done()
-        facts: dict[str, float | int | str] = {
-            "objective": self.config.objective,
-            "scalar_head": int(self.config.scalar_head),
-        }
+        tick("saving a checkpoint")
+        on_first_rank(self.log.sync, f"the rows of {self.folder / 'metrics.jsonl'} could not be written")
+        facts: dict[str, float | int | str] = {**self.session.data.facts()}
         for name, value in (("held_out_before", self.before), ("held_out_after", self.after)):
             if value is not None:
                 facts[name] = value
-        folder, keep = self.folder / "checkpoints", self.config.run.keep_checkpoints
-        checkpoint.save(folder, sum(done.values()), self._contents(), self.position, facts, keep)
+        folder, run, parts = self.folder / "checkpoints", self.config.run, saving.contents(self.session, self.position)
+        record, keep = saving.record(self.config, self.position, facts), Retention(run.keep_checkpoints, run.keep_every)
+        path = checkpoint.save(folder, sum(self._done().values()), parts, record, keep)
+        self.saved = path, self.position
 
     def _done(self) -> dict[str, int]:
         """Steps done in each phase."""
@@ -222,6 +281,7 @@ class _Run:
 
     def _evaluate(self) -> float:
         assert self.config.evaluation is not None
+        tick("evaluating")
         return held_out_reward(self.session, self.config.evaluation.samples)
 
     def _fact(self, name: str) -> float | None:
@@ -231,29 +291,14 @@ class _Run:
         sizes, engine = self.config.parallel, self.session.engine
         weights = sum(parameter.numel() for parameter in engine.bare.parameters())
         layout = f"TP {sizes.tensor} × CP {sizes.context} × PP {sizes.pipeline} × DP {engine.groups.dp_size}"
-        rows = "packed" if self.config.batch.packing else "padded"
+        batch = self.config.batch
+        rows = ("packed" if batch.tokens is None else f"packed in {batch.tokens} tokens") if batch.packing else "padded"
         parallel = ", sequence parallel" if sizes.sequence_parallel else ""
         self.log.say(f"{layout}{parallel}, {rows}, {self.config.run.dtype}, {weights:,} weights on this rank")
+        for line in self.session.data.describe():
+            self.log.say(line)
 
 
-def _check_layout(config: TrainConfig, data: Datasets, world_size: int) -> None:
-    ranks = data_parallel_size(config.parallel, world_size)
-    batches = [
-        (f"{name}.batch_size", section.batch_size)
-        for name, section in (("warmup", config.warmup), ("sft", config.sft), ("distillation", config.distillation))
-        if section is not None
-    ]
-    batches += [("preference.pairs", config.preference.pairs)] if config.preference else []
-    if config.rl is not None:
-        batches += [("rl.prompts / rl.updates", config.rl.prompts // config.rl.updates)]
-        batches += [("rl.experts / rl.updates", config.rl.experts // config.rl.updates)]
-    for name, size in batches:
-        if size % ranks:
-            raise ValueError(f"{name} = {size} does not divide by the {ranks} data parallel ranks")
-    sizes, longest = config.parallel, data.longest(config.sampling.max_new_tokens)
-    unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
-    needed = -(-longest // unit) * unit + (unit * sizes.tensor if config.batch.packing else 0)
-    if needed > config.model.max_positions:
-        raise ValueError(
-            f"model.max_positions = {config.model.max_positions} is too few; the longest sequence takes {needed} with padding"
-        )
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure

@@ -9,7 +9,7 @@ import yaml
 
 Tree = dict[str, object]
 
-# keys below which a text is a path that starts at the file's folder
+# keys below which a text, or each text of a list, is a path that starts at the file's folder
 _PATHS = (("data",), ("run", "init_from"), ("rl", "teacher"), ("distillation", "teacher"))
 
 
@@ -84,8 +84,11 @@ def _resolve(tree: Tree, keys: Sequence[str], folder: Path) -> None:
     value = tree.get(keys[-1])
     if isinstance(value, str):
         tree[keys[-1]] = str(folder / value)
+    elif isinstance(value, list):
+        tree[keys[-1]] = [str(folder / item) if isinstance(item, str) else item for item in value]
     elif isinstance(value, dict):
-        value.update({key: str(folder / item) for key, item in value.items() if isinstance(item, str)})
+        for key in value:
+            _resolve(value, (key,), folder)
 
 
 def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:

@@ -50,8 +50,9 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
 ReturnToService=2
-SlurmdTimeout=5
+SlurmdTimeout=10
 SlurmctldTimeout=30
+FirstJobId={first}
 JobRequeue=1
 KillWait=10
 MinJobAge=3600
@@ -137,6 +138,11 @@ class Cluster:
         """Its present state: PENDING, RUNNING, COMPLETED, ..."""
         return self.job(number)["JobState"]
 
+    def count(self, state: str, array: int | None = None) -> int:
+        """How many jobs, or tasks of an array, are in a state."""
+        text = self.run("scontrol", "show", "job", "-o", *([str(array)] if array else []), check=False).stdout
+        return text.count(f"JobState={state} ")
+
     def wait(self, number: int, states: Iterable[str] = ENDED, timeout: float = 120.0) -> str:
         """The first of `states` that the job comes into.
 
@@ -188,21 +194,29 @@ class Cluster:
         daemon.kill()
         daemon.wait()
 
+    def revive(self, node: str) -> None:
+        """Starts a node's slurmd where it was killed."""
+        if node not in self._daemons:
+            self.start_node(node)
+
     def start_node(self, node: str) -> None:
-        """Starts the slurmd of a node (again)."""
+        """Starts the slurmd of a node."""
         # slurmd as who we are: it would take root of a user namespace for the machine's
         back = "" if os.getuid() == 0 else f"unshare --user --map-user={os.getuid()} --map-group={os.getgid()} "
         inner = f"mount --bind {self.folder}/hosts /etc/hosts && hostname {node} && exec {back}slurmd -D -N {node}"
         daemon = self._daemon(node, [*_namespaces(), "bash", "-c", inner])
         entry, ours = Path(f"/proc/{daemon.pid}"), _space(Path("/proc/self"))
         self.until_up(lambda: _space(entry) not in (ours, None), node)
-        self._spaces[node] = _space(entry) or 0
+        # held open: the number of one that is gone is given to the next, which may be another cluster's
+        self._spaces[node] = os.open(entry / "ns" / "mnt", os.O_RDONLY)
 
     def _write(self) -> None:
         port = _free_ports(len(self.nodes) + 1)
         settings = {
             "host": socket.gethostname(),
             "port": port,
+            "first": 1
+            + secrets.randbelow(19_000),  # jobs take their ports from their ids: those of two clusters do not meet
             "user": subprocess.run(["id", "-un"], capture_output=True, text=True, check=True).stdout.strip(),
             "folder": self.folder,
         }
@@ -274,9 +288,19 @@ class Cluster:
 
     def _end_processes(self, nodes: Sequence[str]) -> None:
         """Ends all that runs on these nodes. What a node started shares its mount namespace, whatever it calls itself."""
-        spaces = {self._spaces.pop(node) for node in nodes if node in self._spaces}
+        held = [self._spaces.pop(node) for node in nodes if node in self._spaces]
+        try:
+            self._end_spaces({os.fstat(space).st_ino for space in held})
+        finally:
+            for space in held:
+                os.close(space)
+
+    @staticmethod
+    def _end_spaces(spaces: set[int]) -> None:
         for _ in range(50):
-            left = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _space(entry) in spaces]
+            left = [
+                int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and _space(entry) in spaces
+            ]
             if not left:
                 return
             for number in (signal.SIGSTOP, signal.SIGKILL):  # none has time to report another's end
@@ -302,7 +326,7 @@ def _namespaces() -> list[str]:
 def _free_ports(count: int) -> int:
     """The first of `count` ports in a row that nobody listens on now."""
     for _ in range(100):
-        first = 20_000 + secrets.randbelow(30_000)
+        first = 40_000 + secrets.randbelow(20_000)
         with contextlib.ExitStack() as stack:
             try:
                 for port in range(first, first + count):

@@ -20,8 +20,8 @@ TINY = {
     "data": "{rollouts: configs/data/arithmetic_rollouts.jsonl}",
     "model.hidden": 32,
     "batch.micro_batch_size": 8,
-    "rl.prompts": 4,
-    "rl.updates": 2,
+    "rl.prompts": 2,
+    "rl.updates": 1,
     "run.checkpoint_every": 1,
     "run.keep_checkpoints": 3,
 }

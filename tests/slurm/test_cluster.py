@@ -62,7 +62,7 @@ def test_a_node_that_loses_its_power_sends_its_job_back(tmp_path: Path) -> None:
         cluster.until(lambda: (tmp_path / "out").exists(), 30, "the job to begin")
         cluster.kill_node("node2")
         cluster.wait(number, ["PENDING"], timeout=90)
-        cluster.start_node("node2")
+        cluster.revive("node2")
         cluster.wait(number, ["RUNNING"], timeout=60)
         assert cluster.job(number)["Restarts"] == "1"
 

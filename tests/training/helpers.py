@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import warnings
 from pathlib import Path
@@ -50,8 +49,6 @@ def train_rows(rank: int, arguments: list[str]) -> list[dict[str, float | int | 
     from parallel_rl.training.load import load_config
     from parallel_rl.training.trainer import train
 
-    # dist_checkpointing writes from a child process, and a pool's worker is a daemon, which may have none.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     warnings.simplefilter("ignore")
     result = train(load_config(arguments[0], arguments[1:]))
     return [{key: value for key, value in row.items() if key not in CLOCK} for row in result.rows]

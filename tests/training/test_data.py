@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from parallel_rl.experience.rewards import checker, exact_match
-from parallel_rl.training.data import Rollout, read_examples, read_pairs, read_prompts, read_rollouts, write_rollouts
-from parallel_rl.training.datasets import check_groups, read_datasets, take
+from parallel_rl.training.data import (
+    Rollout,
+    parse_example,
+    parse_pair,
+    parse_prompt,
+    parse_rollout,
+    write_rollouts,
+)
+from parallel_rl.training.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.load import load_config
+from parallel_rl.training.records.source import Records, open_records
 from parallel_rl.training.tokenizer import BOS, EOS, PAD, CharTokenizer
 from tests.training.helpers import CONFIGS, DATA, run
 
 TOKENIZER = CharTokenizer("0123456789+=")
+PARSERS: dict[str, Callable[[Mapping[str, object]], object]] = {
+    "prompts": partial(parse_prompt, tokenizer=TOKENIZER),
+    "examples": partial(parse_example, tokenizer=TOKENIZER),
+    "pairs": partial(parse_pair, tokenizer=TOKENIZER),
+    "rollouts": partial(parse_rollout, vocab_size=TOKENIZER.vocab_size),
+}
+
+
+def read(kind: str, path: Path) -> Records:
+    return open_records(str(path), f"data.{kind}", PARSERS[kind])
 
 
 def test_tokenizer() -> None:
@@ -30,16 +50,14 @@ def test_tokenizer() -> None:
 
 
 def test_the_data_that_ships() -> None:
-    train, held_out = (
-        read_prompts(str(DATA / f"arithmetic_{name}.jsonl"), TOKENIZER) for name in ("train", "held_out")
-    )
+    train, held_out = (list(read("prompts", DATA / f"arithmetic_{name}.jsonl")) for name in ("train", "held_out"))
     for prompt in (*train, *held_out):
         a, b = prompt.text.rstrip("=").split("+")
         assert int(prompt.answer) == int(a) + int(b)
     assert not {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
-    rollouts = read_rollouts(str(DATA / "arithmetic_rollouts.jsonl"), TOKENIZER.vocab_size)
+    rollouts = read("rollouts", DATA / "arithmetic_rollouts.jsonl")
     assert len(rollouts) == 20 * 32 and len({rollout.group for rollout in rollouts}) == 20 * 8
-    careless = read_examples(str(DATA / "arithmetic_careless.jsonl"), TOKENIZER)
+    careless = read("examples", DATA / "arithmetic_careless.jsonl")
     answers = {prompt.tokens: tuple(TOKENIZER.completion(prompt.answer)) for prompt in train}
     right = sum(example.completion == answers[example.prompt] for example in careless) / len(careless)
     assert 0.1 < right < 0.2
@@ -96,51 +114,56 @@ PAIR = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}
         ),
         ("rollouts", ROLLOUT, {**ROLLOUT, "group": "a"}, "line 2: group = 'a' is not valid"),
         ("rollouts", ROLLOUT, {**ROLLOUT, "advantage": 1.0}, "line 2: exactly one of 'reward' and 'advantage'"),
-        (
-            "rollouts",
-            ROLLOUT,
-            {"group": 0, "tokens": [1, 4], "logprobs": [-1], "advantage": 1},
-            "line 2: a file gives 'reward' in",
-        ),
     ],
 )
 def test_a_malformed_line_is_named(reader: str, good: dict, bad: dict | str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps(good) + "\n" + (bad if isinstance(bad, str) else json.dumps(bad)) + "\n")
     with pytest.raises(ValueError, match=f"data.jsonl, {message}"):
-        if reader == "rollouts":
-            read_rollouts(str(file), TOKENIZER.vocab_size)
-        else:
-            {"prompts": read_prompts, "examples": read_examples, "pairs": read_pairs}[reader](str(file), TOKENIZER)
+        list(read(reader, file))
 
 
 def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the data file .*nowhere.jsonl does not exist"):
-        read_prompts(str(tmp_path / "nowhere.jsonl"), TOKENIZER)
+        read("prompts", tmp_path / "nowhere.jsonl")
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"empty.jsonl is empty"):
-        read_prompts(str(tmp_path / "empty.jsonl"), TOKENIZER)
+        read("prompts", tmp_path / "empty.jsonl")
 
 
 def test_rollouts_survive_the_way_through_a_file(tmp_path: Path) -> None:
     for value in ((1.0, None), (None, -0.5)):
         rollouts = [Rollout((1, 4, 5, 2), (-0.123456789012, -1.0), group, *value) for group in (3, 3, 4)]
         write_rollouts(tmp_path / "new" / "rollouts.jsonl", rollouts)
-        assert read_rollouts(str(tmp_path / "new" / "rollouts.jsonl"), 15) == rollouts
+        assert list(read("rollouts", tmp_path / "new" / "rollouts.jsonl")) == rollouts
+
+
+def load(**overrides: object) -> Datasets:
+    path, *arguments = run("grpo_arithmetic.yaml", **overrides)
+    config = load_config(path, arguments)
+    return read_datasets(config, TOKENIZER, find_data(config.data))
+
+
+def load_rollouts(records: Sequence[Rollout], folder: Path, steps: int, count: int) -> Datasets:
+    write_rollouts(folder / "rollouts.jsonl", records)
+    sizes = {"rl__steps": steps, "rl__prompts": count, "rl__group_size": 1, "rl__updates": 1}
+    return load(data={"rollouts": str(folder / "rollouts.jsonl")}, warmup="null", evaluation="null", **sizes)
 
 
 def test_data_that_contradicts_the_run(tmp_path: Path) -> None:
-    def read(**overrides: object) -> None:
-        path, *arguments = run("grpo_arithmetic.yaml", **overrides)
-        read_datasets(load_config(path, arguments), TOKENIZER)
-
-    with pytest.raises(ValueError, match=r"is in data.train and in data.held_out"):
-        read(data__held_out=DATA / "arithmetic_train.jsonl")
-    with pytest.raises(ValueError, match=r"take 3 tokens; sampling.max_new_tokens = 2 must be at least that"):
-        read(sampling__max_new_tokens=2)
+    assert load().longest == 1 + len("12+34=") + 4
+    with pytest.raises(ValueError, match=r"train.jsonl, line 1: the prompt '.*' is in data.train and in data.held_out"):
+        load(data__held_out=DATA / "arithmetic_train.jsonl")
+    with pytest.raises(
+        ValueError, match=r"line 1: .* take 3 tokens; sampling.max_new_tokens = 2 must be at least that"
+    ):
+        load(sampling__max_new_tokens=2)
     rollouts = {"rollouts": str(DATA / "arithmetic_rollouts.jsonl")}
     with pytest.raises(ValueError, match=r"data.rollouts has 640 sequences; rl.prompts × group_size = 3200 a step"):
-        read(data=rollouts, warmup="null", evaluation="null", rl__prompts=400)
+        load(data=rollouts, warmup="null", evaluation="null", rl__prompts=400)
+    mixed = [Rollout((1, 2), (-1.0,), 0, 0.5, None), Rollout((1, 2), (-1.0,), 1, None, 0.5)]
+    with pytest.raises(ValueError, match=r"rollouts.jsonl, line 2: 'reward' is given in every record"):
+        load_rollouts(mixed, tmp_path, 1, 2)
 
 
 def test_checkers() -> None:
@@ -160,22 +183,15 @@ def test_checkers() -> None:
             checker(name)
 
 
-def test_every_pass_takes_each_item_once_and_any_window_of_the_stream_agrees() -> None:
-    stream = take(10, 0, 35, seed=3)
-    assert sorted(stream[:10]) == sorted(stream[10:20]) == list(range(10)) and stream[:10] != stream[10:20]
-    assert [item for start in range(0, 35, 7) for item in take(10, start, 7, seed=3)] == stream
-    assert take(10, 0, 35, seed=4) != stream
-
-
 def _rollouts(*groups: int) -> list[Rollout]:
     return [Rollout((1, 2), (-1.0,), group, 0.0, None) for group in groups]
 
 
-def test_recorded_groups_are_whole_in_their_steps() -> None:
-    check_groups(_rollouts(0, 0, 1, 1, 2, 2, 3, 3), 4, 2)
-    check_groups(_rollouts(0, 0, 1, 1, 2), 2, 2)  # the rest is not reached
-    with pytest.raises(ValueError, match=r"group 1 lies in two steps .*\(at sequence 4\)"):
-        check_groups(_rollouts(0, 0, 1, 1, 2, 2), 3, 2)
-    for records, steps in ((_rollouts(0), 1), (_rollouts(0, 0, 1), 2)):
+def test_recorded_groups_are_whole_in_their_steps(tmp_path: Path) -> None:
+    load_rollouts(_rollouts(0, 0, 1, 1, 2, 2, 3, 3), tmp_path, 2, 4)
+    load_rollouts(_rollouts(0, 0, 1, 1, 2), tmp_path, 2, 2)  # the rest is not reached
+    with pytest.raises(ValueError, match=r"group 1 lies in two steps .*\(at sequence 4, .*, line 4\)"):
+        load_rollouts(_rollouts(0, 0, 1, 1, 2, 2), tmp_path, 2, 3)
+    for records, steps, count in ((_rollouts(0), 1, 2), (_rollouts(0, 0, 1), 2, 2)):
         with pytest.raises(ValueError, match="a smaller multiple of 2"):
-            check_groups(records, 2, steps)
+            load_rollouts(records, tmp_path, steps, count)

@@ -193,7 +193,7 @@ def test_a_reward_model_starts_from_a_policy(tmp_path: Path) -> None:
     [rows] = run_world(1, train_rows, tiny("reward_model", tmp_path / "rewards", **{"run.init_from": policy}))
     check(rows, "reward_model")
     rewards = tmp_path / "rewards" / "checkpoints" / "step_000002"
-    with pytest.raises(WorldError, match=r"is of a model with a scalar head; one with logits is needed"):
+    with pytest.raises(WorldError, match=r"it is of a model with a scalar head and one with logits is needed"):
         run_world(1, train_rows, tiny("sft", tmp_path / "again", **{"run.init_from": rewards}))
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
-import signal
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from parallel_rl.training.load import load_config
 from tests.distributed.pool import WorldError, run_world
 from tests.training.helpers import cut, run, train_rows
+from tests.training.saves import flip, largest_file, shard_of
 
 SMALL = {
     "model__hidden": 32,
@@ -51,6 +53,11 @@ def test_a_stopped_run_continues_the_same_curve(dtype: str, tmp_path: Path) -> N
         [later] = run_world(1, train_rows, arguments(stopped, dtype))
         assert later == rows[number:]
         assert curve(stopped) == rows
+    damaged = tmp_path / "stopped6" / "checkpoints" / "step_000008"
+    flip(shard_of(damaged))  # the one before is taken, and its rows are made again
+    assert run_world(1, train_rows, arguments(tmp_path / "stopped6", dtype)) == [rows[7:]]
+    assert curve(tmp_path / "stopped6") == rows
+    assert damaged.with_name("step_000008.damaged").is_dir()
     # a finished run has nothing left to do
     assert run_world(1, train_rows, arguments(whole, dtype)) == [[]]
 
@@ -65,6 +72,72 @@ def test_another_layout_continues_the_same_curve(tmp_path: Path) -> None:
         for row, expected in zip(later, rows[6:], strict=True):
             assert row.pop("phase") == "rl"
             assert row == pytest.approx({key: expected[key] for key in row}, rel=1e-8, abs=1e-12)
+
+
+KL_AND_CRITIC = {
+    "evaluation": "null",
+    "data__held_out": "null",
+    "rl__advantages": "{name: gae, kl_coefficient: 0.05, kl_form: return}",
+    "rl__reward_kl": "k1",
+    "rl__kl_controller": "{target: 0.001, horizon: 100}",
+    "rl__critic": "{optimizer: {lr: 1e-3}}",
+    "rl__steps": 3,
+    "warmup__steps": 1,
+}
+LAYOUTS = {
+    "TP 2": (2, "{tensor: 2, sequence_parallel: true}"),
+    "CP 2": (2, "{context: 2}"),
+    "DP 2": (2, "{}"),
+    "PP 2": (2, "{pipeline: 2}"),
+}
+
+
+def chance(prompt: str, completion: str, answer: str) -> float:
+    """A checker that draws from every random state that user code may draw from."""
+    return random.random() + float(np.random.random()) + float(torch.rand(()))
+
+
+def test_random_states_and_the_kl_controller_go_on(tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    more = {**KL_AND_CRITIC, "reward": "tests.training.test_resume:chance"}
+    rows = run_world(2, train_rows, arguments(whole, "float32", **more))
+    coefficients = [row["kl_coefficient"] for row in rows[0][1:]]
+    assert coefficients[0] == 0.05 and len(set(coefficients)) == 3
+    for number in (1, 3):  # at the start of RL and within it
+        cut(whole, stopped / str(number), number)
+        later = run_world(2, train_rows, arguments(stopped / str(number), "float32", **more))
+        assert later == [part[number:] for part in rows]
+        assert curve(stopped / str(number)) == rows[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_dimension_may_change_with_a_critic_and_a_reference(name: str, tmp_path: Path) -> None:
+    plain, split = (1, "{}"), LAYOUTS[name]
+    for way, (before, after) in enumerate(((plain, split), (split, plain))):
+        whole, stopped = tmp_path / f"whole{way}", tmp_path / f"stopped{way}"
+        [rows, *_] = run_world(before[0], train_rows, arguments(whole, "float64", before[1], **KL_AND_CRITIC))
+        cut(whole, stopped, 3)
+        for later in run_world(after[0], train_rows, arguments(stopped, "float64", after[1], **KL_AND_CRITIC)):
+            assert len(later) == 1
+            row, expected = later[0], rows[3]
+            assert row.pop("phase") == "rl" and "critic_loss" in row and "kl_coefficient" in row
+            assert row == pytest.approx({key: expected[key] for key in row}, rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rl__advantages": "{name: grpo}", "rl__reward_kl": "null"}, "kl_controller has no effect"),
+        ({"rl__kl_controller": "{target: 0.1, horizon: 2}"}, "horizon = 2 is too short for prompts × group_size = 16"),
+        ({"rl__kl_controller": "{target: 0}"}, "target = 0"),
+    ],
+)
+def test_a_kl_controller_that_could_do_nothing_is_refused(change: dict[str, object], words: str) -> None:
+    more = {**KL_AND_CRITIC, "rl__critic": "null", "rl__advantages": "{name: grpo, kl_coefficient: 0.1}", **change}
+    given = arguments(Path("nowhere"), "float32", **more)
+    with pytest.raises(ValueError, match=words):
+        load_config(given[0], given[1:])
 
 
 def test_init_from_starts_with_those_weights(tmp_path: Path) -> None:
@@ -84,21 +157,8 @@ def test_never_starts_anew(tmp_path: Path) -> None:
 
 def _train_on_a_full_disk(rank: int, given: list[str]) -> None:
     """Files may not grow beyond 30 kB: the first checkpoint cannot be written."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write fails with OSError instead
-    streams = [os.dup(1), os.dup(2)]  # pytest's files, which may be longer than that already
-    with open(os.devnull, "w") as nowhere:
-        for number in (1, 2):
-            os.dup2(nowhere.fileno(), number)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, before[1]))
-    try:
+    with largest_file(30_000):
         train_rows(rank, given)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-        for number, stream in enumerate(streams, start=1):
-            os.dup2(stream, number)
-            os.close(stream)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -113,10 +173,10 @@ def test_a_failed_save_leaves_no_half_checkpoint(world: int, tmp_path: Path) -> 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     run_world(1, train_rows, arguments(tmp_path, "float32"))
-    with pytest.raises(WorldError, match="does not fit this run"):
+    with pytest.raises(WorldError, match=r"model\.hidden is 32 there and 64 in this run"):
         run_world(1, train_rows, arguments(tmp_path, "float32", model__hidden=64))
     sft = run("sft_arithmetic.yaml", run__dir=tmp_path, model__hidden=32)
-    with pytest.raises(WorldError, match="stands in the phase 'rl'; this run has sft"):
+    with pytest.raises(WorldError, match="objective is 'rl' there and 'sft' in this run"):
         run_world(1, train_rows, sft)
     with pytest.raises(WorldError, match="is no checkpoint"):
         run_world(1, train_rows, arguments(tmp_path / "new", "float32", run__init_from=tmp_path))

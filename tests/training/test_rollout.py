@@ -36,7 +36,7 @@ def draw(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]
 
 def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]:
     """Log-probs of the sampler and of the training forward on the same rows."""
-    from parallel_rl.training.batching import make_rows, micro_batches, width_unit
+    from parallel_rl.training.batching import in_order, make_rows, micro_batches, width_unit
     from parallel_rl.training.rollout import sample
     from parallel_rl.training.scoring import log_probs
 
@@ -46,7 +46,7 @@ def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor,
     pairs = [(prompt, drawn) for prompt, drawn in zip(PROMPTS, samples.completions(), strict=True)]
     rows = make_rows(pairs, engine.numbers)
     unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
-    batches = micro_batches(rows, 2, packing=config.batch.packing, unit=unit, device=engine.device)
+    batches = micro_batches(rows, in_order(len(rows), 2), packing=config.batch.packing, unit=unit, device=engine.device)
     width = rows.fields["input_ids"].shape[1]
     found = log_probs(engine, engine.model, batches, config.sampling.temperature)
     whole = torch.cat([torch.nn.functional.pad(part, (0, max(0, width - part.shape[1])))[:, :width] for part in found])

@@ -1,0 +1,69 @@
+"""What a step does before it takes samples from a server: weights out, requests for this step and the next ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from parallel_rl.training import checkpoint, saving
+from parallel_rl.training.batching import Rows
+from parallel_rl.training.checkpoint import Contents
+from parallel_rl.training.drawing import asked
+from parallel_rl.training.manifest import Position
+from parallel_rl.training.objectives import RLConfig
+from parallel_rl.training.session import Numbers, Session
+from parallel_rl.training.shelf import Retention
+
+
+def ask_ahead(session: Session, config: RLConfig, step: int) -> None:
+    """Sends the weights where they are due, then asks for the first round of steps `step` to `step` + ahead.
+
+    Raises:
+        ValueError: a server did not take the weights.
+    """
+    served, server = session.served, config.server
+    assert served is not None and server is not None
+    if server.update_path is not None and (step % server.update_every == 0 or not served.updated):
+        version = config.policy_version(step)
+        served.update(version, lambda: _write(session, step, version))
+    places, wanted = session.places(config.prompts, config.updates), []
+    for later in range(step, min(step + server.ahead + 1, config.steps)):
+        prompts, ids = asked(session, config, later * config.rounds, places)
+        served.request([prompt.tokens for prompt in prompts], ids)
+        wanted += ids
+    served.forget(set(wanted))
+
+
+def mask_stale(session: Session, config: RLConfig, rows: Rows) -> tuple[Rows, Numbers]:
+    """The rows with those of a policy too far away masked, and the staleness over all of them.
+
+    It comes after the advantages: groups stay whole, and what is too old for the gradient still counts in their means.
+
+    Raises:
+        ValueError: no sample is left.
+    """
+    staleness = rows.fields["staleness"]
+    assert config.server is not None
+    numbers: Numbers = {
+        "staleness_mean": session.mean(staleness),
+        "staleness_max": float(session.largest(int(staleness.abs().max()) if len(rows) else 0)),
+    }
+    most = config.server.max_staleness
+    if most is None:
+        return rows, numbers
+    fresh = staleness.abs() <= most
+    if not session.total(int(fresh.sum())):
+        raise ValueError(
+            f"all samples of the step are further than rl.server.max_staleness = {most} optimizer steps from the policy (mean "
+            f"{numbers['staleness_mean']:g}); raise it, or see that the servers get new weights (rl.server.update_path)"
+        )
+    mask = torch.where(fresh, rows.fields["sample_mask"], 0.0)
+    return rows.with_fields(sample_mask=mask), {**numbers, "stale": session.mean((~fresh).double())}
+
+
+def _write(session: Session, step: int, version: int) -> Path:
+    engine = session.engine
+    folder = Path(engine.config.run.dir) / "policy"
+    record = saving.record(engine.config, Position("rl", step), {})
+    return checkpoint.save(folder, version, Contents(engine), record, Retention(newest=2))

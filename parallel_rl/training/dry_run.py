@@ -1,0 +1,164 @@
+"""The data of a run without its model: what each step reads, how fast, how full its micro-batches are, in how much memory."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel_rl.training.batching import width_unit
+from parallel_rl.training.config import TrainConfig
+from parallel_rl.training.data import Example, Pair, Prompt, Rollout
+from parallel_rl.training.datasets import Datasets, find_data, read_datasets
+from parallel_rl.training.fitting import check_layout, length_check
+from parallel_rl.training.packer import Capacity, deal, pack
+from parallel_rl.training.records.source import Records
+from parallel_rl.training.steps import rows_of_pair
+from parallel_rl.training.tokenizer import CharTokenizer
+
+Record = Prompt | Example | Pair | Rollout
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a step of a phase reads: `count` records of the source `name`, shuffled or in the order of the files."""
+
+    phase: str
+    steps: int
+    name: str
+    count: int
+    shuffled: bool = True
+
+
+@dataclass(frozen=True)
+class Progress:
+    """After `step` steps of a phase: records and tokens (of prompts: with all tokens that may be sampled), seconds, the mean
+    part of the micro-batches' room that tokens fill, and resident bytes."""
+
+    phase: str
+    step: int
+    records: int
+    tokens: int
+    seconds: float
+    filled: float
+    memory: int
+
+
+def readings(config: TrainConfig) -> list[Reading]:
+    """What the steps read, phase by phase; of an RL step with dynamic sampling, its first round."""
+    found = []
+    for phase, section in (("warmup", config.warmup), ("sft", config.sft)):
+        if section is not None:
+            found.append(Reading(phase, section.steps, "examples", section.batch_size))
+    if config.preference is not None:
+        found.append(Reading("preference", config.preference.steps, "pairs", config.preference.pairs))
+    if config.distillation is not None:
+        name = "examples" if config.distillation.rows == "examples" else "train"
+        found.append(Reading("distillation", config.distillation.steps, name, config.distillation.batch_size))
+    rl = config.rl
+    if rl is not None and config.data.rollouts is not None:
+        found.append(Reading("rl", rl.steps, "rollouts", rl.prompts * rl.group_size, shuffled=False))
+    elif rl is not None:
+        found.append(Reading("rl", rl.steps, "train", rl.prompts))
+    return found
+
+
+def dry_run(
+    config: TrainConfig, steps: int | None = None, say: Callable[[str], None] = lambda text: None
+) -> Iterator[Progress]:
+    """Checks the data as a run does, then reads what the steps of each phase read; reports at 1, 10, 100, ... and the last.
+
+    Args:
+        config: the run; its data parallel size is `parallel.data`, or 1.
+        steps: of each phase, in place of the config's.
+        say: gets a line for each source, when all are checked.
+
+    Raises:
+        ValueError: what `train` would refuse before its first step, or data that is wrong where it is read.
+    """
+    sizes = config.parallel
+    ranks = sizes.data or 1
+    files = find_data(config.data)
+    check_layout(config, sizes.tensor * sizes.context * sizes.pipeline * ranks)
+    began = time.monotonic()
+    data = read_datasets(config, CharTokenizer(config.tokenizer.alphabet), files, length_check(config))
+    for line in data.describe():
+        say(line)
+    say(f"indexed and checked in {time.monotonic() - began:.1f} s; the longest sequence takes {data.longest} tokens")
+    for reading in readings(config):
+        yield from _phase(config, data, reading, reading.steps if steps is None else steps, ranks)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has now; where the system does not tell, the most that it has had."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return pages * resource.getpagesize()
+
+
+def _phase(config: TrainConfig, data: Datasets, reading: Reading, steps: int, ranks: int) -> Iterator[Progress]:
+    records: Records[Record] = getattr(data, reading.name)
+    began, tokens, filled = time.monotonic(), 0, 0.0
+    rows = _rows(config, reading)
+    for step in range(steps):
+        numbers = range(step * reading.count, (step + 1) * reading.count)
+        if reading.shuffled:
+            batch = records.stream(numbers, config.run.seed)
+        else:
+            batch = [records[number % len(records)] for number in numbers]
+        lengths = [length for index in range(len(batch)) for length in _lengths(config, batch, index, rows)]
+        tokens += sum(lengths)
+        filled += sum(lengths) / _room(config, lengths, rows if reading.name == "pairs" else 1, ranks)
+        done = step + 1
+        if done == steps or str(done).strip("0") == "1":
+            seconds = time.monotonic() - began
+            yield Progress(reading.phase, done, done * reading.count, tokens, seconds, filled / done, resident())
+
+
+def _rows(config: TrainConfig, reading: Reading) -> int:
+    """Sequences that a record gives."""
+    if config.preference is not None and reading.name == "pairs":
+        return rows_of_pair(config.preference)
+    return config.rl.group_size if config.rl is not None and reading.name == "train" else 1
+
+
+def _lengths(config: TrainConfig, batch: Sequence[Record], index: int, rows: int) -> list[int]:
+    """Of the sequences that a record of a step gives."""
+    record = batch[index]
+    if isinstance(record, Prompt):
+        return [len(record.tokens) + config.sampling.max_new_tokens] * rows
+    if isinstance(record, Example):
+        return [len(record.prompt) + len(record.completion)]
+    if isinstance(record, Rollout):
+        return [len(record.tokens)]
+    sides = [record.chosen, record.rejected]
+    if rows == 3:  # the mismatched one
+        following = batch[(index + 1) % len(batch)]
+        assert isinstance(following, Pair)
+        sides.append(following.chosen)
+    return [len(record.prompt) + len(side) for side in sides]
+
+
+def _room(config: TrainConfig, lengths: Sequence[int], together: int, ranks: int) -> int:
+    """Tokens that the micro-batches of a step have room for."""
+    capacity = Capacity.of_config(config.batch, config.parallel)
+    if capacity is not None:
+        units = [sum(lengths[first : first + together]) for first in range(0, len(lengths), together)]
+        of_ranks: list[list[int]] = [[] for _ in range(ranks)]
+        for unit, rank in enumerate(deal(units, ranks)):
+            of_ranks[rank] += lengths[unit * together : (unit + 1) * together]
+        return sum(len(pack(mine, capacity, together)) for mine in of_ranks) * capacity.usable
+    sizes = config.parallel
+    unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
+    padded = [-(-length // unit) * unit for length in lengths]
+    if config.batch.packing:
+        return sum(padded)
+    size = config.batch.sequences
+    parts = [padded[first : first + size] for first in range(0, len(padded), size)]
+    return sum(len(part) * max(part) for part in parts)

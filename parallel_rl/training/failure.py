@@ -1,0 +1,46 @@
+"""The end of a rank that failed: what it says, and that it ends."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+
+from parallel_rl.training.progress import step_name
+from parallel_rl.training.watch_report import name_of
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_LAST_SECONDS = 10.0  # for a process that fails to end by itself
+
+
+def failed(error: BaseException) -> int:
+    """Says `parallel-rl: error (rank R, rl step S): cause`.
+
+    Returns:
+        the exit status: 2 where a config, data or world does not fit, else 1.
+    """
+    meant = isinstance(error, ValueError) or _is_meant(error)
+    if not meant:
+        traceback.print_exception(error)
+    rank, step = os.environ.get("RANK"), step_name()
+    name = name_of(int(rank), step) if rank is not None else f" ({step})" if step else ""
+    cause = str(error) if meant else f"{type(error).__name__}: {error}"
+    print(f"parallel-rl: error{name}: {cause}", file=sys.stderr, flush=True)
+    status = 2 if isinstance(error, ValueError) else 1
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # whatever its libraries wait for at their end
+        timer = threading.Timer(_LAST_SECONDS, os._exit, (status,))
+        timer.daemon = True
+        timer.start()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return status
+
+
+def _is_meant(error: BaseException) -> bool:
+    """Whether this package raised it on purpose: its message says all, and its traceback nothing."""
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    return isinstance(error, RuntimeError) and bool(last) and last[0].filename.startswith(_OURS)

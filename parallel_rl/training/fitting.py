@@ -1,0 +1,54 @@
+"""Whether the sizes of a config, its data and its world go together; looked at before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from parallel_rl.training.batching import width_unit
+from parallel_rl.training.config import TrainConfig
+from parallel_rl.training.packer import Capacity
+from parallel_rl.training.sections import data_parallel_size
+from parallel_rl.training.steps import rows_of_pair
+
+
+def check_layout(config: TrainConfig, world_size: int) -> None:
+    """Each batch divides by the data parallel ranks of the world.
+
+    Raises:
+        ValueError: it does not, or the world does not match the layout.
+    """
+    ranks = data_parallel_size(config.parallel, world_size)
+    batches = [
+        (f"{name}.batch_size", section.batch_size)
+        for name, section in (("warmup", config.warmup), ("sft", config.sft), ("distillation", config.distillation))
+        if section is not None
+    ]
+    batches += [("preference.pairs", config.preference.pairs)] if config.preference else []
+    if config.rl is not None:
+        batches += [("rl.prompts / rl.updates", config.rl.prompts // config.rl.updates)]
+        batches += [("rl.experts / rl.updates", config.rl.experts // config.rl.updates)]
+    for name, size in batches:
+        if size % ranks:
+            raise ValueError(f"{name} = {size} does not divide by the {ranks} data parallel ranks")
+
+
+def length_check(config: TrainConfig) -> Callable[[int], None]:
+    """What raises ValueError where the model or a micro-batch has no room for a sequence of so many tokens; where it is in a
+    pair, for a pair of such."""
+    sizes, packing, most = config.parallel, config.batch.packing, config.model.max_positions
+    unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
+    capacity = Capacity.of_config(config.batch, sizes)
+    rows = 1 if config.preference is None else rows_of_pair(config.preference)
+
+    def check(tokens: int) -> None:
+        needed = -(-tokens // unit) * unit + (unit * sizes.tensor if packing else 0)
+        if needed > most:
+            raise ValueError(f"model.max_positions = {most} is too few; the sequence takes {needed} with padding")
+        if capacity is not None and rows * capacity.padded(tokens) > capacity.usable:
+            what = "the sequence takes" if rows == 1 else f"the {rows} rows of a pair take up to"
+            raise ValueError(
+                f"batch.tokens = {capacity.tokens} is too few: a row holds {capacity.usable}, and {what} "
+                f"{rows * capacity.padded(tokens)} with padding"
+            )
+
+    return check

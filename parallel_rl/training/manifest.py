@@ -1,0 +1,173 @@
+"""What a checkpoint says of itself: where its run stood, of which model it is, and the checksum of each of its files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_CHUNK = 1 << 22
+Fact = float | int | str | bool | None
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint whose files are not what was written; the message names the file and the fault."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands: the phase ("warmup" or the objective) and the steps done in it.
+
+    The order of the data and the trainer's own draws follow from (seed, phase, step).
+    """
+
+    phase: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What can be known of a checkpoint without its tensors.
+
+    Attributes:
+        position: where its run stood.
+        facts: numbers that the run goes on with.
+        model: what a run must share with it, by the names of the config.
+        layout: the sizes of the parallel dimensions that wrote it: tensor, context, pipeline, data.
+        parts: what it holds: "model", "optimizer", "reference", ..., "controllers.<name>", "extra.<name>".
+    """
+
+    position: Position
+    facts: Mapping[str, float | int | str]
+    model: Mapping[str, Fact]
+    layout: Mapping[str, int]
+    parts: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file: its bytes, and their SHA-256."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The record, and each file by its name."""
+
+    record: Record
+    files: Mapping[str, FileEntry]
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes `folder/manifest.json` and has it on the disk when this returns."""
+    body = json.dumps({"format": _FORMAT, **asdict(manifest)}, sort_keys=True)
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body}))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint's folder.
+
+    Raises:
+        DamagedCheckpoint: no manifest there, or one that is not what was written.
+        ValueError: no folder there, or a manifest of another format.
+    """
+    if not path.is_dir():
+        raise ValueError(f"{path.absolute()} is no checkpoint: there is no such folder")
+    try:
+        outer = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        body: str = outer["body"]
+        if hashlib.sha256(body.encode()).hexdigest() != outer["sha256"]:
+            raise DamagedCheckpoint(f"{path.absolute()} is damaged: {MANIFEST} does not match its own checksum")
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path.absolute()} is no checkpoint: it has no {MANIFEST}") from None
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path.absolute()} is damaged: {MANIFEST} cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        raise DamagedCheckpoint(f"{path.absolute()} is damaged: {MANIFEST} is cut off or garbled") from None
+    return _manifest(path, json.loads(body))
+
+
+def _manifest(path: Path, content: dict[str, object]) -> Manifest:
+    if content["format"] != _FORMAT:
+        raise ValueError(
+            f"{path.absolute()} has the format {content['format']}; this version of parallel_rl reads format {_FORMAT}"
+        )
+    record, files = content["record"], content["files"]
+    assert isinstance(record, dict) and isinstance(files, dict)
+    fields = {**record, "position": Position(**record["position"]), "parts": tuple(record["parts"])}
+    return Manifest(Record(**fields), {name: FileEntry(**entry) for name, entry in files.items()})
+
+
+def checksum(path: Path, *, sync: bool = False) -> FileEntry:
+    """Reads a file through; `sync`: has it on the disk when this returns.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest, size, chunk = hashlib.sha256(), 0, bytearray(_CHUNK)
+    with path.open("rb", buffering=0) as file:
+        if sync:
+            os.fsync(file.fileno())
+        while count := file.readinto(chunk):
+            digest.update(memoryview(chunk)[:count])
+            size += count
+    return FileEntry(size, digest.hexdigest())
+
+
+def sync_folder(path: Path) -> None:
+    """Has the names in a folder on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def written_by(name: str, ranks: int) -> int:
+    """The rank that wrote a file of a checkpoint: megatron names shards by it, the rest is the first one's."""
+    stem = name.removeprefix("__").split("_")[0]
+    return int(stem) % ranks if name.startswith("__") and stem.isdigit() else 0
+
+
+def fault(path: Path, entry: FileEntry, *, contents: bool = True) -> str | None:
+    """What is wrong with a file, or None; without `contents` it is not read, only its size is looked at."""
+    try:
+        size = path.stat().st_size
+        if size != entry.size:
+            return f"{path.name} has {size} bytes, {entry.size} were written"
+        if contents and checksum(path) != entry:
+            return f"{path.name} does not match its checksum: its content has changed since it was written"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read: {error.strerror}"
+    return None
+
+
+def share(files: Mapping[str, FileEntry], rank: int, ranks: int) -> list[str]:
+    """The files that one of `ranks` ranks looks through: together they take all, each about as many bytes."""
+    loads, mine = [0] * ranks, []
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += files[name].size + 1
+        if lightest == rank:
+            mine.append(name)
+    return mine
+
+
+def differing(theirs: Mapping[str, Fact], ours: Mapping[str, Fact], names: Iterable[str]) -> str | None:
+    """The first of the named facts in which a checkpoint and a run differ, in words."""
+    for name in names:
+        if name in theirs and theirs[name] != ours[name]:
+            return f"{name} is {theirs[name]!r} there and {ours[name]!r} in this run"
+    return None

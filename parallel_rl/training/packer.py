@@ -1,0 +1,148 @@
+"""Which sequences go to which data rank and into which micro-batch, from their lengths alone; the same answer everywhere."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel_rl.training.sections import BatchConfig, ParallelConfig
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a packed micro-batch holds.
+
+    Attributes:
+        tokens: of the whole row, padding included.
+        sequence: what each padded length divides by.
+        row: what the length of the row divides by.
+
+    Raises:
+        ValueError: `tokens` is less than one `row`.
+    """
+
+    tokens: int
+    sequence: int = 1
+    row: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tokens < self.row:
+            raise ValueError(f"batch.tokens = {self.tokens} must be at least {self.row}, what a packed row divides by")
+
+    @classmethod
+    def of_layout(cls, tokens: int, *, tensor: int, context: int) -> Capacity:
+        """Zigzag needs 2·cp chunks of each sequence; rows are multiples of 2·cp·tp, without context parallelism of tp."""
+        chunks = 2 * context if context > 1 else 1
+        return cls(tokens, chunks, chunks * tensor)
+
+    @classmethod
+    def of_config(cls, batch: BatchConfig, parallel: ParallelConfig) -> Capacity | None:
+        """Where micro-batches are filled by tokens."""
+        if batch.tokens is None:
+            return None
+        return cls.of_layout(batch.tokens, tensor=parallel.tensor, context=parallel.context)
+
+    @property
+    def usable(self) -> int:
+        """The longest row that divides."""
+        return self.tokens // self.row * self.row
+
+    def padded(self, length: int) -> int:
+        """The room that a sequence takes."""
+        return -(-length // self.sequence) * self.sequence
+
+    def rooms(self, lengths: Sequence[int], together: int = 1) -> list[int]:
+        """The room of each unit of `together` sequences.
+
+        Raises:
+            ValueError: a unit is longer than the row, or the sequences do not fill whole units.
+        """
+        rooms = [sum(unit) for unit in _units([self.padded(length) for length in lengths], together)]
+        for unit, room in enumerate(rooms):
+            if room > self.usable:
+                rows = range(unit * together, (unit + 1) * together)
+                which = (
+                    f"sequence {rows[0]}"
+                    if together == 1
+                    else f"sequences {rows[0]} to {rows[-1]}, which stay together,"
+                )
+                of = " + ".join(str(lengths[row]) for row in rows)
+                raise ValueError(
+                    f"{which} of {of} tokens take {room} with padding to multiples of {self.sequence}; batch.tokens = "
+                    f"{self.tokens} holds {self.usable} in a micro-batch and must hold that"
+                )
+        return rooms
+
+
+def pack(lengths: Sequence[int], capacity: Capacity, together: int = 1) -> list[list[int]]:
+    """Micro-batches of whole units by first-fit decreasing: the places of their sequences.
+
+    Units are taken from the largest to the smallest (of equals the first), each into the first micro-batch that has room
+    for it. That is at most 11/9 of the fewest micro-batches + 6/9 (Dósa 2007), in O(n log n).
+
+    Args:
+        lengths: true lengths, in tokens.
+        capacity: of a micro-batch.
+        together: sequences in a unit: 2 where (even, odd) sequences are a pair.
+
+    Raises:
+        ValueError: a unit is longer than a micro-batch, or the sequences do not fill whole units.
+    """
+    bins = first_fit_decreasing(capacity.rooms(lengths, together), capacity.usable)
+    return [[unit * together + place for unit in units for place in range(together)] for units in bins]
+
+
+def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Bins of places, each with at most `capacity` in it; the places in a bin rise."""
+    if not sizes:
+        return []
+    # First fit leaves at most one bin half empty, which bounds their number.
+    most = min(len(sizes), 2 * sum(sizes) // capacity + 1)
+    leaves = 1 << (most - 1).bit_length()
+    room = [capacity] * (2 * leaves)  # a tree: each node has the most room of its bins
+    bins: list[list[int]] = [[] for _ in range(leaves)]
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        size, node = sizes[place], 1
+        while node < leaves:
+            node *= 2
+            if room[node] < size:
+                node += 1
+        bins[node - leaves].append(place)
+        room[node] -= size
+        while node > 1:
+            node //= 2
+            left, right = room[2 * node], room[2 * node + 1]
+            most_of_both = left if left >= right else right
+            if room[node] == most_of_both:
+                break
+            room[node] = most_of_both
+    return [sorted(places) for places in bins if places]
+
+
+def deal(weights: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[int]:
+    """The rank of each weight such that the ranks' sums are nearly even: the largest weight left goes to the least loaded rank.
+
+    The largest sum is at most (4/3 − 1/(3·ranks)) of the least possible (Graham 1969), and exceeds the smallest by one weight
+    at most. Of equals the first weight and the first rank come first. With as many weights as ranks, and no loads, every rank
+    gets one.
+
+    Args:
+        weights: positive.
+        ranks: how many.
+        loads: what each rank has already; empty is nothing.
+    """
+    owners = [0] * len(weights)
+    heap = [(load, rank) for rank, load in enumerate(loads or [0] * ranks)]
+    heapq.heapify(heap)
+    for place in sorted(range(len(weights)), key=lambda place: -weights[place]):
+        load, rank = heap[0]
+        owners[place] = rank
+        heapq.heapreplace(heap, (load + weights[place], rank))
+    return owners
+
+
+def _units(values: Sequence[int], together: int) -> list[Sequence[int]]:
+    if len(values) % together:
+        raise ValueError(f"{len(values)} sequences do not make whole units of {together}")
+    return [values[first : first + together] for first in range(0, len(values), together)]

@@ -1,0 +1,87 @@
+"""Every record looked at once before a run, each rank at its part, without holding them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import blake2b
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel_rl.training.records.agree import from_all, world
+from parallel_rl.training.records.index import Entries
+from parallel_rl.training.records.source import Records
+
+RecordT = TypeVar("RecordT")
+
+
+def check(
+    records: Records[RecordT],
+    length: Callable[[RecordT], int],
+    budget: float = float("inf"),
+    each: Callable[[int, Sequence[RecordT]], None] = lambda place, batch: None,
+) -> tuple[int, float]:
+    """Parses the records of `budget` bytes of blocks, spread evenly over the source; the work is split over the ranks.
+
+    Args:
+        records: whose `parse` refuses what is wrong.
+        length: of a record, in tokens.
+        budget: bytes; at least one block is looked at.
+        each: gets (place of the first, records) of this rank's part, some at a time, and refuses what is wrong.
+
+    Returns:
+        the greatest length, and the part of the bytes that was looked at; equal on every rank.
+
+    Raises:
+        ValueError: something is wrong; the same on every rank.
+    """
+    blocks = spread_blocks(records.index, budget)
+
+    def work() -> int:
+        longest = 0
+        for block in _share(records.index, blocks, *world()).tolist():
+            for place, batch in records.batches(block):
+                longest = max(longest, max(map(length, batch)))
+                each(place, batch)
+        return longest
+
+    longest = max(from_all(work))
+    return longest, int(records.index["size"][blocks].sum()) / max(records.bytes, 1)
+
+
+def spread_blocks(index: Entries, budget: float) -> NDArray[np.int64]:
+    """The blocks of an even sample of about `budget` bytes; all of them where they are no more."""
+    total, count = int(index["size"].sum()), len(index)
+    if total <= budget:
+        return np.arange(count)
+    return np.unique(np.linspace(0, count - 1, max(1, int(count * budget / total))).astype(np.int64))
+
+
+class TextSet:
+    """Which texts there are, in eight bytes each; two texts are taken for one with a probability of 2⁻⁶⁴."""
+
+    def __init__(self, keys: NDArray[np.uint64]) -> None:
+        self._keys = np.sort(keys)
+
+    def __contains__(self, text: str) -> bool:
+        key = np.uint64(_key(text))
+        at = int(self._keys.searchsorted(key))
+        return at < len(self._keys) and bool(self._keys[at] == key)
+
+
+def keys_of(texts: Iterable[str]) -> NDArray[np.uint64]:
+    """What `TextSet` is made of."""
+    return np.fromiter(map(_key, texts), np.uint64)
+
+
+def _key(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+
+
+def _share(index: Entries, blocks: NDArray[np.int64], rank: int, size: int) -> NDArray[np.int64]:
+    """This rank's part of `blocks`, about as many bytes as any other's; together they are all, in order."""
+    sizes = index["size"][blocks]
+    middle = np.cumsum(sizes) - sizes / 2
+    owner = np.minimum(middle * size // max(int(sizes.sum()), 1), size - 1)
+    return blocks[owner == rank]

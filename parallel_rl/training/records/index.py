@@ -1,0 +1,39 @@
+"""Where the records of a source lie: one entry a block, a few hundred thousand entries at most."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+# A block is what is read at once: the lines that begin within a stretch of a JSONL file, or a row group of a Parquet file.
+#   file: its number in the source. start: its first byte, or the row group's number. size: bytes (Parquet: uncompressed).
+#   count: records. crc: of the lines, or of the Parquet file's footer.
+ENTRY = np.dtype([("file", "<i4"), ("start", "<i8"), ("size", "<i8"), ("count", "<i8"), ("crc", "<u4")])
+Entries = NDArray[np.void]
+
+LEAST_STRETCH = 1 << 16
+MOST_BLOCKS = 1 << 18
+
+
+def stretch(total: int) -> int:
+    """Bytes of JSONL a block, for a source of `total` bytes: so many that the index stays small."""
+    size = LEAST_STRETCH
+    while total > size * MOST_BLOCKS:
+        size *= 2
+    return size
+
+
+def entries(rows: Sequence[tuple[int, int, int, int, int]]) -> Entries:
+    """[blocks] of (file, start, size, count, crc)."""
+    return np.array(list(rows), dtype=ENTRY)
+
+
+def fingerprint(sizes: Sequence[int], index: Entries, window: int) -> str:
+    """Of the content of files of `sizes` bytes and the order in which it is used; the files' names do not matter."""
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(np.array([window, *sizes], dtype="<i8").tobytes())
+    digest.update(index.tobytes())
+    return digest.hexdigest()

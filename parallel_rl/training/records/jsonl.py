@@ -1,0 +1,124 @@
+"""JSONL: blocks of whole lines, found by one pass over the bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from zlib import crc32
+
+import numpy as np
+
+from parallel_rl.training.records.index import Entries, entries
+
+Row = Mapping[str, object]
+
+
+class Lines:
+    """The lines of one block; parsed when they are asked for."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        breaks = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")).astype(np.int32) + 1
+        last = [] if len(breaks) and breaks[-1] == len(data) else [len(data)]
+        self._bounds = np.concatenate([[0], breaks, last]).astype(np.int32)
+
+    def row(self, index: int) -> Row:
+        """Line `index` of the block.
+
+        Raises:
+            ValueError: it is no JSON object.
+        """
+        first, last = self._bounds[index : index + 2].tolist()
+        return _object(self._data[first:last])
+
+    def rows(self, first: int, last: int) -> Iterator[Row]:
+        """Lines `first` up to `last`."""
+        return (self.row(index) for index in range(first, last))
+
+
+@dataclass(frozen=True)
+class JsonlFile:
+    """One JSON object a line."""
+
+    path: Path
+    size: int
+    word = "line"
+
+    def units(self, step: int) -> int:
+        """How many blocks of `step` bytes there are to be indexed."""
+        return -(-self.size // step)
+
+    def index(self, number: int, first: int, last: int, step: int) -> Entries:
+        """Entries of blocks `first` up to `last`; a block has the lines that begin in its `step` bytes, wherever they end.
+
+        Raises:
+            ValueError: the file changes meanwhile.
+        """
+        found: list[tuple[int, int, int, int, int]] = []
+        begun: tuple[int, int, int] | None = None  # start, count and checksum so far of the block that still goes on
+        with self.path.open("rb") as file:
+            file.seek(max(first * step - 1, 0))
+            at_start = first == 0 or file.read(1) == b"\n"
+            for block in range(first, self.units(step)):
+                chunk = self._chunk(file, block, step)
+                inside = len(chunk) - 1  # a line that begins behind the last byte is the next block's
+                begin = 0 if at_start else chunk.find(b"\n", 0, inside) + 1
+                starts = at_start or begin > 0
+                if begun is not None:
+                    start, count, crc = begun
+                    crc = crc32(chunk[:begin] if starts else chunk, crc)
+                    begun = (start, count, crc)
+                    if starts:
+                        found.append((number, start, block * step + begin - start, count, crc))
+                        begun = None
+                if block >= last and begun is None:
+                    break
+                if starts and block < last:
+                    count = int(at_start) + chunk.count(b"\n", 0, inside)
+                    begun = block * step + begin, count, crc32(chunk[begin:])
+                at_start = chunk[-1:] == b"\n"
+        if begun is not None:
+            found.append((number, begun[0], self.size - begun[0], begun[1], begun[2]))
+        return entries(found)
+
+    def read(self, start: int, size: int, crc: int) -> Lines:
+        """The block of these entries.
+
+        Raises:
+            ValueError: the file has changed since it was indexed.
+        """
+        with self.path.open("rb") as file:
+            file.seek(start)
+            data = file.read(size)
+        if crc32(data) != crc:
+            raise ValueError(
+                f"{self.path} has changed since the run began: the lines in its bytes {start} to {start + size} are others. "
+                "Restore it, or start anew"
+            )
+        return Lines(data)
+
+    def _chunk(self, file: BinaryIO, block: int, step: int) -> bytes:
+        chunk = file.read(step)
+        expected = min(step, self.size - block * step)
+        if len(chunk) != expected:
+            raise ValueError(f"{self.path} changes while it is read: it had {self.size} bytes and was cut")
+        return chunk
+
+
+def _object(line: bytes) -> Row:
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"no UTF-8 ({error.reason} at byte {error.start}): {line.strip()[:80]!r}") from None
+    if not text.strip():
+        raise ValueError("the line is empty; a JSON object is needed")
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON ({error.msg} at column {error.colno}): {text.strip()[:80]!r}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"a JSON object is needed, got {text.strip()[:80]!r}")
+    return row

@@ -1,0 +1,92 @@
+"""From what a config says (a path, a pattern, a list of them) to files in a fixed order."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallel_rl.training.records.jsonl import JsonlFile
+from parallel_rl.training.records.parquet import ParquetFile
+
+DataFile = JsonlFile | ParquetFile
+
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+def find_files(patterns: str | Sequence[str], name: str) -> tuple[DataFile, ...]:
+    """The files that `patterns` name: those of a pattern by name, those of a list in its order.
+
+    A pattern has *, ?, [...] and **, or braces: {a,b} and {000..127}, each of which must be there.
+
+    Args:
+        patterns: one path or pattern, or several.
+        name: the config's key, for the messages.
+
+    Raises:
+        ValueError: a missing file, a pattern that nothing matches, a file named twice or of a kind that cannot be read.
+    """
+    listed = [patterns] if isinstance(patterns, str) else list(patterns)
+    if not listed:
+        raise ValueError(f"{name} = [] names no file; leave it out, or give at least one")
+    found = [path for pattern in listed for path in _matches(pattern, name)]
+    seen: set[Path] = set()
+    for path in found:
+        real = path.resolve()
+        if real in seen:
+            raise ValueError(f"{name} names the file {path} twice; its records would be used twice in a pass")
+        seen.add(real)
+    return tuple(_open(path) for path in found)
+
+
+def braces(pattern: str) -> list[str]:
+    """`pattern` once for each alternative of its braces: {a,b}, {0..3}, {008..012}."""
+    match = _BRACES.search(pattern)
+    if match is None:
+        return [pattern]
+    bounds = _RANGE.fullmatch(match[1])
+    if bounds is None and "," not in match[1]:
+        raise ValueError(f"the braces of {pattern!r} hold {match[1]!r}; write {{a,b}} or {{000..127}}")
+    choices = match[1].split(",")
+    if bounds is not None:
+        first, last, width = int(bounds[1]), int(bounds[2]), len(bounds[1])
+        if last < first:
+            raise ValueError(
+                f"the braces of {pattern!r} count from {first} down to {last}; write the lower number first"
+            )
+        choices = [f"{number:0{width}d}" for number in range(first, last + 1)]
+    return [whole for choice in choices for whole in braces(pattern[: match.start()] + choice + pattern[match.end() :])]
+
+
+def _matches(pattern: str, name: str) -> list[Path]:
+    if Path(pattern).is_file():  # whatever characters its name has
+        return [Path(pattern)]
+    found = []
+    for single in braces(pattern):
+        path = Path(single)
+        if path.is_dir():
+            raise ValueError(f"{name}: {path.absolute()} is a folder; write {path}/*.jsonl or {path}/*.parquet")
+        if path.is_file() or not glob.has_magic(single):
+            if not path.is_file():
+                raise ValueError(f"{name}: the data file {path.absolute()} does not exist")
+            found.append(path)
+            continue
+        paths = [Path(item) for item in sorted(glob.glob(single, recursive=True)) if Path(item).is_file()]
+        if not paths:
+            raise ValueError(f"{name}: no file matches {path.absolute()}")
+        found += paths
+    return found
+
+
+def _open(path: Path) -> DataFile:
+    if path.suffix in _COMPRESSED:
+        raise ValueError(f"{path} is compressed, so that no line of it can be found; unpack it, or write Parquet")
+    if path.suffix != ".parquet":
+        return JsonlFile(path, path.stat().st_size)
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError(f'{path} is read with pyarrow, which is not installed: pip install "parallel-rl[data]"')
+    return ParquetFile(path, path.stat().st_size)

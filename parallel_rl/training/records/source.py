@@ -1,0 +1,177 @@
+"""The records of one source: any number of them, of which a window is held."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from parallel_rl.training.records.agree import from_all, world
+from parallel_rl.training.records.index import Entries, entries, fingerprint, stretch
+from parallel_rl.training.records.jsonl import Lines
+from parallel_rl.training.records.order import Order
+from parallel_rl.training.records.parquet import Table
+from parallel_rl.training.records.paths import DataFile, find_files
+
+RecordT = TypeVar("RecordT")
+
+AT_ONCE = 1024  # records that `batches` holds
+
+
+class Records(Generic[RecordT]):
+    """What `parse` makes of the rows of `files`, read when asked for.
+
+    `records[place]` counts in the order of the files; `stream` shuffles. Blocks stay in memory until `window` bytes and one
+    block are exceeded; the least recently used goes first.
+
+    Args:
+        files: in order.
+        index: of all their blocks, in order.
+        parse: a row to a record; its ValueError gets the file and the line.
+        window: bytes held, and shuffled at a time.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[DataFile] = (),
+        index: Entries | None = None,
+        parse: Callable[[Mapping[str, object]], RecordT] | None = None,
+        window: int = 1 << 26,
+    ) -> None:
+        self.files, self.window = files, window
+        self.index = entries([]) if index is None else index
+        self._parse = parse
+        self._ends = np.cumsum(self.index["count"])
+        self._limit = window + int(self.index["size"].max(initial=0))
+        self._held: OrderedDict[int, Lines | Table] = OrderedDict()
+        self._bytes = 0
+        self._order = lru_cache(maxsize=2)(lambda seed: Order(self.index, window, seed))
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, place: int) -> RecordT:
+        if not 0 <= place < len(self):
+            raise IndexError(f"record {place} of {len(self)}")
+        block = int(np.searchsorted(self._ends, place, side="right"))
+        return self._record(block, place - self.first_of(block))
+
+    def stream(self, numbers: Sequence[int], seed: int) -> list[RecordT]:
+        """Records `numbers` of the endless stream of shuffled passes, fixed by the seed: each pass has each record once.
+
+        Raises:
+            ValueError: a row that `parse` refuses, or a file that has changed since it was indexed.
+        """
+        order = self._order(seed)
+        return [self._record(*order.locate(number)) for number in numbers]
+
+    def batches(self, block: int) -> Iterator[tuple[int, list[RecordT]]]:
+        """(place of the first, records) of a block, some at a time."""
+        count, first = int(self.index["count"][block]), self.first_of(block)
+        held = self._block(block)
+        for start in range(0, count, AT_ONCE):
+            stop = min(start + AT_ONCE, count)
+            rows = held.rows(start, stop)
+            yield first + start, [self._parsed(block, place, partial(next, rows)) for place in range(start, stop)]
+
+    def first_of(self, block: int) -> int:
+        """The place of a block's first record."""
+        return int(self._ends[block]) - int(self.index["count"][block])
+
+    def name_of(self, place: int) -> str:
+        """File and line of a record, for messages."""
+        block = int(np.searchsorted(self._ends, place, side="right"))
+        return self._name(block, place - self.first_of(block))
+
+    @property
+    def bytes(self) -> int:
+        """Of all files (Parquet: uncompressed)."""
+        return int(self.index["size"].sum())
+
+    @property
+    def fingerprint(self) -> str:
+        """Of what is read and in which order."""
+        return fingerprint([file.size for file in self.files], self.index, self.window)
+
+    def _record(self, block: int, place: int) -> RecordT:
+        return self._parsed(block, place, partial(self._block(block).row, place))
+
+    def _parsed(self, block: int, place: int, row: Callable[[], Mapping[str, object]]) -> RecordT:
+        assert self._parse is not None
+        try:
+            return self._parse(row())
+        except ValueError as error:
+            raise ValueError(f"{self._name(block, place)}: {error}") from None
+
+    def _name(self, block: int, place: int) -> str:
+        file = self.files[self.index["file"][block]]
+        before = self.index["count"][np.searchsorted(self.index["file"], self.index["file"][block]) : block].sum()
+        return f"{file.path}, {file.word} {int(before) + place + 1}"
+
+    def _block(self, block: int) -> Lines | Table:
+        if block in self._held:
+            self._held.move_to_end(block)
+            return self._held[block]
+        file, start, size, _, crc = self.index[block].item()
+        while self._held and self._bytes + size > self._limit:
+            gone, _ = self._held.popitem(last=False)
+            self._bytes -= int(self.index["size"][gone])
+        held = self._held[block] = self.files[file].read(start, size, crc)
+        self._bytes += size
+        return held
+
+
+def open_records(
+    patterns: str | Sequence[str],
+    name: str,
+    parse: Callable[[Mapping[str, object]], RecordT],
+    window: int = 1 << 26,
+) -> Records[RecordT]:
+    """The records of the files that `patterns` name, see `find_files`; indexed, not yet parsed. Called by every rank.
+
+    Raises:
+        ValueError: files that are missing, empty, damaged, or not the same on every rank.
+    """
+    files = find_files(patterns, name)
+    return Records(files, index_of(files, name), parse, window)
+
+
+def index_of(files: Sequence[DataFile], name: str) -> Entries:
+    """The index of all files, equal on every rank, each of which reads its part of them.
+
+    Raises:
+        ValueError: a file that is empty, damaged, or differs between ranks; on every rank.
+    """
+    rank, size = world()
+    parts = from_all(lambda: (_facts(files), _part(files, rank, size)))
+    for other, (facts, _) in enumerate(parts):
+        if facts != parts[0][0]:
+            path, size = min({*facts} ^ {*parts[0][0]})
+            raise ValueError(f"{name} differs between the ranks {other} and 0: only one sees {path} with {size} bytes")
+    index = np.concatenate([part for _, part in parts])
+    filled = set(index["file"].tolist())
+    for number, file in enumerate(files):
+        if number not in filled:
+            raise ValueError(f"the data file {file.path.absolute()} is empty; at least one {file.word} is needed")
+    return index
+
+
+def _facts(files: Sequence[DataFile]) -> list[tuple[str, int]]:
+    return [(str(file.path), file.size) for file in files]
+
+
+def _part(files: Sequence[DataFile], rank: int, size: int) -> Entries:
+    """This rank's share of the stretches of all files."""
+    step = stretch(sum(file.size for file in files))
+    units = [file.units(step) for file in files]
+    low, high = (edge * sum(units) // size for edge in (rank, rank + 1))
+    found, before = [entries([])], 0
+    for number, (file, count) in enumerate(zip(files, units, strict=True)):
+        first, last = max(low - before, 0), min(high - before, count)
+        if first < last:
+            found.append(file.index(number, first, last, step))
+        before += count
+    return np.concatenate(found)

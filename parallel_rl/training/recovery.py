@@ -1,0 +1,67 @@
+"""Finding the checkpoint to go on from: the newest whose every file is as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from parallel_rl.training import shelf
+from parallel_rl.training.agree import on_first_rank
+from parallel_rl.training.manifest import DamagedCheckpoint, Manifest, Record, fault, read_manifest, share
+
+
+def newest_whole(
+    folder: Path, check: Callable[[Path, Record], None], say: Callable[[str], None]
+) -> tuple[Path, Record] | None:
+    """The newest checkpoint of a run whose every file is as it was written, or None where there is none at all.
+
+    Newer ones that are not are set aside under another name. Every rank looks through its part of the files.
+
+    Args:
+        folder: of the run's checkpoints.
+        check: refuses a checkpoint of another model by a ValueError.
+        say: told of what was cleared up or set aside.
+
+    Raises:
+        ValueError: there are checkpoints, but none is whole (nothing is renamed then), or `check` refused the newest.
+    """
+    unusable = f"the checkpoints in {folder} cannot be used"
+    for text in on_first_rank(lambda: shelf.tidy(folder), unusable):
+        say(text)
+    damaged: list[tuple[Path, str]] = []
+    for path in reversed(on_first_rank(lambda: shelf.shelved(folder), unusable)):
+        try:
+            manifest = on_first_rank(lambda path=path: read_manifest(path), unusable)  # type: ignore[misc]
+            check(path, manifest.record)
+            verify(path, manifest)
+        except DamagedCheckpoint as error:
+            damaged.append((path, str(error)))
+            continue
+        for bad, why in damaged:
+            aside = on_first_rank(lambda bad=bad: shelf.set_aside(bad), unusable)  # type: ignore[misc]
+            say(f"{why}; set aside as {aside.name}, {path.name} is taken instead")
+        return path, manifest.record
+    if damaged:
+        raise ValueError(
+            f"no checkpoint in {folder} is whole: {'; '.join(why for _, why in damaged)}. Nothing was changed; "
+            "restore one, or set run.resume = 'never' or another run.dir to start anew"
+        )
+    return None
+
+
+def verify(path: Path, manifest: Manifest) -> None:
+    """Reads every file of a checkpoint, each rank its share.
+
+    Raises:
+        DamagedCheckpoint: names the first file that is not as it was written, and the fault; on all ranks.
+    """
+    ranks = dist.get_world_size()
+    mine = share(manifest.files, dist.get_rank(), ranks)
+    faults = [found for name in mine if (found := fault(path / name, manifest.files[name]))]
+    told: list[list[str]] = [[]] * ranks
+    dist.all_gather_object(told, faults)
+    if everywhere := sorted(found for part in told for found in part):
+        more = f" (and {len(everywhere) - 1} more)" if len(everywhere) > 1 else ""
+        raise DamagedCheckpoint(f"{path.absolute()} is damaged: {everywhere[0]}{more}")

@@ -1,0 +1,164 @@
+"""What the trainer keeps of a run in its checkpoints, and which checkpoints a run may go on from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from parallel_rl.losses.mix import MixLossFn
+from parallel_rl.megatron.config import default_ffn_hidden_size
+from parallel_rl.training import shelf
+from parallel_rl.training.agree import on_first_rank
+from parallel_rl.training.checkpoint import Contents, Controllers, Stateful
+from parallel_rl.training.config import TrainConfig
+from parallel_rl.training.engine import Engine
+from parallel_rl.training.manifest import Fact, Position, Record, differing, fault, read_manifest
+from parallel_rl.training.sections import DTYPES
+from parallel_rl.training.session import Session
+from parallel_rl.training.sharded import bytes_of
+
+_MODEL = "model."
+_WEIGHTS = "tokenizer.alphabet"
+
+
+def contents(session: Session, position: Position) -> Contents:
+    """What a checkpoint of this moment holds: at the start of a phase, all but the weights follows from them."""
+    if not position.step:
+        return Contents(session.engine)
+    critic, loss_fn = session.critic, session.policy_loss
+    mu: Controllers = {"mu": loss_fn.mu_schedule} if isinstance(loss_fn, MixLossFn) else {}
+    kl: Controllers = {} if session.kl_controller is None else {"kl": session.kl_controller}
+    extra: dict[str, Stateful] = {} if session.served is None else {"served": session.served}
+    return Contents(
+        session.engine,
+        session.optimizer,
+        session.reference,
+        None if critic is None else critic.engine,
+        None if critic is None else critic.optimizer,
+        {**mu, **kl},
+        extra,
+    )
+
+
+def record(config: TrainConfig, position: Position, facts: Mapping[str, float | int | str]) -> Record:
+    """What a checkpoint tells of the run; `save` fills in the rest."""
+    return Record(position, facts, _identity(config), {}, ())
+
+
+def same_run(config: TrainConfig, phases: Sequence[str]) -> Callable[[Path, Record], None]:
+    """The check that a run may go on from a checkpoint: model, objective and precision are its own."""
+    ours = _identity(config)
+
+    def check(path: Path, found: Record) -> None:
+        difference = differing(found.model, ours, ours)
+        if difference is None and found.position.phase not in phases:
+            difference = f"it stands in the phase {found.position.phase!r} and this run has {', '.join(phases)}"
+        if difference is not None:
+            raise ValueError(
+                f"run.dir holds the checkpoint {path} of another run: {difference}. Nothing was changed; choose another "
+                "run.dir, or set run.resume = 'never' to replace it"
+            )
+
+    return check
+
+
+def same_weights(config: TrainConfig, key: str, *, scalar_head: bool = False) -> Callable[[Path, Record], None]:
+    """The check that a checkpoint's weights fit the model of a run; `key` of the config names it."""
+    ours = _identity(config)
+    names = [name for name in ours if name.startswith(_MODEL) or name == _WEIGHTS]
+
+    def check(path: Path, found: Record) -> None:
+        difference = differing(found.model, ours, names)
+        if difference is None and found.model["scalar_head"] and not scalar_head:
+            difference = "it is of a model with a scalar head and one with logits is needed"
+        if difference is not None:
+            raise ValueError(f"{key} = {str(path)!r} does not fit: {difference}")
+
+    return check
+
+
+def check_sources(config: TrainConfig) -> None:
+    """Looks at the checkpoints that the config names, before any model is built: the model they are of, and their files' sizes.
+    (Their content is looked at when they are loaded.)
+
+    Raises:
+        ValueError: one that is not there, is damaged, is of another model, or would be removed by run.resume = 'never'.
+    """
+    teacher = ("distillation" if config.distillation is not None else "rl") + ".teacher"
+    sources = [("run.init_from", config.run.init_from, config.scalar_head), (teacher, config.teacher, False)]
+    mine = (Path(config.run.dir) / "checkpoints").resolve()
+    for key, name, scalar_head in sources:
+        if name is None:
+            continue
+        path = Path(name)
+        if config.run.resume == "never" and path.resolve().is_relative_to(mine):
+            raise ValueError(f"{key} = {name!r} is in run.dir, whose checkpoints run.resume = 'never' removes; move it")
+        try:
+            manifest = read_manifest(path)
+        except ValueError as error:
+            raise ValueError(f"{key} = {name!r} cannot be used: {error}") from None
+        same_weights(config, key, scalar_head=scalar_head)(path, manifest.record)
+        for file, entry in manifest.files.items():
+            if found := fault(path / file, entry, contents=False):
+                raise ValueError(f"{key} = {name!r} is damaged: {found}")
+
+
+def check_room(config: TrainConfig, engine: Engine) -> None:
+    """Refuses to start a run whose disk cannot take one checkpoint beside those that are there.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    weight = DTYPES[config.run.dtype].itemsize
+    moments = 2 * max(4, weight) + (4 if weight < 4 else 0)  # and a master weight
+    trained = 2 if config.rl is not None and config.rl.critic is not None else 1
+    numbers = bytes_of({"model": engine.bare.sharded_state_dict()}, engine.device) // weight
+    needed = numbers * (trained * (weight + moments) + (weight if config.needs_reference else 0))
+    folder = Path(config.run.dir)
+
+    def check() -> None:
+        free = shelf.free_bytes(folder)
+        if free < needed:
+            raise ValueError(
+                f"run.dir = {config.run.dir!r}: a checkpoint takes {shelf.in_words(needed)} and {shelf.in_words(free)} are "
+                "free; make room, or choose another run.dir"
+            )
+
+    on_first_rank(check, f"run.dir = {config.run.dir!r} cannot be used")
+
+
+def start_anew(folder: Path, names: Sequence[str]) -> None:
+    """Removes what a run left in its folder, once in the life of a Slurm job: requeued, it goes on from what it did."""
+    job, restarts = os.environ.get("SLURM_JOB_ID", ""), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+    marker = folder / ".begun_by"
+
+    def clear() -> None:
+        if restarts and marker.is_file() and marker.read_text(encoding="utf-8") == job:
+            return
+        shelf.remove(folder, names)
+        if job:
+            folder.mkdir(parents=True, exist_ok=True)
+            marker.write_text(job, encoding="utf-8")
+
+    on_first_rank(clear, f"what stands in {folder} cannot be removed")
+
+
+def _identity(config: TrainConfig) -> dict[str, Fact]:
+    """What makes two runs' checkpoints interchangeable, by the names of the config; defaults are written out."""
+    model = config.model
+    return {
+        "objective": config.objective,
+        "scalar_head": config.scalar_head,
+        "run.dtype": config.run.dtype,
+        _WEIGHTS: config.tokenizer.alphabet,
+        "model.layers": model.layers,
+        "model.hidden": model.hidden,
+        "model.heads": model.heads,
+        "model.query_groups": model.query_groups or model.heads,
+        "model.gated": model.gated,
+        "model.ffn_hidden": model.ffn_hidden or default_ffn_hidden_size(model.hidden, model.gated),
+        "model.position": model.position,
+        "model.max_positions": model.max_positions if model.position == "learned_absolute" else None,
+        "model.tie_embeddings": model.tie_embeddings,
+    }

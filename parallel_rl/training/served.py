@@ -1,0 +1,224 @@
+"""Completions from a server: one rank of each data rank asks, the others hear of it; what is in flight survives a restart."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from parallel_rl.advantages.table import check_on_all, communication_device
+from parallel_rl.experience.completions import Completion
+from parallel_rl.experience.generation import CompletionServer, Sampling
+from parallel_rl.groups import group_rank, group_size
+from parallel_rl.training.engine import Engine
+from parallel_rl.training.progress import tick
+from parallel_rl.training.rollout import Samples
+from parallel_rl.training.server import ServerConfig
+from parallel_rl.training.tokenizer import EOS, PAD
+
+_LOOK = 20.0  # seconds
+_WAITING, _FAILED = 1, 2
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A request for one sample: the prompt it was made for, and the policy that the server had."""
+
+    prompt: int
+    version: int
+    future: Future[Completion]
+
+
+class Served:
+    """This data rank's source of completions.
+
+    What was asked for stays until it is taken, also over a restart: a checkpoint keeps it (`state_dict`), so that a run that
+    goes on trains on the same samples, whatever the server would say now.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        run, sampling, groups = engine.config.run, engine.config.sampling, engine.groups
+        self.config, self._engine = config, engine
+        self._sharing = [groups.tensor, groups.context, parallel_state.get_pipeline_model_parallel_group()]
+        self._asks = all(group_rank(group) == 0 for group in self._sharing)
+        self._server = CompletionServer(
+            config, Sampling(sampling.max_new_tokens, EOS, engine.vocab_size, sampling.temperature, 2 * run.seed)
+        )
+        self._asked: dict[int, _Asked] = {}
+        self._version = 0  # of the weights that were last sent
+        self.updated = False  # by this process: the servers may have begun anew, too
+
+    def request(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> None:
+        """Asks for what is not asked for yet, without waiting; does not communicate."""
+        if not self._asks:
+            return
+        known = (self._asked.get(sample) for sample in sample_ids)
+        missing = [
+            (sample, prompt)
+            for sample, prompt, asked in zip(sample_ids, prompts, known, strict=True)
+            if asked is None or asked.prompt != _mark(prompt)
+        ]
+        futures = self._server.submit([prompt for _, prompt in missing], [sample for sample, _ in missing])
+        for (sample, prompt), future in zip(missing, futures, strict=True):
+            self._asked[sample] = _Asked(_mark(prompt), self._version, future)
+
+    def forget(self, wanted: Collection[int]) -> None:
+        """Drops what is asked for and not among `wanted`: the samples of other data ranks, after a change of layout."""
+        self._asked = {sample: asked for sample, asked in self._asked.items() if sample in wanted}
+
+    def take(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> tuple[Samples, Tensor]:
+        """One completion of each of N prompts (there may be none), and the version of the policy that drew each, [N].
+
+        Every rank calls it; the ranks that hold the same data get the same.
+
+        Raises:
+            ValueError: the server failed one rank, on all of them.
+        """
+        self.request(prompts, sample_ids)
+        taken = [self._asked.pop(sample) for sample in sample_ids] if self._asks else []
+        well = self._wait([asked.future for asked in taken])
+        found: list[Completion] = []
+
+        def read() -> None:
+            failed = (asked.future.exception() for asked in taken if asked.future.done())
+            if error := next((error for error in failed if error is not None), None):
+                raise ValueError(str(error))
+            if well:
+                found.extend(_known(asked) for asked in taken)
+
+        try:
+            check_on_all(read, [*self._sharing, self._engine.groups.data], torch.empty(0))
+            if not well:
+                raise ValueError("the completion server failed another rank")
+        except ValueError:
+            self._server.close()  # what else is in flight is of no use
+            raise
+        facts = torch.tensor([[len(one.tokens), one.version] for one in found], dtype=torch.int64).view(-1, 2)
+        facts = self._spread(facts, (len(prompts), 2))
+        width = int(facts[:, 0].max()) if len(prompts) else 0
+        values = torch.zeros(len(found), 2, width, dtype=torch.float64)  # a token's id is exact in it
+        for row, one in enumerate(found):
+            values[row, :, : len(one.tokens)] = torch.tensor([one.tokens, one.logprobs], dtype=torch.float64)
+        return self._samples(prompts, facts[:, 0], self._spread(values, (len(prompts), 2, width))), facts[:, 1]
+
+    def update(self, version: int, save: Callable[[], Path]) -> None:
+        """Has the servers load the trainer's weights, once all samples in flight are there; every rank calls it.
+
+        Args:
+            version: optimizer steps behind the weights.
+            save: writes them, on every rank, and names the folder.
+
+        Raises:
+            ValueError: a server refused or did not answer, on every rank.
+        """
+        path = self.config.update_path
+        assert path is not None
+        self._settle()
+        body = {"model_path": str(save().absolute()), "weight_version": str(version)}
+        orders = self._server.tell(path, body) if dist.get_rank() == 0 else []
+        self._wait(orders)
+
+        def read() -> None:
+            for order in orders:
+                if order.done() and (error := order.exception()) is not None:
+                    raise ValueError(str(error))
+
+        check_on_all(read, [dist.group.WORLD], torch.empty(0))
+        self._version, self.updated = version, True
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """What is in flight, once it has come: M samples. What failed is left out, to be asked for again."""
+        self._settle()
+        done = [
+            (sample, asked.prompt, _known(asked))
+            for sample, asked in sorted(self._asked.items())
+            if asked.future.exception() is None
+        ]
+        facts = [[sample, mark, one.version, one.stopped, len(one.tokens)] for sample, mark, one in done]
+        return {
+            "facts": torch.tensor(facts, dtype=torch.int64).view(-1, 5),
+            "tokens": torch.tensor([token for *_, one in done for token in one.tokens], dtype=torch.int64),
+            "logprobs": torch.tensor([x for *_, one in done for x in one.logprobs], dtype=torch.float64),
+        }
+
+    def load_state_dict(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+        """Takes up what was in flight on all data ranks; `forget` drops what this one does not want.
+
+        Raises:
+            ValueError: parts of another making.
+        """
+        if not self._asks:
+            return
+        for part in parts:
+            facts, lengths = part["facts"], part["facts"][:, 4].tolist()
+            tokens, logprobs = part["tokens"].split(lengths), part["logprobs"].split(lengths)
+            for row, ids, scores in zip(facts.tolist(), tokens, logprobs, strict=True):
+                sample, prompt, version, stopped, _ = row
+                future: Future[Completion] = Future()
+                future.set_result(Completion(tuple(ids.tolist()), tuple(scores.tolist()), bool(stopped), version))
+                self._asked[sample] = _Asked(prompt, version, future)
+
+    def _settle(self) -> None:
+        """Every rank calls it: nothing is in flight any more, well or not."""
+        self._wait([asked.future for asked in self._asked.values()], tolerant=True)
+
+    def _wait(self, futures: Sequence[Future], *, tolerant: bool = False) -> bool:
+        """Until all are done on every rank, or (but for `tolerant`) one has failed on some, which is False everywhere.
+
+        Ranks look at each other now and then, so that no collective runs into its timeout while a server works.
+        """
+        until = ALL_COMPLETED if tolerant else FIRST_EXCEPTION
+        while True:
+            tick("waiting for the server")
+            done, left = wait(futures, _LOOK, until)
+            failed = not tolerant and any(map(_failed, done))
+            state = torch.tensor(_FAILED if failed else _WAITING if left else 0, device=self._engine.device)
+            dist.all_reduce(state, dist.ReduceOp.MAX)
+            if int(state) != _WAITING:
+                return int(state) != _FAILED
+
+    def _spread(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The asking rank's values on all that hold the same data: a sum with zeros."""
+        device = torch.device("cpu")
+        for group in self._sharing:
+            device = communication_device(group, device)
+        whole = values.to(device) if self._asks else torch.zeros(shape, dtype=values.dtype, device=device)
+        for group in self._sharing:
+            if group_size(group) > 1:
+                dist.all_reduce(whole, group=group)
+        return whole.cpu()
+
+    def _samples(self, prompts: Sequence[Sequence[int]], drawn: Tensor, values: Tensor) -> Samples:
+        starts = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
+        lengths = starts + drawn
+        shape = len(prompts), int(lengths.max()) if len(prompts) else 0
+        tokens, logprobs = torch.full(shape, PAD), torch.zeros(shape, dtype=self._engine.numbers)
+        for row, (prompt, start, end) in enumerate(zip(prompts, starts.tolist(), lengths.tolist(), strict=True)):
+            tokens[row, :start] = torch.tensor(prompt)
+            tokens[row, start:end] = values[row, 0, : end - start].long()
+            logprobs[row, start:end] = values[row, 1, : end - start].to(logprobs.dtype)
+        return Samples(tokens, logprobs, starts, lengths)
+
+
+def _failed(future: Future) -> bool:
+    return future.done() and future.exception() is not None
+
+
+def _known(asked: _Asked) -> Completion:
+    """The completion with its policy's version, told or taken to be that of the weights last sent."""
+    found = asked.future.result()
+    return found if found.version is not None else replace(found, version=asked.version)
+
+
+def _mark(prompt: Sequence[int]) -> int:
+    """63 bits that tell prompts apart: a checkpoint's samples are of no use to a run whose data have changed."""
+    digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

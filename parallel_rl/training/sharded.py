@@ -1,0 +1,127 @@
+"""A sharded state to and from a folder through megatron's dist_checkpointing, where a rank's failure is one on all ranks."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from parallel_rl.training.agree import on_every_rank
+
+State = dict[str, Any]
+
+
+def save_sharded(state: State, folder: Path, what: str) -> None:
+    """Writes what the ranks hold into an empty folder.
+
+    Megatron's own save lets the first rank write three small files while the others wait for it in a collective, and forks
+    writers that stay behind where their rank is killed. Here each stage ends with a word from every rank, and a rank writes by
+    itself.
+
+    Raises:
+        RuntimeError: `what`, with each rank that failed and the cause; on all ranks.
+    """
+    filesystem_async._results_queue = queue.Queue()  # else megatron starts a process to hold it
+    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _CommonOnEveryRank(what))
+    strategy = _ShardedOnEveryRank("torch_dist", 1)
+    try:
+        request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
+    finally:
+        register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, TorchCommonSaveStrategy("torch", 1))
+    on_every_rank(request.async_fn, what)
+    failures: list[Exception] = []
+    request.finalize_fns[0](failures)
+    on_every_rank(lambda: _raise(failures), what)
+    settings = CheckpointingConfig(strategy.backend, strategy.version)
+    on_every_rank(lambda: save_config(settings, str(folder)) if dist.get_rank() == 0 else None, what)
+
+
+def load_sharded(wanted: State, folder: Path, what: str) -> State:
+    """What `wanted` asks for of a folder that any layout wrote.
+
+    Raises:
+        RuntimeError: `what`, with each rank that failed and the cause; on all ranks.
+    """
+    # each rank reads the common part alone, before the first collective
+    on_every_rank(lambda: dist_checkpointing.load_common_state_dict(str(folder)), what)
+    return on_every_rank(lambda: dist_checkpointing.load(wanted, str(folder)), what)
+
+
+def bytes_of(state: State, device: torch.device) -> int:
+    """What the tensors of a sharded state take in a checkpoint; the same on every rank, one all-reduce."""
+    mine = sum(
+        value.data.numel() * value.data.element_size()
+        for value in nested_values(state)
+        if isinstance(value, ShardedTensor | ShardedTensorFactory) and is_main_replica(value.replica_id)
+    )
+    total = torch.tensor(mine, dtype=torch.int64, device=device)
+    dist.all_reduce(total)
+    return int(total)
+
+
+class _CommonOnEveryRank(TorchCommonSaveStrategy):
+    """The first rank writes the common part; the others wait for its word."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__("torch", 1)
+        self.what = what
+
+    def save_common(self, common_state_dict: State, checkpoint_dir: str | Path) -> None:
+        on_every_rank(lambda: super(_CommonOnEveryRank, self).save_common(common_state_dict, checkpoint_dir), self.what)
+
+
+class _ShardedOnEveryRank(TorchDistSaveShardedStrategy):
+    """A rank writes in its own process; if the first rank fails to write the index, it says so when no other waits for it."""
+
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, result: Any) -> Any:
+        request, finish = super()._get_save_and_finalize_callbacks(writer, result), writer.finish
+
+        def finalize(failures: list[Exception]) -> None:
+            def kept(*arguments: Any) -> None:
+                try:
+                    finish(*arguments)
+                except Exception as error:
+                    failures.append(error)
+
+            writer.finish = kept
+            request.finalize_fns[0]()
+
+        return request._replace(async_fn=lambda: _write(writer, request.preload_fn), finalize_fns=[finalize])
+
+
+def _write(writer: FileSystemWriterAsync, preload: Callable[[], list[Any]] | None) -> None:
+    """This rank's files, each by a thread."""
+    if preload is None:
+        return
+    buckets, transforms = preload(), [writer.transforms] if hasattr(writer, "transforms") else []
+
+    def write(index: int) -> object:
+        told: queue.Queue[tuple[int, object]] = queue.Queue()
+        turn: queue.Queue[int] = queue.Queue()
+        turn.put(index)
+        writer.write_preloaded_data(transforms, index, buckets[index], told, turn, True)
+        return told.get_nowait()[1]
+
+    with ThreadPoolExecutor(len(buckets)) as threads:
+        found = list(threads.map(write, range(len(buckets))))
+    _raise([result for result in found if isinstance(result, Exception)])
+    writer.results_queue.put(dict(enumerate(found)))
+
+
+def _raise(failures: Sequence[Exception]) -> None:
+    for failure in failures:
+        raise failure

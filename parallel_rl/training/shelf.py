@@ -1,0 +1,163 @@
+"""The folder of a run's checkpoints: which are there, how one is put in whole, which go, which are set aside."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel_rl.training.manifest import MANIFEST, read_manifest, sync_folder
+
+_NAME = re.compile(r"step_(\d{6,})")
+_PARTIAL, _REPLACED, _PRUNED = ".partial_", ".replaced_", ".pruned_"
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay: the `newest` ones, and for ever those whose step in its phase divides by `every` (0: none)."""
+
+    newest: int
+    every: int = 0
+
+
+def path_of(folder: Path, number: int) -> Path:
+    """Where the checkpoint of a number stands."""
+    return folder / f"step_{number:06d}"
+
+
+def number_of(path: Path) -> int:
+    """The steps that its run had done."""
+    return int(path.name[5:])
+
+
+def shelved(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, oldest first; whether their content is whole is not looked at."""
+    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=number_of)
+
+
+def make_partial(final: Path, needed: int) -> Path:
+    """An empty hidden folder beside `final`, to be filled and then published.
+
+    Args:
+        final: where the checkpoint will stand.
+        needed: bytes that it will take at least.
+
+    Raises:
+        OSError: the folder cannot be made, or the disk has no room.
+    """
+    partial = final.with_name(_PARTIAL + final.name)
+    for cut_off in final.parent.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(cut_off)
+    partial.mkdir(parents=True)
+    free = free_bytes(partial)
+    if free < needed:
+        partial.rmdir()
+        raise OSError(f"the disk is full: the checkpoint takes {in_words(needed)} and {in_words(free)} are free")
+    return partial
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Gives a filled folder its name; an older one of that name goes only then, and `tidy` mends a kill between the two."""
+    replaced = final.with_name(_REPLACED + final.name)
+    sync_folder(partial)
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    sync_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def prune(folder: Path, keep: Retention, written: Path) -> None:
+    """Removes what `keep` does not hold; never `written`, nor one that is being read: its turn comes with the next save."""
+    for path in shelved(folder)[: -keep.newest]:
+        if path == written or (keep.every and _step_of(path) % keep.every == 0):
+            continue
+        with _lock(path, fcntl.LOCK_EX) as free:
+            if not free:
+                continue
+            gone = path.with_name(_PRUNED + path.name)  # a half removed one must not look like a whole one
+            path.rename(gone)
+        shutil.rmtree(gone)
+
+
+def _step_of(path: Path) -> int:
+    try:
+        return read_manifest(path).record.position.step
+    except ValueError:
+        return 0  # nobody knows; it stays
+
+
+def tidy(folder: Path) -> list[str]:
+    """Clears up after saves that a kill cut off; says what was done."""
+    said = []
+    for path in sorted(folder.glob(".*_step_*")) if folder.is_dir() else []:
+        final = folder / path.name[path.name.index("step_") :]
+        if path.name.startswith(_REPLACED) and not final.exists():
+            path.rename(final)
+            said.append(f"{final}: a save that was cut off had moved it; it is in its place again")
+        elif path.name.startswith((_PARTIAL, _REPLACED, _PRUNED)):
+            shutil.rmtree(path)
+            if path.name.startswith(_PARTIAL):
+                said.append(f"{final}: its save was cut off; the unfinished part was removed")
+    return said
+
+
+def set_aside(path: Path) -> Path:
+    """Renames a damaged checkpoint, so that no run takes it; nothing of it is removed."""
+    aside, count = path.with_name(path.name + ".damaged"), 1
+    while aside.exists():
+        count += 1
+        aside = path.with_name(f"{path.name}.damaged{count}")
+    path.rename(aside)
+    sync_folder(path.parent)
+    return aside
+
+
+def remove(folder: Path, names: Sequence[str]) -> None:
+    """Removes what stands in a folder under these names, if anything does."""
+    for name in names:
+        if (folder / name).exists():
+            shutil.rmtree(folder / name)
+
+
+def free_bytes(path: Path) -> int:
+    """What the disk of a folder, which need not be there yet, has left."""
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+def in_words(count: int) -> str:
+    """Bytes as people say them."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Inside, `prune` of another run leaves the checkpoint alone; the lock goes with its process."""
+    with _lock(path, fcntl.LOCK_SH):
+        yield
+
+
+@contextlib.contextmanager
+def _lock(path: Path, kind: int) -> Iterator[bool]:
+    """Whether the lock was free; a file system without locks, or a folder without a manifest, counts as free."""
+    try:
+        file = (path / MANIFEST).open("r+b" if kind == fcntl.LOCK_EX else "rb")
+    except OSError:
+        yield True
+        return
+    with file:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:
+            pass
+        yield True

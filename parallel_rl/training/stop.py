@@ -1,0 +1,103 @@
+"""Stopping in time: something asks for it, all ranks agree on it between two steps, and a marker asks to be started again.
+
+A stop is asked for by SIGUSR1 or SIGTERM to any rank, while it starts and while it saves too, or by a file STOP in the folder
+that PARALLEL_RL_JOB_DIR names. What stops with steps left leaves a file REQUEUE there. torchrun hands SIGTERM on to its ranks
+and kills them 30 s later (--shutdown-timeout): the rest of a step and a save must fit in.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_CAUSES = ("", "the file STOP", *(name.name for name in _SIGNALS))  # the later wins
+
+_seen = 0  # of _CAUSES: a signal may come before there is a run to stop
+_listens = False
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What all ranks agreed on between two steps: the cause and the rank of a stop, and whether work failed on any rank."""
+
+    stop: str | None
+    failed: bool
+
+
+def listen() -> None:
+    """Remembers SIGUSR1 and SIGTERM from now to the end of the process, in place of dying of them; from the main thread.
+
+    The command does, as its first act; a program of its own that calls `train` may.
+    """
+    global _listens
+    if not _listens:
+        atexit.register(ignore_signals)  # an interpreter at its end would die of them
+        for number in _SIGNALS:
+            signal.signal(number, _remember)
+        _listens = True
+
+
+def ignore_signals() -> None:
+    """From now to the end of a process that listens, SIGUSR1 and SIGTERM have no effect: what is left to do is to end."""
+    if _listens:
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def agree(device: torch.device, failed: bool) -> Boundary:
+    """What the ranks know of, on every rank; one all-reduce.
+
+    Args:
+        device: where the world communicates.
+        failed: something went wrong on this rank since the last boundary.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cause = _seen or int(_asked_by_file())
+    found = [cause * world + rank if cause else 0, int(failed)]
+    if world > 1:
+        agreed = torch.tensor(found, device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        found = agreed.tolist()
+    cause, rank = divmod(found[0], world)
+    return Boundary(f"{_CAUSES[cause]} (rank {rank})" if cause else None, bool(found[1]))
+
+
+def ask_for_restart() -> bool:
+    """Leaves the marker, where there is a folder for it; on one rank.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = _job_folder()
+    if folder is None:
+        return False
+    partial = folder / ".REQUEUE.partial"
+    with partial.open("w") as file:
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / "REQUEUE")
+    return True
+
+
+def _remember(number: int, frame: FrameType | None) -> None:
+    global _seen
+    _seen = max(_seen, _CAUSES.index(signal.Signals(number).name))
+
+
+def _asked_by_file() -> bool:
+    """One rank of each node looks."""
+    folder = _job_folder()
+    return folder is not None and os.environ.get("LOCAL_RANK", "0") == "0" and (folder / "STOP").exists()
+
+
+def _job_folder() -> Path | None:
+    name = os.environ.get("PARALLEL_RL_JOB_DIR")
+    return Path(name) if name else None

@@ -1,0 +1,116 @@
+"""What is said of a run that stands still: where each rank is, and who is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+NAMED = 16  # ranks, of a thousand that may be missing
+Kind = Literal["waits", "busy", "failed"]
+
+
+@dataclass(frozen=True)
+class Post:
+    """Where a rank is.
+
+    Attributes:
+        kind: it waits in a collective, is busy with something else, or failed.
+        what: the collective and the line, the line, or the cause.
+        step: "rl step 7", empty before the first. doing: what it began last, `age` seconds ago.
+        reason: why the collective failed.
+    """
+
+    kind: Kind
+    rank: int
+    host: str
+    what: str
+    step: str
+    doing: str
+    age: float
+    reason: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @property
+    def at(self) -> str:
+        return ", ".join(part for part in (self.step, self.doing) if part)
+
+
+def post_of(text: str | bytes) -> Post:
+    """The inverse of `to_json`."""
+    return Post(**json.loads(text))
+
+
+def report(mine: Post, posts: Mapping[int, Post], heard: Mapping[int, tuple[Post, float]], world: int) -> str:
+    """Lines for standard error.
+
+    Args:
+        mine: of this rank.
+        posts: of the ranks that answered, this one among them.
+        heard: what was last heard of the others and how many seconds ago.
+        world: how many ranks there are.
+    """
+    lines = [f"parallel-rl: error{name_of(mine.rank, mine.step)}: {_headline(mine)}"]
+    failed = [post for post in posts.values() if post.kind == "failed"]
+    busy = [post for post in posts.values() if post.kind == "busy"]
+    missing = [rank for rank in range(world) if rank not in posts]
+    lines += [f"rank {post.rank} on {post.host} FAILED in {post.at}: {post.what}" for post in failed[:NAMED]]
+    lines += [_missing(rank, heard.get(rank)) for rank in missing[:NAMED]]
+    if len(missing) > NAMED:
+        lines.append(f"... and {len(missing) - NAMED} more ranks are MISSING: {_ranks(missing[NAMED:])}")
+    if not missing and not failed:  # who is not waiting, the others wait for
+        lines += [
+            f"rank {post.rank} on {post.host} is MISSING from the collective: it is at {post.what}, in {post.at}, since "
+            f"{post.age:.1f} s"
+            for post in busy[:NAMED]
+        ]
+        if not busy:
+            lines.append("no rank is missing: they wait in different collectives, or the network does not carry")
+    else:
+        lines += [f"rank {post.rank} on {post.host} is at {post.what}, in {post.at}" for post in busy[:NAMED]]
+    places: dict[tuple[str, str], list[int]] = {}
+    for post in posts.values():
+        if post.kind == "waits":
+            places.setdefault((post.what, post.at), []).append(post.rank)
+    lines += [f"waiting in {what}, {at}: rank {_ranks(ranks)}" for (what, at), ranks in places.items()]
+    return "\n  ".join(lines) + "\n"
+
+
+def name_of(rank: int, step: str) -> str:
+    """The rank and the step of a message."""
+    return f" (rank {rank}, {step})" if step else f" (rank {rank})"
+
+
+def where(post: Post) -> str:
+    """What a rank does, as the end of a sentence about it."""
+    if post.kind != "waits":
+        return f"is at {post.what}, in {post.doing}"
+    since = f"it failed: {post.reason}" if post.reason else f"it last moved {post.age:.1f} s ago"
+    return f"waited in {post.what}, in {post.doing}; {since}"
+
+
+def _headline(mine: Post) -> str:
+    if mine.kind == "waits":
+        return where(mine)
+    return f"others wait in a collective that this rank is not in; it {where(mine)}"
+
+
+def _missing(rank: int, last: tuple[Post, float] | None) -> str:
+    if last is None:
+        return f"rank {rank} is MISSING: it was never heard of"
+    post, ago = last
+    return f"rank {rank} on {post.host} is MISSING: no answer; last heard of {ago:.1f} s ago, in {post.at}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """0-3, 7"""
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1] = [parts[-1][0], rank]
+        else:
+            parts.append([rank])
+    return ", ".join("-".join(map(str, part)) for part in parts)

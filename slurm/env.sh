@@ -1,0 +1,37 @@
+# The environment of a job: read by train.sbatch on the first node, inherited by every rank. A name holds what slurm/site.conf
+# gives it, else what was set at sbatch (NPROC_PER_NODE=4 sbatch ...), else the value below.
+# shellcheck shell=bash disable=SC2034
+
+site=${SITE_CONF:-$JOB_FILES/site.conf}
+# shellcheck source=slurm/site.conf
+[ ! -e "$site" ] || source "$site"
+
+# logs and markers: shared by all nodes, the same at each restart of a job
+export PARALLEL_RL_JOB_DIR=${LOG_DIR:-$PWD/runs/slurm}/$SLURM_JOB_ID
+export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
+MAX_RESTARTS=${MAX_RESTARTS:-50}
+export GATE_SECONDS=${GATE_SECONDS:-45} # in which all ranks must be up after the first
+
+# rendezvous: two jobs that share a host do not meet
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export PARALLEL_RL_HOSTS="${hosts[*]}" # names for ranks that do not come up
+export MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
+export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+export NPROC_PER_NODE=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}
+
+# one task a node has all its cores; torchrun binds each rank to those near its GPU (node, socket, exclusive, core-complex)
+CPUS=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
+export NUMA_BINDING=${NUMA_BINDING-node}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS-1} # right for TP and CP; empty for FSDP2
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} TORCH_NCCL_AVOID_RECORD_STREAMS=1
+export TORCH_FR_BUFFER_SIZE=${TORCH_FR_BUFFER_SIZE:-2000} # collectives that a dump after a hang shows
+
+# pyxis and enroot, where the site has an image: the repository is mounted where it is
+CONTAINER=()
+if [ -n "${CONTAINER_IMAGE:-}" ]; then
+  CONTAINER=("--container-image=$CONTAINER_IMAGE" --no-container-mount-home "--container-workdir=$PWD"
+    "--container-mounts=$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
+fi

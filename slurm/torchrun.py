@@ -1,0 +1,34 @@
+"""`torchrun` on one node of a job. It leaves its node's number in the job's folder as soon as Python and torch are there, so
+that hosts which do not come up can be named; and binds ranks to the cores near their GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch.distributed import DistError, run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+BINDING = os.environ.get("NUMA_BINDING", "")
+
+
+def main() -> None:
+    node = os.environ["SLURM_NODEID"]
+    where = f"node {node}, {os.uname().nodename}"
+    (Path(os.environ["PARALLEL_RL_JOB_DIR"]) / "up" / node).touch()
+    # since torch 2.9
+    binding = [f"--numa-binding={BINDING}"] if BINDING and torch.cuda.device_count() and find_spec("torch.numa") else []
+    try:
+        run.main([*binding, *sys.argv[1:]])
+    except DistError as error:
+        sys.exit(f"parallel-rl: error ({where}): the nodes did not meet: {str(error).splitlines()[0]}")
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        how = f"ended with exit code {first.exitcode}" if first.exitcode > 0 else f"was killed by {first.signal_name()}"
+        sys.exit(f"parallel-rl: error ({where}): rank {rank} {how}")
+
+
+main()

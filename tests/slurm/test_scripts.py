@@ -1,0 +1,128 @@
+"""What the job says where it cannot start, within its gate's seconds; and `parallel-rl submit` on a real queue."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster
+from tests.slurm.runs import CONFIG, ROOT, arguments, checked, curve, submit
+
+pytestmark = pytest.mark.slurm
+GATE = 20  # seconds, for Python and torch on a busy machine
+
+
+def _python(folder: Path, when: str, instead: str) -> dict[str, str]:
+    """Settings with a Python that on some node does `instead`."""
+    script = folder / "python"
+    script.write_text(f'#!/bin/bash\n[ "$SLURM_NODEID" = {when} ] && {instead}\nexec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return {"PYTHON": str(script), "GATE_SECONDS": str(GATE)}
+
+
+def _ranks(folder: Path, code: str) -> dict[str, str]:
+    """Settings under which rank 1 runs `code` before anything else."""
+    (folder / "sitecustomize.py").write_text(f"import os, time\nif os.environ.get('RANK') == '1':\n    {code}\n")
+    return {"PYTHONPATH": str(folder), "GATE_SECONDS": str(GATE)}
+
+
+def test_a_host_that_hangs_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    began = time.monotonic()
+    env = _python(tmp_path, when="1", instead="exec sleep 600")
+    number = submit(cluster, tmp_path / "logs", 2, arguments(tmp_path / "run", 1), env=env)
+    said = checked(cluster, number, tmp_path / "logs", "FAILED")
+    assert time.monotonic() - began < 60 + GATE
+    assert re.search(r"parallel-rl: error: node\d+ \(node 1\) did not come up", said)
+    assert "(node 0) did not come up" not in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "what"),
+    [
+        ("time.sleep(600)", rf"rank 1 \(on node\d+\) did not come up in {GATE} s"),
+        ("os._exit(7)", r"rank 1 ended with exit code 7"),
+    ],
+)
+def test_a_rank_that_hangs_or_dies_at_the_start_is_named(
+    cluster: Cluster, tmp_path: Path, code: str, what: str
+) -> None:
+    began = time.monotonic()
+    env = _ranks(tmp_path, code)
+    number = submit(cluster, tmp_path / "logs", 2, arguments(tmp_path / "run", 1), env=env)
+    checked(cluster, number, tmp_path / "logs", "FAILED")
+    assert time.monotonic() - began < 60 + GATE
+    assert re.search(what, (tmp_path / "logs" / "batch.out").read_text())
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ([CONFIG, "--parallel.tensor=2", "--parallel.context=1"], "the world has 1 ranks; parallel.tensor 2"),
+        (["configs/none.yaml"], "none.yaml does not exist"),
+        ([CONFIG, "--parallel={}", "--run.init_from=/none/step_1"], "/none/step_1"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_one_process(
+    cluster: Cluster, tmp_path: Path, given: list[str], what: str
+) -> None:
+    number = submit(cluster, tmp_path / "logs", 1, [*given, f"--run.dir={tmp_path}/run"])
+    checked(cluster, number, tmp_path / "logs", "FAILED")
+    assert what in (tmp_path / "logs" / "batch.out").read_text()
+    assert not list((tmp_path / "logs").rglob("node-*.log"))
+    assert not (tmp_path / "run").exists()
+
+
+def _submit(cluster: Cluster, folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
+    words = [*arguments(folder / "run", 1), "--ranks-per-node", "1", *given]
+    env = {
+        "PYTHON": sys.executable,
+        "LOG_DIR": str(folder / "logs"),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+    }
+    # the batch script's output, which the script puts into the folder that it is submitted from
+    out = {"SBATCH_OUTPUT": os.devnull}
+    return cluster.run(
+        sys.executable, "-m", "parallel_rl.cli", "submit", *words, cwd=ROOT, env={**env, **out}, check=False
+    )
+
+
+def test_submit_puts_the_same_job_on_the_queue(cluster: Cluster, tmp_path: Path) -> None:
+    done = _submit(cluster, tmp_path, "--nodes", "2", "--job-name", "mine", "--partition", "main")
+    assert done.returncode == 0, done.stderr
+    command, said = done.stdout.splitlines()
+    assert "sbatch --nodes=2 --partition=main --job-name=mine slurm/train.sbatch configs/" in command
+    found = re.search(r"Submitted batch job (\d+)", said)
+    assert found is not None
+    number = int(found[1])
+    checked(cluster, number, tmp_path / "logs")
+    (ROOT / f"slurm-mine-{number}.out").unlink(missing_ok=True)
+    assert len(curve(tmp_path / "run")) == 1
+    [record] = (tmp_path / "run" / "submitted").iterdir()
+    assert (record / "command.sh").read_text() == f"cd {ROOT}\n{command}\n"
+    assert (record / "train.sbatch").read_bytes() == (ROOT / "slurm" / "train.sbatch").read_bytes()
+    assert "hidden: 32" in (record / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (["--nodes", "1", "--partition", "nowhere"], "invalid partition"),
+        (["--nodes", "1", "--gpus-per-node", "9"], "not available"),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_refused_at_once(
+    cluster: Cluster, tmp_path: Path, given: list[str], what: str
+) -> None:
+    done = _submit(cluster, tmp_path, *given)
+    assert done.returncode == 2
+    assert what in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,207 @@
+"""The Slurm scripts, `parallel-rl submit`, the gate and the linter of #SBATCH lines, without a cluster."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from parallel_rl.cli import main
+from parallel_rl.submit import Resources, plan
+from parallel_rl.training.sections import ParallelConfig
+from tests.distributed import pool
+from tools.lint_sbatch import lint
+
+ROOT = Path(__file__).parents[1]
+CONFIG = "configs/grpo_arithmetic.yaml"
+pool.preload("megatron.core", "parallel_rl.training.gate")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "what"),
+    [
+        ("#!/bin/bash\nsrun true\n#SBATCH --nodes=2\n", 3, "first command"),
+        ("#!/bin/bash\n# SBATCH --nodes=2\n", 2, "comment"),
+        ("#!/bin/bash\n#sbatch --nodes=2\n", 2, "comment"),
+        ("#!/bin/bash\n #SBATCH --nodes=2\n", 2, "comment"),
+        ("#!/bin/bash\n#SBATCH--nodes=2\n", 2, "comment"),
+        ("#!/bin/bash\n#SBATCH --nodes=$NODES\n", 2, "variable"),
+        ("#!/bin/bash\n#SBATCH --output=~/%j.out\n", 2, "tilde"),
+        ("#!/bin/bash\n#SBATCH --output=nowhere/%j.out\n", 2, "does not exist"),
+        ("#!/bin/bash\n#SBATCH -o %j/out-%j\n", 2, "no folder"),
+        ("#!/bin/bash\n#SBATCH -e all.out\n", 2, "one file"),
+        ("#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH -N4\n", 3, "line 2"),
+        ("#!/bin/bash\n#SBATCH --requeue\n", 2, "append"),
+        ("#!/bin/bash\n#SBATCH --signal=USR1@60\ntrap stop USR1\n", 2, "B:USR1@60"),
+        ("#!/bin/bash\n#SBATCH\n", 2, "empty"),
+    ],
+)
+def test_the_linter_finds(text: str, line: int, what: str) -> None:
+    [(found, said)] = lint(text, ROOT)
+    assert found == line
+    assert what in said
+
+
+def test_the_linter_leaves_good_scripts_alone() -> None:
+    for script in (ROOT / "slurm").glob("*.sbatch"):
+        assert lint(script.read_text(), ROOT) == []
+    good = "#!/bin/bash\n#SBATCH --signal=B:USR1@60 --output=slurm-%A_%a.out\n# sbatch this\ntrap stop USR1\n"
+    assert lint(good, ROOT) == []
+
+
+def test_submit_shows_the_command_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    site = tmp_path / "site.conf"
+    site.write_text("export SBATCH_ACCOUNT='my lab' SBATCH_GPUS_PER_NODE=h100:4\nCONTAINER_IMAGE=x.sqsh\n")
+    monkeypatch.setenv("SITE_CONF", str(site))
+    given = [CONFIG, "--nodes", "2", "--time", "1:00:00", "--dry-run", f"--run.dir={tmp_path}/run", "--rl.steps", "5"]
+    assert main(["submit", *given]) == 0
+    settings = "SBATCH_ACCOUNT='my lab' SBATCH_GPUS_PER_NODE=h100:4"
+    command = f"sbatch --nodes=2 --time=1:00:00 slurm/train.sbatch {CONFIG} --run.dir={tmp_path}/run --rl.steps 5"
+    assert capsys.readouterr().out == f"{settings} {command}\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([CONFIG, "--nodes", "3", "--gpus-per-node", "1"], "the world has 3 ranks"),
+        ([CONFIG, "--nodes", "0"], "--nodes 0"),
+        ([CONFIG, "--nodes", "1", "--gpus-per-node", "0"], "--ranks-per-node"),
+        (["configs/none.yaml", "--nodes", "1"], "does not exist"),
+        ([CONFIG, "--nodes", "1", "--data.train", "none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_submit_refuses_before_it_submits(
+    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    monkeypatch.setenv("SITE_CONF", "/nonexistent")
+    assert main(["submit", *given]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_job_has_the_ranks_that_its_nodes_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SITE_CONF", "/nonexistent")
+    for name in ("SBATCH_GPUS_PER_NODE", "NPROC_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)  # the package's script, whose folder the job is told
+    job = plan(Resources(2), ["c.yaml"])
+    assert job.world == 16
+    assert list(job.environment) == ["JOB_FILES"]
+    assert Path(job.command[2]).samefile(ROOT / "slurm" / "train.sbatch")
+    assert plan(Resources(2, gpus_per_node=4), ["c.yaml"]).world == 8
+    cpus = plan(Resources(2, gpus_per_node=0, ranks_per_node=3), ["c.yaml"])
+    assert (cpus.world, cpus.environment["NPROC_PER_NODE"]) == (6, "3")
+    monkeypatch.setenv("SITE_CONF", str(tmp_path / "site.conf"))
+    (tmp_path / "site.conf").write_text("export SBATCH_GPUS_PER_NODE=2\n")
+    assert plan(Resources(2), ["c.yaml"]).world == 4
+    (tmp_path / "site.conf").write_text("((\n")
+    with pytest.raises(ValueError, match=r"site.conf cannot be read"):
+        plan(Resources(2), ["c.yaml"])
+
+
+def _environment(folder: Path, job: int, **given: str) -> str:
+    """What env.sh makes of a job of two nodes; the one Slurm command in it is a stand-in that says their names."""
+    (folder / "scontrol").write_text("#!/bin/sh\necho node9\necho node10\n")
+    (folder / "scontrol").chmod(0o755)
+    slurm = {
+        "SLURM_JOB_ID": str(job),
+        "SLURM_JOB_NODELIST": "node[9-10]",
+        "SLURM_CPUS_ON_NODE": "96",
+        "JOB_FILES": "slurm",
+    }
+    env = {"PATH": f"{folder}:/usr/bin:/bin", **slurm, "SLURM_GPUS_ON_NODE": "8", **given}
+    code = (
+        'set -euo pipefail; source slurm/env.sh; echo "$MASTER_ADDR $MASTER_PORT $NPROC_PER_NODE $CPUS ${CONTAINER[*]}"'
+    )
+    done = subprocess.run(["bash", "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_environment_comes_from_the_job_and_the_site(tmp_path: Path) -> None:
+    assert _environment(tmp_path, 41234) == "node9 21234 8 96"
+    assert _environment(tmp_path, 41235, NPROC_PER_NODE="4", SLURM_CPUS_PER_TASK="48") == "node9 21235 4 48"
+    site = tmp_path / "site.conf"
+    site.write_text("CONTAINER_IMAGE=image.sqsh CONTAINER_MOUNTS=/data:/data\n")
+    container = _environment(tmp_path, 1, SITE_CONF=str(site)).split(" ", 4)[4]
+    mounts = f"--container-mounts={ROOT}:{ROOT},/data:/data"
+    assert container == f"--container-image=image.sqsh --no-container-mount-home --container-workdir={ROOT} {mounts}"
+
+
+def _tiny_step(rank: int, config: ParallelConfig, wrong: int | None) -> None:
+    from parallel_rl.training import gate
+
+    add = gate._sum
+    if rank == wrong:  # a device whose sums are off
+        gate._sum = lambda values, group: add(values, group) * (1 + 1e-6)
+    try:
+        gate.tiny_step(config)
+    finally:
+        gate._sum = add
+
+
+def test_the_gate_lets_good_worlds_through_and_names_a_rank_that_computes_wrong() -> None:
+    layout = ParallelConfig(tensor=2, context=2)
+    pool.run_world(4, _tiny_step, layout, None)
+    pool.run_world(4, _tiny_step, ParallelConfig(pipeline=2), None)
+    with pytest.raises(pool.WorldError) as failure:
+        pool.run_world(4, _tiny_step, layout, 3)
+    assert set(failure.value.errors) == {0, 1, 2, 3}
+    assert all("rank 3: " in error and "rank 0, " not in error for error in failure.value.errors.values())
+
+
+def test_the_gate_names_a_rank_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from parallel_rl.training.gate import check_in
+
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # as torchrun's agent has it
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
+    hosts = {"TORCHELASTIC_USE_AGENT_STORE": "True", "PARALLEL_RL_HOSTS": "node1 node2"}
+    for name, value in {**world, **hosts}.items():
+        monkeypatch.setenv(name, str(value))
+    store.set("gate/up/1", "")
+    store.set("gate/up/3", "")
+    with pytest.raises(ValueError, match=r"rank 2 \(on node2\) did not come up in 0.5 s"):
+        check_in(0.5)
+
+
+@pytest.mark.slow
+def test_the_commands_for_two_hosts_work_as_they_are_written(tmp_path: Path) -> None:
+    text = (ROOT / "slurm" / "README.md").read_text().replace("\\\n", " ")
+    commands = re.findall(r"^    (\.venv/bin/torchrun --nnodes=2.*)$", text, re.MULTILINE)
+    assert len(commands) == 2
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    small = "--evaluation=null --warmup=null --parallel={} --model.hidden=32 --rl.steps=1 --rl.prompts=4 --rl.updates=1"
+    rollouts = f"--data={{rollouts: {ROOT}/configs/data/arithmetic_rollouts.jsonl}}"
+    hosts = []
+    for command in commands:
+        words = shlex.split(command.replace("host1", "127.0.0.1").replace("29500", str(port)))
+        words = [sys.executable, "-m", "torch.distributed.run", *words[1:], *small.split(), rollouts]
+        words = ["--nproc-per-node=1" if word.startswith("--nproc") else word for word in words]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        hosts.append(
+            subprocess.Popen(
+                [*words, f"--run.dir={tmp_path}"],
+                cwd=ROOT,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    said = [host.communicate(timeout=120)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], "\n".join(said)
+    assert "gate: 2 ranks are up" in said[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1

@@ -1,0 +1,297 @@
+"""Rollouts from a server: the same run on every layout, staleness, new weights, and what is in flight over a restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import WorldError, run_world
+from tests.experience.policy_server import Policy, answer
+from tests.experience.server import Server, serve
+from tests.training.helpers import DATA, LAYOUTS, ROOT, cut, run, train_rows
+
+SMALL = {
+    "model__hidden": 32,
+    "run__dtype": "float64",
+    "batch__micro_batch_size": 8,
+    "evaluation": "null",
+    "data__held_out": "null",
+    "data__examples": "null",
+    "warmup": "null",
+    "reward": "tests.training.helpers:long_answers",
+    "rl__steps": 3,
+    "rl__prompts": 4,
+    "rl__group_size": 4,
+    "rl__updates": 2,
+    "rl__optimizer": "{lr: 3e-3}",
+    "rl__loss": "{name: policy, options: {importance: {mode: tis, high: 2.0}}}",
+}
+SAMPLES = 4 * 4
+LAYOUTS = {**LAYOUTS, "DP 2": (2, {}, True)}
+
+
+def arguments(
+    folder: Path, server: Server, layout: str = "one process", options: str = "", **more: object
+) -> list[str]:
+    _, parallel, packing = LAYOUTS[layout]
+    section = f"{{url: {server.root}, model: tiny, backoff: 0.01, {options}}}"
+    given = {"run__dir": folder, "parallel": parallel, "batch__packing": packing, "rl__server": section}
+    return run("grpo_arithmetic.yaml", **{**SMALL, **given, **more})
+
+
+def train(folder: Path, server: Server, layout: str = "one process", options: str = "", **more: object) -> list[dict]:
+    results = run_world(LAYOUTS[layout][0], train_rows, arguments(folder, server, layout, options, **more))
+    assert all(rows == results[0] for rows in results)
+    return results[0]
+
+
+def long(prompt: str, completion: str, answer: str) -> float:
+    """A checker that the samples of a prompt often agree on."""
+    return float(len(completion) >= 3)
+
+
+def well(number: int, body: dict) -> tuple[int, object]:
+    return 200, answer(Policy(), body)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["TP 2", "DP 2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("PP 2", "TP 2 × CP 2 × SP packed"))],
+)
+def test_every_layout_asks_once_and_trains_alike(layout: str, tmp_path: Path) -> None:
+    with serve(well) as server:
+        expected = train(tmp_path / "one", server)
+        asked = sorted(json.dumps(body, sort_keys=True) for body in server.requests)
+        assert len(asked) == 3 * SAMPLES == len(set(asked))  # a seed of its own for each
+        server.requests.clear()
+        rows = train(tmp_path / "other", server, layout)
+        assert sorted(json.dumps(body, sort_keys=True) for body in server.requests) == asked
+        for row, other in zip(rows, expected, strict=True):
+            assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12)
+    assert len({row["reward"] for row in expected}) > 1
+
+
+def test_staleness_is_that_of_each_sample(tmp_path: Path) -> None:
+    """A server that has gone on half-way through each step, in optimizer steps of which there are two a step."""
+
+    def moves(number: int, body: dict) -> tuple[int, object]:
+        return 200, answer(Policy(version=str(number // (SAMPLES // 2))), body)
+
+    with serve(moves) as server:
+        rows = train(tmp_path / "live", server, options="concurrency: 1", rl__record="true")
+    assert [row["staleness_mean"] for row in rows] == [-0.5, -0.5, -0.5]
+    assert [row["staleness_max"] for row in rows] == [1, 1, 1]
+    recording = "".join(path.read_text() for path in sorted((tmp_path / "live" / "rollouts").iterdir()))
+    assert [json.loads(line)["staleness"] for line in recording.splitlines()] == ([0] * 8 + [-1] * 8) * 3
+    (tmp_path / "recording.jsonl").write_text(recording)
+    replay = {"data__train": "null", "data__rollouts": tmp_path / "recording.jsonl", "rl__server": "null"}
+    again = train(tmp_path / "replay", server, **replay)
+    for row, live in zip(again, rows, strict=True):
+        del row["phase"]
+        assert row == pytest.approx({key: live[key] for key in row}, rel=1e-8, abs=1e-12)
+
+
+def test_old_samples_are_masked(tmp_path: Path) -> None:
+    with serve(well) as server:  # says no version: that of the start
+        whole = train(tmp_path / "whole", server)
+        assert [row["staleness_mean"] for row in whole] == [0, 2, 4] == [row["staleness_max"] for row in whole]
+        with pytest.raises(
+            WorldError, match=r"all samples of the step are further than rl\.server\.max_staleness = 2 .*mean 4"
+        ):
+            train(tmp_path / "none", server, "DP 2", "max_staleness: 2")
+
+    def half(number: int, body: dict) -> tuple[int, object]:
+        return 200, answer(Policy(version="40" if body["seed"] % 2 else "0"), body)
+
+    with serve(half) as server:
+        one = train(tmp_path / "one", server, options="max_staleness: 4")
+        two = train(tmp_path / "two", server, "DP 2", "max_staleness: 4")
+    assert all(0 < row["stale"] < 1 for row in one)
+    for row, other, every in zip(one, two, whole, strict=True):
+        assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12)
+        assert row["tokens"] < every["tokens"]
+
+
+@pytest.mark.parametrize("layout", ["one process", "TP 2", "DP 2"])
+def test_a_failure_is_one_on_every_rank(layout: str, tmp_path: Path) -> None:
+    def fails(number: int, body: dict) -> tuple[int, object]:
+        found = answer(Policy(), body)
+        if number == SAMPLES + 3:
+            found["choices"][0]["logprobs"]["token_logprobs"][0] = 1.5  # type: ignore[call-overload]
+        return 200, found
+
+    world = LAYOUTS[layout][0]
+    with serve(fails) as server, pytest.raises(WorldError) as caught:
+        train(tmp_path, server, layout)
+    assert sorted(caught.value.errors) == list(range(world))
+    for error in caught.value.errors.values():
+        assert f"completion server {server.root}/v1/completions, attempt 1 of 4: sample " in error
+        assert "the log-prob of token 0 is 1.5" in error
+
+
+@pytest.mark.parametrize(
+    ("layout", "others"),
+    [
+        ("one process", ("one process",)),
+        pytest.param("DP 2", ("DP 2", "one process", "TP 2"), marks=pytest.mark.slow),
+        pytest.param("TP 2", ("TP 2", "DP 2"), marks=pytest.mark.slow),
+    ],
+)
+def test_a_restart_trains_on_what_was_in_flight(layout: str, others: tuple[str, ...], tmp_path: Path) -> None:
+    """The server's answers depend on when it is asked: only the checkpoint can know what it said."""
+
+    def timely(number: int, body: dict) -> tuple[int, object]:
+        return 200, answer(Policy(salt=time.monotonic_ns()), body)
+
+    more = {"rl__steps": 4, "run__checkpoint_every": 1, "run__keep_checkpoints": 9, "run__dtype": "float32"}
+    with serve(timely) as server:
+        rows = train(tmp_path / "whole", server, layout, "ahead: 2", **more)
+        for other in others:
+            server.requests.clear()
+            cut(tmp_path / "whole", tmp_path / other, 2)
+            later = train(tmp_path / other, server, other, "ahead: 2", **more)
+            assert not server.requests  # all of what was left had been asked for
+            if other == layout:
+                assert later == rows[2:]  # to the bit
+            for row, expected in zip(later, rows[2:], strict=True):
+                assert {**row, "phase": 0} == pytest.approx({**expected, "phase": 0}, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_prompts_that_teach_nothing_are_replaced(tmp_path: Path) -> None:
+    more = {"rl__dynamic_sampling": "{max_rounds: 3, exhausted: mask}", "reward": "tests.training.test_server:long"}
+    with serve(well) as server:
+        one = train(tmp_path / "one", server, options="ahead: 1", **more)
+        assert len(server.requests) > 3 * SAMPLES
+        two = train(tmp_path / "two", server, "DP 2", "ahead: 1", **more)
+    for row, other in zip(one, two, strict=True):
+        assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12)
+
+
+@pytest.mark.slow
+def test_what_was_in_flight_for_other_prompts_is_not_used(tmp_path: Path) -> None:
+    more = {"run__checkpoint_every": 1, "run__keep_checkpoints": 9}
+    with serve(well) as server:
+        train(tmp_path / "whole", server, options="ahead: 1", **more)
+        cut(tmp_path / "whole", tmp_path / "other", 2)
+        server.requests.clear()
+        train(tmp_path / "other", server, options="ahead: 1", **more, run__seed=1)  # another order of the prompts
+    assert len(server.requests) == SAMPLES
+
+
+def test_samples_are_asked_for_ahead_of_their_step(tmp_path: Path) -> None:
+    with serve(well) as server:
+        ahead = train(tmp_path / "ahead", server, options="ahead: 1, concurrency: 2")
+        assert len(server.requests) == 3 * SAMPLES and server.most_at_once == 2
+        assert ahead == train(tmp_path / "behind", server)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "staleness", "orders"),
+    [
+        ("one process", "ahead: 1", [0, 2, 2], ["0", "2", "4"]),
+        pytest.param("DP 2", "", [0, 0, 0], ["0", "2", "4"], marks=pytest.mark.slow),
+        pytest.param("DP 2", "ahead: 1", [0, 2, 2], ["0", "2", "4"], marks=pytest.mark.slow),
+        pytest.param("TP 2", "update_every: 2", [0, 2, 0], ["0", "4"], marks=pytest.mark.slow),
+    ],
+)
+def test_weights_go_out_and_come_back(
+    layout: str, options: str, staleness: list[int], orders: list[str], tmp_path: Path
+) -> None:
+    class Engine:
+        version, loaded = "default", 0
+
+        def __call__(self, number: int, body: dict) -> tuple[int, object]:
+            if "model_path" not in body:
+                return 200, answer(Policy(version=self.version, weights=self.loaded), body)
+            assert (Path(body["model_path"]) / "metadata.json").is_file()
+            self.version, self.loaded = body["weight_version"], self.loaded + 1
+            return 200, {"success": True}
+
+    with serve(Engine()) as server:
+        rows = train(tmp_path, server, layout, f"update_path: /update_weights_from_disk, {options}")
+        told = [body["weight_version"] for body in server.requests if "model_path" in body]
+        # what is asked for in a step, and no more, before the next one: its own samples and those of the steps ahead
+        places = [place for place, body in enumerate(server.requests) if "model_path" in body]
+    steps_ahead = 2 if options.startswith("ahead") else 1
+    every = 2 if options.startswith("update") else 1
+    due = [(every * number + steps_ahead - 1) * SAMPLES if number else 0 for number in range(len(places))]
+    assert [place - number for number, place in enumerate(places)] == due
+    assert told == orders
+    assert [row["staleness_max"] for row in rows] == staleness == [row["staleness_mean"] for row in rows]
+
+
+def test_a_server_that_refuses_weights(tmp_path: Path) -> None:
+    def refuses(number: int, body: dict) -> tuple[int, object]:
+        return (200, {"success": False, "message": "no room"}) if "model_path" in body else well(number, body)
+
+    with (
+        serve(refuses) as server,
+        pytest.raises(
+            WorldError, match=r"/update_weights_from_disk, attempt 1 of 4: the server refused: .*no room"
+        ) as caught,
+    ):
+        train(tmp_path, server, "TP 2", "update_path: /update_weights_from_disk")
+    assert sorted(caught.value.errors) == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_policy_learns_from_its_own_server(tmp_path: Path) -> None:
+    """examples/serve_policy.py beside the trainer: weights go there, samples with true log-probs come back."""
+    more = {
+        "run__dtype": "float32",
+        "batch__micro_batch_size": 64,
+        "data__examples": DATA / "arithmetic_careless.jsonl",
+        "warmup": "{steps: 4, batch_size: 16, optimizer: {lr: 3e-3}}",
+        "rl__steps": 12,
+        "rl__prompts": 16,
+        "rl__group_size": 8,
+    }
+    config = run("grpo_arithmetic.yaml", parallel="{}", model__hidden=32)
+    command = [sys.executable, str(ROOT / "examples" / "serve_policy.py"), "0", *config]
+    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, **quiet) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split()[-1]
+            order = "batch_size: 16, update_path: /update_weights_from_disk"
+            now = train(tmp_path / "now", Server(url), options=order, **more)
+            ahead = train(tmp_path / "ahead", Server(url), options=f"{order}, ahead: 1", **more)
+        finally:
+            process.terminate()
+    mismatch = {}
+    for name, rows, staleness in (("now", now, [0] * 12), ("ahead", ahead, [0] + [2] * 11)):
+        rows = [row for row in rows if row["phase"] == "rl"]
+        assert [row["staleness_max"] for row in rows] == staleness
+        assert rows[-1]["reward"] > rows[0]["reward"] + 0.15 and rows[-1]["reward"] > 0.9
+        mismatch[name] = max(abs(row["sampling_importance_ratio"] - 1) for row in rows)
+    # the server's log-probs are those of the policy that they are said to be of
+    assert mismatch["now"] < 1e-5 and mismatch["ahead"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        ("ahead: -1", {}, r"rl.server: ahead = -1 must be at least 0"),
+        ("update_every: 2", {}, "update_every = 2 has no effect without update_path"),
+        ("update_path: load", {}, "update_path = 'load' must start with /"),
+        ("urls: x", {}, "unknown key rl.server.urls"),
+        (
+            "",
+            {"rl__advantages": "{name: remax}"},
+            "'remax' reads the rewards of greedy answers, which 'server' does not give",
+        ),
+    ],
+)
+def test_bad_options(options: str, more: dict, message: str, tmp_path: Path) -> None:
+    from parallel_rl.training.load import load_config
+
+    given = arguments(tmp_path, Server("http://x"), options=options, **more)
+    with pytest.raises(ValueError, match=message):
+        load_config(given[0], given[1:])

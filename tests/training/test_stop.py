@@ -1,0 +1,272 @@
+"""A run that is told to stop, and one that is killed: what it leaves, what it says, and that it goes on to the same bits."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import resource
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from parallel_rl.training.logging import write_whole
+from tests.distributed.pool import WorldError, run_world
+from tests.training.helpers import DATA, run, train_rows
+from tests.training.launch import Launch, rows
+from tests.training.saves import largest_file
+
+SMALL = {
+    "model__hidden": 32,
+    "batch__micro_batch_size": 16,
+    "evaluation": "{samples: 1, every: 4}",
+    "warmup": "{steps: 3, batch_size: 16, optimizer: {lr: 3e-3, warmup_steps: 2}}",
+    "rl__steps": 6,
+    "rl__prompts": 4,
+    "rl__group_size": 4,
+    "rl__updates": 2,
+    "run__checkpoint_every": 2,
+    "run__keep_checkpoints": 20,
+}
+FOLDER = "PARALLEL_RL_JOB_DIR"
+_calls = 0
+
+
+def arguments(folder: Path, **more: object) -> list[str]:
+    """A run of 9 steps in all, on 8 held-out prompts."""
+    held_out = folder.parent / "held_out.jsonl"
+    lines = (DATA / "arithmetic_held_out.jsonl").read_text().splitlines(keepends=True)
+    held_out.write_text("".join(lines[:8]))
+    settings = {"parallel": "{}", "reward": f"{__name__}:slow", "data__held_out": held_out, "run__dir": folder}
+    return run("grpo_arithmetic.yaml", **{**settings, **SMALL, **more})
+
+
+def slow(prompt: str, completion: str, answer: str) -> float:
+    """Takes so long that a fault finds the run at work; even an untrained policy's samples differ under it."""
+    time.sleep(float(os.environ.get("TEST_SECONDS", "0")))
+    return len(completion) / 4
+
+
+def broken(prompt: str, completion: str, answer: str) -> float:
+    """Fails on rank 1, some steps later."""
+    global _calls
+    _calls += 1
+    if os.environ["RANK"] == "1" and _calls > 30:
+        raise ZeroDivisionError("of a checker")
+    return len(completion) / 4
+
+
+def asking(prompt: str, completion: str, answer: str) -> float:
+    """Asks the run to stop, some steps later."""
+    global _calls
+    _calls += 1
+    if _calls == 30:
+        (Path(os.environ[FOLDER]) / "STOP").touch()
+    return len(completion) / 4
+
+
+def _train_for_a_job(rank: int, given: list[str], job: str) -> list[dict[str, float | int | str]]:
+    global _calls
+    os.environ[FOLDER], _calls = job, 0
+    try:
+        return train_rows(rank, given)
+    finally:
+        del os.environ[FOLDER]
+
+
+def test_the_file_stop_ends_a_run_between_two_steps_and_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    whole, stopped, job = tmp_path / "whole", tmp_path / "stopped", tmp_path / "job"
+    job.mkdir()
+    [expected, _] = run_world(2, train_rows, arguments(whole))
+    [done, other] = run_world(2, _train_for_a_job, arguments(stopped, reward=f"{__name__}:asking"), str(job))
+    assert 3 < len(done) < 9 and other == done
+    assert rows(stopped) == expected[: len(done)]
+    text = (job / "REQUEUE").read_text()
+    assert {path.name for path in job.iterdir()} == {"STOP", "REQUEUE"}
+    assert text == ""
+    # what asks still stands there: the run stops before its first step, and there is nothing to save again
+    before = sorted((stopped / "checkpoints").iterdir())
+    assert run_world(2, _train_for_a_job, arguments(stopped), str(job)) == [[], []]
+    assert sorted((stopped / "checkpoints").iterdir()) == before
+    (job / "STOP").unlink()
+    (job / "REQUEUE").unlink()
+    [rest, _] = run_world(2, _train_for_a_job, arguments(stopped), str(job))
+    assert done + rest == expected == rows(stopped)
+    assert list(job.iterdir()) == []  # no step is left: nothing is to be queued again
+
+
+def filling(prompt: str, completion: str, answer: str) -> float:
+    """Fills the disk, some steps later, such that the next row of metrics does not fit in."""
+    global _calls
+    _calls += 1
+    if _calls == 30 and dist.get_rank() == 0:
+        size = (Path(os.environ[FOLDER]) / "metrics.jsonl").stat().st_size + 20
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return len(completion) / 4
+
+
+def _train_on_a_full_disk(rank: int, given: list[str], folder: str) -> None:
+    with largest_file(2**40):  # until `filling`
+        _train_for_a_job(rank, given, folder)
+
+
+def test_a_row_that_cannot_be_written_is_an_error_on_all_ranks_and_nothing_is_lost(tmp_path: Path) -> None:
+    whole, full = tmp_path / "whole", tmp_path / "full"
+    [expected, _] = run_world(2, train_rows, arguments(whole))
+    with pytest.raises(WorldError) as failure:
+        run_world(2, _train_on_a_full_disk, arguments(full, reward=f"{__name__}:filling"), str(full))
+    assert sorted(failure.value.errors) == [0, 1]
+    for error in failure.value.errors.values():
+        assert "the row of rl step" in error and "could not be written in" in error
+        assert "rank 0: OSError: [Errno 27] File too large" in error
+    written = rows(full)
+    assert 3 < len(written) < 9 and written == expected[: len(written)]
+    [rest, _] = run_world(2, train_rows, arguments(full))
+    assert rest and rest == expected[-len(rest) :] and rows(full) == expected
+
+
+def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    write_whole(path, "first")
+    with largest_file(1000), pytest.raises(OSError, match="File too large"):
+        write_whole(path, "second" * 1000)
+    assert path.read_text() == "first" and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nothing befell."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    with Launch(folder, arguments(folder)) as launch:
+        assert launch.wait() == 0, launch.said()
+    assert len(rows(folder)) == 9
+    return folder
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    """The seed of what befalls a run is printed with a failure."""
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+def launch(folder: Path, *, timeout: float = 20.0, **more: object) -> Launch:
+    (folder.parent / "job").mkdir(exist_ok=True)
+    settings = {FOLDER: str(folder.parent / "job"), "TEST_SECONDS": "0.005", "PET_SHUTDOWN_TIMEOUT": "10"}
+    return Launch(folder, arguments(folder, run__timeout=timeout, **more), env=settings)
+
+
+def at_some_moment(run: Launch, chance: random.Random, rank: int, *, from_row: int = 0) -> str:
+    """Waits until then: while it starts, or in one of the steps, or in a save."""
+    row, seconds = chance.randrange(from_row, 8), chance.uniform(0, 0.3)
+    run.until(lambda: run.listens(rank), "the ranks")
+    if row:
+        run.until_rows(row)
+    time.sleep(seconds)
+    text = f"rank {rank}, {seconds:.3f} s after row {row}"
+    print(text)
+    return text
+
+
+def tensors(folder: Path) -> dict[str, object]:
+    """All that the last checkpoint holds, flat: weights, moments, random states."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(folder / "checkpoints" / "step_000009", folder / "last.pt")
+    return dict(_flat(torch.load(folder / "last.pt", weights_only=False)))
+
+
+def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}/{key}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            yield from _flat(inner, f"{name}/{index}")
+    elif isinstance(value, io.BytesIO):
+        yield name, value.getvalue()
+    elif isinstance(value, torch.Tensor | np.ndarray):
+        array = np.asarray(value)
+        yield name, (str(array.dtype), array.shape, array.tobytes())
+    else:
+        yield name, value
+
+
+def goes_on(folder: Path, whole: Path) -> None:
+    """The same command goes on to the same rows and the same weights, to the bit."""
+    (folder.parent / "job" / "REQUEUE").unlink(missing_ok=True)
+    with launch(folder) as again:
+        assert again.wait() == 0, again.said()
+    assert rows(folder) == rows(whole)
+    assert tensors(folder) == tensors(whole)
+    assert list((folder.parent / "job").iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_signal_stops_a_run_at_any_moment(name: str, whole: Path, tmp_path: Path, chance: random.Random) -> None:
+    folder, rank, number = tmp_path / "run", chance.randrange(2), signal.Signals[name]
+    with launch(folder) as run:
+        at_some_moment(run, chance, rank)
+        if name == "SIGUSR1":
+            run.send(number, rank)
+        else:  # as Slurm does: to torchrun, which hands it on, and to the ranks themselves, again and again
+            run.send(number, None)
+            for _ in range(20):
+                for pid in run.pids().values():
+                    os.kill(pid, number)
+                time.sleep(0.05)
+        status = run.wait()
+        assert (status == 0) == (name == "SIGUSR1"), run.said()  # torchrun itself fails of SIGTERM
+        assert f"stopped by {name} (rank " in run.said(), run.said()
+        assert "error" not in run.said().replace("errors", ""), run.said()
+        assert (tmp_path / "job" / "REQUEUE").exists()
+        assert run.pids() == {}
+    goes_on(folder, whole)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named_and_the_run_goes_on(whole: Path, tmp_path: Path, chance: random.Random) -> None:
+    folder, rank = tmp_path / "run", chance.randrange(2)
+    with launch(folder) as run:
+        at_some_moment(run, chance, rank, from_row=1)
+        run.send(signal.SIGKILL, rank)
+        assert run.wait() != 0
+        assert f"parallel-rl: error (rank {1 - rank}, " in run.said(), run.said()
+        assert f"rank {rank} on " in run.said() and "is MISSING" in run.said(), run.said()
+        assert not (tmp_path / "job" / "REQUEUE").exists() and run.pids() == {}
+    goes_on(folder, whole)
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_is_named_within_the_timeout(
+    whole: Path, tmp_path: Path, chance: random.Random
+) -> None:
+    folder, rank = tmp_path / "run", chance.randrange(2)
+    with launch(folder, timeout=5) as run:
+        at_some_moment(run, chance, rank, from_row=1)
+        run.send(signal.SIGSTOP, rank)
+        began = time.monotonic()
+        run.until(lambda: "is MISSING" in run.said(), "the report")
+        assert time.monotonic() - began < 5 + 5  # the timeout, and the others' answers
+        assert run.wait() != 0 and run.pids() == {}
+        assert f"parallel-rl: error (rank {1 - rank}, " in run.said() and f"rank {rank} on " in run.said(), run.said()
+    goes_on(folder, whole)
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_ends_all_with_its_cause(tmp_path: Path) -> None:
+    with launch(tmp_path / "run", reward=f"{__name__}:broken") as run:
+        assert run.wait() != 0
+    for rank in range(2):
+        said = [line for line in run.said().splitlines() if f"parallel-rl: error (rank {rank}, rl step " in line]
+        assert len(said) == 1 and "rank 1: ZeroDivisionError: of a checker" in said[0], run.said()

@@ -1,0 +1,168 @@
+"""What the hang watch sees and says; that it ends a real run which stands still is in test_stop.py."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parallel_rl.training import progress, stack
+from parallel_rl.training.watch import _Watch, lost_peer
+from parallel_rl.training.watch_report import Post, post_of, report
+from tests.distributed.pool import run_world
+
+WAITS = Post("waits", 0, "a", "all_reduce (session.py:131 total)", "rl step 7", "training", 540.0)
+BUSY = Post("busy", 1, "b", "checker.py:5 prove", "rl step 7", "asking for rewards", 541.0)
+
+
+def test_a_rank_without_an_answer_is_missing() -> None:
+    others = [replace(WAITS, rank=rank) for rank in (1, 3)]
+    text = report(WAITS, {post.rank: post for post in [WAITS, *others]}, {2: (replace(BUSY, rank=2), 12.34)}, 4)
+    assert text == (
+        "parallel-rl: error (rank 0, rl step 7): waited in all_reduce (session.py:131 total), in training; it last moved "
+        "540.0 s ago\n"
+        "  rank 2 on b is MISSING: no answer; last heard of 12.3 s ago, in rl step 7, asking for rewards\n"
+        "  waiting in all_reduce (session.py:131 total), rl step 7, training: rank 0-1, 3\n"
+    )
+    assert "rank 2 is MISSING: it was never heard of" in report(WAITS, {0: WAITS, 1: others[0]}, {}, 3)
+
+
+def test_a_rank_that_is_elsewhere_is_missing() -> None:
+    posts = {0: WAITS, 1: BUSY}
+    line = "rank 1 on b is MISSING from the collective: it is at checker.py:5 prove, in rl step 7, asking for rewards"
+    assert line in report(WAITS, posts, {}, 2)
+    mine = report(BUSY, posts, {}, 2)
+    assert line in mine and "(rank 1, rl step 7): others wait in a collective that this rank is not in" in mine
+    # but not where another has not answered at all
+    text = report(WAITS, posts, {}, 3)
+    assert "rank 2 is MISSING" in text and "rank 1 on b is at checker.py:5" in text
+
+
+def test_a_failed_rank_is_named_with_its_cause() -> None:
+    failed = replace(BUSY, kind="failed", what="OSError: [Errno 28] No space left on device")
+    text = report(WAITS, {0: WAITS, 1: failed}, {}, 2)
+    assert "rank 1 on b FAILED in rl step 7, asking for rewards: OSError: [Errno 28] No space left" in text
+    assert "MISSING" not in text
+
+
+def test_ranks_that_wait_for_different_things() -> None:
+    text = report(WAITS, {0: WAITS, 1: replace(WAITS, rank=1, what="broadcast (a.py:1 f)")}, {}, 2)
+    assert "no rank is missing" in text
+    assert "waiting in broadcast (a.py:1 f), rl step 7, training: rank 1" in text
+
+
+def test_a_thousand_missing_ranks_are_a_few_lines() -> None:
+    text = report(WAITS, {0: WAITS}, {}, 1024)
+    assert len(text.splitlines()) < 25 and "1007 more ranks are MISSING: 17-1023" in text
+
+
+def test_a_post_survives_the_store() -> None:
+    post = replace(WAITS, reason='said "no"\nand left')
+    assert "\n" not in post.to_json()  # posts stand one on a line
+    assert post_of(post.to_json()) == post
+
+
+def _place_of_a_waiting_rank(rank: int) -> str | None:
+    if rank == 1:
+        time.sleep(0.4)
+    found: list[stack.Place] = []
+    threading.Timer(0.2, lambda: found.append(stack.main_thread()[0])).start()
+    dist.all_gather_object([None, None], "x")
+    while not found:
+        time.sleep(0.01)
+    return str(found[0]) if rank == 0 else None
+
+
+def test_the_place_of_a_waiting_rank_is_the_collective_and_who_called_it() -> None:
+    place, _ = run_world(2, _place_of_a_waiting_rank)
+    assert place is not None and place.startswith("all_gather_object (test_watch.py:")
+    assert place.endswith(" _place_of_a_waiting_rank)")
+
+
+def _a_peer_leaves(rank: int) -> tuple[bool, str] | None:
+    group = dist.new_group([0, 1])
+    if rank == 1:
+        dist.destroy_process_group(group)
+        return None
+    try:
+        try:
+            dist.all_reduce(torch.ones(1), group=group)
+        except RuntimeError as error:
+            raise ValueError("this checkpoint does not fit") from error
+    except ValueError as error:
+        gone = lost_peer(error)
+        assert gone is not None
+        return True, str(stack.of_traceback(gone.__traceback__))
+    return None
+
+
+def test_a_peer_that_left_is_found_among_the_causes_of_an_error() -> None:
+    found, _ = run_world(2, _a_peer_leaves)
+    assert found is not None and found[0] and found[1].startswith("all_reduce (test_watch.py:")
+    assert lost_peer(ValueError("the gradient norm is nan")) is None
+    assert lost_peer(RuntimeError("out of memory")) is None
+
+
+@pytest.fixture
+def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dist.TCPStore, Callable[[int, float], _Watch]]]:
+    """A store, and what makes watches of a world of two in this process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+    def make(rank: int, timeout: float) -> _Watch:
+        monkeypatch.setenv("RANK", str(rank))
+        return _Watch(timeout)
+
+    progress.reset()
+    yield store, make
+
+
+def test_ranks_that_fail_alike_go_on_to_their_own_messages(
+    watches: tuple[dist.TCPStore, Callable[[int, float], _Watch]],
+) -> None:
+    store, make = watches
+    both = [make(rank, 20.0) for rank in (0, 1)]
+    for watch in both:
+        watch.start()
+    ends = [threading.Thread(target=watch.fail, args=[ValueError("alike")]) for watch in both]
+    began = time.monotonic()
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join(10)
+    for watch in both:
+        watch.close()
+    assert time.monotonic() - began < 3
+    posts = [post_of(line) for line in store.get("parallel_rl/watch/0/posts").decode().splitlines()]
+    assert sorted(post.rank for post in posts) == [0, 1]
+    assert {(post.kind, post.what) for post in posts} == {("failed", "ValueError: alike")}
+
+
+def test_long_work_outside_of_collectives_is_no_hang(
+    watches: tuple[dist.TCPStore, Callable[[int, float], _Watch]],
+) -> None:
+    store, make = watches
+    watch = make(0, 0.4)
+    watch.start()
+    time.sleep(1.0)
+    watch.close()
+    assert not store.check(["parallel_rl/watch/0/alarm"])
+    assert store.check(["parallel_rl/watch/0/beat/0"])
+
+
+def test_a_tick_costs_nothing() -> None:
+    began = time.perf_counter()
+    for _ in range(10_000):
+        progress.tick("training")
+    assert (time.perf_counter() - began) / 10_000 < 20e-6

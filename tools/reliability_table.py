@@ -1,0 +1,56 @@
+"""Writes docs/reliability.md from the outcomes that the fault tests reported: python -m tools.reliability_table REPORT.jsonl"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.slurm.faults import FAULTS, Fault
+
+ROOT = Path(__file__).parent.parent
+FILE = ROOT / "docs" / "reliability.md"
+Outcome = Mapping[str, object]
+
+INTRODUCTION = """# What may happen to a job, and what comes of it
+
+Made by `make soak` from the outcomes of `tests/slurm/test_faults.py`, which does each of this to real jobs: two nodes of a
+private Slurm cluster on one machine, `slurm/train.sbatch`, the trainer on gloo, float32, a checkpoint at each step, at a random
+instant of the run. A case counts only if the run, when it has gone on to its end, has each step in `metrics.jsonl` exactly
+once, with numbers that are bit-equal to those of a run which nothing happened to. (At another layout they are within 1e-5;
+`tests/training` holds that.) Seconds are from the fault to the state of the job, other jobs beside it on the same cores.
+
+| what happens | how it is done | the job is then | after | what is left to do | times |
+|---|---|---|--:|---|--:|
+"""
+STATES = {"PENDING": "queued again", "FAILED": "FAILED", "CANCELLED": "CANCELLED", "COMPLETED": "COMPLETED"}
+
+
+def document(outcomes: Sequence[Outcome]) -> str:
+    """The whole file.
+
+    Raises:
+        ValueError: a fault without an outcome.
+    """
+    return INTRODUCTION + "".join(_row(fault, outcomes) for fault in FAULTS) + f"\n{datetime.date.today()}\n"
+
+
+def _row(fault: Fault, outcomes: Sequence[Outcome]) -> str:
+    found = [outcome for outcome in outcomes if outcome["fault"] == fault.name and "state" in outcome]
+    if not found:
+        raise ValueError(
+            f"no outcome of {fault.name!r} in the report; run the whole of `make soak` (as root: one needs a mount)"
+        )
+    states = " or ".join(sorted({STATES[str(outcome["state"])] for outcome in found}))
+    seconds = sorted(float(str(outcome["ended_after"])) for outcome in found)
+    after = (
+        f"{seconds[0]:.0f} s" if round(seconds[0]) == round(seconds[-1]) else f"{seconds[0]:.0f}–{seconds[-1]:.0f} s"
+    )
+    return f"| {fault.name} | {fault.how} | {states} | {after} | {fault.next} | {len(found)} |\n"
+
+
+if __name__ == "__main__":
+    lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
+    FILE.write_text(document([json.loads(line) for line in lines]), encoding="utf-8")
