@@ -80,7 +80,7 @@ def same_weights(config: TrainConfig, key: str, *, scalar_head: bool = False) ->
 
 def check_sources(config: TrainConfig) -> None:
     """Looks at the checkpoints that the config names, before any model is built: the model they are of, and their files' sizes.
-    (Their content is looked at when they are loaded.)
+    (Their content is looked at when they are loaded; here already where run.resume = 'never' is about to remove another run.)
 
     Raises:
         ValueError: one that is not there, is damaged, is of another model, or would be removed by run.resume = 'never'.
@@ -100,7 +100,7 @@ def check_sources(config: TrainConfig) -> None:
             raise ValueError(f"{key} = {name!r} cannot be used: {error}") from None
         same_weights(config, key, scalar_head=scalar_head)(path, manifest.record)
         for file, entry in manifest.files.items():
-            if found := fault(path / file, entry, contents=False):
+            if found := fault(path / file, entry, contents=config.run.resume == "never"):
                 raise ValueError(f"{key} = {name!r} is damaged: {found}")
 
 

@@ -35,7 +35,7 @@ class Case:
 
     @property
     def run(self) -> Path:
-        return self.folder / "run"
+        return self.folder / "disk" / "run"
 
     @property
     def logs(self) -> Path:
@@ -161,12 +161,11 @@ def _slurmd(case: Case) -> None:
 
 def _disk(case: Case) -> None:
     case.at_a_random_instant()
-    filler = case.folder / "filler"
-    with filler.open("wb") as file:
+    filler = case.folder / "disk" / "filler"
+    with filler.open("wb", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(1 << 16))
-                file.flush()
         except OSError:
             pass
     case.wait()
@@ -209,6 +208,7 @@ FAULTS = (
         _preempt,
         "PENDING",
         r"stopped by SIGTERM \(rank \d+\) after rl step \d+",
+        steps=60,
     ),
     Fault(
         "cancelled", "`scancel JOB`", _scancel, "CANCELLED", r"stopped by SIGTERM \(rank \d+\) after rl step \d+", AGAIN

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -180,3 +181,19 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         run_world(1, train_rows, sft)
     with pytest.raises(WorldError, match="is no checkpoint"):
         run_world(1, train_rows, arguments(tmp_path / "new", "float32", run__init_from=tmp_path))
+
+
+def test_a_damaged_source_is_refused_before_never_removes_anything(tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "run"
+    run_world(1, train_rows, arguments(source, "float32"))
+    shutil.copytree(source, folder)
+    weights = source / "checkpoints" / "step_000004"
+    largest = max(weights.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    more = {"warmup": "null", "data__examples": "null", "run__init_from": weights, "run__resume": "never"}
+    with pytest.raises(WorldError, match=rf"is damaged: .*{largest.name}"):
+        run_world(1, train_rows, arguments(folder, "float32", **more))
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
