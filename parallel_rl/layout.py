@@ -116,20 +116,21 @@ class SequenceLayout:
                 its padded one, padded lengths that do not divide, a last bound that is not `total`.
         """
         _check_cp(cp_size, cp_rank, cp_layout)
-        padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded.to(cu_seqlens.device)
+        padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
         _check_cu_seqlens(cu_seqlens, padded, total, _parts(cp_size, cp_layout), cp_size, cp_layout)
         count = cu_seqlens.numel() - 1
         where = cu_seqlens.device if device is None else device
-        bounds = padded.to(where, torch.int64)
-        lengths = cu_seqlens.to(where, torch.int64).diff()
+        # A copy to the device that the host does not wait for: memory of the host is read before the call returns.
+        bounds = padded.to(where, torch.int64, non_blocking=True)
+        lengths = cu_seqlens.to(where, torch.int64, non_blocking=True).diff()
         local = total // cp_size
         place = torch.arange(local, device=bounds.device)
-        if cp_layout == "zigzag":
+        if cp_layout == "zigzag" and cp_size > 1:
             offsets = (bounds // cp_size).clamp_(max=local)
             ids = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=count - 1)
-            start, size = offsets[ids], (bounds[1:] - bounds[:-1])[ids]
+            start, size = offsets[ids], bounds.diff()[ids]
             positions = _zigzag(place - start, size // (2 * cp_size), cp_size, cp_rank)
-        else:
+        else:  # one rank holds the row in order, whatever the layout is called
             offsets = (bounds - cp_rank * local).clamp_(0, local)
             ids = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=count - 1)
             positions = place + cp_rank * local - bounds[ids]
@@ -153,9 +154,14 @@ class SequenceLayout:
         """[T_local] flat index into [B, S] of the token that each position holds, and whether there is one."""
         return self._index(self.positions)
 
+    def places(self, shift: bool = True) -> tuple[Tensor, Tensor]:
+        """`predicted`, or without a shift `held`."""
+        return self.predicted if shift else self.held
+
     def _index(self, column: Tensor) -> tuple[Tensor, Tensor]:
         valid = column < self.lengths.clamp(max=self.shape[1])[self.sequence_ids]
-        return self.sequence_ids * self.shape[1] + torch.where(valid, column, 0), valid
+        last = max(self.shape[1] - 1, 0)  # of a row, for a position without a token
+        return self.sequence_ids * self.shape[1] + column.clamp(max=last), valid
 
     def shard(self, field: Tensor, shift: bool = True, fill: float | int | bool = 0) -> Tensor:
         """A whole, token-aligned field in the order of the local logits.
@@ -172,17 +178,26 @@ class SequenceLayout:
         Raises:
             ValueError: a field of another shape.
         """
+        local = self.take(field, shift)
+        _, valid = self.places(shift)
+        return torch.where(valid.view(-1, *[1] * (field.dim() - 2)), local, fill)
+
+    def take(self, field: Tensor, shift: bool = True) -> Tensor:
+        """`shard` for a caller that masks by itself: anything may stand where no token is.
+
+        Raises:
+            ValueError: a field of another shape.
+        """
         if tuple(field.shape[:2]) != self.shape:
             raise ValueError(
                 f"the field has shape {list(field.shape)}; the layout describes [B, S] = {list(self.shape)}"
             )
-        index, valid = self.predicted if shift else self.held
-        local = field.reshape(-1, *field.shape[2:])[index]
-        return torch.where(valid.view(-1, *[1] * (field.dim() - 2)), local, fill)
+        index, _ = self.places(shift)
+        return field.reshape(-1, *field.shape[2:])[index]
 
     def unshard(self, local: Tensor, context_group: ProcessGroup | None = None, shift: bool = True) -> Tensor:
         """The inverse of `shard`: [T_local] to [B, S], whole on every context rank, 0 where no position speaks of it."""
-        index, valid = self.predicted if shift else self.held
+        index, valid = self.places(shift)
         whole = local.new_zeros(self.shape[0] * self.shape[1] + 1)
         whole = whole.scatter(0, torch.where(valid, index, whole.numel() - 1), local)[:-1]
         return group_sum(whole.view(self.shape), context_group)
@@ -265,6 +280,10 @@ def _check_cu_seqlens(cu: Tensor, padded: Tensor, total: int, parts: int, cp_siz
     if padded.shape != cu.shape:
         raise ValueError(
             f"cu_seqlens_padded has {padded.numel()} bounds, cu_seqlens {cu.numel()}; they must be as many"
+        )
+    if padded.device != cu.device:
+        raise ValueError(
+            f"cu_seqlens is on {cu.device}, cu_seqlens_padded on {padded.device}; they must be on one device"
         )
     if total % cp_size:
         raise ValueError(f"the packed row has {total} positions, which does not divide by cp = {cp_size}")

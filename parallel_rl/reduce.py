@@ -163,7 +163,7 @@ class Metrics(Mapping[str, "Tensor"]):
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self._metrics = {
-            name: Metric(m.kind, m.value.detach(), None if m.denominator is None else m.denominator.detach())
+            name: Metric(m.kind, _constant(m.value), None if m.denominator is None else _constant(m.denominator))
             for name, m in metrics.items()
         }
 
@@ -183,6 +183,10 @@ class Metrics(Mapping[str, "Tensor"]):
     def parts(self, name: str) -> Metric:
         """The kind and the raw parts of one metric."""
         return self._metrics[name]
+
+
+def _constant(value: Tensor) -> Tensor:
+    return value.detach() if value.requires_grad else value
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

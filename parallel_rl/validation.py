@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 import torch.distributed as dist
 
+from parallel_rl.groups import all_gather, group_size
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 ValidationMode = Literal["auto", "always", "never"]
 
 _mode: ValidationMode = "auto"
+_ROUNDING = 1e-4  # what nondeterministic sums on a GPU may differ in
 
 
 def set_validation(mode: ValidationMode) -> None:
@@ -25,7 +28,8 @@ def set_validation(mode: ValidationMode) -> None:
 
     "auto": on tensors in host memory, where a look costs nothing. "always": on device tensors too, at the price of a
     host sync. "never": shapes, dtypes and configs only. Where values are checked, one small MAX all-reduce over each
-    group tells every rank of a fault found by one of them, and all raise the same error.
+    group tells every rank of a fault found by one of them, and all raise the same error. "always" compares the tensor ranks'
+    upstream gradients in the backward, too.
 
     Raises:
         ValueError: an unknown mode.
@@ -102,6 +106,33 @@ def agreed_check(
                 fault = f"the ranks of a group differ in {name}: it is {-low} on one and {high} on another"
     if fault is not None:
         raise ValueError(fault)
+
+
+def agreed_gradients(gradients: Sequence[Tensor | None], group: ProcessGroup | None, like: Tensor) -> None:
+    """Mode "always": refuses upstream gradients in which tensor ranks differ, which would spoil the model's in silence.
+
+    A loss is computed alike on all tensor ranks and never summed over them; one all-gather shows where it was not.
+
+    Args:
+        gradients: of one shape, that of `like`; None is zero.
+
+    Raises:
+        ValueError: they differ beyond rounding, on all ranks of the group.
+    """
+    if _mode != "always" or torch.compiler.is_compiling() or group_size(group) == 1:
+        return
+    mine = torch.stack([torch.zeros_like(like) if g is None else g.to(like.dtype) for g in gradients])
+    of_ranks = all_gather(mine, group)
+    largest = float(of_ranks.abs().nan_to_num(0.0).amax()) if mine.numel() else 0.0
+    apart = ~torch.isclose(of_ranks, of_ranks[:1], rtol=_ROUNDING, atol=_ROUNDING * largest, equal_nan=True)
+    if bool(apart.any()):
+        rank, *place = apart.nonzero()[0].tolist()
+        here, there = (float(of_ranks[(r, *place)]) for r in (0, rank))
+        raise ValueError(
+            f"the gradient that reaches the token statistics differs between tensor ranks: {here} on rank 0 and {there} on "
+            f"rank {rank} of the group, at {place[1:]}; the loss must be computed alike on all of them, and not be summed or "
+            "averaged over them"
+        )
 
 
 def shape_numbers(logits: Tensor, vocab_size: int | None) -> dict[str, int]:

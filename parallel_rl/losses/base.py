@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from parallel_rl.config import configure
-from parallel_rl.groups import check_rank, group_rank, group_size
+from parallel_rl.groups import check_rank
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.batch import TokenBatch
-from parallel_rl.losses.checks import Fields, check_data, check_lengths
+from parallel_rl.losses.call import PackedRow, VocabOptions, layout_of_logits
+from parallel_rl.losses.checks import Fields, check_counts, check_data, check_lengths, check_statistics
 from parallel_rl.losses.fused_head import check_fused_head, project
 from parallel_rl.losses.truncated_head import check_truncated_head, read_truncated_head, with_dropped
 from parallel_rl.reduce import Metrics, ValidCounts, valid_tokens
@@ -28,30 +29,6 @@ from parallel_rl.vocab.truncation import Truncation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-class PackedRow(Protocol):
-    """Makes the layout of a packed row once its length and the context group are known."""
-
-    def __call__(self, seq_len: int, total: int, cp_size: int, cp_rank: int, cp_layout: CPLayout) -> SequenceLayout: ...
-
-
-@dataclass(frozen=True)
-class VocabOptions:
-    """How the logits are to be read: what the call of a loss cannot say."""
-
-    vocab_size: int | None = None
-    vocab_start: int | None = None
-    cp_layout: CPLayout = "zigzag"
-    temperature: float = 1.0
-    consume_logits: bool = False
-    backend: Backend = "auto"
-    truncation: Truncation = Truncation()  # noqa: RUF009 (frozen)
-
-
-@dataclass(frozen=True)
-class NoConfig:
-    """The config of a loss without options."""
 
 
 ConfigT = TypeVar("ConfigT")
@@ -237,26 +214,9 @@ class LossFn(ABC, Generic[ConfigT]):
         def check() -> None:
             if head is not None:
                 check_fused_head(self, head, tensor_group)
-            if self.needs_statistics != (statistics is not None):
-                raise ValueError(
-                    f"{type(self).__name__} in this configuration "
-                    + (
-                        "needs statistics=, the reduced result of its collect(...)"
-                        if self.needs_statistics
-                        else "takes no statistics="
-                    )
-                )
-            if statistics is not None and not isinstance(statistics, Statistics):
-                raise ValueError(
-                    f"statistics must be a Statistics, the reduced result of collect(...), got {statistics!r}"
-                )
+            check_statistics(type(self).__name__, self.needs_statistics, statistics)
             check_rank(rank, tensor_group)
-            for name, count in (("global_valid_seqs", global_valid_seqs), ("global_valid_toks", global_valid_toks)):
-                if not isinstance(count, (int, float, Tensor)) or torch.as_tensor(count).numel() != 1:
-                    got = f"shape {list(count.shape)}" if isinstance(count, Tensor) else repr(count)
-                    raise ValueError(f"{name} must be one number, see count_valid; got {got}")
-                if checks_values(torch.as_tensor(count)) and not count >= 1:
-                    raise ValueError(f"{name} = {count} must be at least 1, see count_valid")
+            check_counts(global_valid_seqs, global_valid_toks)
             rows, width = check_data(data, self._fields, logits)
             if self.paired and rows % 2:
                 raise ValueError(
@@ -270,10 +230,11 @@ class LossFn(ABC, Generic[ConfigT]):
                 head.check_rows(layouts[0].shard(valid_tokens(data), fill=False), tensor_group)
 
         agreed_check(check, [tensor_group, context_group], logits, shape_numbers(logits, self.options.vocab_size))
-        counts = ValidCounts(
-            *(torch.as_tensor(n, device=logits.device) for n in (global_valid_seqs, global_valid_toks))
+        given = (torch.as_tensor(n) for n in (global_valid_seqs, global_valid_toks))
+        counts = ValidCounts(*(n.to(logits.device, non_blocking=True) for n in given))
+        batch = TokenBatch(
+            data, layouts[0], counts, context_group, statistics=statistics, shift=self.shift, together=self._together
         )
-        batch = TokenBatch(data, layouts[0], counts, context_group, statistics=statistics, shift=self.shift)
         return (
             self._read_head(batch, logits, tensor_group) if head is None else project(self, batch, head, tensor_group)
         )
@@ -291,6 +252,11 @@ class LossFn(ABC, Generic[ConfigT]):
             self.shift,
         )
 
+    @property
+    def _together(self) -> tuple[str, ...]:
+        apart = (*self.predictor_fields, *self.wide_fields, *self.integer_fields)
+        return tuple(name for name in self.token_fields if name not in apart)
+
     def _complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The data with fields that this loss can do without."""
         return data
@@ -298,33 +264,14 @@ class LossFn(ABC, Generic[ConfigT]):
     def _layout(
         self, logits: Tensor, rows: int, width: int, context_group: ProcessGroup | None, packed_row: PackedRow | None
     ) -> SequenceLayout:
-        if logits.dim() != 3:
-            raise ValueError(
-                f"next_token_logits must be [B, S/cp, V/tp] (packed: [1, T/cp, V/tp]), got {list(logits.shape)}"
-            )
-        cp = group_size(context_group), group_rank(context_group)
-        if packed_row is not None:
-            if logits.shape[0] != 1:
-                raise ValueError(f"packed logits must be [1, T/cp, V/tp], got {list(logits.shape)}")
-            layout = packed_row(width, logits.shape[1] * cp[0], *cp, self.options.cp_layout)
-        else:
-            layout = SequenceLayout.padded(
-                rows, width, cp_size=cp[0], cp_rank=cp[1], cp_layout=self.options.cp_layout, device=logits.device
-            )
-        if layout.shape[0] != rows:
-            raise ValueError(f"cu_seqlens describes {layout.shape[0]} sequences, the data has {rows} rows")
-        if tuple(logits.shape[:2]) != layout.local_shape:
-            raise ValueError(
-                f"the logits have leading shape {list(logits.shape[:2])}; data of shape {[rows, width]} over cp = {cp[0]} "
-                f"needs {list(layout.local_shape)}"
-            )
-        return layout
+        return layout_of_logits(logits, rows, width, context_group, packed_row, self.options.cp_layout)
 
     def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         options = self.options
         check_logits(logits, options.consume_logits, options.backend, options.temperature)
         span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
-        check_targets(torch.where(valid_tokens(data), data["input_ids"], 0), span.vocab_size, ignore_index=None)
+        if checks_values(data["input_ids"]):
+            check_targets(torch.where(valid_tokens(data), data["input_ids"], 0), span.vocab_size, ignore_index=None)
         if options.truncation:
             check_truncated_head(self, data, valid_tokens(data), span)
 
@@ -338,9 +285,9 @@ class LossFn(ABC, Generic[ConfigT]):
         if options.truncation:
             return read_truncated_head(self, batch, logits, tensor_group)
         span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
-        targets = batch.layout.shard(batch.data["input_ids"])
+        targets = batch.layout.take(batch.data["input_ids"])
         stats = stats_of_shard(
             logits.flatten(0, -2), targets, batch.mask, span, tensor_group, options.temperature,
             self.needs_entropy, options.consume_logits, options.backend,
         )  # fmt: skip
-        return replace(batch, token_stats=stats)
+        return replace(batch, token_stats=stats).sharing(batch)

@@ -45,6 +45,7 @@ class TokenBatch:
         dropped: [T_local] bool, valid tokens that left the mask because a truncated policy does not keep them.
         unfiltered: `token_stats` without the truncation, for a loss that declares `needs_unfiltered`.
         carrier: an exact 0 through which the gradient flows where it was computed before the loss; see `LMHeadInput`.
+        together: [B, S] token-aligned fields of floats that the loss reads; they are taken with one look-up.
     """
 
     data: Mapping[str, Tensor]
@@ -58,6 +59,14 @@ class TokenBatch:
     dropped: Tensor | None = None
     unfiltered: TokenStats | None = None
     carrier: Tensor | None = None
+    together: tuple[str, ...] = ()
+
+    def sharing(self, other: TokenBatch) -> TokenBatch:
+        """Itself, with the masks and fields that `other` has found already: of the same data, with the same tokens dropped."""
+        for name in ("valid", "mask", "sequence_mask", "tokens_per_sequence", "_fields"):
+            if name in other.__dict__:
+                self.__dict__[name] = other.__dict__[name]
+        return self
 
     @property
     def logprobs(self) -> Tensor:
@@ -89,7 +98,8 @@ class TokenBatch:
     @cached_property
     def mask(self) -> Tensor:
         """[T_local] bool: positions whose token (the predicted one, with a shift) carries loss."""
-        mask = self.layout.shard(self.valid, self.shift, fill=False)
+        _, here = self.layout.places(self.shift)
+        mask = self.layout.take(self.valid, self.shift) & here
         return mask if self.dropped is None else mask & ~self.dropped
 
     @cached_property
@@ -109,22 +119,43 @@ class TokenBatch:
 
     def field(self, name: str, alignment: Alignment = "token") -> Tensor:
         """[T_local] a [B, S] field ([B, S, K]: [T_local, K]); "predictor" is for one stored where the prediction is made."""
-        if (name, alignment) not in self._fields:
-            local = self.layout.shard(self._to_math(self.data[name]), self.shift and alignment == "token")
-            self._fields[name, alignment] = torch.where(self.mask.view(-1, *[1] * (local.dim() - 1)), local, 0)
-        return self._fields[name, alignment]
+        shift = self.shift and alignment == "token"
+        key = name, shift, self._math_dtype
+        if key not in self._fields:
+            if shift == self.shift and name in self.together:
+                stacked = torch.stack([self._to_math(self.data[each]) for each in self.together]).flatten(1)
+                found = self.masked(stacked.index_select(1, self.layout.places(shift)[0]))
+                self._fields.update({(each, *key[1:]): x for each, x in zip(self.together, found, strict=True)})
+            else:
+                local = self.layout.take(self._to_math(self.data[name]), shift)
+                self._fields[key] = torch.where(self.mask.view(-1, *[1] * (local.dim() - 1)), local, 0)
+        return self._fields[key]
+
+    def masked(self, x: Tensor) -> Tensor:
+        """[T_local], or K quantities [K, T_local]: x, and 0 at masked places."""
+        return torch.where(self.mask, x, self.zero)
+
+    @cached_property
+    def zero(self) -> Tensor:
+        """A scalar in the dtype of the mathematics; a Python number would become one anew in each `where`."""
+        return torch.zeros((), dtype=self._math_dtype, device=self.mask.device)
 
     def local(self, name: str) -> Tensor:
         """[T_local, ...] a field that comes in the order of the logits, as it is, masked places included."""
         return self.data[name].flatten(0, 1)
 
-    def _to_math(self, values: Tensor) -> Tensor:
-        """In max(float32, the logits' dtype), where the mathematics runs."""
+    @property
+    def _math_dtype(self) -> torch.dtype | None:
+        """max(float32, the logits' dtype), where the mathematics runs; None before the model's output is read."""
         model = self.head if self.token_stats is None else self.logprobs
-        return values if model is None or not values.is_floating_point() else values.to(model.dtype)
+        return None if model is None else model.dtype
+
+    def _to_math(self, values: Tensor) -> Tensor:
+        dtype = self._math_dtype
+        return values if dtype is None or not values.is_floating_point() else values.to(dtype)
 
     @cached_property
-    def _fields(self) -> dict[tuple[str, Alignment], Tensor]:
+    def _fields(self) -> dict[tuple[str, bool, torch.dtype | None], Tensor]:
         return {}
 
     def per_sequence(self, name: str) -> Tensor:
@@ -139,7 +170,7 @@ class TokenBatch:
 
     def segment_sum(self, x: Tensor) -> Tensor:
         """[T_local] to [B]: sums over whole sequences' valid tokens; differentiable, one all-reduce over context ranks."""
-        return self.layout.segment_sum(torch.where(self.mask, x, 0), self.context_group)
+        return self.layout.segment_sum(self.masked(x), self.context_group)
 
     def segment_mean(self, x: Tensor) -> Tensor:
         """[T_local] to [B]: means over each whole sequence's valid tokens, 0 for a sequence without any."""
@@ -157,9 +188,9 @@ class TokenBatch:
         """Σ over local valid tokens of weight[sequence]·x: this rank's share; sums run in float64.
 
         Args:
-            x: [T_local]. weights: [B], see `parallel_rl.reduce.token_weights`.
+            x: [T_local], or [K, T_local] for K sums. weights: [B], see `parallel_rl.reduce.token_weights`.
         """
-        return (torch.where(self.mask, x, 0).to(torch.float64) * self.layout.expand(weights)).sum().to(x.dtype)
+        return (self.masked(x).to(torch.float64) * self.layout.expand(weights)).sum(-1).to(x.dtype)
 
     def sequence_sum(self, x: Tensor, mask: Tensor, count: Tensor) -> Tensor:
         """Σ over valid entries of x / count, divided among the context ranks, which all hold the same x.
@@ -172,7 +203,13 @@ class TokenBatch:
     # Metrics: shares of tokens live on their owner, numbers of whole sequences on context rank 0.
 
     def token_mean(self, x: Tensor) -> Metric:
-        return Metric("share", torch.where(self.mask, x.detach(), 0).sum(dtype=torch.float64) / self.counts.toks)
+        return self.token_means({"": x})[""]
+
+    def token_means(self, values: Mapping[str, Tensor]) -> dict[str, Metric]:
+        """Name → [T_local], summed together."""
+        stacked = torch.stack([x.detach().to(self.zero.dtype) for x in values.values()])
+        means = self.masked(stacked).sum(-1, dtype=torch.float64) / self.counts.toks
+        return {name: Metric("share", mean) for name, mean in zip(values, means.unbind(), strict=True)}
 
     def sequence_mean(self, x: Tensor, mask: Tensor | None = None, count: Tensor | None = None) -> Metric:
         mask = self.sequence_mask if mask is None else mask
@@ -182,16 +219,16 @@ class TokenBatch:
     def count(self, mask: Tensor) -> Metric:
         return Metric("count", self._owned(mask.sum(dtype=torch.float64)))
 
-    def token_min(self, x: Tensor) -> Metric:
-        return Metric("min", self._extremum(torch.where(self.mask, x.detach(), torch.inf), torch.inf).amin())
-
-    def token_max(self, x: Tensor) -> Metric:
-        return Metric("max", self._extremum(torch.where(self.mask, x.detach(), -torch.inf), -torch.inf).amax())
-
-    @staticmethod
-    def _extremum(x: Tensor, nothing: float) -> Tensor:
-        """With one entry at least, for a rank without a row."""
-        return torch.cat([x, x.new_full((1,), nothing)])
+    def token_ranges(self, values: Mapping[str, Tensor]) -> dict[str, Metric]:
+        """Name → [T_local]; the smallest is `name_min`, the largest `name_max`."""
+        stacked = torch.stack([x.detach() for x in values.values()])
+        if not stacked.shape[1]:  # a rank without a row
+            least, most = (stacked.new_full((len(values),), nothing) for nothing in (torch.inf, -torch.inf))
+        else:
+            least = torch.where(self.mask, stacked, torch.inf).amin(1)
+            most = torch.where(self.mask, stacked, -torch.inf).amax(1)
+        metrics = {f"{name}_min": Metric("min", x) for name, x in zip(values, least.unbind(), strict=True)}
+        return metrics | {f"{name}_max": Metric("max", x) for name, x in zip(values, most.unbind(), strict=True)}
 
     def _owned(self, value: Tensor) -> Tensor:
         return value if group_rank(self.context_group) == 0 else torch.zeros_like(value)

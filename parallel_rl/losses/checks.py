@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.reduce import valid_tokens
+from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:
@@ -32,6 +33,25 @@ class Fields:
     wide: tuple[str, ...] = ()
     integer: tuple[str, ...] = ()
     shift: bool = True
+
+
+def check_statistics(loss: str, needs: bool, statistics: object) -> None:
+    """Raises ValueError where a loss that needs statistics of the step has none, and the other way round."""
+    if needs != (statistics is not None):
+        wanted = "needs statistics=, the reduced result of its collect(...)" if needs else "takes no statistics="
+        raise ValueError(f"{loss} in this configuration {wanted}")
+    if statistics is not None and not isinstance(statistics, Statistics):
+        raise ValueError(f"statistics must be a Statistics, the reduced result of collect(...), got {statistics!r}")
+
+
+def check_counts(global_valid_seqs: object, global_valid_toks: object) -> None:
+    """Raises ValueError for a count of the step that is not one number, at least 1."""
+    for name, count in (("global_valid_seqs", global_valid_seqs), ("global_valid_toks", global_valid_toks)):
+        if not isinstance(count, (int, float, Tensor)) or torch.as_tensor(count).numel() != 1:
+            got = f"shape {list(count.shape)}" if isinstance(count, Tensor) else repr(count)
+            raise ValueError(f"{name} must be one number, see count_valid; got {got}")
+        if checks_values(torch.as_tensor(count)) and not count >= 1:
+            raise ValueError(f"{name} = {count} must be at least 1, see count_valid")
 
 
 def check_data(data: Mapping[str, Tensor], fields: Fields, head: Tensor) -> tuple[int, int]:

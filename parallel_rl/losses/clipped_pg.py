@@ -77,9 +77,8 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
             "approx_entropy": -safe_exp(logprobs - generation) * logprobs,
             "entropy": batch.entropy,
         }
-        metrics = {name: batch.token_mean(value) for name, value in per_token.items()}
-        for name, value in (("probs_ratio", ratio), ("probs_ratio_clamped", clipped)):
-            metrics |= {f"{name}_min": batch.token_min(value), f"{name}_max": batch.token_max(value)}
+        metrics = batch.token_means(per_token)
+        metrics |= batch.token_ranges({"probs_ratio": ratio, "probs_ratio_clamped": clipped})
         if self.policy.importance is None:  # reported, though it is not applied
             plain = ImportanceConfig("sequence-sum" if cfg.sequence_level_importance_ratios else "token")
             metrics |= importance_weight(batch, prev, plain)[1]

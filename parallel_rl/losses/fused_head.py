@@ -56,10 +56,10 @@ def project(loss_fn: LossFn, batch: TokenBatch, head: LMHeadInput, tensor_group:
     span = shard_range(head.weight.shape[0], tensor_group, options.vocab_size, options.vocab_start)
 
     def objective(stats: TokenStats) -> Tensor:
-        return loss_fn.compute(replace(batch, token_stats=stats))[0]
+        return loss_fn.compute(replace(batch, token_stats=stats).sharing(batch))[0]
 
     stats, carrier = stats_of_head(
-        head, batch.layout.shard(batch.data["input_ids"]), batch.mask, span, tensor_group, options.temperature,
-        loss_fn.needs_entropy, options.backend, objective if loss_fn.token_separable else None, batch.layout.cp_size > 1,
+        head, batch.layout.take(batch.data["input_ids"]), batch.mask, span, tensor_group, options.temperature,
+        loss_fn.needs_entropy, options.backend, objective if loss_fn.token_separable else None, batch.context_group,
     )  # fmt: skip
-    return replace(batch, token_stats=stats, carrier=carrier)
+    return replace(batch, token_stats=stats, carrier=carrier).sharing(batch)

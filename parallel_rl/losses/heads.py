@@ -18,7 +18,7 @@ from parallel_rl.vocab.backends.torch_backend import math_dtype
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.losses.base import PackedRow
+    from parallel_rl.losses.call import PackedRow
 
 
 class ScalarHeadLoss(LossFn[ConfigT]):

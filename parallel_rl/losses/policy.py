@@ -107,13 +107,15 @@ class PolicyLoss(LossFn[ConfigT]):
         kept, weights, metrics = self._kept(batch, prev, weights)
         surrogate, more = self._masked(batch, prev, cfg.surrogate(terms), terms, kept)
         metrics |= more
-        loss = batch.weighted_sum(surrogate, weights)
-        metrics["policy_loss"] = Metric("share", loss)
+        parts = {"policy_loss": (1.0, surrogate)}
         if cfg.kl is not None:
-            kl = batch.weighted_sum(torch.where(kept, self._kl(batch, prev), 0), weights)
-            loss, metrics["kl_penalty"] = loss + cfg.kl.coefficient * kl, Metric("share", kl)
+            parts["kl_penalty"] = (cfg.kl.coefficient, self._kl(batch, prev))
         if cfg.entropy_bonus:
-            loss = loss - cfg.entropy_bonus * batch.weighted_sum(torch.where(kept, batch.entropy, 0), weights)
+            parts["entropy_bonus"] = (-cfg.entropy_bonus, batch.entropy)
+        stacked = torch.stack([x for _, x in parts.values()])
+        sums = batch.weighted_sum(stacked if kept is batch.mask else torch.where(kept, stacked, 0), weights).unbind()
+        loss = sum((factor * x for (factor, _), x in zip(list(parts.values())[1:], sums[1:], strict=True)), sums[0])
+        metrics |= {name: Metric("share", x) for name, x in zip(parts, sums, strict=True) if name != "entropy_bonus"}
         if cfg.positive_nll_weight:
             assert batch.statistics is not None
             count = batch.statistics["positive_tokens"].clamp(min=1)
@@ -161,10 +163,10 @@ class PolicyLoss(LossFn[ConfigT]):
         return kept, weights, {"rejected_fraction": batch.token_mean(~kept)}
 
     def _masked(
-        self, batch: TokenBatch, prev: Tensor, surrogate: Tensor, terms: PolicyTerms, keep: Tensor
+        self, batch: TokenBatch, prev: Tensor, surrogate: Tensor, terms: PolicyTerms, kept: Tensor
     ) -> tuple[Tensor, dict[str, Metric]]:
-        """The surrogate after weights and masks, and the metrics of both."""
-        cfg, statistics = self.policy, batch.statistics
+        """The surrogate after weights and masks beyond `kept`, which the caller applies, and the metrics of both."""
+        cfg, statistics, keep = self.policy, batch.statistics, kept
         metrics: dict[str, Metric] = {}
         if cfg.importance is not None:
             omega, metrics = importance_weight(batch, prev, cfg.importance)
@@ -181,7 +183,7 @@ class PolicyLoss(LossFn[ConfigT]):
             keep = keep & (
                 batch.entropy.detach() >= entropy_threshold(statistics.samples["entropy"], cfg.entropy_filter)
             )
-        return torch.where(keep, surrogate, 0), metrics
+        return surrogate if keep is kept else torch.where(keep, surrogate, 0), metrics
 
     def _kl(self, batch: TokenBatch, prev: Tensor) -> Tensor:
         kl = self.policy.kl
@@ -232,14 +234,10 @@ class PolicyLossFn(PolicyLoss[PolicyLossConfig]):
 
     @torch.no_grad()
     def _diagnostics(self, batch: TokenBatch, terms: PolicyTerms) -> dict[str, Metric]:
-        metrics = {"num_valid_samples": batch.count(batch.sequence_mask)}
+        means, metrics = {}, {"num_valid_samples": batch.count(batch.sequence_mask)}
         if batch.has_entropy:
-            metrics["entropy"] = batch.token_mean(batch.entropy)
+            means["entropy"] = batch.entropy
         if self.policy.reads_prev and self.policy.surrogate.uses_ratio:
-            metrics |= {
-                "probs_ratio": batch.token_mean(terms.ratio),
-                "probs_ratio_min": batch.token_min(terms.ratio),
-                "probs_ratio_max": batch.token_max(terms.ratio),
-                "approx_kl": batch.token_mean(-terms.token_log_ratio),
-            }
-        return metrics
+            means |= {"probs_ratio": terms.ratio, "approx_kl": -terms.token_log_ratio}
+            metrics |= batch.token_ranges({"probs_ratio": terms.ratio})
+        return metrics | (batch.token_means(means) if means else {})

@@ -9,8 +9,9 @@ from typing import Literal
 from torch import Tensor
 
 from parallel_rl.config import nearest
-from parallel_rl.losses.base import LossFn, NoConfig
+from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.call import NoConfig
 from parallel_rl.losses.clipped_pg import ClippedPGLossFn
 from parallel_rl.losses.distillation import DistillationLossFn, FullDistillationLossFn
 from parallel_rl.losses.kto import KTOLossFn

@@ -40,14 +40,16 @@ def read_truncated_head(
     span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
     targets, both = layout.shard(batch.data["input_ids"]), loss_fn.needs_unfiltered
     kept_ids = layout.shard(batch.data["kept_ids"], fill=-1) if options.truncation.kept_sets else None
+    # `collect` reads the same logits before the loss does: a truncation in place would be truncated again
+    consume = options.consume_logits and torch.is_grad_enabled()
     stats = truncated_stats_of_shard(
-        flat, targets, batch.mask, span, tensor_group, options.temperature, loss_fn.needs_entropy,
-        options.consume_logits and not both, options.backend, options.truncation, kept_ids,
+        flat, targets, batch.mask, span, tensor_group, options.temperature, loss_fn.needs_entropy, consume and not both,
+        options.backend, options.truncation, kept_ids,
     )  # fmt: skip
     unfiltered = None
     if both:
         unfiltered = stats_of_shard(
-            flat, targets, batch.mask, span, tensor_group, options.temperature, False, options.consume_logits, options.backend
+            flat, targets, batch.mask, span, tensor_group, options.temperature, False, consume, options.backend
         )  # fmt: skip
     dropped = stats.logprobs.detach() == -torch.inf
     for name in _TRUNCATED_FIELDS:

@@ -79,7 +79,6 @@ class ValueLossFn(ScalarHeadLoss[ValueLossConfig]):
             "returns_sq_mean": returns.square(),
             "residual_sq_mean": plain,
         }
-        metrics = {name: batch.token_mean(value) for name, value in means.items()}
-        metrics |= {"values_min": batch.token_min(values), "values_max": batch.token_max(values)}
+        metrics = batch.token_means(means) | batch.token_ranges({"values": values})
         metrics |= {"loss": Metric("share", loss), "num_valid_samples": batch.count(batch.sequence_mask)}
         return loss, Metrics(metrics)

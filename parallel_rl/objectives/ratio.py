@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -21,8 +23,8 @@ def straight_through_one(logprobs: Tensor) -> Tensor:
 
 def exp_or_zero(log_weight: Tensor) -> Tensor:
     """exp(x), and 0 with gradient 0 where that is not finite."""
-    finite = log_weight.detach().exp().isfinite()
-    return torch.where(finite, torch.where(finite, log_weight, 0).exp(), 0)
+    finite = log_weight.detach() < math.log(torch.finfo(log_weight.dtype).max) - 1e-4  # false for NaN
+    return torch.where(finite, log_weight, -torch.inf).exp()
 
 
 def clipped_surrogate(ratio: Tensor, clipped: Tensor, advantages: Tensor, dual_clip: float | None = None) -> Tensor:
@@ -30,10 +32,11 @@ def clipped_surrogate(ratio: Tensor, clipped: Tensor, advantages: Tensor, dual_c
 
     All tensors have one shape. Papers: PPO arXiv 1707.06347; dual clip arXiv 1912.09729.
     """
-    loss = torch.maximum(-advantages * ratio, -advantages * clipped)
+    costs = -advantages
+    loss = torch.maximum(costs * ratio, costs * clipped)
     if dual_clip is None:
         return loss
-    return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+    return torch.where(advantages < 0, torch.minimum(loss, costs * dual_clip), loss)
 
 
 def cispo(logprobs: Tensor, clipped: Tensor, advantages: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.groups import all_gather
+from parallel_rl.validation import agreed_gradients
 from parallel_rl.vocab.backends.torch_backend import (
     _compiled,
     _compiles,
@@ -15,6 +16,7 @@ from parallel_rl.vocab.backends.torch_backend import (
     math_dtype,
     shard_stats,
 )
+from parallel_rl.vocab.consumed import mark_consumed, saved_logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -90,7 +92,7 @@ class _DivergenceOfShards(torch.autograd.Function):
         sums = all_gather(sums, group).sum(0)
         ctx.save_for_backward(student, teacher, keep, rows, sums[:, 1])
         ctx.divergence, ctx.valid, ctx.consume = divergence, valid, consume  # type: ignore[attr-defined]
-        ctx.backend, ctx.consumed = backend, False  # type: ignore[attr-defined]
+        ctx.backend, ctx.consumed, ctx.group = backend, False, group  # type: ignore[attr-defined]
         return torch.where(keep, sums[:, 0], 0.0)
 
     @staticmethod
@@ -101,7 +103,8 @@ class _DivergenceOfShards(torch.autograd.Function):
             raise RuntimeError(
                 "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
             )
-        student, teacher, keep, rows, total = ctx.saved_tensors  # type: ignore[attr-defined]
+        student, teacher, keep, rows, total = saved_logits(ctx)
+        agreed_gradients([grad], ctx.group, grad)  # type: ignore[attr-defined]
         valid, ctx.consumed = ctx.valid, ctx.consume  # type: ignore[attr-defined]
         z, slope = student.detach(), torch.stack([total, grad * rows[:, 2]], 1)
         dz = z if ctx.consumed else torch.empty_like(z, memory_format=torch.contiguous_format)  # type: ignore[attr-defined]
@@ -109,6 +112,8 @@ class _DivergenceOfShards(torch.autograd.Function):
         for part, of_rows in _over_rows(_grad_of_block, ctx.divergence, ctx.backend, *read):  # type: ignore[attr-defined]
             dz[part, :valid] = of_rows
         dz[:, valid:] = 0
+        if ctx.consumed:  # type: ignore[attr-defined]
+            mark_consumed(dz)
         return dz, *(None,) * 8
 
 

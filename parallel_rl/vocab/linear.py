@@ -23,7 +23,7 @@ from parallel_rl.vocab.linear_input import LMHeadInput
 from parallel_rl.vocab.linear_modes import HeadCase, Upstream
 from parallel_rl.vocab.linear_plan import LinearMode, Rows, make_plan
 from parallel_rl.vocab.shards import ShardRange, shard_range
-from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_targets
+from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +90,8 @@ def linear_token_stats(
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit, in_forward without an objective, a budget too small for one row;
-            on all ranks of the group, see `set_validation`.
+            where values are checked, more rows that carry loss than `rows`, in_forward with an objective that is not a sum over
+            tokens; on all ranks of the group, see `set_validation`.
     """
     head = LMHeadInput(
         hidden, weight, bias, softcap, False, sequence_parallel, mode, budget, rows, main_grad_factor
@@ -106,11 +107,7 @@ def linear_token_stats(
         read.append(shard_range(weight.shape[0], group, vocab_size, vocab_start))
         parts = head.parts(group)
         wanted = (hidden.shape[0] * parts, *hidden.shape[1:-1])
-        if tuple(targets.shape) != wanted or targets.is_floating_point():
-            raise ValueError(f"targets must be integers {list(wanted)}, got {targets.dtype} {list(targets.shape)}")
-        if isinstance(temperature, torch.Tensor) and temperature.shape not in (targets.shape, torch.Size([])):
-            raise ValueError(f"temperature must be a number or {list(targets.shape)}, got {list(temperature.shape)}")
-        check_targets(targets, read[0].vocab_size, ignore_index)
+        check_tokens(targets, temperature, wanted, read[0].vocab_size, ignore_index)
         head.check_rows((targets != ignore_index).reshape(-1), group)
 
     same = {"the number of hidden rows": hidden[..., 0].numel(), "the hidden size": hidden.shape[-1]}
@@ -142,14 +139,14 @@ def stats_of_head(
     entropy: bool,
     backend: Backend,
     objective: Callable[[TokenStats], Tensor] | None = None,
-    context_parallel: bool = False,
+    context_group: ProcessGroup | None = None,
 ) -> tuple[TokenStats, Tensor | None]:
     """`linear_token_stats` after its checks: [N] statistics, and the exact 0 that carries an objective's gradient.
 
     Args:
         targets, keep: [N] in the order of logits, as the statistics are.
         objective: a sum over tokens; where it is given the mode may be in_forward, and the second result is not None then.
-        context_parallel: whether the objective may communicate with ranks that have another number of rows that carry loss.
+        context_group: over which the objective may communicate, with ranks that have another number of rows that carry loss.
     """
     hidden, parts = head.hidden.reshape(-1, head.hidden.shape[-1]), head.parts(group)
     targets, keep = head.to_rows(targets, group), head.to_rows(keep, group)
@@ -183,8 +180,9 @@ def stats_of_head(
 
     if early:
         assert objective is not None
-        calls = -(-hidden.shape[0] // plan.size) if context_parallel else 0
-        zero, raw = in_forward(case, _coefficients(objective, head, group), calls, head.hidden, target, head.bias)
+        calls = -(-hidden.shape[0] // plan.size) if group_size(context_group) > 1 else 0
+        coefficients = _coefficients(objective, head, group)
+        zero, raw = in_forward(case, coefficients, context_group, calls, head.hidden, target, head.bias)
     elif trains:
         raw = in_backward(case, plan.resident, head.hidden, target, head.bias)
     else:

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel_rl.validation import agreed_check, agreed_gradients, checks_values
 from parallel_rl.vocab.linear_gemm import scaled_to_
 from parallel_rl.vocab.linear_modes import Forward, Gradients, HeadCase, Upstream, run_backward, run_forward
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.function import FunctionCtx
+    from torch.distributed import ProcessGroup
+
+_ROUNDING = 1e-4  # of coefficients that are computed again from the same numbers
 
 #: [N] (log-prob, entropy, lse) so far, zeros where unknown → gradients of the loss with respect to them
 Coefficients = Callable[[tuple["Tensor", "Tensor | None", "Tensor"]], Upstream]
@@ -58,6 +62,7 @@ def in_backward(
 def in_forward(
     case: HeadCase,
     coefficients: Coefficients,
+    context_group: ProcessGroup | None,
     calls: int,
     hidden: Tensor,
     target: WeightTarget,
@@ -67,9 +72,14 @@ def in_forward(
 
     Args:
         coefficients: evaluated after each chunk, and after the last one until it ran `calls` times: ranks of other groups may
-            hold more rows that carry loss, and a loss may communicate with them.
+            hold more rows that carry loss, and a loss may communicate with them, over `context_group`.
+
+    Raises:
+        ValueError: where values are checked, a token's coefficients that depend on other tokens.
     """
-    zero, *stats = _InForward.apply(hidden, target.weight, bias, case, coefficients, calls, target)
+    zero, *stats = _InForward.apply(
+        hidden, target.weight, bias, case, coefficients, context_group, calls, target
+    )  # fmt: skip
     return zero, tuple(stats)
 
 
@@ -98,13 +108,14 @@ class _InBackward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
         upstream = g_logprobs, g_entropy, g_lse
+        hidden, weight, bias, table = ctx.saved_tensors  # type: ignore[attr-defined]
+        agreed_gradients(upstream, ctx.case.group, table[:, 0])  # type: ignore[attr-defined]
         if all(g is None for g in upstream):
             return (None,) * 6
         kept: list = ctx.kept  # type: ignore[attr-defined]
         if ctx.used and kept:  # type: ignore[attr-defined]
             raise RuntimeError("the first backward used up the kept logits; mode='recompute' allows a second one")
         ctx.used = True  # type: ignore[attr-defined]
-        hidden, weight, bias, table = ctx.saved_tensors  # type: ignore[attr-defined]
         case = with_operands(ctx.case, hidden, weight, bias)  # type: ignore[attr-defined]
         target: WeightTarget = ctx.target  # type: ignore[attr-defined]
         wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
@@ -131,22 +142,30 @@ class _InForward(torch.autograd.Function):
         bias: Tensor | None,
         case: HeadCase,
         coefficients: Coefficients,
+        context_group: ProcessGroup | None,
         calls: int,
         target: WeightTarget,
     ) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
         gradients = Gradients(case, wanted, hidden.dtype)
+        used: list[Upstream] = []
 
         def then(index: int, rows: Tensor, z: Tensor, so_far: Forward) -> None:
             upstream = coefficients(so_far.stats)
+            agreed_gradients(upstream, case.group, so_far.stats[0])
+            used.append(upstream)
             if any(g is not None for g in upstream):
                 gradients.add(index, rows, z, so_far.table, upstream)
 
         forward = run_forward(case, then=then)
         for _ in range(calls - len(case.rows)):
             coefficients(forward.stats)
+        if checks_values(hidden) and (calls or len(case.rows) > 1):
+            known = coefficients(forward.stats)
+            groups = [case.group, context_group]
+            agreed_check(lambda: _check_separable(case, used, known), groups, hidden)
         ctx.summed, ctx.target = gradients.close(), target  # type: ignore[attr-defined]
-        ctx.shape, ctx.bias = hidden.shape, bias  # type: ignore[attr-defined]
+        ctx.shape, ctx.bias, ctx.group = hidden.shape, bias, case.group  # type: ignore[attr-defined]
         stats = [s for s in forward.stats if s is not None]
         ctx.mark_non_differentiable(*stats)
         return torch.zeros((), dtype=case.dtype, device=hidden.device), *forward.stats
@@ -154,6 +173,7 @@ class _InForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, upstream: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
+        agreed_gradients([upstream], ctx.group, upstream)  # type: ignore[attr-defined]
         if ctx.summed is None:  # type: ignore[attr-defined]
             raise RuntimeError(
                 "the first backward scaled the gradient that was computed in forward; mode='recompute' allows a second one"
@@ -172,7 +192,25 @@ class _InForward(torch.autograd.Function):
             of_weight = target.result(of_weight)
         if of_bias is not None:
             of_bias = _padded(of_bias.mul_(upstream), ctx.bias)  # type: ignore[attr-defined]
-        return of_hidden, of_weight, of_bias, None, None, None, None
+        return of_hidden, of_weight, of_bias, None, None, None, None, None
+
+
+def _check_separable(case: HeadCase, used: list[Upstream], known: Upstream) -> None:
+    """Raises ValueError where a chunk's coefficients are others once the later chunks are known."""
+    for index, upstream in enumerate(used):
+        places = case.rows.every(index)
+        places = places[case.keep[places]]
+        for then, now in zip(upstream, known, strict=True):
+            before = torch.zeros_like(places, dtype=case.dtype) if then is None else then[places]
+            after = torch.zeros_like(before) if now is None else now[places]
+            apart = ~torch.isclose(before, after, rtol=_ROUNDING, atol=0, equal_nan=True)
+            if bool(apart.any()):
+                row = int(apart.nonzero()[0])
+                raise ValueError(
+                    f"the objective is not a sum over tokens: the gradient of row {int(places[row])} was {float(before[row])} "
+                    f"and became {float(after[row])} when other rows were known. mode = 'in_forward' needs terms of single "
+                    "tokens; 'resident' and 'recompute' take any objective"
+                )
 
 
 def with_operands(case: HeadCase, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> HeadCase:

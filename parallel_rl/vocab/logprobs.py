@@ -14,7 +14,7 @@ from parallel_rl.validation import agreed_check, shape_numbers
 from parallel_rl.vocab.linear import stats_of_head
 from parallel_rl.vocab.linear_input import LMHeadInput, split_output
 from parallel_rl.vocab.shards import ShardRange, shard_range
-from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
+from parallel_rl.vocab.stats import IGNORE_INDEX, check_logits, check_targets, stats_of_shard
 from parallel_rl.vocab.truncation import Truncation, check_kept_ids, truncated_stats_of_shard
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def token_logprobs(
     Args:
         next_token_logits: [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`; or an `LMHeadInput`, whose logits never
             exist whole.
-        data: input_ids [B, S]; where it has token_mask and sample_mask too, ids at masked places are not looked at.
+        data: input_ids [B, S]; where it has token_mask and sample_mask too, ids at masked places are not looked at. A token
+            with an id outside the vocabulary there has log-prob 0, and an `LMHeadInput` does not project its row.
         vocab_parallel_rank, vocab_parallel_group, context_parallel_group: as for the losses.
         layout: of the logits; None is padded rows.
         vocab_size, vocab_start, cp_layout, temperature, backend, top_k, top_p, kept_sets: as for the losses.
@@ -98,7 +99,7 @@ def token_logprobs(
             check_kept_ids(
                 kept, valid_tokens(data) if masked else torch.ones_like(ids, dtype=torch.bool), span.vocab_size
             )
-        read.append((of, of.shard(ids), span, truncation))
+        read.append((of, of.shard(ids, fill=IGNORE_INDEX), span, truncation))
 
     groups = [vocab_parallel_group, context_parallel_group]
     agreed_check(check, groups, logits, shape_numbers(logits, vocab_size))

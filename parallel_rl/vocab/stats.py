@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from parallel_rl.groups import all_gather
-from parallel_rl.validation import agreed_check, checks_values, shape_numbers
+from parallel_rl.validation import agreed_check, agreed_gradients, checks_values, shape_numbers
 from parallel_rl.vocab.backends.choice import Backend, check_backend
 from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
 from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.consumed import check_not_consumed, mark_consumed, saved_logits
 from parallel_rl.vocab.shards import ShardRange, shard_range
 
 if TYPE_CHECKING:
@@ -58,7 +61,7 @@ def token_stats(
         temperature: positive number, or [...] one for each token.
         ignore_index: where `targets` has it, all statistics are 0 with gradient 0, whatever the logits hold (NaN too).
         entropy: False leaves it out.
-        consume_logits: the backward writes the gradient over the logits; nothing may read them afterwards.
+        consume_logits: the backward writes the gradient over the logits; a later reader is refused.
         backend: "triton" (kernels; float64 logits stay with torch), "compiled" (torch.compile), "eager" (cache-sized
             blocks), or "auto": Triton on CUDA where it is installed, elsewhere compiled where the shard is large.
 
@@ -66,8 +69,10 @@ def token_stats(
         `TokenStats` of tensors shaped like `targets`.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit; a target outside [0, V) (where values are checked, see
-            `set_validation`), then on all ranks of the group.
+        ValueError: shapes, dtypes or options that do not fit; logits that were given up to an earlier call; where values are
+            checked (see `set_validation`) a target outside [0, V) and a temperature that is not positive and finite; on all
+            ranks of the group. In the backward of mode "always": upstream gradients in which the ranks differ.
+        RuntimeError: in a backward, logits that were written over since the forward.
     """
     span = ShardRange(0, 0, 0)
 
@@ -75,13 +80,7 @@ def token_stats(
         nonlocal span
         check_logits(logits, consume_logits, backend, temperature)
         span = shard_range(logits.shape[-1], group, vocab_size, vocab_start)
-        if targets.shape != logits.shape[:-1] or targets.is_floating_point():
-            raise ValueError(
-                f"targets must be integers {list(logits.shape[:-1])}, got {targets.dtype} {list(targets.shape)}"
-            )
-        if isinstance(temperature, torch.Tensor) and temperature.shape not in (targets.shape, torch.Size([])):
-            raise ValueError(f"temperature must be a number or {list(targets.shape)}, got {list(temperature.shape)}")
-        check_targets(targets, span.vocab_size, ignore_index)
+        check_tokens(targets, temperature, logits.shape[:-1], span.vocab_size, ignore_index)
 
     agreed_check(check, [group], logits, shape_numbers(logits, vocab_size))
     keep = targets != ignore_index
@@ -133,7 +132,7 @@ class _TokenStats(torch.autograd.Function):
         parts = row_parts(z, spec, entropy, backend)
         logp, ent, lse, rows = combine_rows(all_gather(parts, group), spec, backend)
         ctx.save_for_backward(z, targets, keep, inv_t, rows)
-        ctx.span = start, valid  # type: ignore[attr-defined]
+        ctx.span, ctx.group = (start, valid), group  # type: ignore[attr-defined]
         ctx.consume, ctx.backend, ctx.consumed = consume, backend, False  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         return logp, ent, lse
@@ -148,13 +147,16 @@ class _TokenStats(torch.autograd.Function):
             raise RuntimeError(
                 "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
             )
+        z, targets, keep, inv_t, rows = saved_logits(ctx)
+        agreed_gradients([g_logp, g_ent, g_lse], ctx.group, rows[:, 0])  # type: ignore[attr-defined]
         if g_logp is None and g_ent is None and g_lse is None:
             return (None,) * 10
-        z, targets, keep, inv_t, rows = ctx.saved_tensors  # type: ignore[attr-defined]
         spec = RowSpec(targets, keep, inv_t, *ctx.span)  # type: ignore[attr-defined]
         if ctx.consume:  # type: ignore[attr-defined]
             ctx.consumed, z = True, z.detach()  # type: ignore[attr-defined]
         dz = row_gradient(z, spec, rows, g_logp, g_ent, g_lse, ctx.consume, ctx.backend)  # type: ignore[attr-defined]
+        if ctx.consume:  # type: ignore[attr-defined]
+            mark_consumed(z)
         return dz, *(None,) * 9
 
 
@@ -170,9 +172,37 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend, tempera
             f"consume_logits=True writes into the logits, which must be contiguous; got strides {logits.stride()} "
             f"for shape {list(logits.shape)}"
         )
+    check_not_consumed(logits)
     check_backend(backend, logits.device)
-    if not isinstance(temperature, torch.Tensor) and not temperature > 0:
-        raise ValueError(f"temperature = {temperature} must be positive")
+    if not isinstance(temperature, torch.Tensor) and not 0 < temperature < math.inf:
+        raise ValueError(f"temperature = {temperature} must be positive and finite")
+
+
+def check_tokens(
+    targets: Tensor, temperature: float | Tensor, shape: Sequence[int], vocab_size: int, ignore_index: int
+) -> None:
+    """[...] targets and, where it is a tensor, the temperature of each; values where they are checked.
+
+    Raises:
+        ValueError: another shape or dtype, a target outside the vocabulary, a temperature that is not positive and finite where
+            the target is not `ignore_index`.
+    """
+    if list(targets.shape) != list(shape) or targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ValueError(f"targets must be integers {list(shape)}, got {targets.dtype} {list(targets.shape)}")
+    check_targets(targets, vocab_size, ignore_index)
+    if not isinstance(temperature, torch.Tensor):
+        return
+    if temperature.shape not in (targets.shape, torch.Size([])) or not temperature.is_floating_point():
+        raise ValueError(
+            f"temperature must be a number or floating point {list(shape)}, got {temperature.dtype} "
+            f"{list(temperature.shape)}"
+        )
+    if checks_values(temperature):
+        wrong = ~((temperature > 0) & temperature.isfinite()) & (targets != ignore_index)
+        if bool(wrong.any()):
+            place = tuple(int(i) for i in wrong.nonzero()[0])
+            found = float(temperature.expand(targets.shape)[place])
+            raise ValueError(f"temperature = {found} at {list(place)} must be positive and finite")
 
 
 def check_targets(targets: Tensor, vocab_size: int, ignore_index: int | None = IGNORE_INDEX) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from parallel_rl.groups import all_gather, group_size
-from parallel_rl.validation import checks_values
+from parallel_rl.validation import agreed_gradients, checks_values
 from parallel_rl.vocab.backends.torch_backend import (
     _grad,
     _rows_per_block,
@@ -16,6 +17,7 @@ from parallel_rl.vocab.backends.torch_backend import (
     math_dtype,
     shard_stats,
 )
+from parallel_rl.vocab.consumed import mark_consumed, saved_logits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,11 +55,12 @@ def gather_columns(
         [T, K] in max(float32, the logits' dtype).
 
     Raises:
-        ValueError: shapes or dtypes; an id outside the vocabulary in a kept row (where values are checked).
+        ValueError: shapes or dtypes; a temperature that is not positive and finite; an id outside the vocabulary in a kept row
+            (where values are checked).
     """
     keep = torch.ones(ids.shape[:1], dtype=torch.bool, device=ids.device) if keep is None else keep
     place, here = _local(logits, ids, keep, span)
-    gathered: Tensor = _Columns.apply(logits, place, here, 1.0 / temperature, group)
+    gathered: Tensor = _Columns.apply(logits, place, here, _inverse(temperature), group)
     return gathered
 
 
@@ -88,7 +91,7 @@ def column_log_probs(
         ValueError: as `gather_columns`.
     """
     place, here = _local(logits, ids, keep, span)
-    inv_t = torch.full((1, 1), 1.0 / temperature, dtype=math_dtype(logits.dtype), device=logits.device)
+    inv_t = torch.full((1, 1), _inverse(temperature), dtype=math_dtype(logits.dtype), device=logits.device)
     columns, entropy = _ColumnLogProbs.apply(
         logits, place, here, keep, inv_t, span.valid, group, consume_logits, backend
     )
@@ -103,6 +106,12 @@ def _local(logits: Tensor, ids: Tensor, keep: Tensor, span: ShardRange) -> tuple
     local = ids.to(torch.int64) - span.start
     here = (local >= 0) & (local < span.valid) & keep[:, None]
     return torch.where(here, local, 0), here
+
+
+def _inverse(temperature: float) -> float:
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature = {temperature} must be positive and finite")
+    return 1.0 / temperature
 
 
 def check_columns(name: str, ids: Tensor, vocab_size: int) -> None:
@@ -137,8 +146,8 @@ def top_columns(logits: Tensor, k: int, span: ShardRange, group: ProcessGroup | 
     Raises:
         ValueError: k outside [1, vocab_size].
     """
-    if not 1 <= k <= span.vocab_size:
-        raise ValueError(f"k = {k} must lie in [1, vocab_size = {span.vocab_size}]")
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= span.vocab_size:
+        raise ValueError(f"k = {k!r} must lie in [1, vocab_size = {span.vocab_size}] and be whole")
     rows, mine = logits.shape[0], min(k, span.valid)
     best = logits.new_full((rows, k), -torch.inf, dtype=math_dtype(logits.dtype))
     ids = torch.full((rows, k), span.vocab_size, dtype=torch.int64, device=logits.device)
@@ -224,7 +233,7 @@ class _ColumnLogProbs(torch.autograd.Function):
         if group_size(group) > 1:
             dist.all_reduce(values, group=group)
         ctx.save_for_backward(z, place, here, keep, inv_t, top, log_a, entropy)
-        ctx.valid, ctx.consume, ctx.consumed = valid, consume, False  # type: ignore[attr-defined]
+        ctx.valid, ctx.consume, ctx.consumed, ctx.group = valid, consume, False, group  # type: ignore[attr-defined]
         return values, torch.where(keep, entropy, 0.0)
 
     @staticmethod
@@ -235,7 +244,8 @@ class _ColumnLogProbs(torch.autograd.Function):
             raise RuntimeError(
                 "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
             )
-        z, place, here, keep, inv_t, top, log_a, entropy = ctx.saved_tensors  # type: ignore[attr-defined]
+        z, place, here, keep, inv_t, top, log_a, entropy = saved_logits(ctx)
+        agreed_gradients([*g_columns.unbind(1), g_entropy], ctx.group, g_entropy)  # type: ignore[attr-defined]
         valid, ctx.consumed = ctx.valid, ctx.consume  # type: ignore[attr-defined]
         scale = inv_t[:, 0]
         c0, c1 = (-g_columns.sum(1) - g_entropy * entropy) * scale, -g_entropy * scale
@@ -250,4 +260,6 @@ class _ColumnLogProbs(torch.autograd.Function):
             # in the dtype of the mathematics: two roundings, one of each gradient, could be all that is left
             both = _grad(z[part, :valid], inv_t, rows[part], keep[part])
             dz[part, :valid] = both.scatter_add_(1, place[part], at_columns[part]).to(dz.dtype)
+        if ctx.consumed:  # type: ignore[attr-defined]
+            mark_consumed(dz)
         return dz, *(None,) * 8

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.validation import agreed_check, shape_numbers
+from parallel_rl.validation import agreed_check, checks_values, shape_numbers
 from parallel_rl.vocab.backends.torch_backend import _rows_per_block
+from parallel_rl.vocab.consumed import mark_consumed, saved_logits
 from parallel_rl.vocab.shards import ShardRange, shard_range
-from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_targets, stats_of_shard
+from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens, stats_of_shard
 from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.topk import check_columns
 
@@ -40,9 +41,9 @@ class Truncation:
     kept_sets: bool = False
 
     def __post_init__(self) -> None:
-        if self.top_k is not None and (not isinstance(self.top_k, int) or self.top_k < 1):
+        if self.top_k is not None and (not _is(int, self.top_k) or self.top_k < 1):
             raise ValueError(f"top_k = {self.top_k!r} must be a whole number of words >= 1; None keeps all")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        if self.top_p is not None and (not _is((int, float), self.top_p) or not 0 < self.top_p <= 1):
             raise ValueError(f"top_p = {self.top_p!r} must lie in (0, 1]; None keeps all")
         if self.kept_sets and (self.top_k, self.top_p) != (None, None):
             raise ValueError(
@@ -61,6 +62,9 @@ class Truncation:
         """
         if self.top_k is not None and self.top_k > vocab_size:
             raise ValueError(f"top_k = {self.top_k} is more than the vocabulary's {vocab_size} words; None keeps all")
+
+
+KEEP_ALL = Truncation()
 
 
 def truncated_token_stats(
@@ -113,13 +117,7 @@ def truncated_token_stats(
         if not truncation:
             raise ValueError("give top_k, top_p or kept_ids; without any of them call token_stats")
         truncation.check(span.vocab_size)
-        if targets.shape != logits.shape[:-1] or targets.is_floating_point():
-            raise ValueError(
-                f"targets must be integers {list(logits.shape[:-1])}, got {targets.dtype} {list(targets.shape)}"
-            )
-        if isinstance(temperature, torch.Tensor) and temperature.shape not in (targets.shape, torch.Size([])):
-            raise ValueError(f"temperature must be a number or {list(targets.shape)}, got {list(temperature.shape)}")
-        check_targets(targets, span.vocab_size, ignore_index)
+        check_tokens(targets, temperature, logits.shape[:-1], span.vocab_size, ignore_index)
         if kept_ids is not None:
             check_kept_ids(kept_ids, targets != ignore_index, span.vocab_size)
 
@@ -134,12 +132,21 @@ def check_kept_ids(kept_ids: Tensor, valid: Tensor, vocab_size: int) -> None:
     """[..., K] recorded kept sets of the tokens [...].
 
     Raises:
-        ValueError: another shape; an id of a valid token outside the vocabulary that is not −1 (where values are checked).
+        ValueError: another shape; where values are checked, an id of a valid token outside the vocabulary that is not −1, or
+            one that its set names twice.
     """
     if kept_ids.dim() != valid.dim() + 1 or kept_ids.shape[:-1] != valid.shape or kept_ids.shape[-1] < 1:
         raise ValueError(f"kept_ids must be [{', '.join(map(str, valid.shape))}, K], got {list(kept_ids.shape)}")
     used = valid[..., None] & (kept_ids != -1)
     check_columns("kept_ids", torch.where(used, kept_ids, 0), vocab_size)
+    if checks_values(kept_ids):
+        ordered = torch.where(used, kept_ids, -1).sort(-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != -1)
+        if bool(twice.any()):
+            where = tuple(int(i) for i in twice.nonzero()[0])
+            raise ValueError(
+                f"kept_ids names {int(ordered[..., 1:][where])} twice at {list(where[:-1])}; a kept set has each word once"
+            )
 
 
 def truncated_stats_of_shard(
@@ -187,6 +194,11 @@ def _floor(
     return kept_floor(z[:, : span.valid], truncation.top_k, truncation.top_p, inv_t, span.vocab_size, group, backend)
 
 
+def _is(kind: type | tuple[type, ...], value: object) -> bool:
+    """True, which is a 1 in Python, is no number: it would keep one word, or all."""
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 class _DropBelow(torch.autograd.Function):
     """−inf below each row's floor. Those logits have probability 0, so their gradient arrives as 0 already."""
 
@@ -229,7 +241,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        z, place, here = ctx.saved_tensors  # type: ignore[attr-defined]
+        z, place, here = saved_logits(ctx)
         dz = z.detach().zero_() if ctx.consume else grad.new_zeros(ctx.shape)  # type: ignore[attr-defined]
         # a column that is not here adds 0 to column 0
-        return dz.scatter_add_(1, place, torch.where(here, grad, 0)), None, None, None
+        dz.scatter_add_(1, place, torch.where(here, grad, 0))
+        if ctx.consume:  # type: ignore[attr-defined]
+            mark_consumed(dz)
+        return dz, None, None, None

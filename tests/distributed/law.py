@@ -61,12 +61,23 @@ def PairLevel(logprobs: Tensor, batch: TokenBatch) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
+    """A loss, its config, and options of its constructor."""
+
     loss: str
     config: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return "-".join([self.loss, *(f"{key}={_text(value)}" for key, value in self.config.items())])
+        given = {**self.config, **self.options}
+        return "-".join([self.loss, *(f"{key}={_text(value)}" for key, value in given.items())])
+
+    def build(self, **layout: object) -> LossFn:
+        return get_loss(self.loss)(self.config, **self.options, **layout)
+
+    def batch(self, seed: int, half_masked: bool, dtype: torch.dtype, shift: float) -> Batch:
+        truncated = not {"top_k", "top_p", "kept_sets"}.isdisjoint(self.options)
+        return make_batch(seed, half_masked, self.loss, dtype, shift, truncated=truncated)
 
 
 def _text(value: object) -> str:
@@ -202,6 +213,13 @@ MORE = [
     ),
 ]
 MORE = [case for case in MORE if case not in CORE]
+# a policy that is truncated as its sampler was
+TRUNCATED = [
+    Case("clipped_pg", {"reference_policy_kl_penalty": 0.3}, {"top_k": 13}),
+    Case("clipped_pg", _GSPO, {"top_k": 15, "top_p": 0.95, "temperature": 1.2}),
+    Case("clipped_pg", {**_SEQ, **_tis("icepop", 0.5, 2.0)}, {"kept_sets": True}),
+    Case("policy", {"entropy_filter": 0.6, "entropy_bonus": 0.1}, {"top_p": 0.9, "temperature": 0.8}),
+]
 
 
 def recipe_cases() -> list[Case]:
@@ -232,8 +250,13 @@ def has_scalar_head(loss: str) -> bool:
     return get_loss(loss).scalar_head
 
 
-def make_batch(seed: int, half_masked: bool, loss: str, dtype: torch.dtype, shift: float = 0.0) -> Batch:
-    """Ragged rows, among them: an empty token mask, rows and one whole micro-batch without sample_mask; every value valid."""
+def make_batch(
+    seed: int, half_masked: bool, loss: str, dtype: torch.dtype, shift: float = 0.0, *, truncated: bool = False
+) -> Batch:
+    """Ragged rows, among them: an empty token mask, rows and one whole micro-batch without sample_mask; every value valid.
+
+    `truncated`: with kept sets, and tokens that an earlier policy did not keep.
+    """
     scalar = has_scalar_head(loss)
     g = torch.Generator().manual_seed(seed)
     kind = torch.promote_types(dtype, torch.float32)
@@ -283,6 +306,11 @@ def make_batch(seed: int, half_masked: bool, loss: str, dtype: torch.dtype, shif
         "teacher_logsumexp": teacher.roll(1, 1).logsumexp(-1).to(kind).double(),
         "expert_mask": torch.tensor([0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0]).bool(),
     }
+    if truncated:
+        kept = torch.rand(ROWS, WIDTH, VOCAB, generator=g).argsort(-1)[..., :7]
+        data["kept_ids"] = torch.where(torch.rand(kept.shape, generator=g) < 0.8, kept, -1)
+        for name in ("prev_logprobs", "generation_logprobs"):
+            data[name][torch.rand(ROWS, WIDTH, generator=g) < 0.05] = -math.inf
     return Batch(logits, data, lengths)
 
 
@@ -310,7 +338,7 @@ class Expected(NamedTuple):
 
 def alone(case: Case, logits: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
     """The loss on one process that holds everything."""
-    loss_fn, counts = get_loss(case.loss)(case.config), count_valid(data)
+    loss_fn, counts = case.build(), count_valid(data)
     statistics = loss_fn.collect(logits, data, *counts).reduce() if loss_fn.needs_statistics else None
     return loss_fn(logits, data, *counts, statistics=statistics)
 
@@ -318,7 +346,7 @@ def alone(case: Case, logits: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, 
 def expected(case: Case, batch: Batch) -> Expected:
     """The dense reference where there is one, else the loss itself in one float64 process."""
     logits = batch.logits.clone().requires_grad_()
-    if case.loss in _REFERENCES:
+    if case.loss in _REFERENCES and not case.options:
         loss, metrics = _REFERENCES[case.loss](logits, batch.data, case.config)
     else:
         loss, parts = alone(case, logits, batch.data)
@@ -417,7 +445,7 @@ def cut_rows(rows: list[int], lengths: list[int], layout: Layout, cp_rank: int) 
 
 def poisoned(data: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     """NaN, inf and wild ids wherever no loss is carried."""
-    loss_fn = get_loss(case.loss)(case.config)
+    loss_fn = case.build()
     bad = {name: value.clone() for name, value in data.items()}
     masked = (data["token_mask"] == 0) | (data["sample_mask"] == 0)[:, None]
     masked[:, 0] |= loss_fn.shift
@@ -425,7 +453,7 @@ def poisoned(data: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     poison = torch.tensor(POISON).repeat(ROWS * WIDTH)[: len(wild)]
     for name, value in bad.items():
         there = masked.roll(-1, 1) if name in loss_fn.predictor_fields else masked
-        if name in ("input_ids", "reward_labels", "teacher_topk_indices"):
+        if name in ("input_ids", "reward_labels", "teacher_topk_indices", "kept_ids"):
             value[there] = wild.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there])
         elif value.dim() >= 2 and value.is_floating_point() and name not in loss_fn.local_fields:
             value[there] = poison.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there]).to(value.dtype)
@@ -504,16 +532,15 @@ def _sharded_loss(
     case: Case, layout: Layout, tp_rank: int, scalar: bool, consume: bool
 ) -> tuple[LossFn, list[int | None]]:
     """The loss and the global column of each local one (None: padding)."""
-    kind = get_loss(case.loss)
     if scalar:
-        return kind(case.config, cp_layout=layout.cp_layout), [0]
+        return case.build(cp_layout=layout.cp_layout), [0]
     if layout.packing == "packed":  # torch.chunk's uneven shards
         chunk = -(-VOCAB // layout.tp)
         columns: list[int | None] = list(range(tp_rank * chunk, min((tp_rank + 1) * chunk, VOCAB)))
     else:  # even shards; with tp 4 the last one is nothing but padding
         width = {1: 24, 2: 12, 4: 8}[layout.tp] if layout.packing == "padded" else -(-(VOCAB + 5) // layout.tp)
         columns = [c if c < VOCAB else None for c in range(tp_rank * width, (tp_rank + 1) * width)]
-    return kind(case.config, vocab_size=VOCAB, cp_layout=layout.cp_layout, consume_logits=consume), columns
+    return case.build(vocab_size=VOCAB, cp_layout=layout.cp_layout, consume_logits=consume), columns
 
 
 def _carries_loss(data: dict[str, Tensor], case: Case) -> Tensor:
@@ -548,7 +575,7 @@ def check_world(
 ) -> list:
     """(case, layout) → Outcome, for every case on every layout of this many ranks."""
     outcomes = []
-    batches = {case.name: make_batch(seed, half_masked, case.loss, dtype, shift) for case in cases}
+    batches = {case.name: case.batch(seed, half_masked, dtype, shift) for case in cases}
     wants = {case.name: expected(case, batches[case.name]) for case in cases}
     groups_of: dict[tuple[int, int], tuple] = {}
     for layout in layouts(world):
@@ -574,7 +601,7 @@ def dense_error(case: Case, batch: Batch, want: Expected, dtype: torch.dtype) ->
     """The same for plain PyTorch on whole low-precision logits: float32 mathematics, a gradient rounded to `dtype`."""
     logits = batch.logits.to(dtype).requires_grad_()
     data = {name: value.float() if value.dtype == torch.float64 else value for name, value in batch.data.items()}
-    if case.loss in _REFERENCES:
+    if case.loss in _REFERENCES and not case.options:
         loss, _ = _REFERENCES[case.loss](logits.float(), data, case.config)
     else:
         loss, _ = alone(case, logits.float(), data)

@@ -10,8 +10,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from parallel_rl import NLLLoss, ParallelGroups, token_logprobs
+from parallel_rl import (
+    NLLLoss,
+    ParallelGroups,
+    linear_token_stats,
+    token_logprobs,
+    token_stats,
+)
+from parallel_rl.objectives.distillation import ForwardKL
 from parallel_rl.validation import validation
+from parallel_rl.vocab.divergence import divergence_of_shards
+from parallel_rl.vocab.shards import ShardRange
+from parallel_rl.vocab.truncation import truncated_token_stats
 from tests.collectives import recorded
 from tests.distributed.law import make_groups
 from tests.distributed.pool import WorldError, preload, run_world
@@ -161,6 +171,58 @@ def test_groups_of_the_wrong_size() -> None:
             strict=True,
         ):
             assert re.fullmatch(pattern, text), text
+
+
+# A loss that is not the same on all tensor ranks: its gradient would be wrong without a word.
+
+
+def upstream_by_rank(rank: int) -> dict[tuple[str, str, bool], str]:
+    """(path, mode, whether the ranks' losses differ) → what the backward said."""
+    groups, (tp_rank, _, _) = make_groups(rank, 2, 2, 1)
+    told = {}
+    for mode in ("auto", "always"):
+        for differs in (False, True):
+            factor = 1.0 + (tp_rank if differs else 0)
+            for path in ("logits", "recompute", "in_forward", "top-k", "divergence"):
+                try:
+                    with validation(mode):  # type: ignore[arg-type]
+                        upstream_loss(path, factor, groups.tensor).backward()
+                    told[path, mode, differs] = "nothing"
+                except ValueError as error:
+                    told[path, mode, differs] = str(error)
+    return told
+
+
+def upstream_loss(path: str, factor: float, group: dist.ProcessGroup | None) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(3, 6, generator=generator).requires_grad_()
+    targets, keep = torch.arange(3), torch.ones(3, dtype=torch.bool)
+    if path == "logits":
+        return token_stats(z, targets, group=group).entropy.sum() * factor  # type: ignore[union-attr]
+    if path == "top-k":
+        return truncated_token_stats(z, targets, top_k=4, group=group).lse.sum() * factor
+    if path == "divergence":
+        span = ShardRange(6 * dist.get_rank(group), 6, 12)
+        return divergence_of_shards(z, z.detach() / 2, keep, ForwardKL(), span, group).sum() * factor
+    hidden, weight = torch.ones(3, 2, requires_grad=True), z[:, :2].repeat(2, 1)
+    stats = linear_token_stats(
+        hidden, weight, targets, group=group, mode="in_forward" if path == "in_forward" else "recompute",
+        objective=lambda stats: stats.logprobs.sum() * factor,
+    )  # fmt: skip
+    assert stats.loss is not None
+    return stats.loss
+
+
+def test_tensor_ranks_whose_losses_differ_say_so() -> None:
+    first, second = run_world(2, upstream_by_rank, timeout=60)
+    assert first == second
+    for (path, mode, differs), text in first.items():
+        if mode == "always" and differs:
+            assert re.match(
+                "the gradient that reaches the token statistics differs between tensor ranks: .* on rank 0", text
+            )
+        else:
+            assert text == "nothing", f"{path} {mode}"
 
 
 # How much it costs to agree.

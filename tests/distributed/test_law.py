@@ -14,11 +14,7 @@ from tests.distributed.pool import preload, run_world
 preload("parallel_rl", "tests.distributed.law")
 
 WORLDS = (1, 2, 4, 8)
-TIERS = (law.CORE, law.MORE, law.RECIPES)
-LOW_PRECISION = [
-    pytest.param(torch.bfloat16, id="bfloat16"),
-    pytest.param(torch.float16, id="float16", marks=pytest.mark.slow),
-]
+TIERS = (law.CORE, law.MORE, law.TRUNCATED, law.RECIPES)
 
 
 @cache
@@ -47,57 +43,59 @@ def _tier(case: law.Case) -> int:
 def _assert_law(
     case: law.Case, world: int, half_masked: bool, dtype: torch.dtype, shift: float, tolerance: float
 ) -> None:
-    batch = law.make_batch(5, half_masked, case.loss, dtype, shift)
+    batch = case.batch(5, half_masked, dtype, shift)
     found = _of(case, world, half_masked, dtype, shift)
     assert len(found) == len(law.layouts(world))
     assert law.faults(case, law.expected(case, batch), found, tolerance) == []
 
 
-def _runs(*worlds: int, fast: tuple[tuple[int, ...], ...]) -> pytest.MarkDecorator:
-    """Every case of a tier at every world; `fast` names the worlds of each tier that are not slow. Recipes, the last one,
-    are options of the losses that the other tiers hold: they run in float64 only, on 2 and 4 ranks."""
+def _runs(*worlds: tuple[int, ...], fast: tuple[tuple[int, ...], ...]) -> pytest.MarkDecorator:
+    """The cases of each tier at its worlds; `fast` names those that are not slow. Recipes are options of the losses that the
+    other tiers hold: they run in float64 only."""
     return pytest.mark.parametrize(
         ("case", "world"),
         [
-            pytest.param(
-                case,
-                world,
-                id=f"{world}-{case.name}",
-                marks=() if world in fast[tier] else pytest.mark.slow,
-            )
-            for world in worlds
-            for tier, cases in enumerate(TIERS[: len(fast)])
+            pytest.param(case, world, id=f"{world}-{case.name}", marks=() if world in quick else pytest.mark.slow)
+            for cases, mine, quick in zip(TIERS, worlds, fast, strict=False)
+            for world in mine
             for case in cases
-            if world in (2, 4) or cases is not law.RECIPES
         ],
     )
 
 
-@_runs(*WORLDS, fast=((2, 4), (4,), (2,)))
+@_runs(WORLDS, WORLDS, WORLDS, (2, 4), fast=((2, 4), (2,), (2,), (2,)))
 def test_float64(case: law.Case, world: int) -> None:
     _assert_law(case, world, False, torch.float64, 0.0, 1e-10)
 
 
-@_runs(2, 4, fast=((2,), ()))
+@_runs((2, 4), (2,), (2,), fast=((2,), (), ()))
 def test_a_masked_data_rank(case: law.Case, world: int) -> None:
     _assert_law(case, world, True, torch.float64, 0.0, 1e-10)
 
 
-@_runs(1, 4, fast=((1, 4), (1,)))
+@_runs((1, 4), (1, 4), (1,), fast=((1,), (1,), ()))
 def test_float32(case: law.Case, world: int) -> None:
     _assert_law(case, world, False, torch.float32, 0.0, 1e-5)
 
 
-@_runs(2, fast=((2,), ()))
+@_runs((2,), (2,), fast=((2,), ()))
 def test_float32_with_logits_far_from_zero(case: law.Case, world: int) -> None:
     _assert_law(case, world, False, torch.float32, 300.0, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", LOW_PRECISION)
-@_runs(4, fast=((4,), ()))
-def test_low_precision_logits(case: law.Case, world: int, dtype: torch.dtype) -> None:
+@_runs((4,), (4,), (4,), fast=((4,), (), ()))
+def test_bfloat16_logits(case: law.Case, world: int) -> None:
+    _assert_no_worse_than_dense(case, world, torch.bfloat16)
+
+
+@_runs((4,), fast=((),))
+def test_float16_logits(case: law.Case, world: int) -> None:
+    _assert_no_worse_than_dense(case, world, torch.float16)
+
+
+def _assert_no_worse_than_dense(case: law.Case, world: int, dtype: torch.dtype) -> None:
     """Against the float64 oracle of the same rounded logits: at most twice the error of one process that holds them whole."""
-    batch = law.make_batch(5, False, case.loss, dtype, 0.0)
+    batch = case.batch(5, False, dtype, 0.0)
     want = law.expected(case, batch)
     alone = law.dense_error(case, batch, want, dtype)
     for layout, outcomes in _of(case, world, False, dtype, 0.0).items():

@@ -18,6 +18,7 @@ from parallel_rl import (
     ValidCounts,
     count_valid,
     get_loss,
+    token_stats,
 )
 
 B, S, V = 4, 8, 11
@@ -180,6 +181,12 @@ def strided(call: Call) -> None:
     call.options["consume_logits"] = True
 
 
+def given_up(call: Call) -> None:
+    z = call.logits.clone().requires_grad_()
+    token_stats(z, torch.zeros(z.shape[:-1], dtype=torch.int64), consume_logits=True).lse.sum().backward()
+    call.logits = z.detach()
+
+
 def six_tokens(call: Call) -> None:
     call.logits = call.logits[:, :3]
     call.data.update({name: value[:, :6] for name, value in call.data.items() if value.dim() == 2})
@@ -202,6 +209,8 @@ FAULTS = [
     Fault("integer logits", r"the logits must be floating point .* got torch.int64", logits(lambda z: z.long())),
     Fault("a row too few", r"leading shape \[3, \d\]; data of shape \[4, 8\]", logits(lambda z: z[:3])),
     Fault("a token too few", r"leading shape \[4, \d\]; .* needs \[4, \d\]", logits(lambda z: z[:, 1:])),
+    Fault("logits given up", "the logits were given up by consume_logits=True, and a backward wrote", given_up,
+          by_value=True),
     Fault("strided logits to consume", r"consume_logits=True .* contiguous; got strides", strided),
     # the vocabulary
     Fault("a shard too narrow", r"last dimension is 4 on tensor rank \d of \d, but vocab_size = 11 splits",
@@ -326,6 +335,8 @@ FAULTS = [
     Fault("an early end", "cu_seqlens_padded ends at 28; the packed row has 32 positions",
           bounds(padded=[0, 8, 16, 24, 28]), packed=True, by_value=True),
     Fault("float bounds", r"cu_seqlens must be integers \[B \+ 1\]", bounds([0.0, 8.0, 14.0, 21.0, 25.0]), packed=True),
+    Fault("bounds elsewhere", "cu_seqlens is on cpu, cu_seqlens_padded on meta; they must be on one device",
+          argument("cu_seqlens_padded", torch.zeros(5, dtype=torch.int64, device="meta")), packed=True),
     Fault("fewer bounds", "cu_seqlens_padded has 4 bounds, cu_seqlens 5", bounds(padded=[0, 8, 16, 32]), packed=True),
     Fault("fewer sequences", "cu_seqlens describes 3 sequences, the data has 4 rows",
           bounds([0, 8, 14, 21], [0, 8, 16, 32]), packed=True),

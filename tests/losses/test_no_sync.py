@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.losses import LOSSES, make_call, make_data, make_statistics
 from parallel_rl import ParallelGroups, SequencePackingLossWrapper, count_valid, get_loss, losses, reduce_metrics
 from parallel_rl.losses.base import LossFn
 from parallel_rl.validation import validation
@@ -39,9 +40,11 @@ class Watch(TorchDispatchMode):
             t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
         ):
             self.syncs.append(f"{name} by a mask")
-        if name == "_to_copy" and (kwargs or {}).get("device") not in (None, args[0].device):
+        options = kwargs or {}
+        moves = name == "_to_copy" and options.get("device") not in (None, args[0].device)
+        if moves and not (args[0].device.type == "cpu" and options.get("non_blocking")):  # from the host it may go on
             self.syncs.append("copy to another device")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **options)
 
 
 def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -102,8 +105,22 @@ def test_nothing_reads_a_value(case: Case, packed: bool) -> None:
     loss_fn = get_loss(case.loss)(case.config, **({} if scalar else {"backend": "eager"}))
     logits, data = make(4, 8, 1 if scalar else V, "meta")
     watch = Watch()
-    with validation("never"), watch:
+    with validation("auto"), watch:
         step(loss_fn, logits, data, packed)
+    assert watch.syncs == []
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_bounds_of_packed_rows_are_not_waited_for(where: str) -> None:
+    """From the host they are copied while it goes on; on the device nothing of them is read. As the counts of the step."""
+    logits, data = make(4, 8, V, "meta")
+    bounds = torch.arange(0, 33, 8, device=where)
+    loss_fn = SequencePackingLossWrapper(get_loss("clipped_pg")({}, backend="eager"), bounds, bounds.clone())
+    counts = torch.tensor(4, device=where), torch.tensor(28, device=where)
+    watch = Watch()
+    with validation("never" if where == "cpu" else "auto"), watch:  # a look at the host's own values is no wait
+        loss, _ = loss_fn(logits.view(1, 32, V), data, *counts)
+        loss.backward()
     assert watch.syncs == []
 
 
@@ -117,6 +134,18 @@ def test_operators_do_not_grow_with_the_number_of_sequences(name: str) -> None:
             step(get_loss(name)(config), logits, data, packed=True)
         counts.append(watch.operators)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(("name", "most"), [("GRPO", 165), ("GSPO", 185), ("ClippedPG, importance sampling", 250)])
+def test_a_policy_loss_is_few_operators_beyond_its_statistics(name: str, most: int) -> None:
+    """Each is a launch on a card, or the time of one: its fields, sums and metrics are stacked."""
+    data, counts = make_data(64, V, 4), []
+    for call in (make_call(LOSSES[name](), data, V), make_statistics(data, V)):
+        watch = Watch()
+        with validation("never"), watch:
+            call()
+        counts.append(watch.operators)
+    assert counts[0] - counts[1] <= most
 
 
 def collectives(rank: int, case: Case) -> list[tuple[list[str], list[str]]]:

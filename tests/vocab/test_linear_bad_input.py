@@ -9,6 +9,8 @@ from parallel_rl import linear_token_stats
 from parallel_rl.validation import validation
 from tests.vocab.linear_cases import D, N, V, make
 
+SMALL = 4 * V * 8 * 3  # a few rows a chunk
+
 HIDDEN, WEIGHT, TARGETS = torch.zeros(N, D), torch.zeros(V, D), torch.zeros(N, dtype=torch.int64)
 
 
@@ -49,6 +51,29 @@ def test_float16_and_in_forward() -> None:
         linear_token_stats(
             HIDDEN.half(), WEIGHT.half(), TARGETS, mode="in_forward", objective=lambda stats: stats.logprobs.sum()
         )
+
+
+@pytest.mark.parametrize("mode", ["in_forward", "auto"])
+def test_an_objective_that_is_not_a_sum_over_tokens(mode: str) -> None:
+    """Chunk after chunk it would be differentiated where the later rows are not known yet."""
+    problem = make(ignored=False)
+    hidden = problem.hidden.clone().requires_grad_()
+
+    def loss(budget: int, validate: str) -> torch.Tensor:
+        with validation(validate):  # type: ignore[arg-type]
+            found = linear_token_stats(
+                hidden, problem.weight, problem.targets, mode=mode, budget=budget,  # type: ignore[arg-type]
+                objective=lambda stats: stats.logprobs.sum().square(),
+            ).loss  # fmt: skip
+        assert found is not None
+        return found
+
+    with pytest.raises(
+        ValueError, match=r"the objective is not a sum over tokens: the gradient of row 0 was .* and became"
+    ):
+        loss(SMALL, "auto")
+    loss(SMALL, "never")
+    loss(1 << 26, "auto")  # one chunk knows all rows
 
 
 def test_more_rows_than_the_bound_are_not_silent_where_values_are_not_looked_at() -> None:

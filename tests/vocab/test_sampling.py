@@ -340,6 +340,8 @@ def test_shards_draw_the_same_truncated_tokens(size: int, split: str) -> None:
     [
         ({"top_k": 5}, "top_k = 5 is more than the vocabulary's 4 words"),
         ({"top_k": 0}, "top_k = 0 must be"),
+        ({"top_k": True}, "top_k = True must be"),
+        ({"top_p": True}, "top_p = True must lie"),
         ({"top_p": 0.0}, "top_p = 0.0 must lie"),
         ({"top_p": 1.5}, "top_p = 1.5 must lie"),
         ({"top_k": 2, "temperature": 0.0}, "top_k = 2 and top_p = None have no effect with temperature = 0"),

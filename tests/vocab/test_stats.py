@@ -87,12 +87,12 @@ def test_gradcheck(options: dict) -> None:
     assert torch.autograd.gradcheck(outputs, z)
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_temperature(per_token: bool) -> None:
+@pytest.mark.parametrize(("per_token", "backend"), [(False, "eager"), (True, "eager"), (True, "compiled")])
+def test_temperature(per_token: bool, backend: Backend) -> None:
     logits, targets, upstream = make(torch.float64)
     temperature = torch.linspace(0.5, 2, T, dtype=torch.float64) if per_token else 0.6
     z = logits.clone().requires_grad_()
-    stats = token_stats(z, targets, temperature=temperature)
+    stats = token_stats(z, targets, temperature=temperature, backend=backend)
     torch.autograd.backward(list(stats), upstream)  # type: ignore[arg-type]
     for value, want in zip([*stats, z.grad], dense(logits, targets, upstream, temperature), strict=True):
         assert_close(value, want, rtol=1e-11, atol=1e-12)

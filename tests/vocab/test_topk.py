@@ -140,6 +140,13 @@ def test_bad_input() -> None:
         gather_columns(logits, ids.float(), span)
     with pytest.raises(ValueError, match=r"logits \[T, V/tp\] and ids \[T, K\] must agree, got \[9, 11\] and \[8, 4\]"):
         gather_columns(logits, ids[1:], span)
-    for k in (0, V + 1):
+    for temperature in (0.0, -1.0, math.inf, math.nan):
+        for columns in (
+            lambda heat: gather_columns(logits, ids, span, temperature=heat),
+            lambda heat: column_log_probs(logits, ids, torch.ones(T).bool(), span, temperature=heat),
+        ):
+            with pytest.raises(ValueError, match=f"temperature = {temperature} must be positive and finite"):
+                columns(temperature)
+    for k in (0, V + 1, True, 2.0):
         with pytest.raises(ValueError, match=rf"k = {k} must lie in \[1, vocab_size = 11\]"):
             top_columns(logits, k, span)

@@ -13,7 +13,10 @@ pytest.importorskip("triton", minversion="3.9")  # older interpreters do not loo
 CASES = Path(__file__).parent / "triton_cases"
 
 
-@pytest.mark.parametrize("cases", ["kernels", "traps", "operators", "ranks"])
+@pytest.mark.parametrize(
+    "cases",
+    ["kernels", "traps", "operators", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ranks", "law"))],
+)
 def test_under_the_interpreter(cases: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-p", "no:cacheprovider", "-W", "ignore"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

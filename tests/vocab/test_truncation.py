@@ -197,6 +197,19 @@ def test_ignored_tokens_are_zero_whatever_the_logits_hold() -> None:
             check([x[~ignored] for x in got if x is not None], [x[~ignored] for x in want], 1e-11)
 
 
+def test_what_stands_at_ignored_tokens_is_not_checked() -> None:
+    z, targets, _ = make()
+    targets[2] = -100
+    kept_ids = torch.tensor([1, 2, -1, -1]).repeat(T, 1)
+    kept_ids[2] = 2
+    assert bool(
+        truncated_token_stats(z, targets, kept_ids=kept_ids).lse.isfinite().all()
+    )  # -1 fills up any number of times
+    heat = torch.ones(T, dtype=torch.float64)
+    heat[2] = 0
+    assert bool(truncated_token_stats(z, targets, top_k=3, temperature=heat).lse.isfinite().all())
+
+
 # Recorded kept sets.
 
 
@@ -309,7 +322,11 @@ def test_on_shards(world: int, kind: str) -> None:
         ({"top_k": 0}, "top_k = 0 must be a whole number of words >= 1"),
         ({"top_k": -1}, "top_k = -1 must be"),
         ({"top_k": 2.5}, "top_k = 2.5 must be"),
+        ({"top_k": True}, "top_k = True must be a whole number of words"),
+        ({"top_p": True}, r"top_p = True must lie in \(0, 1\]"),
+        ({"top_p": "0.5"}, r"top_p = '0.5' must lie in \(0, 1\]"),
         ({"top_p": 0.0}, r"top_p = 0.0 must lie in \(0, 1\]"),
+        ({"top_p": -0.5}, r"top_p = -0.5 must lie in \(0, 1\]"),
         ({"top_p": 1.01}, r"top_p = 1.01 must lie in \(0, 1\]"),
         ({"top_p": math.nan}, r"top_p = nan must lie in \(0, 1\]"),
         ({}, "give top_k, top_p or kept_ids"),
@@ -318,7 +335,12 @@ def test_on_shards(world: int, kind: str) -> None:
         ({"kept_ids": torch.full((T, 3), V)}, r"kept_ids = 37 at \[0, 0\] lies outside the vocabulary"),
         ({"kept_ids": torch.full((T, 3), -2)}, r"kept_ids = -2 at \[0, 0\] lies outside the vocabulary"),
         ({"kept_ids": torch.zeros(T, 3)}, "kept_ids must hold integers"),
-        ({"top_k": 3, "temperature": 0.0}, "temperature = 0.0 must be positive"),
+        ({"kept_ids": torch.tensor([[7, -1, 3, 7]]).expand(T, 4)}, r"kept_ids names 7 twice at \[0\]; a kept set has each"),
+        ({"top_k": 3, "temperature": 0.0}, "temperature = 0.0 must be positive and finite"),
+        ({"top_p": 0.5, "temperature": math.inf}, "temperature = inf must be positive and finite"),
+        ({"top_p": 0.5, "temperature": math.nan}, "temperature = nan must be positive and finite"),
+        ({"top_p": 0.5, "temperature": torch.linspace(1, 0, T)}, rf"temperature = 0.0 at \[{T - 1}\] must be positive and"),
+        ({"top_k": 3, "temperature": torch.ones(T).index_fill(0, torch.tensor([4]), math.inf)}, r"= inf at \[4\] must be"),
     ],
 )  # fmt: skip
 def test_bad_input(rule: dict, words: str) -> None:

@@ -33,6 +33,12 @@ def _local_column(targets, row, start, valid):
 
 
 @triton.jit
+def _in_lanes(x, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr):
+    """x; where it is whole lanes, so that it shows: the compiler looks for multiples of 16, and 8 half floats are wide."""
+    return x // PER_LANE * PER_LANE if ALIGNED else x
+
+
+@triton.jit
 def _add_tile(z, scale, m, a, b, ENTROPY: tl.constexpr):
     """Adds a tile [LANES, PER_LANE] to the lanes' maxima m, sums a = Σ 2^u and b = Σ 2^u·u, where u = (z − m)·scale."""
     top = tl.maximum(m, tl.max(z, 1))
@@ -52,6 +58,7 @@ def stats_kernel(
     logits, targets, keep, inv_t, parts,
     start, valid, tokens, row_stride, column_stride, inv_t_stride, columns_per_program,
     ENTROPY: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
+    ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
     """(m, a, t, b) of a row's part, [splits, tokens, 3 + ENTROPY]; a row that is not kept is not read."""
     row = tl.program_id(0).to(tl.int64)
@@ -59,9 +66,10 @@ def stats_kernel(
     BLOCK: tl.constexpr = LANES * PER_LANE
     first = split * columns_per_program
     kept = tl.load(keep + row) != 0
-    last = tl.where(kept, tl.minimum(first + columns_per_program, valid), first)
+    end = _in_lanes(valid, PER_LANE, ALIGNED_ENDS)
+    last = tl.where(kept, tl.minimum(first + columns_per_program, end), first)
     whole = first + (last - first) // BLOCK * BLOCK
-    z_row = logits + row * row_stride
+    z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
     step = tl.load(inv_t + row * inv_t_stride)
     scale = step * _LOG2_E
     columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
@@ -93,26 +101,16 @@ def stats_kernel(
 
 
 @triton.jit
-def _merge(parts, row, inside, tokens, step, count, WIDTH: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
-    """(top, a, t, b) of `count` parts of the same rows, in their order."""
-    place = parts + row * WIDTH
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    for i in range(count):
-        top = tl.maximum(top, tl.load(place + i * tokens * WIDTH, mask=inside, other=0.0))
-    base = _finite_base(top)
-    total = tl.zeros([BLOCK], tl.float32)
-    moment = tl.zeros([BLOCK], tl.float32)
-    target = tl.full([BLOCK], float("-inf"), tl.float32)
-    for i in range(count):
-        part = place + i * tokens * WIDTH
-        a = tl.load(part + 1, mask=inside, other=0.0)
-        fall = _above_lowest((tl.load(part, mask=inside, other=0.0) - base) * step)
-        shrink = tl.exp(fall)
-        total += a * shrink
-        target = tl.maximum(target, tl.load(part + 2, mask=inside, other=0.0) + fall, propagate_nan=tl.PropagateNan.ALL)
-        if ENTROPY:
-            moment += shrink * (tl.load(part + 3, mask=inside, other=0.0) + a * fall)
-    return top, total, target, moment
+def _add_part(part, inside, base, step, total, target, moment, ENTROPY: tl.constexpr):
+    """Adds one part of some rows, at their common maximum `base`."""
+    a = tl.load(part + 1, mask=inside, other=0.0)
+    fall = _above_lowest((tl.load(part, mask=inside, other=0.0) - base) * step)
+    shrink = tl.exp(fall)
+    total += a * shrink
+    target = tl.maximum(target, tl.load(part + 2, mask=inside, other=0.0) + fall, propagate_nan=tl.PropagateNan.ALL)
+    if ENTROPY:
+        moment += shrink * (tl.load(part + 3, mask=inside, other=0.0) + a * fall)
+    return total, target, moment
 
 
 @triton.jit(do_not_specialize=["count", "tokens"])
@@ -125,9 +123,17 @@ def merge_kernel(
     inside = row < tokens
     step = tl.load(inv_t + row * inv_t_stride, mask=inside, other=1.0)
     WIDTH: tl.constexpr = 3 + ENTROPY
-    top, total, target, moment = _merge(
-        parts, row, inside, tokens.to(tl.int64), step, count, WIDTH, ENTROPY, BLOCK
-    )  # fmt: skip
+    place, next_part = parts + row * WIDTH, tokens.to(tl.int64) * WIDTH
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in range(count):
+        top = tl.maximum(top, tl.load(place + i * next_part, mask=inside, other=0.0))
+    base = _finite_base(top)
+    total, moment = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    target = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in range(count):
+        total, target, moment = _add_part(
+            place + i * next_part, inside, base, step, total, target, moment, ENTROPY
+        )  # fmt: skip
     tl.store(merged + row * WIDTH, top, mask=inside)
     tl.store(merged + row * WIDTH + 1, total, mask=inside)
     tl.store(merged + row * WIDTH + 2, target, mask=inside)
@@ -135,20 +141,31 @@ def merge_kernel(
         tl.store(merged + row * WIDTH + 3, moment, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "tokens"])
+@triton.jit(do_not_specialize=["tokens"])
 def combine_kernel(
-    parts, keep, inv_t, logprobs, entropies, lses, rows, tokens, count, inv_t_stride,
-    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    parts, keep, inv_t, logprobs, entropies, lses, rows, tokens, inv_t_stride,
+    COUNT: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The shards' parts [count, tokens, W] to log-prob, entropy and lse, and to what the backward reads of a row."""
+    """The shards' parts [COUNT, tokens, W] to log-prob, entropy and lse, and to what the backward reads of a row.
+
+    Without a loop: the loads of all shards are in flight together.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < tokens
     step = tl.load(inv_t + row * inv_t_stride, mask=inside, other=1.0)
     kept = tl.load(keep + row, mask=inside, other=0) != 0
     WIDTH: tl.constexpr = 3 + ENTROPY
-    top, total, target, moment = _merge(
-        parts, row, inside, tokens.to(tl.int64), step, count, WIDTH, ENTROPY, BLOCK
-    )  # fmt: skip
+    place, next_part = parts + row * WIDTH, tokens.to(tl.int64) * WIDTH
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in tl.static_range(COUNT):
+        top = tl.maximum(top, tl.load(place + i * next_part, mask=inside, other=0.0))
+    base = _finite_base(top)
+    total, moment = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    target = tl.full([BLOCK], float("-inf"), tl.float32)
+    for i in tl.static_range(COUNT):
+        total, target, moment = _add_part(
+            place + i * next_part, inside, base, step, total, target, moment, ENTROPY
+        )  # fmt: skip
     top, total = tl.where(kept, top, 0.0), tl.where(kept, total, 1.0)  # numbers, also in the rows that nobody reads
     log_a = tl.log(total)
     SAVED: tl.constexpr = 2 + ENTROPY
@@ -175,7 +192,7 @@ def gradient_kernel(
     logits, targets, keep, inv_t, rows, g_logprobs, g_entropies, g_lses, out,
     start, valid, width, row_stride, column_stride, out_row_stride, out_column_stride, inv_t_stride, columns_per_program,
     SAVED: tl.constexpr, LOGPROB: tl.constexpr, ENTROPY: tl.constexpr, LSE: tl.constexpr,
-    LANES: tl.constexpr, PER_LANE: tl.constexpr,
+    LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
     """dz = [g_logp·(1[y] − p) − g_ent·p·(log p + H) + g_lse·p] / T; `out` may be `logits`.
 
@@ -185,9 +202,10 @@ def gradient_kernel(
     row = tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)
     BLOCK: tl.constexpr = LANES * PER_LANE
     first = tl.program_id(1) * columns_per_program
-    last = tl.minimum(first + columns_per_program, width)
+    last = tl.minimum(first + columns_per_program, _in_lanes(width, PER_LANE, ALIGNED_ENDS))
     kept = tl.load(keep + row) != 0
-    z_row, out_row = logits + row * row_stride, out + row * out_row_stride
+    z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
+    out_row = out + _in_lanes(row * out_row_stride, PER_LANE, ALIGNED_ROWS)
     columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
     number = out.dtype.element_ty
 
@@ -207,7 +225,8 @@ def gradient_kernel(
         c1 *= _LN_2
     y = _local_column(targets, row, start, valid)
 
-    real = tl.where(kept, tl.maximum(tl.minimum(last, valid), first), first)
+    end = _in_lanes(valid, PER_LANE, ALIGNED_ENDS)
+    real = tl.where(kept, tl.maximum(tl.minimum(last, end), first), first)
     whole = first + (real - first) // BLOCK * BLOCK
     for at in range(first, whole, BLOCK):
         column = at + columns

@@ -31,6 +31,10 @@ class Tiling(NamedTuple):
     columns: int
     splits: int
 
+    def aligns(self, *numbers: int) -> bool:
+        """Whether these many columns are whole lanes, which are loaded and stored at once."""
+        return all(number % self.per_lane == 0 for number in numbers)
+
 
 def tiling(tokens: int, width: int, itemsize: int, processors: int) -> Tiling:
     """Tiles for a shard [tokens, width]; rows are split where there are too few of them to fill the device."""
@@ -79,7 +83,9 @@ def vocab_stats(
         stats_kernel[tokens, tile.splits](
             logits, targets, keep, inv_t, parts,
             start, valid, tokens, *logits.stride(), _row_step(inv_t), tile.columns,
-            ENTROPY=entropy, LANES=tile.lanes, PER_LANE=tile.per_lane, num_warps=_warps(tile), enable_fp_fusion=True,
+            ENTROPY=entropy, LANES=tile.lanes, PER_LANE=tile.per_lane,
+            ALIGNED_ROWS=tile.aligns(logits.stride(0)), ALIGNED_ENDS=tile.aligns(valid),
+            num_warps=_warps(tile), enable_fp_fusion=True,
         )  # fmt: skip
         if tile.splits == 1:
             return parts[0]
@@ -116,18 +122,9 @@ def vocab_combine(parts: Tensor, keep: Tensor, inv_t: Tensor) -> tuple[Tensor, T
     if tokens:
         with _on(parts.device):
             combine_kernel[(-(-tokens // _TOKENS),)](
-                parts,
-                keep,
-                inv_t,
-                *made,
-                tokens,
-                count,
-                _row_step(inv_t),
-                ENTROPY=entropy,
-                BLOCK=_TOKENS,
-                num_warps=4,
-                enable_fp_fusion=True,
-            )
+                parts, keep, inv_t, *made, tokens, _row_step(inv_t),
+                COUNT=count, ENTROPY=entropy, BLOCK=_TOKENS, num_warps=4, enable_fp_fusion=True,
+            )  # fmt: skip
     return made
 
 
@@ -181,5 +178,7 @@ def _launch_gradient(
             logits, targets, keep, inv_t, rows, *upstream, out,
             start, valid, width, *logits.stride(), *out.stride(), _row_step(inv_t), tile.columns,
             SAVED=rows.shape[1], LOGPROB=g_logprobs is not None, ENTROPY=g_entropy is not None, LSE=g_lse is not None,
-            LANES=tile.lanes, PER_LANE=tile.per_lane, num_warps=_warps(tile), enable_fp_fusion=True,
+            LANES=tile.lanes, PER_LANE=tile.per_lane,
+            ALIGNED_ROWS=tile.aligns(logits.stride(0), out.stride(0)), ALIGNED_ENDS=tile.aligns(valid, width),
+            num_warps=_warps(tile), enable_fp_fusion=True,
         )  # fmt: skip

@@ -1,0 +1,55 @@
+"""Logits that were given up hold a gradient after the backward: nobody may take it for logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.validation import get_validation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.function import FunctionCtx
+
+# An attribute of the storage: every view sees it, and it goes when the memory goes.
+_MARK = "_parallel_rl_gradient_at_version"
+
+
+def mark_consumed(logits: Tensor) -> None:
+    """Notes that a backward has written its gradient over `logits`; whoever writes there again lifts the mark."""
+    if not torch.compiler.is_compiling():
+        setattr(logits.untyped_storage(), _MARK, logits._version)
+
+
+def check_not_consumed(logits: Tensor) -> None:
+    """Refuses logits that a backward has written over, for free: no value is read. Mode "never" of `set_validation` skips it.
+
+    Raises:
+        ValueError: they hold the gradient of an earlier call with consume_logits=True.
+    """
+    if torch.compiler.is_compiling() or get_validation() == "never" or logits.is_inference():
+        return
+    if getattr(logits.untyped_storage(), _MARK, None) == logits._version:
+        raise ValueError(
+            "the logits were given up by consume_logits=True, and a backward wrote its gradient over them; compute them anew, "
+            "or give them up in the last call that reads them only"
+        )
+
+
+def saved_logits(ctx: FunctionCtx) -> tuple[Tensor, ...]:
+    """`ctx.saved_tensors`, with a word on who may have written over the logits since.
+
+    Raises:
+        RuntimeError: something did.
+    """
+    try:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        if "inplace" not in str(error):
+            raise
+        raise RuntimeError(
+            "the logits changed between this loss's forward and its backward: another loss that read them gave them up "
+            f"(consume_logits=True), or they were written in place. {error}"
+        ) from None
+    return saved

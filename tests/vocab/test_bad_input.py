@@ -1,0 +1,60 @@
+"""Targets and temperatures that no token has: refused by every function that takes them, alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_rl import linear_token_stats, token_stats
+from parallel_rl.validation import validation
+from parallel_rl.vocab.truncation import truncated_token_stats
+
+T, V, D = 4, 11, 3
+LOGITS, TARGETS = torch.zeros(T, V), torch.arange(T)
+HIDDEN, WEIGHT = torch.zeros(T, D), torch.zeros(V, D)
+
+FUNCTIONS: dict[str, Callable[..., object]] = {
+    "logits": lambda targets, t: token_stats(LOGITS, targets, temperature=t),
+    "hidden states": lambda targets, t: linear_token_stats(HIDDEN, WEIGHT, targets, temperature=t),
+    "top-k": lambda targets, t: truncated_token_stats(LOGITS, targets, top_k=3, temperature=t),
+}
+
+
+def a_token(value: float) -> Tensor:
+    return torch.tensor([1.0, 1.0, value, 1.0])
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("targets", "temperature", "message"),
+    [
+        *((TARGETS, t, f"temperature = {t} must be positive and finite") for t in (0.0, -0.5, math.inf, math.nan)),
+        *(
+            (TARGETS, a_token(t), rf"temperature = {t} at \[2\] must be positive and finite")
+            for t in (0.0, -0.5, math.inf, math.nan)
+        ),
+        (TARGETS, torch.tensor(0.0), r"temperature = 0.0 at \[0\] must be positive"),
+        (TARGETS, torch.ones(T - 1), r"temperature must be a number or floating point \[4\], got torch.float32 \[3\]"),
+        (TARGETS, torch.ones(T).long(), r"temperature must be .* floating point \[4\], got torch.int64 \[4\]"),
+        (TARGETS.bool(), 1.0, r"targets must be integers \[4\], got torch.bool \[4\]"),
+        (TARGETS.float(), 1.0, r"targets must be integers \[4\], got torch.float32 \[4\]"),
+        (TARGETS[1:], 1.0, r"targets must be integers \[4\], got torch.int64 \[3\]"),
+        (TARGETS + 8, 1.0, r"target 11 at \[3\] lies outside the vocabulary \[0, 11\)"),
+    ],
+)
+def test_refused(name: str, targets: Tensor, temperature: float | Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FUNCTIONS[name](targets, temperature)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_token_that_does_not_count_may_have_any_temperature(name: str) -> None:
+    targets = TARGETS.clone()
+    targets[2] = -100
+    FUNCTIONS[name](targets, a_token(math.nan))
+    with validation("never"):
+        FUNCTIONS[name](TARGETS, a_token(0.0))
