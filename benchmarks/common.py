@@ -129,7 +129,7 @@ def machine() -> dict[str, str]:
                 model = line.split(":", 1)[1].strip()
                 break
     packages = {}
-    for name in ("torch", "megatron-core"):
+    for name in ("torch", "megatron-core", "trl", "liger-kernel", "cut-cross-entropy"):
         with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
     return {

@@ -1,7 +1,7 @@
 """The LM head and its loss, forward + backward: ours from hidden states beside a matmul followed by each peer's cross-entropy.
 
-Every method gets the same hidden states, weight, targets and a weight per token (what a policy loss gives), and is checked
-against float64 before it is timed. Memory is the peak beyond the inputs and their two gradients.
+Every method gets the same hidden states, weight and targets, and one of two objectives: a weight per token, or the whole GRPO
+loss; it is checked against float64 before it is timed. Memory is the peak beyond the inputs and their two gradients.
 `python -m benchmarks.linear --help`.
 """
 
@@ -27,7 +27,7 @@ from benchmarks.common import (
     run_ranks,
     short_collections,
 )
-from benchmarks.linear_methods import Case, Method, make_case, methods
+from benchmarks.linear_methods import Case, Method, Objective, grpo, make_case, methods, weighted
 from benchmarks.report import Growth, add_report_options, matmul_rate, report
 
 MEMORY = 1 / 5  # of the frugalest peer's, for in_forward and recompute
@@ -59,7 +59,7 @@ class Figures:
 def step(method: Method, case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, gradient of hidden, gradient of weight)."""
     hidden, weight = (x.detach().requires_grad_() for x in (case.hidden, case.weight))
-    loss = method.run(hidden, weight, case.targets, case.upstream)
+    loss = method.run(hidden, weight, case)
     loss.backward()
     assert hidden.grad is not None and weight.grad is not None
     return loss.detach(), hidden.grad, weight.grad
@@ -72,11 +72,9 @@ def check_result(method: Method, case: Case) -> tuple[float, float, float]:
         RuntimeError: the method is wrong, so that its time says nothing.
     """
     loss, *gradients = step(method, case)
-    scale = case.upstream.double().norm() * len(case.targets) ** 0.5  # the loss itself may be near 0
-    errors = [((loss.double() - case.truth[0]).abs() / scale).item()]
-    errors += [
-        ((x.double() - y).norm() / y.norm()).item() for x, y in zip(gradients, case.truth[1:], strict=True)
-    ]  # fmt: skip
+    truth = case.truths[method.objective]
+    errors = [((loss.double() - truth.loss).abs() / truth.scale).item()]
+    errors += [((x.double() - y).norm() / y.norm()).item() for x, y in zip(gradients, truth[2:], strict=True)]
     limit = ERROR[torch.bfloat16 if method.low_precision else case.hidden.dtype]
     if not max(errors) <= limit:
         raise RuntimeError(f"{method.name} is wrong: relative errors {', '.join(f'{e:.1e}' for e in errors)}")
@@ -134,7 +132,7 @@ def measure(
     _start(device, chosen)
     case = make_case(tokens, vocab, size, dtype, device)
     errors = {m.name: check_result(m, case) for m in chosen}  # compiles, too
-    case = case._replace(truth=())
+    case = case._replace(truths={})
     memory = {m.name: measure_memory(m, case) for m in chosen}
     if device == "cpu":
         keep_freed_memory()
@@ -155,7 +153,7 @@ def measure_growth(rank: int, sizes: dict[str, list[tuple[int, int, int]]], dtyp
     for axis, shapes in sizes.items():
         lines: dict[str, dict[int, float]] = {m.name: {} for m in chosen}
         for shape in shapes:
-            case = make_case(*shape, dtype, device)._replace(truth=())
+            case = make_case(*shape, dtype, device, truths=False)
             for m in chosen:
                 time_once(m, case)
                 lines[m.name][shape["TVD".index(axis)]] = min(time_once(m, case) for _ in range(2))
@@ -163,13 +161,18 @@ def measure_growth(rank: int, sizes: dict[str, list[tuple[int, int, int]]], dtyp
     return found
 
 
+def best_peer(results: dict[str, Figures], chosen: Sequence[Method], objective: Objective) -> tuple[float, int]:
+    """The least seconds and the least bytes of the peers with this objective."""
+    peers = [results[m.name] for m in chosen if m.kind == "peer" and m.objective is objective]
+    return min(p.seconds.least for p in peers), max(1, min(p.bytes for p in peers))
+
+
 def missed(results: dict[str, Figures], chosen: Sequence[Method], device: str) -> list[str]:
     """The targets that were not met."""
     lines = []
-    peers = [results[m.name] for m in chosen if m.kind == "peer"]
-    least_time, least_bytes = min(p.seconds.least for p in peers), max(1, min(p.bytes for p in peers))
     for m in chosen:
         mine, mode = results[m.name], m.name.removeprefix("ours, ")
+        least_time, least_bytes = best_peer(results, chosen, m.objective)
         if device == "cuda" and mode in GPU_SECONDS:
             if mine.seconds.least > GPU_SECONDS[mode]:
                 lines.append(f"{m.name} takes {1e3 * mine.seconds.least:.1f} ms, over {1e3 * GPU_SECONDS[mode]:.0f}")
@@ -184,14 +187,17 @@ def missed(results: dict[str, Figures], chosen: Sequence[Method], device: str) -
     return lines
 
 
-def table(results: dict[str, Figures], chosen: Sequence[Method], title: str, flops: float) -> Table:
-    peers = [results[m.name] for m in chosen if m.kind == "peer"]
-    best = min(p.seconds.least for p in peers), max(1, min(p.bytes for p in peers))
+def table(
+    results: dict[str, Figures], chosen: Sequence[Method], objective: Objective, title: str, flops: float
+) -> Table:
+    best = best_peer(results, chosen, objective)
     made = Table(title=title)
     made.add_column("method", no_wrap=True)
     for column in ("s", "/ fastest peer", "TFLOP/s", "extra MB", "/ frugalest peer", "errors: loss, hidden, weight"):
         made.add_column(column, justify="right")
     for m in chosen:
+        if m.objective is not objective:
+            continue
         row = results[m.name]
         made.add_row(
             m.name,
@@ -236,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
             "D": [(tokens, vocab, size // k) for k in (4, 2, 1)],
         }
         (growth,) = run_ranks(1, measure_growth, halves, dtype, options.device, timeout=3600.0)
-    chosen = methods(options.device, budget)
+    chosen, flops = methods(options.device, budget), tokens * vocab * size
     clock = "seconds" if gpu else "CPU-seconds, one thread"
     bars = {
         clock: {m.name: results[m.name].seconds.least for m in chosen},
@@ -245,7 +251,12 @@ def main(arguments: list[str] | None = None) -> int:
     return report(
         options,
         {"T": tokens, "V": vocab, "D": size, "dtype": name, "budget": budget, "device": options.device},
-        [table(results, chosen, f"the LM head, forward + backward: {clock}, least (median)", tokens * vocab * size)],
+        [
+            table(
+                results, chosen, objective, f"the LM head, {what}, forward + backward: {clock}, least (median)", flops
+            )
+            for objective, what in ((weighted, "a weight per token"), (grpo, "the whole GRPO loss"))
+        ],
         {name: asdict(row) for name, row in results.items()},
         missed(results, chosen, options.device),
         bars,

@@ -34,6 +34,7 @@ MAX_EXTRA = 0.1  # bytes a logit in place, of the whole loss
 CALLS = 5  # in one measurement: a call takes milliseconds
 MAX_ERROR = 1e-5  # relative, of loss and gradient (float32)
 GRPO: dict[str, Any] = {"surrogate": {"name": "ppo", "clip_high": 0.28}, "kl": {"coefficient": 0.01}}
+GRPO_FIELDS = ("advantages", "prev_logprobs", "reference_policy_logprobs")
 LOSSES: dict[str, Callable[[], LossFn]] = {
     "GRPO": lambda: PolicyLossFn(GRPO),
     "GSPO": lambda: PolicyLossFn({**GRPO, "ratio_level": "sequence-mean", "aggregation": "seq-mean-token-mean"}),
@@ -131,19 +132,23 @@ def make_statistics(data: dict[str, Tensor], vocab: int, entropy: bool = True) -
     return call
 
 
-def plain_grpo(
-    logits: Tensor, data: Mapping[str, Tensor], tokens: Tensor, entropy: bool = True
-) -> tuple[Tensor, Tensor | None]:
-    """`GRPO` above, as one would write it: whole float32 log-softmax, padded rows. (loss, mean entropy, as ours logs it)."""
-    log_p = torch.log_softmax(logits[:, :-1].float(), -1)
-    logprobs = log_p.gather(-1, data["input_ids"][:, 1:, None])[..., 0]
-    mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).to(logprobs.dtype)
-    advantages, prev, reference = (data[f][:, 1:] for f in ("advantages", "prev_logprobs", "reference_policy_logprobs"))
+def grpo_terms(logprobs: Tensor, advantages: Tensor, prev: Tensor, reference: Tensor) -> Tensor:
+    """`GRPO` above of each token, as one would write it."""
     ratio = (logprobs - prev).exp()
     actor = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
     d = reference - logprobs
     kl = (logprobs - logprobs.detach()).exp() * (d.exp() - 1 - d)
-    loss = ((actor + 0.01 * kl) * mask).sum() / tokens
+    return actor + 0.01 * kl
+
+
+def plain_grpo(
+    logits: Tensor, data: Mapping[str, Tensor], tokens: Tensor, entropy: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """`GRPO` above in plain PyTorch: whole float32 log-softmax, padded rows. (loss, mean entropy, as ours logs it)."""
+    log_p = torch.log_softmax(logits[:, :-1].float(), -1)
+    logprobs = log_p.gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+    mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).to(logprobs.dtype)
+    loss = (grpo_terms(logprobs, *(data[field][:, 1:] for field in GRPO_FIELDS)) * mask).sum() / tokens
     if not entropy:
         return loss, None
     with torch.no_grad():

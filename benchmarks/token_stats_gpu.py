@@ -216,6 +216,7 @@ def measure_memory(method: Method, case: Case, work: Tensor, device: str) -> tup
     """Peak bytes per logit beyond the logits, of (forward, forward + backward); nothing on a CPU."""
     if device != "cuda":
         return 0.0, 0.0
+    work.copy_(case.logits)
     forward, backward = method.start(work, case)
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

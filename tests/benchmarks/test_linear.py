@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks import linear
 from benchmarks.common import Seconds
-from benchmarks.linear_methods import Method, make_case, methods
+from benchmarks.linear_methods import Case, Method, grpo, make_case, methods, weighted
 
 
 def test_it_tells_which_target_is_missed() -> None:
@@ -25,11 +25,21 @@ def test_it_tells_which_target_is_missed() -> None:
     slow[again] = dataclasses.replace(results[again], bytes=201)
     first, second = linear.missed(slow, chosen, "cpu")
     assert ours in first and "1.20 x the time" in first and again in second and "0.20 x the memory" in second
+    (whole,) = (m for m in chosen if m.objective is grpo and m.kind == "in_forward")
+    heavy = {**results, whole.name: dataclasses.replace(results[whole.name], seconds=Seconds(1.2, 1.2))}
+    quick = {
+        m.name: dataclasses.replace(results[m.name], seconds=Seconds(0.5, 0.5)) for m in chosen if m.objective is grpo
+    }
+    (line,) = linear.missed(heavy, chosen, "cpu")
+    assert whole.name in line
+    (line,) = linear.missed({**results, **quick, whole.name: results[whole.name]}, chosen, "cpu")
+    assert whole.name in line and "2.00 x the time" in line  # peers of the other objective do not count
     at_length = {m.name: linear.Figures(Seconds(0.04, 0.04), 6 * 10**8, errors) for m in chosen}
     lines = linear.missed(at_length, chosen, "cuda")
     assert [line.split(" takes")[0] for line in lines] == [ours, ours, again, chosen[2].name]
 
 
+@pytest.mark.slow
 def test_every_method_that_runs_here_is_right() -> None:
     case = make_case(48, 96, 16, torch.float32, "cpu")
     for method in methods("cpu", 1 << 14):
@@ -38,11 +48,15 @@ def test_every_method_that_runs_here_is_right() -> None:
 
 
 def test_a_wrong_method_is_not_timed() -> None:
-    def wrong(hidden: Tensor, weight: Tensor, targets: Tensor, upstream: Tensor) -> Tensor:
-        return methods("cpu", None)[0].run(hidden, weight, targets, upstream * 1.001)
+    case = make_case(48, 96, 16, torch.float32, "cpu")
+    for objective in (weighted, grpo):
+        right = next(m for m in methods("cpu", None) if m.objective is objective)
 
-    with pytest.raises(RuntimeError, match="off is wrong"):
-        linear.check_result(Method("off", wrong, "peer"), make_case(48, 96, 16, torch.float32, "cpu"))
+        def wrong(hidden: Tensor, weight: Tensor, case: Case, right: Method = right) -> Tensor:
+            return right.run(hidden, weight, case) * 1.001
+
+        with pytest.raises(RuntimeError, match="off is wrong"):
+            linear.check_result(Method("off", wrong, "peer", objective), case)
 
 
 @pytest.mark.slow
