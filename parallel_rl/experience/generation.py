@@ -15,6 +15,7 @@ import torch
 from parallel_rl.experience.completions import Completion, Expected, read_native, read_openai
 from parallel_rl.experience.posting import Poster, PostingConfig, ServerError, Workers, check_url, gather, read_json
 from parallel_rl.vocab.sampling import sample_keys
+from parallel_rl.vocab.truncation import Truncation
 
 ResultT = TypeVar("ResultT")
 
@@ -78,13 +79,22 @@ class CompletionServerConfig(PostingConfig):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn: `max_tokens` at most, or up to `end`, at `temperature` from the whole vocabulary."""
+    """How completions are drawn: `max_tokens` at most, or up to `end`, at `temperature`, from what top-k, then top-p keeps.
+
+    Raises:
+        ValueError: k outside [1, vocab_size], p outside (0, 1].
+    """
 
     max_tokens: int
     end: int
     vocab_size: int
     temperature: float = 1.0
     seed: int = 0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        Truncation(self.top_k, self.top_p).check(self.vocab_size)
 
 
 class CompletionServer:
@@ -177,8 +187,8 @@ class CompletionServer:
         own = self.sampling
         common = {
             "temperature": own.temperature,
-            "top_p": 1.0,
-            "top_k": -1,
+            "top_p": 1.0 if own.top_p is None else own.top_p,
+            "top_k": -1 if own.top_k is None else own.top_k,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "stop_token_ids": [own.end],

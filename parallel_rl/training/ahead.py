@@ -16,20 +16,21 @@ from parallel_rl.training.session import Numbers, Session
 from parallel_rl.training.shelf import Retention
 
 
-def ask_ahead(session: Session, config: RLConfig, step: int) -> None:
-    """Sends the weights where they are due, then asks for the first round of steps `step` to `step` + ahead.
+def ask_ahead(session: Session, config: RLConfig, at: Position) -> None:
+    """Sends the weights where they are due, then asks for the first round of this step and of `ahead` more.
 
     Raises:
         ValueError: a server did not take the weights.
     """
-    served, server = session.served, config.server
+    served, server, step = session.served, config.server, at.step
     assert served is not None and server is not None
     if server.update_path is not None and (step % server.update_every == 0 or not served.updated):
         version = config.policy_version(step)
-        served.update(version, lambda: _write(session, step, version))
+        served.update(version, lambda: _write(session, at, version))
     places, wanted = session.places(config.prompts, config.updates), []
-    for later in range(step, min(step + server.ahead + 1, config.steps)):
-        prompts, ids = asked(session, config, later * config.rounds, places)
+    for later in range(min(server.ahead + 1, config.steps - step)):
+        first = at.next("train") + later * config.rounds * config.prompts
+        prompts, ids = asked(session, config, [first + place for place in places])
         served.request([prompt.tokens for prompt in prompts], ids)
         wanted += ids
     served.forget(set(wanted))
@@ -62,8 +63,8 @@ def mask_stale(session: Session, config: RLConfig, rows: Rows) -> tuple[Rows, Nu
     return rows.with_fields(sample_mask=mask), {**numbers, "stale": session.mean((~fresh).double())}
 
 
-def _write(session: Session, step: int, version: int) -> Path:
+def _write(session: Session, at: Position, version: int) -> Path:
     engine = session.engine
     folder = Path(engine.config.run.dir) / "policy"
-    record = saving.record(engine.config, Position("rl", step), {})
+    record = saving.record(engine.config, at, {})
     return checkpoint.save(folder, version, Contents(engine), record, Retention(newest=2))

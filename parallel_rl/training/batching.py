@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from parallel_rl import SequencePackingLossWrapper
 from parallel_rl.losses.base import LossFn
 from parallel_rl.megatron import ModelInput, packed_bounds, packed_input, padded_input
+from parallel_rl.reduce import valid_tokens
 from parallel_rl.training.tokenizer import PAD
 
 
@@ -41,7 +43,8 @@ class Rows:
 class MicroBatch:
     """The model's input on this rank, and the whole data of the same sequences for the loss.
 
-    `places` are those of the sequences among the rows that they were taken from, `tokens` their true lengths summed up.
+    `places` are those of the sequences among the rows that they were taken from, `tokens` their true lengths summed up,
+    `carries`, on the host, says which of this rank's positions carry loss, [B, S/cp] or packed [1, T/cp].
     """
 
     input: ModelInput
@@ -49,6 +52,12 @@ class MicroBatch:
     bounds: tuple[Tensor, Tensor] | None
     places: list[int]
     tokens: int
+    carries: Tensor
+
+    def carrying(self, parts: int) -> int:
+        """How many positions carry loss in the largest of `parts` equal cuts of this rank's sequence; no wait for a device."""
+        rows = self.carries.shape[0]
+        return int(self.carries.view(rows, parts, -1).sum((0, 2)).max())
 
     def wrap(self, loss_fn: LossFn) -> LossFn | SequencePackingLossWrapper:
         """`loss_fn` for this micro-batch's logits: packed ones need the bounds."""
@@ -124,12 +133,7 @@ def micro_batches(
     Raises:
         ValueError: from the layout, where lengths do not fit.
     """
-    return [
-        _packed(rows.take(places), places, row_unit, device)
-        if packing
-        else _padded(rows.take(places), places, unit, device)
-        for places in bins
-    ]
+    return [_micro_batch(rows.take(places), places, packing, unit, row_unit, device) for places in bins]
 
 
 def width_unit(*, tensor: int, context: int, sequence_parallel: bool) -> int:
@@ -145,19 +149,22 @@ def fit(field: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(field, (0, width - field.shape[1]))
 
 
-def _packed(rows: Rows, places: list[int], row_unit: int | None, device: torch.device) -> MicroBatch:
-    data = _to_width(rows, int(rows.lengths.max()), device)
-    bounds = packed_bounds(rows.lengths)
-    if row_unit is not None:
-        bounds = packed_bounds(rows.lengths, total=-(-int(bounds[1][-1]) // row_unit) * row_unit)
-    on_device = bounds[0].to(device), bounds[1].to(device)
-    return MicroBatch(packed_input(data["input_ids"], *bounds), data, on_device, places, int(rows.lengths.sum()))
-
-
-def _padded(rows: Rows, places: list[int], unit: int, device: torch.device) -> MicroBatch:
-    data = _to_width(rows, -(-int(rows.lengths.max()) // unit) * unit, device)
-    return MicroBatch(padded_input(data["input_ids"]), data, None, places, int(rows.lengths.sum()))
-
-
-def _to_width(rows: Rows, width: int, device: torch.device) -> dict[str, Tensor]:
-    return {name: (fit(field, width) if field.dim() == 2 else field).to(device) for name, field in rows.fields.items()}
+def _micro_batch(
+    rows: Rows, places: list[int], packing: bool, unit: int, row_unit: int | None, device: torch.device
+) -> MicroBatch:
+    longest = int(rows.lengths.max())
+    width = longest if packing else -(-longest // unit) * unit
+    host = {name: fit(field, width) if field.dim() == 2 else field for name, field in rows.fields.items()}
+    data = {name: field.to(device) for name, field in host.items()}
+    make_input: Callable[[Tensor], ModelInput] = padded_input
+    bounds = None
+    if packing:
+        true, room = packed_bounds(rows.lengths)
+        if row_unit is not None:
+            true, room = packed_bounds(rows.lengths, total=-(-int(room[-1]) // row_unit) * row_unit)
+        make_input = partial(packed_input, cu_seqlens=true, cu_seqlens_padded=room)
+        bounds = true.to(device), room.to(device)
+    model_input = make_input(data["input_ids"])
+    layout = (model_input if device.type == "cpu" else make_input(host["input_ids"])).layout
+    carries = layout.shard(valid_tokens(host), fill=False).view(layout.local_shape)
+    return MicroBatch(model_input, data, bounds, places, int(rows.lengths.sum()), carries)

@@ -16,6 +16,7 @@ from parallel_rl.training.sections import (
     SamplingConfig,
     TokenizerConfig,
 )
+from parallel_rl.training.tokenizer import CharTokenizer
 
 OBJECTIVES = ("rl", "preference", "sft", "distillation")
 
@@ -53,6 +54,7 @@ class TrainConfig:
             )
         self._check_data()
         self._check_rl()
+        self._check_sampling()
         self._check_model()
 
     @property
@@ -124,6 +126,27 @@ class TrainConfig:
         if recorded and "greedy_rewards" in rl.advantages.needs:
             raise ValueError(
                 f"rl.advantages.name = {rl.advantages.name!r} reads the rewards of greedy answers, which data.rollouts lacks"
+            )
+
+    def _check_sampling(self) -> None:
+        sampling = self.sampling
+        if not sampling.truncation:
+            return
+        words = CharTokenizer(self.tokenizer.alphabet).vocab_size
+        try:
+            sampling.truncation.check(words)
+        except ValueError as error:
+            raise ValueError(f"sampling: {error}") from None
+        if self.rl is None:
+            return
+        text = f"sampling.top_k = {sampling.top_k} with top_p = {sampling.top_p}"
+        if not self.rl.loss.loss_class.truncatable:
+            raise ValueError(
+                f"{text} does not go with rl.loss.name = {self.rl.loss.name!r}, which is no loss on a truncated policy"
+            )
+        if self.model.fused_head:
+            raise ValueError(
+                f"{text} needs whole logits, which model.fused_head = True does without; set it to false, or both to null"
             )
 
     def _check_model(self) -> None:

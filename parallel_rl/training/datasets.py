@@ -40,6 +40,7 @@ class Datasets:
     """What the config names; the rest is empty.
 
     Attributes:
+        seed: of the order of the records.
         longest: tokens of the longest sequence that a run can make of the records that were checked.
         checked: the part of each source that was.
     """
@@ -49,6 +50,7 @@ class Datasets:
     examples: Records[Example] = field(default_factory=Records)
     pairs: Records[Pair] = field(default_factory=Records)
     rollouts: Records[Rollout] = field(default_factory=Records)
+    seed: int = 0
     longest: int = 0
     checked: Mapping[str, float] = field(default_factory=dict)
 
@@ -60,23 +62,40 @@ class Datasets:
                 yield name, records
 
     def facts(self) -> dict[str, str]:
-        """The fingerprints of all that is read, for a checkpoint."""
-        return {f"data_{name}": records.fingerprint for name, records in self.sources()}
+        """The fingerprints of all that is read and the seed of its order, for a checkpoint."""
+        return {
+            "data_seed": str(self.seed),
+            **{f"data_{name}": records.fingerprint for name, records in self.sources()},
+        }
 
     def check_facts(self, facts: Mapping[str, object], where: object) -> None:
         """Refuses to go on from a checkpoint that was made with other records, or with another order of them.
 
         Raises:
-            ValueError: a fingerprint differs; the message names the source.
+            ValueError: the seed, the sources or a fingerprint differ; the message names what.
         """
-        for name, mine in self.facts().items():
-            if facts.get(name, mine) != mine:
-                key = name.removeprefix("data_")
+        mine, then = self.facts(), f"when {where} was written, so the run cannot go on with the next record"
+        otherwise = "choose another run.dir, or set run.resume = 'never'"
+        if (seed := facts.get("data_seed")) != mine["data_seed"]:
+            raise ValueError(f"run.seed = {self.seed} was {seed} {then} of the same order. Restore it, {otherwise}")
+        for name in (f"data_{source}" for source in SOURCES):
+            key = f"data.{name.removeprefix('data_')}"
+            if name in mine and name in facts and mine[name] != facts[name]:
                 raise ValueError(
-                    f"data.{key} is not what it was when {where} was written (its content or order, or "
-                    "data.buffer_megabytes), so the run cannot go on with the next record. Restore it, choose another run.dir, "
-                    "or set run.resume = 'never'"
+                    f"{key} is not what it was {then} (its content or order, or data.buffer_megabytes). Restore it, {otherwise}"
                 )
+            # an evaluation may be added or left out: it takes no place in the order
+            if name != "data_held_out" and (name in mine) != (name in facts):
+                there, here = ("left out", "given") if name in mine else ("given", "left out")
+                raise ValueError(f"{key} is {here} and was {there} {then}. Restore it, {otherwise}")
+
+    def describe_next(self, taken: Mapping[str, int]) -> str:
+        """Which record of each source is the next, where so many were taken."""
+        parts = []
+        for name, number in taken.items():
+            turn, place = divmod(number, len(getattr(self, name)))
+            parts.append(f"; data.{name} goes on with record {place + 1:,} of pass {turn + 1:,}")
+        return "".join(parts)
 
     def describe(self) -> list[str]:
         """A line for each source."""
@@ -133,6 +152,7 @@ def read_datasets(
         examples=reader.source("examples", partial(parse_example, tokenizer=tokenizer)),
         pairs=reader.source("pairs", partial(parse_pair, tokenizer=tokenizer)),
         rollouts=reader.rollouts(partial(parse_rollout, vocab_size=tokenizer.vocab_size)),
+        seed=config.run.seed,
     )
     return replace(data, longest=reader.longest, checked=reader.checked)
 

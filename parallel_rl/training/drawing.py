@@ -11,12 +11,13 @@ from parallel_rl.megatron import is_last_stage
 from parallel_rl.training.batching import Rows, join
 from parallel_rl.training.data import Prompt, Rollout, write_rollouts
 from parallel_rl.training.engine import Engine
+from parallel_rl.training.manifest import Position
 from parallel_rl.training.objectives import RLConfig
 from parallel_rl.training.rollout import sample
 from parallel_rl.training.session import Session
 
 
-def sampled_rows(session: Session, config: RLConfig, step: int) -> tuple[Rows, float]:
+def sampled_rows(session: Session, config: RLConfig, at: Position) -> tuple[Rows, float]:
     """This data rank's samples of the next prompts with their rewards, each update's part in order.
 
     With dynamic sampling the places of prompts that teach nothing are given to others, round after round.
@@ -28,8 +29,9 @@ def sampled_rows(session: Session, config: RLConfig, step: int) -> tuple[Rows, f
         ValueError: places without a prompt that teaches something after the last round, unless they are to be masked.
     """
     # A group stays on one data rank, and each update has the same prompts in every layout.
-    places, size, keep = session.places(config.prompts, config.updates), config.group_size, config.dynamic_sampling
-    rows = _draw(session, config, step * config.rounds, places)
+    places = [at.next("train") + place for place in session.places(config.prompts, config.updates)]
+    size, keep = config.group_size, config.dynamic_sampling
+    rows = _draw(session, config, at.step, places)
     reward = session.mean(rows.fields["rewards"])
     for number in range(1, config.rounds + 1):
         assert keep is not None or config.rounds == 1
@@ -39,7 +41,8 @@ def sampled_rows(session: Session, config: RLConfig, step: int) -> tuple[Rows, f
         if not left:
             break
         if number < config.rounds:
-            again = _draw(session, config, step * config.rounds + number, [places[index] for index in missing])
+            others = [places[index] + number * config.prompts for index in missing]
+            again = _draw(session, config, at.step, others)
             fresh = {place: len(rows) // size + index for index, place in enumerate(missing)}
             groups = [fresh.get(index, index) for index in range(len(places))]
             rows = join(rows, again).take([group * size + index for group in groups for index in range(size)])
@@ -53,21 +56,21 @@ def sampled_rows(session: Session, config: RLConfig, step: int) -> tuple[Rows, f
             mask[missing] = 0
             rows = rows.with_fields(sample_mask=mask.repeat_interleave(size))
     if config.record:
-        _record(session.engine, rows, step)
+        _record(session.engine, rows, at.step)
     return rows, reward
 
 
-def asked(session: Session, config: RLConfig, number: int, places: Sequence[int]) -> tuple[list[Prompt], list[int]]:
-    """The prompt of each sample of draw `number` at these places, `group_size` times each, and the samples' ids."""
-    numbers, size = [number * config.prompts + place for place in places], config.group_size
-    chosen = [prompt for prompt in session.read(session.data.train, numbers) for _ in range(size)]
-    return chosen, [place * size + index for place in numbers for index in range(size)]
+def asked(session: Session, config: RLConfig, places: Sequence[int]) -> tuple[list[Prompt], list[int]]:
+    """The prompt of each sample for these places of the stream, `group_size` times each, and the samples' ids."""
+    size = config.group_size
+    chosen = [prompt for prompt in session.read(session.data.train, places) for _ in range(size)]
+    return chosen, [place * size + index for place in places for index in range(size)]
 
 
-def _draw(session: Session, config: RLConfig, number: int, places: Sequence[int]) -> Rows:
-    """`group_size` completions of the prompt at each place of draw `number`, with their rewards; none for no places."""
+def _draw(session: Session, config: RLConfig, step: int, places: Sequence[int]) -> Rows:
+    """`group_size` completions of the prompt at each place of the stream, with their rewards; none for no places."""
     engine, size = session.engine, config.group_size
-    chosen, ids = asked(session, config, number, places)
+    chosen, ids = asked(session, config, places)
     settings, seed = engine.config.sampling, 2 * engine.config.run.seed
     tokens, versions = [prompt.tokens for prompt in chosen], None
     if session.served is None:
@@ -82,12 +85,12 @@ def _draw(session: Session, config: RLConfig, number: int, places: Sequence[int]
         "sample_mask": torch.ones(len(ids), dtype=engine.numbers),
         "generation_logprobs": drawn.logprobs,
         "rewards": session.rewards(chosen, drawn.completions()).to(engine.numbers),
-        "group_ids": torch.tensor([number * config.prompts + place for place in places], dtype=torch.int64),
+        "group_ids": torch.tensor(places, dtype=torch.int64),
         "sample_ids": torch.tensor(ids, dtype=torch.int64),
     }
     fields["group_ids"] = fields["group_ids"].repeat_interleave(size)
     if versions is not None:
-        fields["staleness"] = config.policy_version(number // config.rounds) - versions
+        fields["staleness"] = config.policy_version(step) - versions
     if "greedy_rewards" in config.advantages.needs:
         greedy = sample(engine, tokens[::size], places, seed, settings, greedy=True)
         rewards = session.rewards(chosen[::size], greedy.completions())

@@ -15,6 +15,7 @@ from parallel_rl.training.data import Example, Pair, Prompt, Rollout
 from parallel_rl.training.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.fitting import check_layout, length_check
 from parallel_rl.training.packer import Capacity, deal, pack
+from parallel_rl.training.phases import phases
 from parallel_rl.training.records.source import Records
 from parallel_rl.training.steps import rows_of_pair
 from parallel_rl.training.tokenizer import CharTokenizer
@@ -48,22 +49,12 @@ class Progress:
 
 
 def readings(config: TrainConfig) -> list[Reading]:
-    """What the steps read, phase by phase; of an RL step with dynamic sampling, its first round."""
-    found = []
-    for phase, section in (("warmup", config.warmup), ("sft", config.sft)):
-        if section is not None:
-            found.append(Reading(phase, section.steps, "examples", section.batch_size))
-    if config.preference is not None:
-        found.append(Reading("preference", config.preference.steps, "pairs", config.preference.pairs))
-    if config.distillation is not None:
-        name = "examples" if config.distillation.rows == "examples" else "train"
-        found.append(Reading("distillation", config.distillation.steps, name, config.distillation.batch_size))
-    rl = config.rl
-    if rl is not None and config.data.rollouts is not None:
-        found.append(Reading("rl", rl.steps, "rollouts", rl.prompts * rl.group_size, shuffled=False))
-    elif rl is not None:
-        found.append(Reading("rl", rl.steps, "train", rl.prompts))
-    return found
+    """What the steps take, phase by phase and source by source."""
+    return [
+        Reading(phase.name, phase.steps, name, count, shuffled=name != "rollouts")
+        for phase in phases(config)
+        for name, count in phase.takes.items()
+    ]
 
 
 def dry_run(

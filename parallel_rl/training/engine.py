@@ -47,6 +47,7 @@ from parallel_rl.training.config import TrainConfig
 from parallel_rl.training.progress import tick
 from parallel_rl.training.sections import DTYPES, OptimizerConfig, data_parallel_size
 from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.linear_input import LMHeadInput
 
 ResultT = TypeVar("ResultT")
 
@@ -173,7 +174,7 @@ def train_step(
             config=config,
             num_microbatches=len(batches),
             groups=engine.groups,
-            head=head,
+            head=partial(loss_input, engine, head, batch),
         )
         return forward_logits(model, batch.input), loss_func
 
@@ -215,6 +216,14 @@ def fused_head(engine: Engine, model: torch.nn.Module) -> Iterator[FusedHead | N
         head.remove()
 
 
+def loss_input(engine: Engine, head: FusedHead | None, batch: MicroBatch, output: Tensor) -> Tensor | LMHeadInput:
+    """The model's output as a loss takes it; a fused head projects only the rows that carry loss, which the host counts."""
+    if head is None:
+        return output
+    sizes = engine.config.parallel
+    return head(output, batch.carrying(sizes.tensor if sizes.sequence_parallel else 1))
+
+
 def forward_batches(
     engine: Engine, model: torch.nn.Module, batches: Sequence[MicroBatch], collect: Callable[[Tensor, int], ResultT]
 ) -> list[ResultT] | None:
@@ -243,7 +252,7 @@ def _statistics(
     def collect(logits: Tensor, index: int) -> Statistics:
         batch = batches[index]
         return batch.wrap(loss_fn).collect(
-            logits if head is None else head(logits),
+            loss_input(engine, head, batch, logits),
             batch.data,
             seqs,
             toks,

@@ -1,4 +1,4 @@
-"""The gate before a long run: every rank is up, the groups carry, and one tiny step has the numbers of a single process."""
+"""The gate before a long run: every rank is up, groups and pipeline neighbours carry, a tiny step is as in one process."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses import ClippedPGLossFn
 from parallel_rl.megatron import initialize, padded_input
 from parallel_rl.reduce import count_valid
-from parallel_rl.training.agree import on_every_rank
+from parallel_rl.training.agree import describe, on_every_rank
 from parallel_rl.training.config import TrainConfig
 from parallel_rl.training.engine import start_world
+from parallel_rl.training.progress import doing, tick
 from parallel_rl.training.sections import ParallelConfig, data_parallel_size
 
 _GRACE = 2.0  # seconds in which rank 0 tells the others
+_MESSAGE = 1 << 16  # numbers that neighbours exchange: as many as take the way of activations
 _TOLERANCE = 1e-10  # float64 on both sides; what differs is the order of sums
 
 
@@ -82,19 +84,25 @@ def check_in(seconds: float) -> dist.Store:
 
 
 def tiny_step(config: ParallelConfig) -> None:
-    """Forms the groups of the layout, and compares the loss of a few tokens and its gradient on them with one process's.
+    """Forms the groups of the layout, has pipeline neighbours exchange, and compares the loss of a few tokens and its gradient
+    with one process's.
 
     Raises:
-        RuntimeError: a rank found a group of another size, or other numbers; on all ranks.
+        RuntimeError: a rank found a group of another size, a neighbour that it cannot exchange with, or other numbers; on all
+            ranks.
     """
+    tick("forming the groups")
     initialize(config.tensor, config.context, config.pipeline)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     groups, ranks = ParallelGroups.from_megatron(), data_parallel_size(config, dist.get_world_size())
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     ones = torch.ones(1, device=device)
+    tick("summing over the groups")
     sizes = {"tensor": groups.tensor, "context": groups.context, "data": groups.data, "pipeline": pipeline}
     found = {name: _sum(ones, group) for name, group in sizes.items()}
     wanted = {"tensor": config.tensor, "context": config.context, "data": ranks, "pipeline": config.pipeline}
+    broken = _exchange(pipeline, device)
+    tick("comparing a tiny step")
 
     rows, width, vocab = 2 * ranks, 8 * config.context, 4 * config.tensor
     generator = torch.Generator("cpu").manual_seed(0)
@@ -128,6 +136,8 @@ def tiny_step(config: ParallelConfig) -> None:
     errors = [(total - expected.detach()).abs().max(), (part.grad - whole.grad[mine][:, local, columns]).abs().max()]
 
     def verdict() -> None:
+        if broken:
+            raise RuntimeError(broken)
         for name, size in wanted.items():
             if float(found[name]) != size:
                 raise RuntimeError(f"the {name} group has {float(found[name]):g} ranks in place of {size}")
@@ -146,9 +156,11 @@ def _ends(store: dist.Store, what: str, stage: str, seconds: float) -> Iterator[
     def end() -> None:
         behind = _missing(store, f"{stage}/begun", range(world))
         who = f"{_named(behind)} did not begin" if behind else f"{_named(_missing(store, stage, range(world)))} hang"
-        print(f"parallel-rl: error (rank {rank}): {what} in {seconds:g} s: {who}", file=sys.stderr, flush=True)
+        text = f"{what} in {seconds:g} s: {who}; this rank was {doing()}"
+        print(f"parallel-rl: error (rank {rank}): {text}", file=sys.stderr, flush=True)
         os._exit(1)
 
+    tick("forming the world")
     store.set(f"gate/{stage}/begun/{rank}", "")
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -162,6 +174,29 @@ def _ends(store: dist.Store, what: str, stage: str, seconds: float) -> Iterator[
 
 def _missing(store: dist.Store, stage: str, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if not store.check([f"gate/{stage}/{rank}"])]
+
+
+def _exchange(pipeline: dist.ProcessGroup, device: torch.device) -> str:
+    """Each rank's number to its neighbours in the pipeline and back, the way of activations and gradients; what went wrong."""
+    ranks, place, rank = dist.get_process_group_ranks(pipeline), dist.get_rank(pipeline), dist.get_rank()
+    wrong = []
+    for turn in (0, 1):  # pairs that share no rank at a time, so that a broken one holds up no other
+        there = place + (1 if (place + turn) % 2 == 0 else -1)
+        if not 0 <= there < len(ranks):
+            continue
+        peer = ranks[there]
+        tick(f"exchanging with rank {peer}, its neighbour in the pipeline")
+        mine = torch.full((_MESSAGE,), float(rank), device=device)
+        theirs = torch.full_like(mine, -1.0)
+        ways = [dist.P2POp(dist.isend, mine, peer, pipeline), dist.P2POp(dist.irecv, theirs, peer, pipeline)]
+        try:
+            for work in dist.batch_isend_irecv(ways):
+                work.wait()
+            if not bool((theirs == peer).all()):
+                wrong.append(f"rank {rank} did not get from its pipeline neighbour rank {peer} what that sent")
+        except RuntimeError as error:
+            wrong.append(f"rank {rank} cannot exchange with its pipeline neighbour rank {peer}: {describe(error)}")
+    return "; ".join(wrong)
 
 
 def _sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from parallel_rl.training.watch_report import ranges
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -58,11 +60,7 @@ class RunLog:
             return
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        kept = (
-            []
-            if after is None
-            else [row for row in read_metrics(self.path) if int(row["step"]) <= after.get(str(row["phase"]), -1)]
-        )
+        kept, self._found = ([], "") if after is None else _kept(self.path, after)
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = self.path.open(
             "ab", buffering=0
@@ -72,6 +70,8 @@ class RunLog:
         self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
     def __enter__(self) -> RunLog:
+        if self.active and self._found:
+            self.say(f"{self.path}: {self._found}")
         if self.active and self.console.is_terminal:
             columns = (
                 TextColumn("{task.description}"),
@@ -192,16 +192,49 @@ def _append(file: FileIO, line: bytes) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, float | int | str]]:
-    """The rows of a metrics.jsonl; a last line that a kill cut off is left out."""
-    if not path.is_file():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    """The rows of a metrics.jsonl; a last line that a kill cut off is left out.
+
+    Raises:
+        ValueError: another line is no row; the message names it.
+    """
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[list[dict[str, float | int | str]], bool]:
+    """The rows, and whether the last line was cut off."""
+    *lines, rest = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    rows: list[dict[str, float | int | str]] = []
+    for number, line in enumerate([*lines, rest] if rest else lines, start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+            row = json.loads(line)
+            if not (isinstance(row["phase"], str) and isinstance(row["step"], int)):
+                raise TypeError
+        except (ValueError, TypeError, KeyError):
+            if number > len(lines):
+                return rows, True
+            raise ValueError(
+                f"{path.absolute()}, line {number} is no row of metrics: {line[:60]!r}. Nothing was changed; mend or remove "
+                "the line, or move the file away"
+            ) from None
+        rows.append(row)
+    return rows, False
+
+
+def _kept(path: Path, after: Mapping[str, int]) -> tuple[list[dict[str, float | int | str]], str]:
+    """The row of each step up to those of `after`, and what is to be said of others: cut off, dropped, missing."""
+    rows, cut_off = _read(path)
+    by_step = {(str(row["phase"]), int(row["step"])): row for row in rows}
+    kept = {key: row for key, row in by_step.items() if key[1] <= after.get(key[0], 0)}
+    dropped = [key for key in by_step if key not in kept]
+    missing = [
+        (phase, step) for phase, last in after.items() for step in range(1, last + 1) if (phase, step) not in kept
+    ]
+    words = ["the last line was cut off"] if cut_off else []
+    for what, keys in (("dropped, as they come after the checkpoint", dropped), ("missing", missing)):
+        for phase in dict.fromkeys(phase for phase, _ in keys):
+            steps = ranges([step for name, step in keys if name == phase])
+            words.append(f"the rows of {phase} step {steps} are {what}")
+    return list(kept.values()), "; ".join(words)
 
 
 def _tensorboard(folder: Path, purge_step: int | None) -> SummaryWriter | None:

@@ -10,6 +10,7 @@ from parallel_rl.config import configure
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.heads import ScalarHeadLoss
 from parallel_rl.losses.registry import get_loss
+from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 
 @dataclass(frozen=True)
@@ -53,13 +54,31 @@ class LossChoice:
         loss = self.build()
         return (*loss.token_fields, *loss.sequence_fields, *loss.local_fields)
 
-    def build(self, *, vocab_size: int | None = None, temperature: float = 1.0, consume_logits: bool = False) -> LossFn:
-        """The loss on logits [.., V/tp], or on a scalar head, which has no vocabulary."""
+    def build(
+        self,
+        *,
+        vocab_size: int | None = None,
+        temperature: float = 1.0,
+        consume_logits: bool = False,
+        truncation: Truncation = KEEP_ALL,
+    ) -> LossFn:
+        """The loss on logits [.., V/tp], or on a scalar head, which has no vocabulary.
+
+        Raises:
+            ValueError: options that do not fit, a truncation of what is no loss on a sampler's policy.
+        """
         cls = self.loss_class
         config = configure(cls.config_class, self.options, "options")
         if issubclass(cls, ScalarHeadLoss):
             return cls(config)
-        return cls(config, vocab_size=vocab_size, temperature=temperature, consume_logits=consume_logits)
+        return cls(
+            config,
+            vocab_size=vocab_size,
+            temperature=temperature,
+            consume_logits=consume_logits,
+            top_k=truncation.top_k,
+            top_p=truncation.top_p,
+        )
 
 
 def check_fed(

@@ -6,11 +6,11 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 _CHUNK = 1 << 22
 Fact = float | int | str | bool | None
 
@@ -21,13 +21,24 @@ class DamagedCheckpoint(ValueError):
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands: the phase ("warmup" or the objective) and the steps done in it.
+    """Where a run stands: the phase ("warmup" or the objective), the steps done in it, and the records of each source that
+    they took, counted over all passes.
 
-    The order of the data and the trainer's own draws follow from (seed, phase, step).
+    The next of a source with N records is record `taken[name] % N` of pass `taken[name] // N`, whatever the sizes of the steps
+    before were. The order of the data and the trainer's own draws follow from (seed, that number).
     """
 
     phase: str
     step: int
+    taken: Mapping[str, int] = field(default_factory=dict)
+
+    def next(self, name: str) -> int:
+        """The number of the next record of a source."""
+        return self.taken.get(name, 0)
+
+    def after(self, takes: Mapping[str, int]) -> Position:
+        """One step later, which took so many records of each source."""
+        return Position(self.phase, self.step + 1, {name: self.next(name) + count for name, count in takes.items()})
 
 
 @dataclass(frozen=True)

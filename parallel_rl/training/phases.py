@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from parallel_rl.training.config import TrainConfig
+from parallel_rl.training.manifest import Position
 from parallel_rl.training.objectives import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.rl import rl_step
 from parallel_rl.training.sections import OptimizerConfig
@@ -14,17 +15,18 @@ from parallel_rl.training.session import Numbers, Session
 from parallel_rl.training.steps import distillation_step, preference_step, supervised_step
 
 Section = RLConfig | PreferenceConfig | SupervisedConfig | DistillationConfig
-Run = Callable[..., Numbers]  # (session, its section, the step's number)
+Run = Callable[..., Numbers]  # (session, its section, where the run stands)
 
 
 @dataclass(frozen=True)
 class Phase:
-    """`steps` calls of `run`, with one optimizer; the main phase is the last."""
+    """`steps` calls of `run`, each of which `takes` so many records of a source, with one optimizer; the main phase is last."""
 
     name: str
     steps: int
     optimizer: OptimizerConfig
-    run: Callable[[Session, int], Numbers]
+    takes: Mapping[str, int]
+    run: Callable[[Session, Position], Numbers]
     is_main: bool
 
 
@@ -38,11 +40,31 @@ def phases(config: TrainConfig) -> list[Phase]:
         ("distillation", config.distillation, distillation_step),
     ]
     return [
-        Phase(name, section.steps, section.optimizer, partial(_run, step, section), name != "warmup")
+        Phase(
+            name,
+            section.steps,
+            section.optimizer,
+            _takes(config, section),
+            partial(_run, step, section),
+            name != "warmup",
+        )
         for name, section, step in runs
         if section is not None
     ]
 
 
-def _run(step: Run, section: Section, session: Session, index: int) -> Numbers:
-    return step(session, section, index)
+def _takes(config: TrainConfig, section: Section) -> dict[str, int]:
+    """Dynamic sampling sets aside what its later rounds may need."""
+    if isinstance(section, PreferenceConfig):
+        return {"pairs": section.pairs}
+    if isinstance(section, RLConfig):
+        experts = {"examples": section.experts} if section.experts else {}
+        if config.data.rollouts is not None:
+            return {"rollouts": section.prompts * section.group_size, **experts}
+        return {"train": section.prompts * section.rounds, **experts}
+    on_policy = isinstance(section, DistillationConfig) and section.rows == "policy"
+    return {"train" if on_policy else "examples": section.batch_size}
+
+
+def _run(step: Run, section: Section, session: Session, at: Position) -> Numbers:
+    return step(session, section, at)

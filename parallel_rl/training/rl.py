@@ -10,19 +10,20 @@ from parallel_rl.objectives.kl import kl_estimate
 from parallel_rl.training.ahead import ask_ahead, mask_stale
 from parallel_rl.training.batching import Rows, join
 from parallel_rl.training.drawing import sampled_rows
+from parallel_rl.training.manifest import Position
 from parallel_rl.training.objectives import RLConfig
 from parallel_rl.training.samples import expert_rows, recorded_rows
 from parallel_rl.training.session import Numbers, Session, numbers_of
 from parallel_rl.training.tokenizer import EOS
 
 
-def rl_step(session: Session, config: RLConfig, step: int) -> Numbers:
+def rl_step(session: Session, config: RLConfig, at: Position) -> Numbers:
     """`updates` optimizer steps on fresh samples or on the next recorded rollouts, each on its share of the prompts."""
-    loss_fn = session.policy_loss
+    loss_fn, step = session.policy_loss, at.step
     assert loss_fn is not None
     if session.served is not None:
-        ask_ahead(session, config, step)
-    rows, reward = (recorded_rows if session.data.rollouts else sampled_rows)(session, config, step)
+        ask_ahead(session, config, at)
+    rows, reward = (recorded_rows if session.data.rollouts else sampled_rows)(session, config, at)
     numbers: Numbers = {} if reward is None else {"reward": reward}
     rows, sizes = session.balance(rows, config.updates)
     rows, kl = _with_advantages(session, config, _scored(session, config, _shaped(config, rows)))
@@ -32,7 +33,7 @@ def rl_step(session: Session, config: RLConfig, step: int) -> Numbers:
         numbers |= staleness
     parts = rows.split(sizes)
     if config.experts:
-        experts, sizes = session.balance(expert_rows(session, config, step), config.updates, beside=parts)
+        experts, sizes = session.balance(expert_rows(session, config, at), config.updates, beside=parts)
         parts = [join(part, beside) for part, beside in zip(parts, experts.split(sizes), strict=True)]
     done, total = step * config.updates, config.steps * config.updates
     if config.critic is not None:
@@ -66,12 +67,15 @@ def _shaped(config: RLConfig, rows: Rows) -> Rows:
 
 def _scored(session: Session, config: RLConfig, rows: Rows) -> Rows:
     """With the log-probs and values that the loss or the estimator reads."""
-    temperature, read = session.temperature, {*config.loss.reads, *config.advantages.needs}
+    temperature, truncation, needs = session.temperature, session.truncation, config.advantages.needs
+    policy, read = session.engine.model, {*config.loss.reads, *needs}
     if "prev_logprobs" in read or "kl" in read:
         prev = rows.fields["generation_logprobs"]
         if config.prev_logprobs == "recompute":
-            prev = session.log_probs(session.engine.model, rows, temperature)
+            prev = session.log_probs(policy, rows, temperature, truncation=truncation)
         rows = rows.with_fields(prev_logprobs=prev)
+    if truncation and ("prev_logprobs" in needs or "kl" in needs):  # compared with models that are not truncated
+        rows = rows.with_fields(whole_logprobs=session.log_probs(policy, rows, temperature))
     if session.reference is not None:
         rows = rows.with_fields(reference_policy_logprobs=session.log_probs(session.reference, rows, temperature))
     if session.teacher is not None:
@@ -87,8 +91,10 @@ def _with_advantages(session: Session, config: RLConfig, rows: Rows) -> tuple[Ro
     if "advantages" in fields:
         return rows, {}
     batch, estimator, kl = dict(fields), config.advantages, Numbers()
+    if "whole_logprobs" in fields:
+        batch["prev_logprobs"] = fields["whole_logprobs"]
     if config.reward_kl is not None:
-        batch["kl"] = kl_estimate(fields["prev_logprobs"], fields["reference_policy_logprobs"], config.reward_kl)
+        batch["kl"] = kl_estimate(batch["prev_logprobs"], fields["reference_policy_logprobs"], config.reward_kl)
     if controller is not None:
         valid = (fields["token_mask"] * fields["sample_mask"][:, None]).bool()
         kl = {"reward_kl": session.mean(batch["kl"][valid]), "kl_coefficient": controller.value}

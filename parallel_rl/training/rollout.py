@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from parallel_rl.training.sections import SamplingConfig
 from parallel_rl.training.tokenizer import EOS, PAD
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
 from parallel_rl.vocab.stats import token_stats
+from parallel_rl.vocab.truncation import truncated_token_stats
 
 ROWS_AT_A_TIME = 1024  # bounds the logits that one decoding position holds
 
@@ -92,7 +94,7 @@ def _decode(
         tick("sampling")
         at = lengths[alive]
         keys = sample_keys(seed, sample_ids[alive], at)
-        drawn, scores = _draw(engine, tokens[alive, : int(at.max())], at - 1, keys, config.temperature, greedy)
+        drawn, scores = _draw(engine, tokens[alive, : int(at.max())], at - 1, keys, config, greedy)
         tokens[alive, at], logprobs[alive, at] = drawn, scores
         lengths[alive] += 1
         alive = alive[drawn != EOS]
@@ -101,16 +103,20 @@ def _decode(
 
 
 def _draw(
-    engine: Engine, prefix: Tensor, last: Tensor, keys: Tensor, temperature: float, greedy: bool
+    engine: Engine, prefix: Tensor, last: Tensor, keys: Tensor, config: SamplingConfig, greedy: bool
 ) -> tuple[Tensor, Tensor]:
     """One token a row and its log-prob, from the logits at column `last`: on the last stage, then on all."""
 
     def collect(logits: Tensor, index: int) -> Tensor:
         at_last = logits[torch.arange(len(last), device=logits.device), last.to(logits.device)]
         group, size = engine.groups.tensor, engine.vocab_size
-        heat = 0.0 if greedy else temperature
-        drawn = sample_tokens(at_last, keys.to(logits.device), temperature=heat, group=group, vocab_size=size)
-        stats = token_stats(at_last, drawn, group=group, vocab_size=size, temperature=temperature, entropy=False)
+        rule = config.truncation
+        heat, top_k, top_p = (0.0, None, None) if greedy else (config.temperature, rule.top_k, rule.top_p)
+        drawn = sample_tokens(
+            at_last, keys.to(logits.device), temperature=heat, top_k=top_k, top_p=top_p, group=group, vocab_size=size
+        )
+        score = partial(truncated_token_stats, top_k=rule.top_k, top_p=rule.top_p) if rule else token_stats
+        stats = score(at_last, drawn, group=group, vocab_size=size, temperature=config.temperature, entropy=False)
         # one broadcast for both: a token id is exact in float64
         return torch.stack([drawn.double(), stats.logprobs.double()])
 

@@ -9,17 +9,20 @@ import torch
 from parallel_rl.training.batching import Rows, make_rows, spread
 from parallel_rl.training.data import Rollout
 from parallel_rl.training.datasets import check_cut
+from parallel_rl.training.manifest import Position
 from parallel_rl.training.objectives import RLConfig
 from parallel_rl.training.records.agree import read_together
 from parallel_rl.training.records.source import Records
 from parallel_rl.training.session import Session
 
+_EXPERTS = 1 << 48  # behind the ids of all samples of a run
 
-def recorded_rows(session: Session, config: RLConfig, step: int) -> tuple[Rows, float | None]:
+
+def recorded_rows(session: Session, config: RLConfig, at: Position) -> tuple[Rows, float | None]:
     """This data rank's part of the next recorded rollouts; the mean reward, unless the file has advantages in its place."""
     engine, records = session.engine, session.data.rollouts
-    count = config.prompts * config.group_size
-    batch = read_together(partial(_recorded, records, step * count, count), engine.device)
+    first, count = at.next("rollouts"), config.prompts * config.group_size
+    batch = read_together(partial(_recorded, records, first, count), engine.device)
     places = session.places(count, config.updates)
     mine = [batch[place] for place in places]
     starts = [len(record.tokens) - len(record.logprobs) for record in mine]
@@ -29,7 +32,7 @@ def recorded_rows(session: Session, config: RLConfig, step: int) -> tuple[Rows, 
     fields = {
         "generation_logprobs": spread([record.logprobs for record in mine], starts, width, engine.numbers),
         "group_ids": torch.tensor([record.group for record in mine]),
-        "sample_ids": torch.tensor([step * count + place for place in places]),
+        "sample_ids": torch.tensor([first + place for place in places]),
     }
     if batch[0].reward is None:
         advantages = torch.tensor([float(record.advantage or 0.0) for record in mine], dtype=engine.numbers)
@@ -44,13 +47,11 @@ def _recorded(records: Records[Rollout], first: int, count: int) -> list[Rollout
     return [records[place % len(records)] for place in range(first, first + count)]
 
 
-def expert_rows(session: Session, config: RLConfig, step: int) -> Rows:
+def expert_rows(session: Session, config: RLConfig, at: Position) -> Rows:
     """This data rank's part of the next demonstrations, each update's part in order."""
-    engine, count = session.engine, config.experts
-    places = session.places(count, config.updates)
-    chosen = session.read(session.data.examples, [step * count + place for place in places])
+    engine, first = session.engine, at.next("examples")
+    places = [first + place for place in session.places(config.experts, config.updates)]
+    chosen = session.read(session.data.examples, places)
     rows = make_rows([(example.prompt, example.completion) for example in chosen], engine.numbers)
-    # behind the ids of all samples of the run
-    first = config.steps * config.rounds * config.prompts * config.group_size + step * count
-    ids = torch.tensor([first + place for place in places])
+    ids = torch.tensor([_EXPERTS + place for place in places])
     return rows.with_fields(expert_mask=torch.ones(len(places), dtype=torch.bool), sample_ids=ids)

@@ -12,14 +12,18 @@ from parallel_rl.training import shelf
 from parallel_rl.training.agree import on_first_rank
 from parallel_rl.training.checkpoint import Contents, Controllers, Stateful
 from parallel_rl.training.config import TrainConfig
+from parallel_rl.training.datasets import Datasets
 from parallel_rl.training.engine import Engine
+from parallel_rl.training.logging import read_metrics
 from parallel_rl.training.manifest import Fact, Position, Record, differing, fault, read_manifest
+from parallel_rl.training.recovery import newest_whole, verify
 from parallel_rl.training.sections import DTYPES
 from parallel_rl.training.session import Session
 from parallel_rl.training.sharded import bytes_of
 
 _MODEL = "model."
 _WEIGHTS = "tokenizer.alphabet"
+_BEGUN_BY = ".begun_by"
 
 
 def contents(session: Session, position: Position) -> Contents:
@@ -46,14 +50,20 @@ def record(config: TrainConfig, position: Position, facts: Mapping[str, float | 
     return Record(position, facts, _identity(config), {}, ())
 
 
-def same_run(config: TrainConfig, phases: Sequence[str]) -> Callable[[Path, Record], None]:
-    """The check that a run may go on from a checkpoint: model, objective and precision are its own."""
+def same_run(config: TrainConfig, phases: Mapping[str, int]) -> Callable[[Path, Record], None]:
+    """The check that a run may go on from a checkpoint: model, objective, precision and the steps of the phases before are its
+    own; `phases` are the run's, each with its steps, in order."""
     ours = _identity(config)
 
     def check(path: Path, found: Record) -> None:
         difference = differing(found.model, ours, ours)
         if difference is None and found.position.phase not in phases:
             difference = f"it stands in the phase {found.position.phase!r} and this run has {', '.join(phases)}"
+        if difference is None:
+            before = sum(list(phases.values())[: list(phases).index(found.position.phase)])
+            if (number := before + found.position.step) != shelf.number_of(path):
+                where = f"its {found.position.phase} step {found.position.step} is step {shelf.number_of(path)} of all phases"
+                difference = f"{where} there and {number} in this run"
         if difference is not None:
             raise ValueError(
                 f"run.dir holds the checkpoint {path} of another run: {difference}. Nothing was changed; choose another "
@@ -79,18 +89,14 @@ def same_weights(config: TrainConfig, key: str, *, scalar_head: bool = False) ->
 
 
 def check_sources(config: TrainConfig) -> None:
-    """Looks at the checkpoints that the config names, before any model is built: the model they are of, and their files' sizes.
-    (Their content is looked at when they are loaded; here already where run.resume = 'never' is about to remove another run.)
+    """Looks at the checkpoints that the config names, alone and before any model is built: the model they are of, and their
+    files' sizes.
 
     Raises:
         ValueError: one that is not there, is damaged, is of another model, or would be removed by run.resume = 'never'.
     """
-    teacher = ("distillation" if config.distillation is not None else "rl") + ".teacher"
-    sources = [("run.init_from", config.run.init_from, config.scalar_head), (teacher, config.teacher, False)]
     mine = (Path(config.run.dir) / "checkpoints").resolve()
-    for key, name, scalar_head in sources:
-        if name is None:
-            continue
+    for key, name, scalar_head in _sources(config):
         path = Path(name)
         if config.run.resume == "never" and path.resolve().is_relative_to(mine):
             raise ValueError(f"{key} = {name!r} is in run.dir, whose checkpoints run.resume = 'never' removes; move it")
@@ -100,12 +106,64 @@ def check_sources(config: TrainConfig) -> None:
             raise ValueError(f"{key} = {name!r} cannot be used: {error}") from None
         same_weights(config, key, scalar_head=scalar_head)(path, manifest.record)
         for file, entry in manifest.files.items():
-            if found := fault(path / file, entry, contents=config.run.resume == "never"):
+            if found := fault(path / file, entry, contents=False):
                 raise ValueError(f"{key} = {name!r} is damaged: {found}")
 
 
-def check_room(config: TrainConfig, engine: Engine) -> None:
+def verify_sources(config: TrainConfig, *, begins: bool) -> None:
+    """Reads the checkpoints that the config names through, each rank its share of the files; where the run does not begin with
+    this start, run.init_from is of no use any more.
+
+    Raises:
+        ValueError: one whose files are not what was written; on all ranks.
+    """
+    for key, name, _ in _sources(config):
+        if begins or key != "run.init_from":
+            path, cannot = Path(name), f"{key} = {name!r} cannot be used"
+            try:
+                verify(path, on_first_rank(lambda path=path: read_manifest(path), cannot))  # type: ignore[misc]
+            except ValueError as error:
+                raise ValueError(f"{cannot}: {error}") from None
+
+
+def find_start(
+    config: TrainConfig, phases: Mapping[str, int], data: Datasets, say: Callable[[str], None]
+) -> tuple[bool, tuple[Path, Record] | None]:
+    """Whether a run begins anew, and the checkpoint that it goes on from, if any; what does not fit is refused before anything
+    is removed or written.
+
+    Args:
+        config: the run.
+        phases: each with its steps, in order.
+        data: what it reads.
+        say: told of what was cleared up or set aside.
+
+    Raises:
+        ValueError: on all ranks: a checkpoint of another model or other data, none that is whole, rows that cannot be read.
+    """
+    folder = Path(config.run.dir)
+    on_first_rank(lambda: check_sources(config), "the checkpoints that the config names cannot be read")
+    anew = on_first_rank(lambda: begins_anew(config), f"run.dir = {config.run.dir!r} cannot be read")
+    latest = None
+    if not anew:
+        metrics, same = folder / "metrics.jsonl", same_run(config, phases)
+        on_first_rank(lambda: len(read_metrics(metrics)), f"{metrics} cannot be read")
+
+        def check(path: Path, record: Record) -> None:
+            same(path, record)
+            data.check_facts(record.facts, path)
+
+        latest = newest_whole(folder / "checkpoints", check, say)
+    verify_sources(config, begins=latest is None)
+    return anew, latest
+
+
+def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None:
     """Refuses to start a run whose disk cannot take one checkpoint beside those that are there.
+
+    Args:
+        config, engine: the run.
+        goes: what in its folder will be removed before.
 
     Raises:
         ValueError: on all ranks.
@@ -118,30 +176,49 @@ def check_room(config: TrainConfig, engine: Engine) -> None:
     folder = Path(config.run.dir)
 
     def check() -> None:
-        free = shelf.free_bytes(folder)
+        free = shelf.free_bytes(folder) + shelf.bytes_in(folder, goes)
         if free < needed:
             raise ValueError(
                 f"run.dir = {config.run.dir!r}: a checkpoint takes {shelf.in_words(needed)} and {shelf.in_words(free)} are "
-                "free; make room, or choose another run.dir"
+                f"free{' once the run there is removed' if goes else ''}. Nothing was changed; make room, or choose another "
+                "run.dir"
             )
 
     on_first_rank(check, f"run.dir = {config.run.dir!r} cannot be used")
 
 
+def begins_anew(config: TrainConfig) -> bool:
+    """Whether this start replaces what stands in run.dir: by run.resume = 'never', once in the life of a Slurm job, which goes
+    on from what it did when it is requeued."""
+    marker, job = Path(config.run.dir) / _BEGUN_BY, os.environ.get("SLURM_JOB_ID", "")
+    requeued = int(os.environ.get("SLURM_RESTART_COUNT") or 0) > 0
+    begun = requeued and marker.is_file() and marker.read_text(encoding="utf-8") == job
+    return config.run.resume == "never" and not begun
+
+
+def left_by(config: TrainConfig) -> tuple[str, ...]:
+    """What a run leaves in its folder and `start_anew` removes; metrics.jsonl and config.yaml are replaced."""
+    return ("checkpoints", "tensorboard", *(config.rl.folders if config.rl is not None else ()))
+
+
 def start_anew(folder: Path, names: Sequence[str]) -> None:
-    """Removes what a run left in its folder, once in the life of a Slurm job: requeued, it goes on from what it did."""
-    job, restarts = os.environ.get("SLURM_JOB_ID", ""), int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    marker = folder / ".begun_by"
+    """Removes what a run left in its folder, and remembers the Slurm job that did."""
+    job = os.environ.get("SLURM_JOB_ID", "")
 
     def clear() -> None:
-        if restarts and marker.is_file() and marker.read_text(encoding="utf-8") == job:
-            return
         shelf.remove(folder, names)
         if job:
             folder.mkdir(parents=True, exist_ok=True)
-            marker.write_text(job, encoding="utf-8")
+            (folder / _BEGUN_BY).write_text(job, encoding="utf-8")
 
     on_first_rank(clear, f"what stands in {folder} cannot be removed")
+
+
+def _sources(config: TrainConfig) -> list[tuple[str, str, bool]]:
+    """Each checkpoint that the config names: its key, its folder, and whether it may have a scalar head."""
+    teacher = ("distillation" if config.distillation is not None else "rl") + ".teacher"
+    named = [("run.init_from", config.run.init_from, config.scalar_head), (teacher, config.teacher, False)]
+    return [(key, name, scalar_head) for key, name, scalar_head in named if name is not None]
 
 
 def _identity(config: TrainConfig) -> dict[str, Fact]:

@@ -9,26 +9,39 @@ from torch import Tensor
 
 from parallel_rl import token_logprobs
 from parallel_rl.megatron import broadcast_from_last_stage
+from parallel_rl.reduce import valid_tokens
 from parallel_rl.training.batching import MicroBatch
-from parallel_rl.training.engine import Engine, forward_batches, fused_head
+from parallel_rl.training.engine import Engine, forward_batches, fused_head, loss_input
+from parallel_rl.vocab.stats import IGNORE_INDEX
+from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 
 def log_probs(
-    engine: Engine, model: torch.nn.Module, batches: Sequence[MicroBatch], temperature: float
+    engine: Engine,
+    model: torch.nn.Module,
+    batches: Sequence[MicroBatch],
+    temperature: float,
+    truncation: Truncation = KEEP_ALL,
 ) -> list[Tensor]:
-    """Token-aligned log-probs of every micro-batch under `model`, [B, S] each, whole on every rank."""
+    """Token-aligned log-probs of every micro-batch under `model`, [B, S] each, whole on every rank.
+
+    0 for a token that carries no loss, −inf for one that the truncation does not keep.
+    """
 
     def collect(logits: Tensor, index: int) -> Tensor:
         groups, batch = engine.groups, batches[index]
+        ids = torch.where(valid_tokens(batch.data), batch.data["input_ids"], IGNORE_INDEX)
         return token_logprobs(
-            logits if head is None else head(logits),
-            batch.data,
+            loss_input(engine, head, batch, logits),
+            {**batch.data, "input_ids": ids},
             groups.tp_rank,
             groups.tensor,
             groups.context,
             layout=batch.input.layout,
             vocab_size=engine.vocab_size,
             temperature=temperature,
+            top_k=truncation.top_k,
+            top_p=truncation.top_p,
         )
 
     with fused_head(engine, model) as head:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from parallel_rl.vocab.truncation import Truncation
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -226,15 +229,33 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How rollouts are drawn: new tokens at most, and the temperature of the softmax."""
+    """How rollouts are drawn: new tokens at most, and from what.
+
+    Log-probs of the policy in RL, old ones and those of the loss, are of the same truncated distribution: a token that one of
+    them does not keep leaves the mask (the metric dropped_tokens). What is compared with a frozen model is never truncated.
+
+    Attributes:
+        max_new_tokens: of a completion.
+        temperature: of the softmax.
+        top_k: draws are among the k likeliest words; None: among all.
+        top_p: and among the likeliest of these that together hold the fraction p; None: among all.
+    """
 
     max_new_tokens: int = 8
     temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
 
     def __post_init__(self) -> None:
         at_least(self, max_new_tokens=1)
-        if self.temperature <= 0:
-            raise ValueError(f"temperature = {self.temperature} must be above 0")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature = {self.temperature} must be a finite number above 0")
+        _ = self.truncation  # refuses what is no rule
+
+    @property
+    def truncation(self) -> Truncation:
+        """The rule that top_k and top_p are."""
+        return Truncation(self.top_k, self.top_p)
 
 
 @dataclass(frozen=True)

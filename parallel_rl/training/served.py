@@ -49,9 +49,16 @@ class Served:
         self.config, self._engine = config, engine
         self._sharing = [groups.tensor, groups.context, parallel_state.get_pipeline_model_parallel_group()]
         self._asks = all(group_rank(group) == 0 for group in self._sharing)
-        self._server = CompletionServer(
-            config, Sampling(sampling.max_new_tokens, EOS, engine.vocab_size, sampling.temperature, 2 * run.seed)
+        wanted = Sampling(
+            sampling.max_new_tokens,
+            EOS,
+            engine.vocab_size,
+            sampling.temperature,
+            2 * run.seed,
+            sampling.top_k,
+            sampling.top_p,
         )
+        self._server = CompletionServer(config, wanted)
         self._asked: dict[int, _Asked] = {}
         self._version = 0  # of the weights that were last sent
         self.updated = False  # by this process: the servers may have begun anew, too

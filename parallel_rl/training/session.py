@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from parallel_rl.training.scoring import log_probs, values
 from parallel_rl.training.sections import OptimizerConfig
 from parallel_rl.training.served import Served
 from parallel_rl.training.tokenizer import CharTokenizer
+from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 Numbers = dict[str, float]
 
@@ -64,10 +66,25 @@ class Session:
         """Of the policy that is sampled from and trained."""
         return self.engine.config.sampling.temperature
 
-    def loss(self, choice: LossChoice, temperature: float = 1.0) -> LossFn:
+    @property
+    def truncation(self) -> Truncation:
+        """Of the same."""
+        return self.engine.config.sampling.truncation
+
+    def loss(
+        self,
+        choice: LossChoice,
+        temperature: float = 1.0,
+        truncation: Truncation = KEEP_ALL,
+    ) -> LossFn:
         """The loss for this model's output."""
         fused = self.engine.config.model.fused_head  # it has no logits to give up
-        return choice.build(vocab_size=self.engine.vocab_size, temperature=temperature, consume_logits=not fused)
+        return choice.build(
+            vocab_size=self.engine.vocab_size,
+            temperature=temperature,
+            consume_logits=not fused,
+            truncation=truncation,
+        )
 
     @property
     def capacity(self) -> Capacity | None:
@@ -124,9 +141,17 @@ class Session:
         result = train_step(engine, moments, batches, loss_fn, lr=rate, clip=optimizer.clip)
         return self._filled(batches, result)
 
-    def log_probs(self, model: torch.nn.Module, rows: Rows, temperature: float = 1.0, together: int = 1) -> Tensor:
+    def log_probs(
+        self,
+        model: torch.nn.Module,
+        rows: Rows,
+        temperature: float = 1.0,
+        together: int = 1,
+        truncation: Truncation = KEEP_ALL,
+    ) -> Tensor:
         """[N, S] log-probs of this data rank's rows; in the micro-batches that `batches` makes of them with `together`."""
-        return self._whole(rows, lambda batches: log_probs(self.engine, model, batches, temperature), together)
+        score = partial(log_probs, self.engine, model, temperature=temperature, truncation=truncation)
+        return self._whole(rows, score, together)
 
     def values(self, rows: Rows) -> Tensor:
         """[N, S] the critic's values of this data rank's rows."""
@@ -136,7 +161,7 @@ class Session:
 
     def read(self, records: Records[RecordT], numbers: Sequence[int]) -> list[RecordT]:
         """Records `numbers` of the shuffled stream; what is wrong with them on any rank is an error on all."""
-        return read_together(lambda: records.stream(numbers, self.engine.config.run.seed), self.engine.device)
+        return read_together(lambda: records.stream(numbers, self.data.seed), self.engine.device)
 
     def local(self, items: Sequence[int]) -> list[int]:
         """This data rank's share of a list that every rank knows."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from parallel_rl.training.manifest import MANIFEST, read_manifest, sync_folder
 
 _NAME = re.compile(r"step_(\d{6,})")
+_UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _PARTIAL, _REPLACED, _PRUNED = ".partial_", ".replaced_", ".pruned_"
 
 
@@ -125,6 +126,12 @@ def remove(folder: Path, names: Sequence[str]) -> None:
             shutil.rmtree(folder / name)
 
 
+def bytes_in(folder: Path, names: Sequence[str]) -> int:
+    """What `remove` would give back to the disk."""
+    files = (file for name in names for file in (folder / name).rglob("*") if file.is_file() and not file.is_symlink())
+    return sum(512 * file.stat().st_blocks for file in files)
+
+
 def free_bytes(path: Path) -> int:
     """What the disk of a folder, which need not be there yet, has left."""
     while not path.exists() and path != path.parent:
@@ -134,7 +141,7 @@ def free_bytes(path: Path) -> int:
 
 def in_words(count: int) -> str:
     """Bytes as people say them."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+    return next(f"{count / size:.1f} {unit}" for size, unit in _UNITS if count >= size or unit == "kB")
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 
 from parallel_rl.training.batching import Rows, make_rows
 from parallel_rl.training.data import Pair, Prompt
+from parallel_rl.training.manifest import Position
 from parallel_rl.training.objectives import LABELS, DistillationConfig, PreferenceConfig, SupervisedConfig
 from parallel_rl.training.records.agree import read_together
 from parallel_rl.training.records.source import Records
@@ -17,24 +18,25 @@ from parallel_rl.training.scoring import with_teacher_logits
 from parallel_rl.training.session import Numbers, Session, numbers_of
 
 
-def supervised_step(session: Session, config: SupervisedConfig, step: int) -> Numbers:
+def supervised_step(session: Session, config: SupervisedConfig, at: Position) -> Numbers:
     """The next `batch_size` examples."""
-    rows, _ = session.balance(_examples(session, step, config.batch_size))
+    rows, _ = session.balance(_examples(session, at.next("examples"), config.batch_size))
     loss_fn = session.loss(config.loss)
-    return numbers_of([session.update(session.batches(rows), loss_fn, config.optimizer, step, config.steps)])
+    return numbers_of([session.update(session.batches(rows), loss_fn, config.optimizer, at.step, config.steps)])
 
 
-def preference_step(session: Session, config: PreferenceConfig, step: int) -> Numbers:
+def preference_step(session: Session, config: PreferenceConfig, at: Position) -> Numbers:
     """The next `pairs` pairs: rows (chosen, rejected), ..., or labelled ones for a loss that reads labels."""
     together = rows_of_pair(config)
-    rows, _ = session.balance((_paired if together == 2 else _labelled)(session, config, step), together=together)
+    make = _paired if together == 2 else _labelled
+    rows, _ = session.balance(make(_pairs(session, at.next("pairs"), config.pairs), session), together=together)
     if session.reference is not None:
         # in the same micro-batches as the policy: as long as both are the same model, their log-probs are the same bits
         logprobs = session.log_probs(session.reference, rows, together=together)
         rows = rows.with_fields(reference_policy_logprobs=logprobs)
     loss_fn = session.loss(config.loss)
     batches = session.batches(rows, together)
-    return numbers_of([session.update(batches, loss_fn, config.optimizer, step, config.steps)])
+    return numbers_of([session.update(batches, loss_fn, config.optimizer, at.step, config.steps)])
 
 
 def rows_of_pair(config: PreferenceConfig) -> int:
@@ -42,15 +44,14 @@ def rows_of_pair(config: PreferenceConfig) -> int:
     return 3 if LABELS in config.loss.reads else 2
 
 
-def distillation_step(session: Session, config: DistillationConfig, step: int) -> Numbers:
+def distillation_step(session: Session, config: DistillationConfig, at: Position) -> Numbers:
     """The next `batch_size` examples, or completions of the student's, with the teacher's distributions."""
     assert session.teacher is not None
-    rows, _ = session.balance(
-        (_examples if config.rows == "examples" else _completions)(session, step, config.batch_size)
-    )
+    make, source = (_examples, "examples") if config.rows == "examples" else (_completions, "train")
+    rows, _ = session.balance(make(session, at.next(source), config.batch_size))
     batches = with_teacher_logits(session.engine, session.teacher, session.batches(rows))
     loss_fn = session.loss(config.loss)
-    return numbers_of([session.update(batches, loss_fn, config.optimizer, step, config.steps)])
+    return numbers_of([session.update(batches, loss_fn, config.optimizer, at.step, config.steps)])
 
 
 def held_out_reward(session: Session, samples: int) -> float:
@@ -75,38 +76,36 @@ def _each(prompts: Records[Prompt], places: Sequence[int]) -> list[Prompt]:
     return [prompts[place] for place in places]
 
 
-def _pairs(session: Session, config: PreferenceConfig, step: int) -> list[tuple[Pair, Pair]]:
+def _pairs(session: Session, first: int, count: int) -> list[tuple[Pair, Pair]]:
     """This data rank's pairs, each with the one that follows it in the step (the first follows the last)."""
-    first, count = step * config.pairs, config.pairs
     mine = session.local(range(count))
     pairs = session.read(session.data.pairs, [first + place for place in mine])
     following = session.read(session.data.pairs, [first + (place + 1) % count for place in mine])
     return list(zip(pairs, following, strict=True))
 
 
-def _paired(session: Session, config: PreferenceConfig, step: int) -> Rows:
-    chosen = [pair for pair, _ in _pairs(session, config, step)]
-    sides = [(pair.prompt, side) for pair in chosen for side in (pair.chosen, pair.rejected)]
+def _paired(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Rows:
+    sides = [(pair.prompt, side) for pair, _ in pairs for side in (pair.chosen, pair.rejected)]
     return make_rows(sides, session.engine.numbers)
 
 
-def _labelled(session: Session, config: PreferenceConfig, step: int) -> Rows:
+def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Rows:
     """(chosen, +1), (rejected, −1) and the mismatched row (prompt, chosen of the next pair; 0) of each pair."""
     rows, labels = [], []
-    for pair, following in _pairs(session, config, step):
+    for pair, following in pairs:
         rows += [(pair.prompt, pair.chosen), (pair.prompt, pair.rejected), (pair.prompt, following.chosen)]
         labels += [1.0, -1.0, 0.0]
     numbers = session.engine.numbers
     return make_rows(rows, numbers).with_fields(**{LABELS: torch.tensor(labels, dtype=numbers)})
 
 
-def _examples(session: Session, step: int, count: int) -> Rows:
-    examples = session.read(session.data.examples, session.local(range(step * count, (step + 1) * count)))
+def _examples(session: Session, first: int, count: int) -> Rows:
+    examples = session.read(session.data.examples, session.local(range(first, first + count)))
     return make_rows([(example.prompt, example.completion) for example in examples], session.engine.numbers)
 
 
-def _completions(session: Session, step: int, count: int) -> Rows:
-    engine, ids = session.engine, session.local(range(step * count, (step + 1) * count))
+def _completions(session: Session, first: int, count: int) -> Rows:
+    engine, ids = session.engine, session.local(range(first, first + count))
     chosen = [prompt.tokens for prompt in session.read(session.data.train, ids)]
     drawn = sample(engine, chosen, ids, 2 * engine.config.run.seed, engine.config.sampling)
     return make_rows(list(zip(chosen, drawn.completions(), strict=True)), engine.numbers)

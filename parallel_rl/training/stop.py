@@ -70,8 +70,8 @@ def agree(device: torch.device, failed: bool) -> Boundary:
     return Boundary(f"{_CAUSES[cause]} (rank {rank})" if cause else None, bool(found[1]))
 
 
-def ask_for_restart() -> bool:
-    """Leaves the marker, where there is a folder for it; on one rank.
+def ask_for_restart(text: str) -> bool:
+    """Leaves the marker, where there is a folder for it, with a line on what stopped and how it goes on; on one rank.
 
     Raises:
         OSError: it cannot be written.
@@ -80,7 +80,8 @@ def ask_for_restart() -> bool:
     if folder is None:
         return False
     partial = folder / ".REQUEUE.partial"
-    with partial.open("w") as file:
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
     partial.replace(folder / "REQUEUE")

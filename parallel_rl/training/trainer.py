@@ -27,7 +27,6 @@ from parallel_rl.training.phases import Phase, phases
 from parallel_rl.training.plot import draw_curves
 from parallel_rl.training.progress import enter_step, tick
 from parallel_rl.training.random_state import begin_random_state, restore_random_state
-from parallel_rl.training.recovery import newest_whole
 from parallel_rl.training.served import Served
 from parallel_rl.training.session import Critic, Session
 from parallel_rl.training.shelf import Retention
@@ -74,33 +73,31 @@ class _Run:
         self.folder = Path(config.run.dir)
         self.phases = phases(config)
         self.first = dist.get_rank() == 0
-        on_first_rank(lambda: saving.check_sources(config), "the checkpoints that the config names cannot be read")
-        if config.run.resume == "never":
-            others = config.rl.folders if config.rl is not None else ()
-            saving.start_anew(self.folder, ("checkpoints", "tensorboard", *others))
         said: list[str] = []
-        check = saving.same_run(config, [phase.name for phase in self.phases])
-        self.latest = newest_whole(self.folder / "checkpoints", check, said.append)
+        steps = {phase.name: phase.steps for phase in self.phases}
+        self.anew, self.latest = saving.find_start(config, steps, data, said.append)
         record = None if self.latest is None else self.latest[1]
         self.position = Position(self.phases[0].name, 0) if record is None else record.position
         self.facts = {} if record is None else record.facts
-        data.check_facts(self.facts, self.latest and self.latest[0])
         self.before, self.after = self._fact("held_out_before"), self._fact("held_out_after")
         self.rows: list[dict[str, float | int | str]] = []
         self.stop: str | None = None
         self.saved = self.latest and (self.latest[0], self.position)  # the newest checkpoint, and where it stands
-        self.log = on_every_rank(self._open_log, f"run.dir = {config.run.dir!r} cannot be written")
-        for text in said:
-            self.log.say(text)
         engine = build_engine(config, tokenizer.vocab_size, config.model.max_positions)
         if sum(self._done().values()) < sum(phase.steps for phase in self.phases):
             begin_random_state(config.run.seed, engine.groups.dp_rank)
-        saving.check_room(config, engine)
+        left = saving.left_by(config) if self.anew else ()
+        saving.check_room(config, engine, left)
+        if self.anew:
+            saving.start_anew(self.folder, left)
+        self.log = on_every_rank(self._open_log, f"run.dir = {config.run.dir!r} cannot be written")
+        for text in said:
+            self.log.say(text)
         self.session = Session(engine, tokenizer, data, build_optimizer(engine, self.phases[0].optimizer))
 
     def _open_log(self) -> RunLog:
         """The run's record; it keeps the rows up to the checkpoint that is continued from."""
-        after = self._done() if self.latest else None
+        after = None if self.anew else self._done()
         log = RunLog(self.folder, self.config.objective, active=self.first, after=after)
         if self.first:
             write_whole(self.folder / "config.yaml", yaml.safe_dump(as_mapping(self.config), sort_keys=False))
@@ -159,9 +156,9 @@ class _Run:
     def _step(self, phase: Phase) -> None:
         began = time.monotonic()
         enter_step(phase.name, self.position.step + 1)
-        numbers = phase.run(self.session, self.position.step)
+        numbers = phase.run(self.session, self.position)
         seconds = time.monotonic() - began
-        self.position = Position(phase.name, self.position.step + 1)
+        self.position = self.position.after(phase.takes)
         evaluation, step = self.config.evaluation, self.position.step
         last = step == phase.steps
         if evaluation is not None and phase.is_main and (last or (evaluation.every and step % evaluation.every == 0)):
@@ -195,12 +192,14 @@ class _Run:
         stop.ignore_signals()
         if self.rows and (self.saved is None or self.saved[1] != self.position):
             self._save()
-        then = "begins anew" if self.saved is None else f"goes on from {self.saved[0]}"
+        given = " with --run.resume auto" if self.config.run.resume == "never" else ""
+        then = " begins anew" if self.saved is None else f"{given} goes on from {self.saved[0]}"
         text = (
-            f"stopped by {cause} after {phase.name} step {self.position.step} of {phase.steps}; the same command {then}"
+            f"stopped by {cause} after {phase.name} step {self.position.step} of {phase.steps}; the same command{then}"
         )
         # the other ranks hear of it when the marker is there
-        on_first_rank(stop.ask_for_restart, "the marker REQUEUE could not be written; all is saved")
+        why = "the marker REQUEUE could not be written; all is saved"
+        on_first_rank(lambda: stop.ask_for_restart(text), why)
         self.log.say(text)
 
     def _enter_main(self, phase: Phase) -> None:
@@ -228,7 +227,7 @@ class _Run:
             values = build_critic(engine)
             critic = Critic(values, build_optimizer(values, config.rl.critic.optimizer))
         rl = config.rl
-        loss_fn = None if rl is None else self.session.loss(rl.loss, self.session.temperature)
+        loss_fn = None if rl is None else self.session.loss(rl.loss, self.session.temperature, self.session.truncation)
         served = None if rl is None or rl.server is None else Served(engine, rl.server)
         controller = None if rl is None else rl.build_kl_controller()
         return replace(
@@ -254,7 +253,8 @@ class _Run:
             began = self._with_models(optimizer) if phase.is_main else replace(self.session, optimizer=optimizer)
             self.session = began
             random = checkpoint.load(path, saving.contents(began, self.position), record)
-        self.log.say(f"continuing from {path}: {self.position.phase} step {self.position.step}")
+        data = self.session.data.describe_next(self.position.taken)
+        self.log.say(f"continuing from {path}: {self.position.phase} step {self.position.step}{data}")
         if random is None:
             self.log.say(
                 "the layout has changed: Python's, numpy's and torch's random states begin anew, as run.seed has them"

@@ -60,7 +60,7 @@ def report(mine: Post, posts: Mapping[int, Post], heard: Mapping[int, tuple[Post
     lines += [f"rank {post.rank} on {post.host} FAILED in {post.at}: {post.what}" for post in failed[:NAMED]]
     lines += [_missing(rank, heard.get(rank)) for rank in missing[:NAMED]]
     if len(missing) > NAMED:
-        lines.append(f"... and {len(missing) - NAMED} more ranks are MISSING: {_ranks(missing[NAMED:])}")
+        lines.append(f"... and {len(missing) - NAMED} more ranks are MISSING: {ranges(missing[NAMED:])}")
     if not missing and not failed:  # who is not waiting, the others wait for
         lines += [
             f"rank {post.rank} on {post.host} is MISSING from the collective: it is at {post.what}, in {post.at}, since "
@@ -75,7 +75,7 @@ def report(mine: Post, posts: Mapping[int, Post], heard: Mapping[int, tuple[Post
     for post in posts.values():
         if post.kind == "waits":
             places.setdefault((post.what, post.at), []).append(post.rank)
-    lines += [f"waiting in {what}, {at}: rank {_ranks(ranks)}" for (what, at), ranks in places.items()]
+    lines += [f"waiting in {what}, {at}: rank {ranges(ranks)}" for (what, at), ranks in places.items()]
     return "\n  ".join(lines) + "\n"
 
 
@@ -105,12 +105,12 @@ def _missing(rank: int, last: tuple[Post, float] | None) -> str:
     return f"rank {rank} on {post.host} is MISSING: no answer; last heard of {ago:.1f} s ago, in {post.at}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """0-3, 7"""
     parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1] = [parts[-1][0], rank]
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1] = [parts[-1][0], number]
         else:
-            parts.append([rank])
+            parts.append([number])
     return ", ".join("-".join(map(str, part)) for part in parts)

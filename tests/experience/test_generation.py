@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -55,7 +56,30 @@ def test_tokens_with_their_log_probs_in_order(api: str) -> None:
             assert logprob == pytest.approx(math.log(Policy().distribution(last, 0.7)[token]))
     body = server.requests[0]
     asked = body if api == "openai" else body["sampling_params"][0]
-    assert asked["temperature"] == 0.7 and asked["top_p"] == 1 and asked["stop_token_ids"] == [END]
+    assert asked["temperature"] == 0.7 and asked["stop_token_ids"] == [END]
+    assert asked["top_p"] == 1 and asked["top_k"] == -1  # whatever the model's defaults are
+
+
+@pytest.mark.parametrize("api", ["openai", "sglang"])
+def test_the_rule_of_the_sampler_is_asked_for(api: str) -> None:
+    with serve(well) as server:
+        for rule in ({"top_k": 4, "top_p": 0.9}, {"top_k": 4}, {"top_p": 0.9}):
+            client(server.root, api=api, sampling=replace(SAMPLING, **rule)).complete(PROMPTS[:1], [0])
+    asked = [body if api == "openai" else body["sampling_params"][0] for body in server.requests]
+    assert [(body["top_k"], body["top_p"]) for body in asked] == [(4, 0.9), (4, 1.0), (-1, 0.9)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"top_k": 16}, "top_k = 16 is more than the vocabulary's 15 words"),
+        ({"top_k": True}, "top_k = True must be a whole number of words"),
+        ({"top_p": 0.0}, r"top_p = 0.0 must lie in \(0, 1\]"),
+    ],
+)
+def test_rules_that_are_none(rule: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(SAMPLING, **rule)
 
 
 @pytest.mark.parametrize("api", ["openai", "sglang"])

@@ -59,7 +59,7 @@ class Small:
         from parallel_rl.training.recovery import newest_whole
 
         said: list[str] = []
-        found = newest_whole(self.folder, saving.same_run(self.config, ["sft"]), said.append)
+        found = newest_whole(self.folder, saving.same_run(self.config, {"sft": 10**6}), said.append)
         return (None if found is None else found[0]), said
 
     def load(self) -> set[float]:
@@ -67,7 +67,7 @@ class Small:
         from parallel_rl.training import checkpoint, saving
         from parallel_rl.training.recovery import newest_whole
 
-        found = newest_whole(self.folder, saving.same_run(self.config, ["sft"]), str)
+        found = newest_whole(self.folder, saving.same_run(self.config, {"sft": 10**6}), str)
         assert found is not None
         checkpoint.load(found[0], self.contents, found[1])
         parameters = self.contents.engine.bare.parameters()

@@ -113,7 +113,7 @@ def _other_models(rank: int, given: list[str]) -> list[str]:
         ["--tokenizer.alphabet=9876543210+="],
         ["--run.dtype=float64"],
     ):
-        check = saving.same_run(load_config(given[0], [*given[1:], *change]), ["sft"])
+        check = saving.same_run(load_config(given[0], [*given[1:], *change]), {"sft": 10})
         with pytest.raises(ValueError) as refusal:
             newest_whole(small.folder, check, found.append)
         found.append(str(refusal.value))
@@ -145,13 +145,17 @@ def _sources(rank: int, given: list[str]) -> list[str]:
 
     small, found = Small(given), []
     good = small.save(1)
-    cases = {name: good.with_name(name) for name in ("flipped", "cut", "gone")}
-    for path in cases.values():
-        shutil.copytree(good, path)
-    flip(shard_of(cases["flipped"]))
-    truncate(shard_of(cases["cut"]))
-    shard_of(cases["gone"]).unlink()
-    new = f"--run.dir={small.folder.parent / 'new'}"
+    cases = {name: good.with_name(name) for name in ("flipped", "cut", "gone", "common", "index")}
+    if rank == 0:
+        for path in cases.values():
+            shutil.copytree(good, path)
+        flip(shard_of(cases["flipped"]))
+        truncate(shard_of(cases["cut"]))
+        shard_of(cases["gone"]).unlink()
+        flip(cases["common"] / "common.pt")
+        flip(cases["index"] / ".metadata")
+    new = small.folder.parent / "new"
+    dist.barrier()
     for path, *more in (
         *((path,) for path in cases.values()),
         (good.with_name("nowhere"),),
@@ -160,22 +164,33 @@ def _sources(rank: int, given: list[str]) -> list[str]:
         (good, f"--run.dir={small.folder.parent}", "--run.resume=never"),
     ):
         with pytest.raises(ValueError) as refusal:
-            train(load_config(given[0], [*given[1:], new, f"--run.init_from={path}", *more]))
+            train(load_config(given[0], [*given[1:], f"--run.dir={new}", f"--run.init_from={path}", *more]))
         found.append(str(refusal.value))
-    assert good.is_dir()
+    teacher = f"distillation: {{steps: 1, batch_size: 2, optimizer: {{lr: 1e-3}}, teacher: {cases['flipped']}}}\n"
+    config = small.folder.parent / f"distillation{rank}.yaml"
+    config.write_text(f"extends: {given[0]}\nobjective: distillation\nsft: null\n{teacher}")
+    with pytest.raises(ValueError) as refusal:
+        train(load_config(str(config), [*given[1:], f"--run.dir={new}"]))
+    found.append(str(refusal.value))
+    dist.barrier()
+    assert good.is_dir() and not new.exists()  # nothing was begun
     return found
 
 
 def test_init_from_is_refused_where_it_is_not_whole_or_does_not_fit(tmp_path: Path) -> None:
-    [found] = run_world(1, _sources, arguments(tmp_path))
+    found, others = run_world(2, _sources, arguments(tmp_path))
+    assert found == others
     words = (
         ".distcp does not match its checksum",
         "were written",
         ".distcp is missing",
+        "common.pt does not match its checksum",
+        ".metadata does not match its checksum",
         "there is no such folder",
         f"it has no {MANIFEST}",
         "model.hidden is 16 there and 32 in this run",
         "run.resume = 'never' removes",
+        "distillation.teacher = ",
     )
     for text, part in zip(found, words, strict=True):
         assert part in text
@@ -195,20 +210,23 @@ def test_a_checkpoint_without_a_part_that_the_run_has_is_refused(tmp_path: Path)
         run_world(1, _lacks_a_part, arguments(tmp_path))
 
 
-def _begin_anew(rank: int, folder: Path) -> list[bool]:
+def _begin_anew(rank: int, given: list[str]) -> list[bool]:
     from parallel_rl.training import saving
+    from parallel_rl.training.load import load_config
 
-    left = []
+    config, left = load_config(given[0], [*given[1:], "--run.resume=never"]), []
+    folder = Path(config.run.dir)
     for job, restarts in (("7", 0), ("7", 1), ("7", 0), ("8", 2), ("", 0)):
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         with mock.patch.dict(os.environ, SLURM_JOB_ID=job, SLURM_RESTART_COUNT=str(restarts)):
-            saving.start_anew(folder, ["checkpoints"])
+            if saving.begins_anew(config):
+                saving.start_anew(folder, ["checkpoints"])
         left.append((folder / "checkpoints").exists())
     return left
 
 
 def test_never_resuming_does_not_undo_a_requeued_jobs_work(tmp_path: Path) -> None:
-    assert run_world(1, _begin_anew, tmp_path) == [[False, True, False, False, False]]
+    assert run_world(1, _begin_anew, arguments(tmp_path)) == [[False, True, False, False, False]]
 
 
 def _folder(path: Path, steps: dict[int, int]) -> Path:

@@ -1,16 +1,106 @@
-"""The trainer's option `model.fused_head`: which configs it goes with."""
+"""The trainer's option `model.fused_head`: which configs it goes with, and how many rows it is told to project."""
 
 from __future__ import annotations
 
+import re
+import warnings
+from pathlib import Path
+
 import pytest
+import torch
 
 from parallel_rl.training.load import load_config
-from tests.training.helpers import CONFIGS
+from tests.distributed.pool import run_world
+from tests.training.helpers import CONFIGS, LAYOUTS, run
+
+LENGTHS = [(3, 5), (6, 1), (1, 9), (4, 2), (2, 7)]  # of prompts and completions
+MASKED = 2  # a row that carries no loss
+
+
+def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], list[int], str]]:
+    """(carrying rows of each sequence parallel part of this rank, by counting; what the loss is told; a bound one too small)"""
+    from megatron.core import parallel_state
+
+    from parallel_rl import NLLLoss, count_valid
+    from parallel_rl.megatron import forward_logits
+    from parallel_rl.training.batching import in_order, make_rows, micro_batches, width_unit
+    from parallel_rl.training.engine import build_engine, fused_head, loss_input, start_world
+
+    warnings.simplefilter("ignore")
+    config = load_config(arguments[0], arguments[1:])
+    start_world(config)
+    engine, sizes = build_engine(config, 15, 64), config.parallel
+    rows = make_rows([([1] * prompt, [4] * completion) for prompt, completion in LENGTHS], engine.numbers)
+    rows.fields["sample_mask"][MASKED] = 0
+    unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
+    parts = sizes.tensor if sizes.sequence_parallel else 1
+    cp, place = sizes.context, parallel_state.get_context_parallel_rank()
+    found = []
+    for bin in in_order(len(rows), 3):
+        [batch] = micro_batches(rows, [bin], packing=config.batch.packing, unit=unit, device=engine.device)
+        width = batch.data["input_ids"].shape[1]
+        room = [width] * len(bin) if batch.bounds is None else batch.bounds[1].diff().tolist()
+        local = []  # row by row, the columns that this context rank holds: chunks `place` and 2·cp - 1 - `place`
+        for row, size in zip(bin, room, strict=True):
+            chunk = size // (2 * cp)
+            columns = [
+                *range(place * chunk, (place + 1) * chunk),
+                *range(size - (place + 1) * chunk, size - place * chunk),
+            ]
+            prompt, completion = LENGTHS[row]
+            local.append(
+                [row != MASKED and prompt <= t + 1 < prompt + completion for t in (columns if cp > 1 else range(size))]
+            )
+        lines = local if batch.bounds is None else [[x for row in local for x in row]]
+        counted = [
+            sum(sum(line[p * len(line) // parts : (p + 1) * len(line) // parts]) for line in lines)
+            for p in range(parts)
+        ]
+        with fused_head(engine, engine.model) as head, torch.no_grad():
+            output = forward_logits(engine.model, batch.input)
+            told = loss_input(engine, head, batch, output)
+            call = batch.wrap(NLLLoss(vocab_size=engine.vocab_size))
+            groups, error = engine.groups, ""
+            rest = batch.data, *count_valid([batch.data]), groups.tp_rank, groups.tensor, groups.context
+            assert bool(call(told, *rest)[0].isfinite())
+            try:
+                call(head(output, told.rows - 1), *rest)
+            except ValueError as caught:
+                error = str(caught)
+        found.append((counted, told.rows, error))
+    return found
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("layout", ["one process", "CP 2", "TP 2 × CP 2 × SP packed"])
+def test_only_rows_that_carry_loss_are_projected(layout: str, packing: bool, tmp_path: Path) -> None:
+    world, parallel, _ = LAYOUTS[layout]
+    arguments = run(
+        "grpo_arithmetic.yaml", run__dir=tmp_path, model__fused_head="true", parallel=parallel, batch__packing=packing
+    )
+    for batches in run_world(world, count_rows, arguments):
+        for counted, told, error in batches:
+            assert told == max(counted) > 0
+            assert re.search(r"rows = \d+, but \d+ rows of one rank's hidden states carry loss", error)
 
 
 def test_losses_on_log_probs_take_it() -> None:
     for name in ("grpo_arithmetic.yaml", "dpo_arithmetic.yaml"):
         assert load_config(str(CONFIGS / name), ["--model.fused_head=true"]).model.fused_head
+
+
+def test_truncated_sampling_needs_logits() -> None:
+    path = str(CONFIGS / "grpo_arithmetic.yaml")
+    for rule, words in (("top_k=3", "top_k = 3 with top_p = None"), ("top_p=0.9", "top_k = None with top_p = 0.9")):
+        with pytest.raises(ValueError, match=f"sampling.{words} needs whole logits, which model.fused_head = True"):
+            load_config(path, ["--model.fused_head=true", f"--sampling.{rule}"])
+        assert load_config(path, [f"--sampling.{rule}"]).sampling.truncation
+
+
+def test_a_loss_that_is_not_of_a_sampler_s_policy_takes_no_truncation() -> None:
+    path = str(CONFIGS / "grpo_arithmetic.yaml")
+    with pytest.raises(ValueError, match=r"sampling.top_k = 3 .* does not go with rl.loss.name = 'nll'"):
+        load_config(path, ["--sampling.top_k=3", "--rl.loss={name: nll}"])
 
 
 def test_a_loss_that_reads_the_output_itself_is_refused() -> None:

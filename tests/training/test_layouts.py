@@ -56,7 +56,14 @@ def compare(
             assert row[key] == pytest.approx(other[key], rel=relative, abs=absolute), f"{key} at step {row['step']}"
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one process"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name.startswith("TP 2 × CP 2") else ())
+        for name in LAYOUTS
+        if name != "one process"
+    ],
+)
 def test_twenty_steps_in_float64(layout: str, tmp_path: Path) -> None:
     expected = twenty_steps("one process", "float64", tmp_path / "one")
     rows = twenty_steps(layout, "float64", tmp_path / "many")

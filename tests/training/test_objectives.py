@@ -15,6 +15,17 @@ from tests.training.helpers import LAYOUTS, run, train_rows
 
 TINY = {"model__hidden": 32, "run__dtype": "float64", "batch__micro_batch_size": 8, "evaluation": "{samples: 1}"}
 WARMUP = "{steps: 2, batch_size: 8, optimizer: {lr: 3e-3}}"
+KL_IN_REWARD = {
+    "warmup": WARMUP,
+    "reward": "tests.training.helpers:long_answers",
+    "rl__steps": 2,
+    "rl__prompts": 4,
+    "rl__group_size": 4,
+    "rl__updates": 2,
+    "rl__optimizer": "{lr: 3e-3}",
+    "rl__advantages": "{name: reinforce_plus_plus, kl_coefficient: 0.5}",
+    "rl__reward_kl": "k2",
+}
 
 
 def rows_of(config: str, folder: Path, layout: str, **overrides: object) -> list[dict]:
@@ -62,18 +73,34 @@ def test_sampled_rl_agrees_on_every_layout(tmp_path: Path) -> None:
             assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12), layout
 
 
+def test_truncated_sampling_agrees_on_every_layout(tmp_path: Path) -> None:
+    """Draws, old log-probs and the loss follow one rule; what is compared with the reference policy follows none."""
+    more = {
+        **KL_IN_REWARD,
+        "sampling": "{max_new_tokens: 8, temperature: 0.9, top_k: 9, top_p: 0.9}",
+        "rl__kl_controller": "{target: 0.1}",
+        "rl__loss": "{name: clipped_pg, options: {reference_policy_kl_penalty: 0.1}}",
+        "evaluation": "null",
+        "data__held_out": "null",
+    }
+    one = rows_of("grpo_arithmetic.yaml", tmp_path / "one", "one process", **more)
+    four = rows_of("grpo_arithmetic.yaml", tmp_path / "four", "TP 2 × CP 2 × SP packed", **more)
+    for row, other in zip(one, four, strict=True):
+        assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12)
+    first, second = one[-2:]
+    # before the first update the policy is the sampler and the reference: the same log-probs, whole or truncated
+    assert first["gen_kl_error"] == pytest.approx(0, abs=1e-12) and first["reward_kl"] == pytest.approx(0, abs=1e-12)
+    assert second["reward_kl"] > 0 and all(row["dropped_tokens"] < row["tokens"] / 4 for row in one[-2:])
+    whole = rows_of(
+        "grpo_arithmetic.yaml", tmp_path / "whole", "one process", **{**more, "sampling": "{temperature: 0.9}"}
+    )
+    assert whole[-2]["entropy"] > first["entropy"] + 0.1  # that of the truncated policy
+
+
 def test_kl_in_the_reward_and_nll_of_good_samples(tmp_path: Path) -> None:
     """What reaches over the whole step: returns with the KL, whitened over it, and the count of the good samples' tokens."""
     more = {
-        "warmup": WARMUP,
-        "reward": "tests.training.helpers:long_answers",
-        "rl__steps": 2,
-        "rl__prompts": 4,
-        "rl__group_size": 4,
-        "rl__updates": 2,
-        "rl__optimizer": "{lr: 3e-3}",
-        "rl__advantages": "{name: reinforce_plus_plus, kl_coefficient: 0.5}",
-        "rl__reward_kl": "k2",
+        **KL_IN_REWARD,
         "rl__loss__options": "{use_kl_in_reward: true, positive_example_nll_weight: 0.1}",
     }
     one = rows_of("grpo_arithmetic.yaml", tmp_path / "one", "one process", **more)

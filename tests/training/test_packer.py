@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,18 @@ def test_a_deal_is_even_and_leaves_no_rank_without_work(weights: list[int], rank
         assert max(sums) - min(sums) <= max(weights)
     if len(weights) >= ranks:
         assert min(sums) > 0
+
+
+@pytest.mark.parametrize(("tensor", "context", "together"), [(1, 1, 1), (1, 1, 2), (2, 2, 1), (2, 2, 2), (8, 8, 1)])
+@pytest.mark.parametrize("sigma", [0.5, 1.0])
+def test_lognormal_lengths_fill_95_percent(sigma: float, tensor: int, context: int, together: int) -> None:
+    """True tokens over all that the packed rows hold, padding to the layout's multiples and their last gaps included."""
+    chance = random.Random(0)
+    lengths = [min(4096, 1 + round(512 * chance.lognormvariate(0, sigma))) for _ in range(512)]
+    capacity = Capacity.of_layout(16384, tensor=tensor, context=context)
+    bins = pack(lengths, capacity, together)
+    assert sorted(place for places in bins for place in places) == list(range(512))
+    assert sum(lengths) / (len(bins) * capacity.usable) >= 0.95
 
 
 def test_a_deal_counts_what_is_there_already() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel_rl.vocab.truncation import Truncation
 from tests.distributed.pool import run_world
 from tests.training.helpers import LAYOUTS, run
 
@@ -34,8 +35,15 @@ def draw(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]
     return samples.tokens, samples.logprobs, samples.prompt_lengths, samples.lengths
 
 
+def draw_greedily(rank: int, arguments: list[str]) -> torch.Tensor:
+    from parallel_rl.training.rollout import sample
+
+    engine = _engine(arguments)
+    return sample(engine, PROMPTS, [3, 9, 11, 12, 700], 5, engine.config.sampling, greedy=True).tokens
+
+
 def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]:
-    """Log-probs of the sampler and of the training forward on the same rows."""
+    """Log-probs of the training forward and of the sampler on the same rows, and of the whole distribution there."""
     from parallel_rl.training.batching import in_order, make_rows, micro_batches, width_unit
     from parallel_rl.training.rollout import sample
     from parallel_rl.training.scoring import log_probs
@@ -48,12 +56,17 @@ def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor,
     unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
     batches = micro_batches(rows, in_order(len(rows), 2), packing=config.batch.packing, unit=unit, device=engine.device)
     width = rows.fields["input_ids"].shape[1]
-    found = log_probs(engine, engine.model, batches, config.sampling.temperature)
-    whole = torch.cat([torch.nn.functional.pad(part, (0, max(0, width - part.shape[1])))[:, :width] for part in found])
-    return whole * rows.fields["token_mask"], samples.logprobs[:, :width]
+
+    def scored(*rule: Truncation) -> torch.Tensor:
+        found = log_probs(engine, engine.model, batches, config.sampling.temperature, *rule)
+        return torch.cat([torch.nn.functional.pad(part, (0, width))[:, :width] for part in found])
+
+    mask = rows.fields["token_mask"] != 0
+    trained, whole = (torch.where(mask, x, 0) for x in (scored(config.sampling.truncation), scored()))
+    return trained, samples.logprobs[:, :width], whole
 
 
-def _arguments(folder: Path, layout: str, temperature: float = 0.7) -> tuple[int, list[str]]:
+def _arguments(folder: Path, layout: str, **sampling: float) -> tuple[int, list[str]]:
     world, parallel, packing = LAYOUTS[layout]
     arguments = run(
         "grpo_arithmetic.yaml",
@@ -61,7 +74,7 @@ def _arguments(folder: Path, layout: str, temperature: float = 0.7) -> tuple[int
         parallel=parallel,
         model={"layers": 2, "hidden": 32, "heads": 4, "init_std": 0.3, "vocab_multiple": 4},
         batch__packing=packing,
-        sampling={"max_new_tokens": 6, "temperature": temperature},
+        sampling={"max_new_tokens": 6, "temperature": 0.7, **sampling},
     )
     return world, arguments
 
@@ -92,6 +105,36 @@ def test_another_seed_draws_other_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["one process", "TP 2 × CP 2 × SP packed", "PP 2"])
 def test_generation_logprobs_are_the_training_forwards(layout: str, tmp_path: Path) -> None:
     world, arguments = _arguments(tmp_path, layout)
-    for trained, sampled in run_world(world, recompute, arguments, 5):
-        assert (sampled < 0).sum() >= 10
+    for trained, sampled, whole in run_world(world, recompute, arguments, 5):
+        assert (sampled < 0).sum() >= 10 and torch.equal(trained, whole)
         torch.testing.assert_close(trained, sampled, rtol=1e-9, atol=1e-11)
+
+
+RULES = {"top_k": {"top_k": 4}, "top_p": {"top_p": 0.6}, "both": {"top_k": 6, "top_p": 0.7}}
+
+
+@pytest.mark.parametrize("layout", ["one process", "TP 2", "TP 2 × CP 2 × SP packed"])
+@pytest.mark.parametrize("rule", RULES)
+def test_truncated_logprobs_are_the_training_forwards(rule: str, layout: str, tmp_path: Path) -> None:
+    world, arguments = _arguments(tmp_path, layout, **RULES[rule])
+    for trained, sampled, whole in run_world(world, recompute, arguments, 5):
+        torch.testing.assert_close(trained, sampled, rtol=1e-9, atol=1e-11)  # what was drawn is kept: no -inf
+        drawn = whole < 0
+        assert drawn.sum() >= 10
+        assert (
+            bool((trained >= whole).all()) and (trained - whole)[drawn].mean() > 0.02
+        )  # -log of the mass that is kept
+
+
+@pytest.mark.parametrize("layout", ["one process", "TP 2"])
+def test_the_likeliest_token_is_drawn_under_any_rule(layout: str, tmp_path: Path) -> None:
+    """top_k = 1 draws what the greedy evaluation takes, which no rule changes."""
+    one, plain = _arguments(tmp_path, "one process")
+    [expected] = run_world(one, draw_greedily, plain)
+    for rule in ({"top_k": 1}, {"top_p": 1e-9}):
+        world, arguments = _arguments(tmp_path, layout, **rule)
+        for greedy, drawn in zip(
+            run_world(world, draw_greedily, arguments), run_world(world, draw, arguments, 5), strict=True
+        ):
+            assert torch.equal(greedy, expected) and torch.equal(drawn[0], expected)
+            assert not drawn[1].any()  # log 1

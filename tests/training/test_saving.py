@@ -6,9 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -131,11 +133,49 @@ def test_a_disk_that_fills_up_at_any_file_leaves_the_last_good_one(tmp_path: Pat
     if not can_mount(tmp_path / "probe"):
         pytest.skip("this user may not mount a file system")
     place = tmp_path / "disk"
-    causes, others = run_world(2, _on_a_small_disk, arguments(place, "{tensor: 2}"), place, timeout=40)
+    causes, others = run_world(2, _on_a_small_disk, arguments(place, "{tensor: 2}"), place, timeout=300)
     print("\n".join(causes))
     assert causes == others  # every rank says the same
     assert len(causes) >= 7  # the folder, the common part, four shards, the index, the manifest
     assert any("rank 1" in cause for cause in causes) and all("No space left on device" in cause for cause in causes)
+
+
+def _begins_anew_on_a_small_disk(rank: int, given: list[str], place: Path) -> tuple[str, int]:
+    """A run of another size is refused by the room that there is, one of the same size takes the room of the old one."""
+    from parallel_rl.training.load import load_config
+    from parallel_rl.training.trainer import train
+
+    warnings.simplefilter("ignore")
+    with disk(place, "size=10m") if rank == 0 else contextlib.nullcontext() as remount:
+        dist.barrier()
+        Small(given).save(1)
+        dist.barrier()
+        folder = place / "run"
+        if remount is not None:
+            (folder / "metrics.jsonl").write_text('{"phase": "sft", "step": 1}\n')
+            (folder / "tensorboard").mkdir()
+            remount(f"size={shutil.disk_usage(place).used + 50_000}")
+        dist.barrier()
+        before, again = snapshot(folder), [*given[1:], "--run.resume=never", "--sft.steps=1"]
+        with pytest.raises(ValueError) as refused:
+            train(load_config(given[0], [*again, "--model.hidden=48"]))
+        dist.barrier()
+        assert snapshot(folder) == before
+        train(load_config(given[0], again))
+        dist.barrier()
+        assert (folder / "checkpoints" / "step_000001").is_dir()
+        return str(refused.value), len(before)
+
+
+def test_there_is_room_before_an_older_run_is_removed(tmp_path: Path) -> None:
+    if not can_mount(tmp_path / "probe"):
+        pytest.skip("this user may not mount a file system")
+    given = arguments(tmp_path / "disk" / "run", evaluation="null", data__held_out="null")
+    for text, files in run_world(2, _begins_anew_on_a_small_disk, given, tmp_path / "disk"):
+        assert files > 5 and text.startswith(f"run.dir = '{tmp_path}/disk/run': a checkpoint takes ")
+        assert re.search(
+            r"takes \d+\.\d kB and \d+\.\d kB are free once the run there is removed. Nothing was changed", text
+        )
 
 
 def _read_only(rank: int, given: list[str]) -> None:
@@ -181,7 +221,7 @@ def _kill_and_look(folder: Path, times: int) -> None:
         process = multiprocessing.get_context("forkserver").Process(target=_save_without_end, args=(given, number))
         process.start()
         first = folder / "checkpoints" / f"step_{number * 1000 + 1:06d}"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not first.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         after = chosen.uniform(0, 0.5)

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -75,6 +76,18 @@ def test_every_layout_asks_once_and_trains_alike(layout: str, tmp_path: Path) ->
         for row, other in zip(rows, expected, strict=True):
             assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12)
     assert len({row["reward"] for row in expected}) > 1
+
+
+def test_the_rule_of_the_sampler_is_the_loss_s(tmp_path: Path) -> None:
+    """A server that draws from everything all the same: what the trainer's truncated policy does not keep leaves the mask."""
+    rule = {"sampling": "{max_new_tokens: 8, top_k: 8, top_p: 0.95}"}
+    with serve(well) as server:
+        one, two = (train(tmp_path / layout, server, layout, **rule) for layout in ("one process", "TP 2"))
+        assert {(body["top_k"], body["top_p"]) for body in server.requests} == {(8, 0.95)}
+        whole = train(tmp_path / "whole", server)
+    for row, other, plain in zip(one, two, whole, strict=True):
+        assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12)
+        assert 0 < row["dropped_tokens"] < row["tokens"] and "dropped_tokens" not in plain
 
 
 def test_staleness_is_that_of_each_sample(tmp_path: Path) -> None:
@@ -181,12 +194,20 @@ def test_what_was_in_flight_for_other_prompts_is_not_used(tmp_path: Path) -> Non
         train(tmp_path / "whole", server, options="ahead: 1", **more)
         cut(tmp_path / "whole", tmp_path / "other", 2)
         server.requests.clear()
-        train(tmp_path / "other", server, options="ahead: 1", **more, run__seed=1)  # another order of the prompts
-    assert len(server.requests) == SAMPLES
+        # the samples 32 to 35 are of the prompts 10 and 11 now, and were of prompt 8
+        train(tmp_path / "other", server, options="ahead: 1", **more, rl__group_size=3)
+    assert len(server.requests) == 4 * 3
 
 
 def test_samples_are_asked_for_ahead_of_their_step(tmp_path: Path) -> None:
-    with serve(well) as server:
+    second = threading.Event()
+
+    def waits(number: int, body: dict) -> tuple[int, object]:
+        """The first request is answered when the second is there."""
+        second.wait(30) if number == 0 else second.set()
+        return well(number, body)
+
+    with serve(waits) as server:
         ahead = train(tmp_path / "ahead", server, options="ahead: 1, concurrency: 2")
         assert len(server.requests) == 3 * SAMPLES and server.most_at_once == 2
         assert ahead == train(tmp_path / "behind", server)

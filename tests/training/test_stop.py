@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import re
 import resource
 import signal
 import time
@@ -91,7 +92,8 @@ def test_the_file_stop_ends_a_run_between_two_steps_and_it_goes_on_to_the_same_b
     assert rows(stopped) == expected[: len(done)]
     text = (job / "REQUEUE").read_text()
     assert {path.name for path in job.iterdir()} == {"STOP", "REQUEUE"}
-    assert text == ""
+    goes_on = f"the same command goes on from {stopped}/checkpoints/step_{len(done):06d}"
+    assert re.fullmatch(rf"stopped by the file STOP \(rank \d\) after rl step \d of 6; {re.escape(goes_on)}\n", text)
     # what asks still stands there: the run stops before its first step, and there is nothing to save again
     before = sorted((stopped / "checkpoints").iterdir())
     assert run_world(2, _train_for_a_job, arguments(stopped), str(job)) == [[], []]
@@ -159,7 +161,7 @@ def chance() -> random.Random:
     return random.Random(seed)
 
 
-def launch(folder: Path, *, timeout: float = 20.0, **more: object) -> Launch:
+def launch(folder: Path, *, timeout: float = 60.0, **more: object) -> Launch:
     (folder.parent / "job").mkdir(exist_ok=True)
     settings = {FOLDER: str(folder.parent / "job"), "TEST_SECONDS": "0.005", "PET_SHUTDOWN_TIMEOUT": "10"}
     return Launch(folder, arguments(folder, run__timeout=timeout, **more), env=settings)
@@ -252,12 +254,12 @@ def test_a_rank_that_stands_still_is_named_within_the_timeout(
     whole: Path, tmp_path: Path, chance: random.Random
 ) -> None:
     folder, rank = tmp_path / "run", chance.randrange(2)
-    with launch(folder, timeout=5) as run:
+    with launch(folder, timeout=15) as run:
         at_some_moment(run, chance, rank, from_row=1)
         run.send(signal.SIGSTOP, rank)
         began = time.monotonic()
         run.until(lambda: "is MISSING" in run.said(), "the report")
-        assert time.monotonic() - began < 5 + 5  # the timeout, and the others' answers
+        assert time.monotonic() - began < 15 + 10  # the timeout, the others' answers, and a busy machine
         assert run.wait() != 0 and run.pids() == {}
         assert f"parallel-rl: error (rank {1 - rank}, " in run.said() and f"rank {rank} on " in run.said(), run.said()
     goes_on(folder, whole)

@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from parallel_rl.training import progress, stack
+from parallel_rl.training import watch as watch_module
 from parallel_rl.training.watch import _Watch, lost_peer
 from parallel_rl.training.watch_report import Post, post_of, report
 from tests.distributed.pool import run_world
@@ -68,25 +71,37 @@ def test_a_post_survives_the_store() -> None:
     assert post_of(post.to_json()) == post
 
 
-def _place_of_a_waiting_rank(rank: int) -> str | None:
+def _place_of_a_waiting_rank(rank: int, seen: Path) -> str | None:
+    """Rank 1 comes when the first was seen to wait for it."""
     if rank == 1:
-        time.sleep(0.4)
+        while not seen.exists():
+            time.sleep(0.01)
+        dist.all_gather_object([None, None], "x")
+        return None
     found: list[stack.Place] = []
-    threading.Timer(0.2, lambda: found.append(stack.main_thread()[0])).start()
+
+    def look() -> None:
+        while not found or found[-1].collective is None:
+            time.sleep(0.01)
+            found.append(stack.main_thread()[0])
+        seen.touch()
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
     dist.all_gather_object([None, None], "x")
-    while not found:
-        time.sleep(0.01)
-    return str(found[0]) if rank == 0 else None
+    watcher.join()
+    return str(found[-1])
 
 
-def test_the_place_of_a_waiting_rank_is_the_collective_and_who_called_it() -> None:
-    place, _ = run_world(2, _place_of_a_waiting_rank)
+def test_the_place_of_a_waiting_rank_is_the_collective_and_who_called_it(tmp_path: Path) -> None:
+    place, _ = run_world(2, _place_of_a_waiting_rank, tmp_path / "seen")
     assert place is not None and place.startswith("all_gather_object (test_watch.py:")
     assert place.endswith(" _place_of_a_waiting_rank)")
 
 
 def _a_peer_leaves(rank: int) -> tuple[bool, str] | None:
     group = dist.new_group([0, 1])
+    dist.barrier(group)  # connected, before one leaves
     if rank == 1:
         dist.destroy_process_group(group)
         return None
@@ -129,9 +144,10 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dist.TCPStore, Ca
 
 
 def test_ranks_that_fail_alike_go_on_to_their_own_messages(
-    watches: tuple[dist.TCPStore, Callable[[int, float], _Watch]],
+    watches: tuple[dist.TCPStore, Callable[[int, float], _Watch]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, make = watches
+    monkeypatch.setattr(watch_module, "_GATHER", 60.0)  # who waits for all of it did not hear of the other
     both = [make(rank, 20.0) for rank in (0, 1)]
     for watch in both:
         watch.start()
@@ -140,10 +156,10 @@ def test_ranks_that_fail_alike_go_on_to_their_own_messages(
     for end in ends:
         end.start()
     for end in ends:
-        end.join(10)
+        end.join(60)
     for watch in both:
         watch.close()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 50
     posts = [post_of(line) for line in store.get("parallel_rl/watch/0/posts").decode().splitlines()]
     assert sorted(post.rank for post in posts) == [0, 1]
     assert {(post.kind, post.what) for post in posts} == {("failed", "ValueError: alike")}
@@ -155,14 +171,14 @@ def test_long_work_outside_of_collectives_is_no_hang(
     store, make = watches
     watch = make(0, 0.4)
     watch.start()
+    store.wait(["parallel_rl/watch/0/beat/0"], timedelta(seconds=60))
     time.sleep(1.0)
     watch.close()
     assert not store.check(["parallel_rl/watch/0/alarm"])
-    assert store.check(["parallel_rl/watch/0/beat/0"])
 
 
 def test_a_tick_costs_nothing() -> None:
-    began = time.perf_counter()
+    began = time.thread_time()  # of this thread alone, whatever else the machine does
     for _ in range(10_000):
         progress.tick("training")
-    assert (time.perf_counter() - began) / 10_000 < 20e-6
+    assert (time.thread_time() - began) / 10_000 < 20e-6

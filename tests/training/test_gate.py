@@ -1,0 +1,75 @@
+"""The gate finds what would break the first step of a pipeline; its other tests are in tests/test_slurm_scripts.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from parallel_rl.training.sections import ParallelConfig
+from tests.distributed.pool import WorldError, run_world
+from tests.training.helpers import CONFIGS, ROOT
+
+
+def _tiny_step(rank: int, config: ParallelConfig, garbles: int | None) -> None:
+    from parallel_rl.training import gate
+
+    together = dist.batch_isend_irecv
+
+    def garbled(ways: Sequence[dist.P2POp]) -> list[dist.Work]:
+        for way in ways:
+            if way.op is dist.isend and way.peer == 3:
+                way.tensor[-1] += 1
+        return together(list(ways))
+
+    with mock.patch.object(dist, "batch_isend_irecv", garbled if rank == garbles else together):
+        gate.tiny_step(config)
+
+
+def test_a_pair_of_pipeline_neighbours_that_garbles_is_named() -> None:
+    for pipeline in (2, 4):
+        run_world(4, _tiny_step, ParallelConfig(pipeline=pipeline), None)
+    with pytest.raises(WorldError) as failure:  # on the way from rank 2 to rank 3 only
+        run_world(4, _tiny_step, ParallelConfig(pipeline=4), 2)
+    assert sorted(failure.value.errors) == [0, 1, 2, 3]
+    for error in failure.value.errors.values():
+        assert error.endswith(
+            "rank 3: RuntimeError: rank 3 did not get from its pipeline neighbour rank 2 what that sent"
+        )
+
+
+SILENT = """
+import os, sys, warnings
+import torch.distributed as dist
+from parallel_rl.training.gate import pass_gate
+from parallel_rl.training.load import load_config
+
+warnings.simplefilter("ignore")
+if os.environ["RANK"] == "1":
+    together = dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda ways: together(ways[1:])  # what it sends never leaves
+pass_gate(load_config(sys.argv[1], sys.argv[2:]), 20.0)
+"""
+
+
+@pytest.mark.slow
+def test_a_pair_that_stands_still_is_named_when_the_gate_closes(tmp_path: Path) -> None:
+    (tmp_path / "silent.py").write_text(SILENT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    config = [str(CONFIGS / "sft_arithmetic.yaml"), "--parallel={pipeline: 2}", f"--run.dir={tmp_path / 'run'}"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*launcher, str(tmp_path / "silent.py"), *config], env=env, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode != 0
+    assert (
+        "(rank 0): the tiny step was not done in 20 s: rank 0, 1 hang; this rank was exchanging with rank 1, its neighbour "
+        "in the pipeline"
+    ) in done.stderr
+    assert not (tmp_path / "run").exists()
