@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +16,12 @@ from pathlib import Path
 # In a checkout a link to /slurm, in a wheel a copy of it.
 _FILES = Path(__file__).parent / "slurm"
 _SCRIPT = "train.sbatch"
+_RECORDED = (_SCRIPT, "env.sh", "job.sh", "site.conf", "torchrun.py")
+# what env.sh takes from the shell, ${NAME:-...}, and what sbatch and the libraries of the ranks do
+_SETTING = re.compile(r"\$\{([A-Z_]+):?[-+]")
+_LIBRARIES = ("SBATCH_", "NCCL_", "GLOO_", "TORCH_NCCL_")
+_SHORT = 40 * 60  # seconds: below, the script's ten minutes would be more than a quarter of the limit
+_TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?(?::(\d+))?)")
 
 
 @dataclass(frozen=True)
@@ -39,15 +47,19 @@ class Resources:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+        cpus = self.options.get("cpus-per-task")
+        if cpus is not None and not re.fullmatch("[1-9][0-9]*", cpus):
+            raise ValueError(f"--cpus-per-task {cpus} is not valid; a number of cores, at least 1, is needed")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job to submit: sbatch's arguments, what of its environment is not the caller's own, and how many ranks it has."""
+    """A job to submit: sbatch's arguments, the settings of its environment, how many ranks it has, and where its logs come."""
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
     world: int
+    logs: str
 
     def __str__(self) -> str:
         """As one would type it."""
@@ -59,56 +71,136 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
     """The job that trains with `arguments`, those of `parallel-rl train`, from the present folder.
 
     Raises:
-        ValueError: site settings that cannot be read; nodes without GPUs for which nobody says how many ranks they have.
+        ValueError: site settings that cannot be read, or that would win over what was asked for; a time limit that sbatch
+            would not take; nodes without GPUs for which nobody says how many ranks they have; more ranks than GPUs.
     """
     here = Path("slurm")
     files = here if (here / _SCRIPT).is_file() and (here / _SCRIPT).samefile(_FILES / _SCRIPT) else _FILES
-    site = _site(Path(os.environ.get("SITE_CONF", files / "site.conf")))
-    environment = {name: value for name, value in site.items() if name.startswith("SBATCH_")}
-    if files != here:
-        environment["JOB_FILES"] = str(files)
-    ranks = resources.ranks_per_node
-    if ranks is not None:
-        environment["NPROC_PER_NODE"] = str(ranks)
-    else:
-        ranks = int(site.get("NPROC_PER_NODE") or os.environ.get("NPROC_PER_NODE") or _gpus(resources, site))
-    if ranks < 1:
-        raise ValueError("there are no GPUs on a node, hence no ranks; add --ranks-per-node N")
+    given = _settings()
+    if files != here or "JOB_FILES" in given:
+        given["JOB_FILES"] = str(files)
+    if resources.ranks_per_node is not None:
+        given["NPROC_PER_NODE"] = str(resources.ranks_per_node)
+    path = Path(os.environ.get("SITE_CONF") or files / "site.conf")
+    site = _site(path, given)
+    if (export := site.get("SBATCH_EXPORT", "ALL")).split(",")[0] != "ALL":
+        raise ValueError(
+            f"SBATCH_EXPORT = {export} keeps the settings from the job; unset it, or let it begin with ALL"
+        )
     options = {"nodes": resources.nodes, "gpus-per-node": resources.gpus_per_node, "time": resources.time}
-    given = {**{name: str(value) for name, value in options.items() if value is not None}, **resources.options}
-    flags = [f"--{name}={value}" for name, value in given.items()]
-    return Job(("sbatch", *flags, str(files / _SCRIPT), *arguments), environment, resources.nodes * ranks)
+    flags = {**{name: str(value) for name, value in options.items() if value is not None}, **resources.options}
+    limit = seconds(resources.time or site.get("SBATCH_TIMELIMIT") or "24:00:00")
+    if limit is not None and limit < _SHORT and "signal" not in flags and "SBATCH_SIGNAL" not in site:
+        flags["signal"] = f"B:USR1@{limit // 4}"
+    if notice := re.search(r"@(\d+)$", flags.get("signal") or site.get("SBATCH_SIGNAL", "")):
+        given["NOTICE_SECONDS"] = notice[1]
+    command = ("sbatch", *(f"--{name}={value}" for name, value in flags.items()), str(files / _SCRIPT), *arguments)
+    environment = given | {name: value for name, value in site.items() if name.startswith("SBATCH_")}
+    return Job(command, environment, resources.nodes * _ranks(resources, site, path), _logs(flags, site))
 
 
 def submit(job: Job, folder: Path, config: str) -> str:
-    """Submits the job, and keeps its command, its script's files and its config in a new folder below the run's.
+    """Submits the job, and keeps its command, its script's files and its config in a new folder below the run's. The record is
+    there before the job is: none runs without.
 
     Args:
         folder: the run's, `run.dir`.
         config: the whole config in YAML, for the record.
 
     Returns:
-        what sbatch said.
+        what sbatch said, and where the record is and the logs will be.
 
     Raises:
-        ValueError: there is no sbatch, or it refuses; nothing is written then.
+        ValueError: there is no sbatch, or it refuses; nothing is left of the record then.
     """
-    environment = {**os.environ, **job.environment}
+    when = folder / "submitted" / f"{datetime.now():%Y%m%d-%H%M%S}"
+    record = Path(f"{when}-of-{os.getpid()}")
+    made = [path for path in record.parents if not path.exists()]
+    record.mkdir(parents=True)
     try:
-        done = subprocess.run(job.command, env=environment, capture_output=True, text=True)
+        (record / "command.sh").write_text(f"cd {shlex.quote(os.getcwd())}\n{job}\n", encoding="utf-8")
+        (record / "config.yaml").write_text(config, encoding="utf-8")
+        for name in _RECORDED:
+            (record / name).write_bytes((_FILES / name).read_bytes())
+        said = _sbatch(job)
+    except Exception:
+        shutil.rmtree(record)
+        with contextlib.suppress(OSError):  # another's is beside it
+            for path in made:
+                path.rmdir()
+        raise
+    number = "".join(re.findall(r"\d+", said)[:1])
+    record = record.rename(f"{when}-{number}")
+    return f"{said}; {job.logs.replace('%j', number)}; its command, config and script are in {record}"
+
+
+def seconds(time: str) -> int | None:
+    """A time limit in one of sbatch's forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, up to whole minutes; None where there is none.
+
+    Raises:
+        ValueError: another form.
+    """
+    if time.lower() in ("unlimited", "infinite"):
+        return None
+    found = _TIME.fullmatch(time)
+    if found is None:
+        raise ValueError(f"--time {time} is not valid; minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S is needed")
+    days, hours, minutes, rest, *short = (int(part or 0) for part in found.groups())
+    if found[1] is None:
+        hours, minutes, rest = short if found[7] is not None else (0, *short[:2])
+    return ((days * 24 + hours) * 60 + minutes + -(-rest // 60)) * 60 or None  # to sbatch, 0 is none
+
+
+def _sbatch(job: Job) -> str:
+    try:
+        done = subprocess.run(job.command, env={**os.environ, **job.environment}, capture_output=True, text=True)
     except FileNotFoundError:
         raise ValueError("sbatch is not there: submit from a host of a Slurm cluster, or add --dry-run") from None
     if done.returncode:
-        raise ValueError(f"sbatch refuses: {done.stderr.strip()}")
-    said = done.stdout.strip()
-    number = "".join(re.findall(r"\d+", said)[:1])
-    record = folder / "submitted" / f"{datetime.now():%Y%m%d-%H%M%S}-{number}"
-    record.mkdir(parents=True)
-    (record / "command.sh").write_text(f"cd {shlex.quote(os.getcwd())}\n{job}\n", encoding="utf-8")
-    (record / "config.yaml").write_text(config, encoding="utf-8")
-    for path in (_FILES / name for name in (_SCRIPT, "env.sh", "site.conf", "torchrun.py")):
-        (record / path.name).write_bytes(path.read_bytes())
-    return f"{said}; its command, config and script are in {record}"
+        raise ValueError(f"sbatch refuses: {done.stderr.strip()}{_on_offer()}")
+    return done.stdout.strip()
+
+
+def _on_offer() -> str:
+    """What the cluster has, where it says so."""
+    with contextlib.suppress(OSError):
+        done = subprocess.run(
+            ["sinfo", "-h", "-o", "  %P %D nodes, each %c CPUs, %G, at most %l"], capture_output=True, text=True
+        )
+        if done.returncode == 0 and done.stdout.strip():
+            return f"\nthere is, by partition:\n{done.stdout.rstrip()}"
+    return ""
+
+
+def _settings() -> dict[str, str]:
+    """What of the shell's environment the job reads: sbatch hands it on, and another shell would not have it."""
+    names = set(_SETTING.findall((_FILES / "env.sh").read_text(encoding="utf-8"))) | {"SITE_CONF", "JOB_FILES"}
+    names = {name for name in names if not name.startswith("SLURM_")}
+    return {name: value for name, value in os.environ.items() if name in names or name.startswith(_LIBRARIES)}
+
+
+def _logs(flags: Mapping[str, str], site: Mapping[str, str]) -> str:
+    """Where the logs of job %j come, in words."""
+    name = flags.get("job-name") or site.get("SBATCH_JOB_NAME") or "parallel-rl"
+    batch = flags.get("output") or site.get("SBATCH_OUTPUT") or f"slurm-{name}-%j.out"
+    return f"its log comes to {batch}, those of the ranks to {site.get('LOG_DIR') or 'runs/slurm'}/%j"
+
+
+def _ranks(resources: Resources, site: Mapping[str, str], path: Path) -> int:
+    """Ranks of a node."""
+    wanted, held, gpus = resources.ranks_per_node, site.get("NPROC_PER_NODE"), _gpus(resources, site)
+    if wanted is not None and held != str(wanted):
+        raise ValueError(
+            f"--ranks-per-node {wanted}, and {path} sets NPROC_PER_NODE = {held}, which holds in the job; take one of them away"
+        )
+    ranks = _number("NPROC_PER_NODE", held) if held else gpus
+    if ranks < 1:
+        raise ValueError("there are no GPUs on a node, hence no ranks; add --ranks-per-node N")
+    if 0 < gpus < ranks:
+        raise ValueError(
+            f"{ranks} ranks on a node of {gpus} GPUs: a rank needs one; change --ranks-per-node or --gpus-per-node"
+        )
+    return ranks
 
 
 def _gpus(resources: Resources, site: Mapping[str, str]) -> int:
@@ -118,18 +210,27 @@ def _gpus(resources: Resources, site: Mapping[str, str]) -> int:
     found = re.search(r"^#SBATCH --gpus-per-node=(\S+)$", (_FILES / _SCRIPT).read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None
     text = site.get("SBATCH_GPUS_PER_NODE") or found[1]
-    count = text.rpartition(":")[2]  # "h100:8" names a type
-    if not count.isdigit():
-        raise ValueError(f"SBATCH_GPUS_PER_NODE = {text!r} is not valid; a number is needed, or TYPE:NUMBER")
-    return int(count)
+    return _number("SBATCH_GPUS_PER_NODE", text.rpartition(":")[2], text)  # "h100:8" names a type
 
 
-def _site(path: Path) -> dict[str, str]:
-    """What the environment holds once the site's file is sourced, as the job will source it."""
-    if not path.is_file():
-        return dict(os.environ)
+def _number(name: str, digits: str, text: str | None = None) -> int:
+    if not digits.isdecimal():
+        raise ValueError(
+            f"{name} = {text or digits!r} is not valid; a number is needed{', or TYPE:NUMBER' if text else ''}"
+        )
+    return int(digits)
+
+
+def _site(path: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """What the environment holds once the site's file is sourced on top of what the job is given, as the job will source it."""
+    environment = {**os.environ, **given}
+    if not path.exists():
+        if os.environ.get("SITE_CONF"):
+            raise ValueError(f"SITE_CONF = {path} is not there")
+        return environment
     shell = 'set -aeu; source "$1" >&2; exec env -0'
-    done = subprocess.run(["bash", "-c", shell, "bash", str(path.absolute())], capture_output=True, text=True)
+    words = ["bash", "-c", shell, "bash", str(path.absolute())]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"{path} cannot be read by bash: {done.stderr.strip()}")
     return dict(item.split("=", 1) for item in done.stdout.split("\0") if "=" in item)

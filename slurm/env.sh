@@ -3,21 +3,27 @@
 # shellcheck shell=bash disable=SC2034
 
 site=${SITE_CONF:-$JOB_FILES/site.conf}
+[ -r "$site" ] || [ -z "${SITE_CONF:-}" ] || fail "SITE_CONF = $SITE_CONF is not there or cannot be read"
 # shellcheck source=slurm/site.conf
-[ ! -e "$site" ] || source "$site"
+[ ! -e "$site" ] || source "$(realpath "$site")" # a bare name would be looked for in PATH
 
 # logs and markers: shared by all nodes, the same at each restart of a job
 export PARALLEL_RL_JOB_DIR=${LOG_DIR:-$PWD/runs/slurm}/$SLURM_JOB_ID
 export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
-MAX_RESTARTS=${MAX_RESTARTS:-50}
+MAX_RESTARTS=${MAX_RESTARTS:-50} # its own and those by Slurm
+NOTICE_SECONDS=${NOTICE_SECONDS:-600} # before the time limit: what --signal says, where it says another than the script
 export GATE_SECONDS=${GATE_SECONDS:-45} # in which all ranks must be up after the first
 
-# rendezvous: two jobs that share a host do not meet
+# rendezvous: two jobs that share a host do not meet; below the ports that the system gives out by itself
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export PARALLEL_RL_HOSTS="${hosts[*]}" # names for ranks that do not come up
 export MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
-export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
-export NPROC_PER_NODE=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-0}}
+export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12000))}
+gpus=${SLURM_GPUS_ON_NODE:-0}
+export NPROC_PER_NODE=${NPROC_PER_NODE:-$gpus}
+[[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE = $NPROC_PER_NODE is no number of ranks (a node has $gpus GPUs here):\
+ NPROC_PER_NODE=N sbatch ..., or sbatch --gpus-per-node=N"
+((gpus == 0 || NPROC_PER_NODE <= gpus)) || fail "NPROC_PER_NODE = $NPROC_PER_NODE: a node has $gpus GPUs here, and a rank needs one"
 
 # one task a node has all its cores; torchrun binds each rank to those near its GPU (node, socket, exclusive, core-complex)
 CPUS=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}

@@ -1,4 +1,4 @@
-"""The Slurm scripts, `parallel-rl submit`, the gate and the linter of #SBATCH lines, without a cluster."""
+"""The Slurm scripts, the gate and the linter of #SBATCH lines, without a cluster."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from parallel_rl.cli import main
-from parallel_rl.submit import Resources, plan
 from parallel_rl.training.sections import ParallelConfig
 from tests.distributed import pool
 from tools.lint_sbatch import lint
@@ -40,6 +38,8 @@ pool.preload("megatron.core", "parallel_rl.training.gate")
         ("#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH -N4\n", 3, "line 2"),
         ("#!/bin/bash\n#SBATCH --requeue\n", 2, "append"),
         ("#!/bin/bash\n#SBATCH --signal=USR1@60\ntrap stop USR1\n", 2, "B:USR1@60"),
+        ("#!/bin/bash\n#SBATCH --signal=B:USR1@60\n", 2, "dies of it"),
+        ("#!/bin/bash\n#SBATCH --time=10:00\n#SBATCH --signal=B:USR1@600\ntrap stop USR1\n", 3, "at once"),
         ("#!/bin/bash\n#SBATCH\n", 2, "empty"),
     ],
 )
@@ -56,87 +56,62 @@ def test_the_linter_leaves_good_scripts_alone() -> None:
     assert lint(good, ROOT) == []
 
 
-def test_submit_shows_the_command_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    site = tmp_path / "site.conf"
-    site.write_text("export SBATCH_ACCOUNT='my lab' SBATCH_GPUS_PER_NODE=h100:4\nCONTAINER_IMAGE=x.sqsh\n")
-    monkeypatch.setenv("SITE_CONF", str(site))
-    given = [CONFIG, "--nodes", "2", "--time", "1:00:00", "--dry-run", f"--run.dir={tmp_path}/run", "--rl.steps", "5"]
-    assert main(["submit", *given]) == 0
-    settings = "SBATCH_ACCOUNT='my lab' SBATCH_GPUS_PER_NODE=h100:4"
-    command = f"sbatch --nodes=2 --time=1:00:00 slurm/train.sbatch {CONFIG} --run.dir={tmp_path}/run --rl.steps 5"
-    assert capsys.readouterr().out == f"{settings} {command}\n"
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ([CONFIG, "--nodes", "3", "--gpus-per-node", "1"], "the world has 3 ranks"),
-        ([CONFIG, "--nodes", "0"], "--nodes 0"),
-        ([CONFIG, "--nodes", "1", "--gpus-per-node", "0"], "--ranks-per-node"),
-        (["configs/none.yaml", "--nodes", "1"], "does not exist"),
-        ([CONFIG, "--nodes", "1", "--data.train", "none.jsonl"], "none.jsonl"),
-    ],
-)
-def test_submit_refuses_before_it_submits(
-    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setenv("SITE_CONF", "/nonexistent")
-    assert main(["submit", *given]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_the_job_has_the_ranks_that_its_nodes_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SITE_CONF", "/nonexistent")
-    for name in ("SBATCH_GPUS_PER_NODE", "NPROC_PER_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)  # the package's script, whose folder the job is told
-    job = plan(Resources(2), ["c.yaml"])
-    assert job.world == 16
-    assert list(job.environment) == ["JOB_FILES"]
-    assert Path(job.command[2]).samefile(ROOT / "slurm" / "train.sbatch")
-    assert plan(Resources(2, gpus_per_node=4), ["c.yaml"]).world == 8
-    cpus = plan(Resources(2, gpus_per_node=0, ranks_per_node=3), ["c.yaml"])
-    assert (cpus.world, cpus.environment["NPROC_PER_NODE"]) == (6, "3")
-    monkeypatch.setenv("SITE_CONF", str(tmp_path / "site.conf"))
-    (tmp_path / "site.conf").write_text("export SBATCH_GPUS_PER_NODE=2\n")
-    assert plan(Resources(2), ["c.yaml"]).world == 4
-    (tmp_path / "site.conf").write_text("((\n")
-    with pytest.raises(ValueError, match=r"site.conf cannot be read"):
-        plan(Resources(2), ["c.yaml"])
-
-
-def _environment(folder: Path, job: int, **given: str) -> str:
-    """What env.sh makes of a job of two nodes; the one Slurm command in it is a stand-in that says their names."""
+def _in_job(folder: Path, words: list[str], job: int, **given: str) -> subprocess.CompletedProcess[str]:
+    """`bash WORDS` as in a job of two nodes; the one Slurm command in it is a stand-in that says their names."""
     (folder / "scontrol").write_text("#!/bin/sh\necho node9\necho node10\n")
     (folder / "scontrol").chmod(0o755)
     slurm = {
         "SLURM_JOB_ID": str(job),
         "SLURM_JOB_NODELIST": "node[9-10]",
         "SLURM_CPUS_ON_NODE": "96",
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_SUBMIT_DIR": str(ROOT),
         "JOB_FILES": "slurm",
     }
-    env = {"PATH": f"{folder}:/usr/bin:/bin", **slurm, "SLURM_GPUS_ON_NODE": "8", **given}
+    env = {"PATH": f"{folder}:/usr/bin:/bin", "LOG_DIR": str(folder / "logs"), **slurm, **given}
+    return subprocess.run(["bash", *words], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def _environment(folder: Path, job: int, **given: str) -> str:
+    """What env.sh makes of a job."""
     code = (
         'set -euo pipefail; source slurm/env.sh; echo "$MASTER_ADDR $MASTER_PORT $NPROC_PER_NODE $CPUS ${CONTAINER[*]}"'
     )
-    done = subprocess.run(["bash", "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    done = _in_job(folder, ["-c", code], job, **given)
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
 def test_the_environment_comes_from_the_job_and_the_site(tmp_path: Path) -> None:
-    assert _environment(tmp_path, 41234) == "node9 21234 8 96"
-    assert _environment(tmp_path, 41235, NPROC_PER_NODE="4", SLURM_CPUS_PER_TASK="48") == "node9 21235 4 48"
+    assert _environment(tmp_path, 41234) == "node9 25234 8 96"
+    assert _environment(tmp_path, 41235, NPROC_PER_NODE="4", SLURM_CPUS_PER_TASK="48") == "node9 25235 4 48"
     site = tmp_path / "site.conf"
     site.write_text("CONTAINER_IMAGE=image.sqsh CONTAINER_MOUNTS=/data:/data\n")
     container = _environment(tmp_path, 1, SITE_CONF=str(site)).split(" ", 4)[4]
     mounts = f"--container-mounts={ROOT}:{ROOT},/data:/data"
     assert container == f"--container-image=image.sqsh --no-container-mount-home --container-workdir={ROOT} {mounts}"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"SITE_CONF": "/none"}, "SITE_CONF = /none is not there or cannot be read"),
+        ({"NPROC_PER_NODE": "16"}, "NPROC_PER_NODE = 16: a node has 8 GPUs here, and a rank needs one"),
+        ({"SLURM_GPUS_ON_NODE": "0"}, r"NPROC_PER_NODE = 0 is no number of ranks \(a node has 0 GPUs here\)"),
+        ({"JOB_FILES": "none"}, "there is no none/env.sh in .*: call sbatch from the repository's root"),
+    ],
+)
+def test_the_job_ends_with_a_word_on_what_it_was_given_wrong(tmp_path: Path, given: dict[str, str], why: str) -> None:
+    done = _in_job(tmp_path, ["slurm/train.sbatch", CONFIG], 7, **given)
+    assert done.returncode == 1
+    assert re.match(f"parallel-rl: job 7 failed: {why}", done.stdout.splitlines()[-1])
+
+
+def test_the_script_hears_signals_before_it_runs_any_program() -> None:
+    """A signal's default is the death of the batch shell."""
+    lines = [line for line in (ROOT / "slurm" / "train.sbatch").read_text().splitlines() if not line.startswith("#")]
+    assert re.fullmatch(r"(\w+='' ?)+", lines[0])
+    assert [re.sub(r".*' (\w+).*", r"\1", line) for line in lines[1:4]] == ["USR1", "TERM", "EXIT"]
 
 
 def _tiny_step(rank: int, config: ParallelConfig, wrong: int | None) -> None:

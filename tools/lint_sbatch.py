@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from parallel_rl.submit import seconds
+
 # "# sbatch --nodes=2 script" in small letters is a remark on how to use the script
 _LIKE_DIRECTIVE = re.compile(r"\s*#(\s*SBATCH\b|(?i:sbatch)\s+-)")
 _SHELL = re.compile(r"\$|`|(?:^|[=\s])~")
@@ -139,13 +141,26 @@ def _together(options: Sequence[Option], text: str) -> Iterator[tuple[int, str]]
     if signal is None:
         return
     to, _, what = signal.value.rpartition(":")
-    if "B" not in to:
-        name = what.split("@")[0].upper().removeprefix("SIG")
-        if re.search(rf"^\s*trap\s.*\b(SIG)?{re.escape(name)}\b", text, re.MULTILINE):
-            yield (
-                signal.line,
-                f"--signal={signal.value} does not reach the script, which traps {name}: write B:{signal.value}",
-            )
+    what, _, notice = what.partition("@")
+    name = what.upper().removeprefix("SIG")
+    traps = re.search(rf"^\s*trap\s.*\b(SIG)?{re.escape(name)}\b", text, re.MULTILINE)
+    if "B" not in to and traps:
+        yield (
+            signal.line,
+            f"--signal={signal.value} does not reach the script, which traps {name}: write B:{signal.value}",
+        )
+    if "B" in to and not traps:
+        yield signal.line, f"--signal={signal.value} reaches the script, which has no trap for {name} and dies of it"
+    if (time := by_name.get("--time")) is not None and 0 < _minutes(time.value) * 60 <= int(notice or "60"):
+        yield signal.line, f"--signal={signal.value} comes at once: --time={time.value} is no longer than its notice"
+
+
+def _minutes(time: str) -> int:
+    """0 where there is no limit; sbatch itself refuses what cannot be read."""
+    try:
+        return (seconds(time) or 0) // 60
+    except ValueError:
+        return 0
 
 
 if __name__ == "__main__":

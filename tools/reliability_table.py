@@ -16,16 +16,19 @@ Outcome = Mapping[str, object]
 
 INTRODUCTION = """# What may happen to a job, and what comes of it
 
-Made by `make soak` from the outcomes of `tests/slurm/test_faults.py`, which does each of this to real jobs: two nodes of a
-private Slurm cluster on one machine, `slurm/train.sbatch`, the trainer on gloo, float32, a checkpoint at each step, at a random
-instant of the run. A case counts only if the run, when it has gone on to its end, has each step in `metrics.jsonl` exactly
+Made by `make soak` from the outcomes of `tests/slurm/test_faults.py`, which does each of this to real jobs: two of the
+three nodes of a private Slurm cluster on one machine, `slurm/train.sbatch`, the trainer on gloo, float32, a checkpoint at
+each step. It happens at a random instant of the run; the ranks are held there until it has reached them. A case counts only
+if the job's logs say who and why, and the run, when it has gone on to its end, has each step in `metrics.jsonl` exactly
 once, with numbers that are bit-equal to those of a run which nothing happened to. (At another layout they are within 1e-5;
 `tests/training` holds that.) Seconds are from the fault to the state of the job, other jobs beside it on the same cores.
 
-| what happens | how it is done | the job is then | after | what is left to do | times |
+A job that is queued again goes on by itself. After FAILED or CANCELLED the same `sbatch` goes on from the last checkpoint.
+
+| what happens | how it is done | the job is then | after | what its logs say | times |
 |---|---|---|--:|---|--:|
 """
-STATES = {"PENDING": "queued again", "FAILED": "FAILED", "CANCELLED": "CANCELLED", "COMPLETED": "COMPLETED"}
+STATES = {"PENDING": "queued again", "FAILED": "FAILED", "CANCELLED": "CANCELLED"}
 
 
 def document(outcomes: Sequence[Outcome]) -> str:
@@ -34,7 +37,9 @@ def document(outcomes: Sequence[Outcome]) -> str:
     Raises:
         ValueError: a fault without an outcome.
     """
-    return INTRODUCTION + "".join(_row(fault, outcomes) for fault in FAULTS) + f"\n{datetime.date.today()}\n"
+    seeds = sorted({str(outcome["FAULT_SEED"]) for outcome in outcomes})
+    end = f"\n{datetime.date.today()}; again with the same instants: `FAULT_SEED={' or '.join(seeds)} make soak`\n"
+    return INTRODUCTION + "".join(_row(fault, outcomes) for fault in FAULTS) + end
 
 
 def _row(fault: Fault, outcomes: Sequence[Outcome]) -> str:
@@ -48,7 +53,8 @@ def _row(fault: Fault, outcomes: Sequence[Outcome]) -> str:
     after = (
         f"{seconds[0]:.0f} s" if round(seconds[0]) == round(seconds[-1]) else f"{seconds[0]:.0f}–{seconds[-1]:.0f} s"
     )
-    return f"| {fault.name} | {fault.how} | {states} | {after} | {fault.next} | {len(found)} |\n"
+    said = str(found[-1]["said"]).replace("|", r"\|")
+    return f"| {fault.name} | {fault.how} | {states} | {after} | `{said}` | {len(found)} |\n"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,171 @@
+"""`parallel-rl submit` without a cluster: what it asks for, shows, refuses and records."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from parallel_rl.cli import main
+from parallel_rl.submit import Resources, plan, seconds
+
+ROOT = Path(__file__).parents[1]
+CONFIG = "configs/grpo_arithmetic.yaml"
+READ = ("SBATCH_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_DEVICE_MAX", "PYTORCH_CUDA")  # some of what a job reads
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The repository's root, no site settings, and none of what a job reads."""
+    monkeypatch.chdir(ROOT)
+    for name in list(os.environ):
+        if name.startswith(READ) or name in ("NPROC_PER_NODE", "LOG_DIR", "PYTHON", "MASTER_ADDR", "MASTER_PORT"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("SITE_CONF", os.devnull)
+
+
+@pytest.mark.usefixtures("shell")
+def test_submit_shows_the_command_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site = tmp_path / "site.conf"
+    site.write_text("export SBATCH_ACCOUNT='my lab' SBATCH_GPUS_PER_NODE=h100:4\nCONTAINER_IMAGE=x.sqsh\n")
+    for name, value in {
+        "SITE_CONF": str(site),
+        "MAX_RESTARTS": "3",
+        "NCCL_DEBUG": "INFO",
+        "LOG_DIR": "/my logs",
+    }.items():
+        monkeypatch.setenv(name, value)
+    given = [CONFIG, "--nodes", "2", "--time", "1:00:00", "--dry-run", f"--run.dir={tmp_path}/run", "--rl.steps", "5"]
+    assert main(["submit", *given]) == 0
+    shell = "LOG_DIR='/my logs' MAX_RESTARTS=3 NCCL_DEBUG=INFO"
+    settings = f"{shell} SBATCH_ACCOUNT='my lab' SBATCH_GPUS_PER_NODE=h100:4 SITE_CONF={site}"
+    command = f"sbatch --nodes=2 --time=1:00:00 slurm/train.sbatch {CONFIG} --run.dir={tmp_path}/run --rl.steps 5"
+    assert capsys.readouterr().out == f"{settings} {command}\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([CONFIG, "--nodes", "3", "--gpus-per-node", "1"], "the world has 3 ranks"),
+        ([CONFIG, "--nodes", "0"], "--nodes 0"),
+        ([CONFIG], "--nodes N is needed"),
+        ([CONFIG, "--nodes", "1", "--gpus-per-node", "0"], "--ranks-per-node"),
+        ([CONFIG, "--nodes", "1", "--gpus-per-node", "4", "--ranks-per-node", "8"], "8 ranks on a node of 4 GPUs"),
+        ([CONFIG, "--nodes", "1", "--cpus-per-task", "0"], "--cpus-per-task 0 is not valid"),
+        ([CONFIG, "--nodes", "1", "--time", "1 hour"], "--time 1 hour is not valid; minutes"),
+        ([CONFIG, "--nodes", "1", "--partion", "x"], "--partion is no option .* did you mean '--partition'"),
+        ([CONFIG, "--node", "1"], "--node is no option .* did you mean '--nodes'"),
+        ([CONFIG, "-p", "x"], "-p is no option .* did you mean '--partition'"),
+        (["configs/none.yaml", "--nodes", "1"], "does not exist"),
+        ([CONFIG, "--nodes", "1", "--data.train", "none.jsonl"], "none.jsonl"),
+    ],
+)
+@pytest.mark.usefixtures("shell")
+def test_submit_refuses_before_it_submits(
+    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bash = str(Path(shutil.which("bash") or "").parent)
+    monkeypatch.setenv("PATH", bash)
+    assert main(["submit", *given]) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.usefixtures("shell")
+def test_the_job_has_the_ranks_that_its_nodes_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the package's script, whose folder the job is told
+    job = plan(Resources(2), ["c.yaml"])
+    assert job.world == 16
+    assert sorted(job.environment) == ["JOB_FILES", "SITE_CONF"]
+    assert Path(job.command[2]).samefile(ROOT / "slurm" / "train.sbatch")
+    assert plan(Resources(2, gpus_per_node=4), ["c.yaml"]).world == 8
+    cpus = plan(Resources(2, gpus_per_node=0, ranks_per_node=3), ["c.yaml"])
+    assert (cpus.world, cpus.environment["NPROC_PER_NODE"]) == (6, "3")
+    site = tmp_path / "site.conf"
+    monkeypatch.setenv("SITE_CONF", str(site))
+    with pytest.raises(ValueError, match=f"SITE_CONF = {site} is not there"):
+        plan(Resources(2), ["c.yaml"])
+    site.write_text("export SBATCH_GPUS_PER_NODE=2\n")
+    assert plan(Resources(2), ["c.yaml"]).world == 4
+    site.write_text("((\n")
+    with pytest.raises(ValueError, match=r"site.conf cannot be read"):
+        plan(Resources(2), ["c.yaml"])
+    # what the site says holds in the job
+    site.write_text("NPROC_PER_NODE=8\n")
+    assert plan(Resources(2), ["c.yaml"]).world == plan(Resources(2, ranks_per_node=8), ["c.yaml"]).world == 16
+    with pytest.raises(ValueError, match=r"--ranks-per-node 4, and .*site.conf sets NPROC_PER_NODE = 8, which holds"):
+        plan(Resources(2, ranks_per_node=4), ["c.yaml"])
+    site.write_text("NPROC_PER_NODE=${NPROC_PER_NODE:-8}\n")
+    assert plan(Resources(2, ranks_per_node=4), ["c.yaml"]).world == 8
+    site.write_text("export SBATCH_EXPORT=NONE\n")
+    with pytest.raises(ValueError, match="SBATCH_EXPORT = NONE keeps the settings from the job"):
+        plan(Resources(2), ["c.yaml"])
+    site.write_text("NPROC_PER_NODE=all\n")
+    with pytest.raises(ValueError, match=r"NPROC_PER_NODE = 'all' is not valid"):
+        plan(Resources(2), ["c.yaml"])
+
+
+TIMES = {"30": 30, "30:10": 31, "2:00:00": 120, "1-2": 1560, "1-2:30": 1590, "1-2:30:01": 1591}
+
+
+def test_time_limits_are_read_as_sbatch_reads_them() -> None:
+    assert {time: seconds(time) for time in TIMES} == {time: 60 * minutes for time, minutes in TIMES.items()}
+    assert [seconds(time) for time in ("UNLIMITED", "infinite", "0")] == [None] * 3
+    for wrong in ("", "1h", "1-", "-5", "1:2:3:4", "1-2:3:4:5", "5 "):
+        with pytest.raises(ValueError, match="M:S, H:M:S"):
+            seconds(wrong)
+
+
+@pytest.mark.usefixtures("shell")
+def test_a_short_job_is_told_of_its_limit_in_its_last_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def notice(time: str | None, **options: str) -> tuple[list[str], str | None]:
+        job = plan(Resources(1, time=time, options=options), ["c.yaml"])
+        return [word for word in job.command if word.startswith("--signal")], job.environment.get("NOTICE_SECONDS")
+
+    assert notice("20") == (["--signal=B:USR1@300"], "300")
+    assert notice("0:30") == (["--signal=B:USR1@15"], "15")
+    assert notice("40") == notice(None) == notice("0") == ([], None)  # the script's
+    assert notice("20", signal="B:USR1@60") == (["--signal=B:USR1@60"], "60")
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "8")
+    assert notice(None) == (["--signal=B:USR1@120"], "120")
+    monkeypatch.setenv("SBATCH_SIGNAL", "B:USR1@45")
+    assert notice(None) == ([], "45")
+
+
+def _sbatch(folder: Path, code: str) -> str:
+    """A PATH whose sbatch does this."""
+    (folder / "sbatch").write_text(f"#!/bin/sh\n{code}\n")
+    (folder / "sbatch").chmod(0o755)
+    return f"{folder}:{os.environ['PATH']}"
+
+
+@pytest.mark.usefixtures("shell")
+def test_the_record_of_a_job_is_there_before_the_job_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, seen = tmp_path / "runs" / "run", tmp_path / "seen"
+    given = ["submit", CONFIG, "--nodes", "2", "--job-name", "mine", f"--run.dir={run}"]
+    monkeypatch.setenv("PATH", _sbatch(tmp_path, f"echo no such account >&2; cp -r {run}/submitted {seen}; exit 1"))
+    assert main(given) == 2
+    assert "sbatch refuses: no such account" in capsys.readouterr().err
+    assert sorted(path.name for path in seen.rglob("*.*")) == [
+        *("command.sh", "config.yaml", "env.sh", "job.sh", "site.conf", "torchrun.py", "train.sbatch")
+    ]
+    assert not (tmp_path / "runs").exists()
+    (run / "submitted").mkdir(parents=True)  # of another job
+    assert main(given) == 2
+    assert [path.name for path in run.iterdir()] == ["submitted"]
+    capsys.readouterr()
+    monkeypatch.setenv("PATH", _sbatch(tmp_path, "echo Submitted batch job 17"))
+    assert main(given) == 0
+    [record] = (run / "submitted").iterdir()
+    assert record.name.endswith("-17")
+    command, said = capsys.readouterr().out.splitlines()
+    assert (record / "command.sh").read_text() == f"cd {ROOT}\n{command}\n"
+    logs = "its log comes to slurm-mine-17.out, those of the ranks to runs/slurm/17"
+    assert said == f"Submitted batch job 17; {logs}; its command, config and script are in {record}"
