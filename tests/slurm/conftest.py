@@ -1,4 +1,4 @@
-"""One private cluster for all tests that leave it as it was."""
+"""One private cluster for all tests that leave it as it was, and what became of each fault in the summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"no private Slurm: {why}"))
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Also of tests that passed: the seed, the instant and what was said."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    told = [str(value) for report in reports for name, value in report.user_properties if name == "outcome"]
+    if told:
+        terminalreporter.section("what became of each fault")
+        for line in told:
+            terminalreporter.write_line(line)
+
+
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(nodes=4) as running:
-        yield running
+def running() -> Iterator[Cluster]:
+    with Cluster(nodes=4) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(running: Cluster) -> Cluster:
+    """The session's, with nothing left to do of the tests before."""
+    running.until(running.idle, 600, "the nodes to be idle")
+    return running

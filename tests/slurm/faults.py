@@ -1,4 +1,8 @@
-"""What may happen to a job, how each of it is done to a real one, and what must come of it."""
+"""What may happen to a job, how each of it is done to a real one, and what must come of it.
+
+At its instant the ranks are held (SIGSTOP), and go on as soon as the fault has reached them: however fast the run is, and
+however slow Slurm, it happens at that instant and not later.
+"""
 
 from __future__ import annotations
 
@@ -14,65 +18,103 @@ from pathlib import Path
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.runs import arguments, submit
 
-STEPS = 12
+STEPS = 14
+WAIT = 900.0  # seconds, for a busy machine
 RANK = r"python\S* -u -m parallel_rl\.cli train"
 AGENT = r"python\S* \S*torchrun\.py"
 
 
 @dataclass
 class Case:
-    """One job on two nodes of a cluster of its own, whose nodes share the folder."""
+    """One job on node1 and node2 of a cluster of its own, which has a node to spare."""
 
     cluster: Cluster
-    folder: Path
     draw: random.Random
-    steps: int = STEPS
+    timeout: int = 300  # run.timeout, in which the ranks may be held
+    options: tuple[str, ...] = ()
     job: int = 0
     state: str = ""
     seconds: float = 0.0
     began: float = 0.0  # of time.monotonic(), when it happens
-    notes: list[str] = field(default_factory=list)
+    instant: str = ""
+    held: dict[str, int] = field(default_factory=dict)  # the rank of each node
 
     @property
     def run(self) -> Path:
-        return self.folder / "disk" / "run"
+        return self.cluster.disk / "run"
 
     @property
     def logs(self) -> Path:
-        return self.folder / "logs"
+        return self.cluster.folder / "logs"
 
-    def start(self, *options: str, **more: object) -> None:
+    def start(self) -> None:
         """`sbatch`, with the same command each time."""
-        given = arguments(self.run, self.steps, rl__optimizer="{lr: 1e-3}", run__timeout=15, **more)
-        self.job = submit(self.cluster, self.logs, 2, given, *options)
+        given = arguments(self.run, STEPS, rl__optimizer="{lr: 1e-3}", run__timeout=self.timeout)
+        self.job = submit(self.cluster, self.logs, 2, given, *self.options, env={"GATE_SECONDS": "300"})
 
     def rows(self) -> int:
         """Steps in metrics.jsonl now."""
         path = self.run / "metrics.jsonl"
         return path.read_text().count("\n") if path.exists() else 0
 
-    def at_a_random_instant(self, last: int | None = None) -> None:
-        """Waits until some step is done, and a moment of the next."""
-        step, moment = self.draw.randint(1, last or self.steps - 4), self.draw.uniform(0.0, 0.5)
-        self.cluster.until(lambda: self.rows() >= step or self.ended(), 120, f"step {step}")
-        assert not self.ended(), f"the job is {self.cluster.state(self.job)} before anything happened to it"
+    def ranks(self) -> dict[str, int]:
+        """The process of the rank on each node, where there is one."""
+        found = {node: self.cluster.processes(self.job, RANK, node) for node in ("node1", "node2")}
+        return {node: processes[0] for node, processes in found.items() if processes}
+
+    def at_a_random_instant(self) -> None:
+        """Holds the ranks some moment after some step."""
+        step, moment = self.draw.randint(1, STEPS // 2), self.draw.uniform(0.0, 0.5)
+        self.instant = f"{moment:.2f} s after step {step}"
+        self.cluster.until(lambda: len(self.ranks()) == 2 or self.ended(), WAIT, "its ranks")
+        ranks = self.ranks()
+        assert len(ranks) == 2, f"the job is {self.cluster.state(self.job)} before its ranks started"
+        there = [Path(f"/proc/{rank}") for rank in ranks.values()]
+        # nothing slow in here: it has only so many steps
+        self.cluster.until(
+            lambda: self.rows() >= step or not all(path.exists() for path in there), WAIT, f"step {step}", every=0.02
+        )
+        assert self.rows() >= step, f"the job is {self.cluster.state(self.job)} before anything happened to it"
         time.sleep(moment)
-        self.notes.append(f"after step {step} and {moment:.2f} s")
+        self.held = ranks
+        for rank in ranks.values():
+            os.kill(rank, signal.SIGSTOP)
         self.began = time.monotonic()
+
+    def release(self) -> None:
+        """The held ranks that are still there go on."""
+        for rank in self.held.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGCONT)
+        self.held = {}
+
+    def until_told(self, number: signal.Signals) -> None:
+        """Until a signal waits for each held rank, or Slurm has let it go on."""
+        self.cluster.until(lambda: all(_told(rank, number) for rank in self.held.values()), WAIT, number.name)
+
+    def until_asked(self) -> None:
+        """Until the batch script has heard USR1 and left word for the ranks."""
+        self.cluster.until((self.logs / str(self.job) / "STOP").exists, WAIT, "the file STOP")
 
     def wait(self) -> str:
         """The state that the job comes into by it."""
         if not self.state:
-            self.state = self.cluster.wait(self.job, [*ENDED, "PENDING", "REQUEUED"], timeout=120)
+            self.state = self.cluster.wait(self.job, [*ENDED, "PENDING", "REQUEUED"], timeout=WAIT)
             self.seconds = time.monotonic() - self.began
         return self.state
 
     def ended(self) -> bool:
         return self.cluster.state(self.job) in ENDED
 
-    def kill(self, pattern: str, number: signal.Signals = signal.SIGKILL, node: str = "node2") -> None:
-        """A signal to the oldest process of the job on a node whose command line matches."""
-        os.kill(self.cluster.processes(self.job, pattern, node)[0], number)
+
+def _told(process: int, number: signal.Signals) -> bool:
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return True
+    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    waiting = int(status["ShdPnd"], 16) | int(status["SigPnd"], 16)
+    return not status["State"].startswith("T") or bool(waiting >> (number - 1) & 1)
 
 
 @dataclass(frozen=True)
@@ -81,9 +123,10 @@ class Fault:
 
     Attributes:
         name: what happens. how: how the test does it.
+        does: it, to a job whose ranks are held; it ends when it has reached them.
         ends: the state that the job comes into by it, as a regular expression: PENDING is back in the queue by itself.
-        says: what stands in the job's logs then, as a regular expression.
-        next: what the user does.
+        says: what stands in the job's logs then, as a regular expression: who, and the cause.
+        options: of sbatch. timeout: run.timeout. disk: MB of the run's own file system.
     """
 
     name: str
@@ -91,89 +134,74 @@ class Fault:
     does: Callable[[Case], None]
     ends: str
     says: str
-    next: str = "nothing: the job is queued again and goes on"
     options: tuple[str, ...] = ()
-    steps: int = STEPS
-
-
-AGAIN = "the same `sbatch` again"
+    timeout: int = 300
+    disk: int | None = None
 
 
 def _usr1(case: Case) -> None:
-    case.at_a_random_instant()
     case.cluster.run("scancel", "--batch", "--signal=USR1", str(case.job))
+    case.until_asked()
 
 
 def _time_limit(case: Case) -> None:
-    case.at_a_random_instant(last=5)
     case.cluster.run("scontrol", "update", f"job={case.job}", "timelimit=10")  # USR1 is due 10 minutes before it
-    case.wait()
+    case.until_asked()
     case.cluster.run("scontrol", "update", f"job={case.job}", "timelimit=60")  # or its next start would hear the same
 
 
 def _scancel(case: Case) -> None:
-    case.at_a_random_instant()
     case.cluster.run("scancel", str(case.job))
+    case.until_told(signal.SIGTERM)
 
 
 def _preempt(case: Case) -> None:
-    case.at_a_random_instant()
-    urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 3"]
-    case.cluster.submit(*urgent)
+    size = f"--nodes={len(case.cluster.nodes)}"
+    case.cluster.submit("--partition=urgent", size, "--exclusive", "--output=/dev/null", "--wrap=sleep 3")
+    case.until_told(signal.SIGTERM)
 
 
 def _rank(case: Case) -> None:
-    case.at_a_random_instant()
-    case.kill(RANK)
+    os.kill(case.held.pop("node2"), signal.SIGKILL)
 
 
 def _agent(case: Case) -> None:
-    case.at_a_random_instant()
-    case.kill(AGENT)
+    os.kill(case.cluster.processes(case.job, AGENT, "node2")[0], signal.SIGKILL)
 
 
 def _hang(case: Case) -> None:
-    case.at_a_random_instant()
-    case.kill(RANK, signal.SIGSTOP)
+    case.held.pop("node2")  # nobody lets it go on
 
 
 def _node_down(case: Case) -> None:
-    case.at_a_random_instant()
     case.cluster.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
+    case.wait()
 
 
 def _power(case: Case) -> None:
-    case.at_a_random_instant()
     case.cluster.kill_node("node2")
+    case.wait()
 
 
 def _slurmd(case: Case) -> None:
-    case.at_a_random_instant()
+    """The ranks of node1, which nobody ends, go on beside the job's next start."""
     case.cluster.kill_slurmd("node1")
-    ranks = [pid for node in case.cluster.nodes for pid in case.cluster.processes(case.job, RANK, node)]
-    for pid in ranks:  # the tiny run would be over before Slurm takes note
-        os.kill(pid, signal.SIGSTOP)
     case.wait()
-    for pid in ranks:  # those of node1, which nobody ended, are now beside the job's next start
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
 
 
 def _disk(case: Case) -> None:
-    case.at_a_random_instant()
-    filler = case.folder / "disk" / "filler"
-    with filler.open("wb", buffering=0) as file:
-        try:
-            while True:
-                file.write(bytes(1 << 16))
-        except OSError:
-            pass
+    filler = case.cluster.disk / "filler"
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 16))
+    case.release()
     case.wait()
     filler.unlink()
 
 
 def _damage(case: Case) -> None:
     _rank(case)
+    case.release()
     case.wait()
     newest = max((case.run / "checkpoints").glob("step_*"))
     largest = max(newest.rglob("*"), key=lambda path: path.stat().st_size)
@@ -182,8 +210,11 @@ def _damage(case: Case) -> None:
         byte = file.read(1)
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte[0] ^ 1]))
-    case.notes.append(f"a bit of {newest.name}/{largest.name} flipped")
+    case.instant += f"; a bit of {newest.name}/{largest.name} flipped"
 
+
+_SAVED = r"\(rank \d+\) after rl step \d+"
+_DOWN = r"restart 1 of job \d+: .*down now: {} \(down\*?\)"
 
 FAULTS = (
     Fault(
@@ -191,62 +222,68 @@ FAULTS = (
         "`scancel --batch --signal=USR1 JOB`",
         _usr1,
         "PENDING",
-        r"stopped by the file STOP \(rank \d+\) after rl step \d+",
+        rf"stopped by the file STOP {_SAVED}",
     ),
     Fault(
         "time limit",
         "`scontrol update job=JOB timelimit=10`, with `--signal=B:USR1@600`",
         _time_limit,
         "PENDING",
-        r"stopped by the file STOP \(rank \d+\) after rl step \d+",
+        rf"stopped by the file STOP {_SAVED}",
         options=("--time=60",),
-        steps=300,
     ),
     Fault(
         "preemption",
-        "a job in a partition of a higher tier, `GraceTime=20`",
+        "a job in a partition of a higher tier, `GraceTime=60`",
         _preempt,
         "PENDING",
-        r"stopped by SIGTERM \(rank \d+\) after rl step \d+",
-        steps=60,
+        rf"stopped by SIGTERM {_SAVED}",
     ),
-    Fault(
-        "cancelled", "`scancel JOB`", _scancel, "CANCELLED", r"stopped by SIGTERM \(rank \d+\) after rl step \d+", AGAIN
-    ),
-    Fault("a rank is killed", "`kill -9` of rank 1", _rank, "FAILED", r"rank 1\b.*(gone|SIGKILL|Signal 9)", AGAIN),
+    Fault("cancelled", "`scancel JOB`", _scancel, "CANCELLED", rf"stopped by SIGTERM {_SAVED}"),
+    Fault("a rank is killed", "`kill -9` of rank 1", _rank, "FAILED", r"rank 1 was killed by SIGKILL"),
     Fault(
         "torchrun is killed",
-        "`kill -9` of node 1's agent",
+        "`kill -9` of node2's agent",
         _agent,
-        "FAILED|PENDING",
-        r"rank 1\b.*(agent|gone)|stopped by SIGTERM",
-        AGAIN,
+        "FAILED|PENDING",  # PENDING where the other ranks had time to save when Slurm ended the step
+        r"node2: task 1: Killed",
     ),
     Fault(
         "a rank hangs",
-        "`kill -STOP` of rank 1, `run.timeout = 15`",
+        "`kill -STOP` of rank 1, `run.timeout = 30`",
         _hang,
         "FAILED",
         r"rank 1 on node2 is MISSING",
-        AGAIN,
+        timeout=30,
     ),
-    Fault("node set down", "`scontrol update nodename=node2 state=down`", _node_down, "PENDING", r""),
-    Fault("a node loses its power", "`kill -9` of all that runs on node2", _power, "PENDING", r"", steps=90),
-    Fault("slurmd is killed", "`kill -9` of node1's slurmd, the batch host's", _slurmd, "PENDING", r""),
+    Fault(
+        "node set down",
+        "`scontrol update nodename=node2 state=down`",
+        _node_down,
+        "PENDING",
+        _DOWN.format("node2"),
+    ),
+    Fault("a node loses its power", "`kill -9` of all that runs on node2", _power, "PENDING", _DOWN.format("node2")),
+    Fault(
+        "slurmd is killed",
+        "`kill -9` of node1's slurmd, the batch host's",
+        _slurmd,
+        "PENDING",
+        _DOWN.format("node1"),
+    ),
     Fault(
         "full disk",
         "the run's file system filled to its last byte",
         _disk,
         "FAILED",
-        r"No space left on device|free",
-        AGAIN,
+        r"parallel-rl: error \(rank \d+, rl step \d+\): .*(No space left on device|are free)",
+        disk=12,
     ),
     Fault(
         "damaged checkpoint",
         "rank 1 killed, then one bit of the newest checkpoint flipped",
         _damage,
         "FAILED",
-        r"rank 1\b",
-        AGAIN,
+        r"is damaged: .*; set aside as \S+, step_\d+ is taken instead",
     ),
 )

@@ -53,6 +53,7 @@ def submit(
         "NPROC_PER_NODE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
+        "GATE_SECONDS": "120",  # the machine may be busy
         **(env or {}),
     }
     sizes = [f"--nodes={nodes}", "--gpus-per-node=8", "--cpus-per-task=16", f"--output={logs}/batch.out"]
@@ -77,7 +78,13 @@ def words(logs: Path) -> str:
     return "\n".join(f"=== {path.relative_to(logs)}\n{path.read_text(errors='replace')}" for path in files)
 
 
-def checked(cluster: Cluster, number: int, logs: Path, wanted: str = "COMPLETED", timeout: float = 120.0) -> str:
+def last_line(logs: Path) -> str:
+    """What the batch script says of the job's end."""
+    lines = (logs / "batch.out").read_text().splitlines()
+    return lines[-1] if lines else ""
+
+
+def checked(cluster: Cluster, number: int, logs: Path, wanted: str = "COMPLETED", timeout: float = 400.0) -> str:
     """Waits for a job's end; all logs are in the error where it is another than `wanted`. Gives what the job said."""
     try:
         state = cluster.wait(number, timeout=timeout)

@@ -45,8 +45,8 @@ def test_an_array_and_another_job_side_by_side_do_not_meet(cluster: Cluster, exp
     sweep = arguments(tmp_path / "task-{task}", STEPS, run__dtype="float64")
     tasks = submit(cluster, logs, 1, sweep, "--array=0-1")
     number = submit(cluster, logs, 2, arguments(tmp_path / "pair", STEPS, "{tensor: 2}", run__dtype="float64"))
-    cluster.until(lambda: cluster.count("RUNNING") == 3, 60, "three jobs at the same time")
-    cluster.until(lambda: cluster.count("RUNNING") == 0, 120, "their end")
+    cluster.until(lambda: cluster.count("RUNNING") == 3, 300, "three jobs at the same time")
+    cluster.until(lambda: cluster.count("RUNNING") == 0, 400, "their end")
     checked(cluster, number, logs)
     assert cluster.count("COMPLETED", tasks) == 2, words(logs)
     for name in ("task-0", "task-1", "pair"):
@@ -87,5 +87,5 @@ def test_what_does_not_fit_ends_the_job_before_its_ranks_start(
     cluster: Cluster, parallel: str, more: dict[str, object], says: str, tmp_path: Path
 ) -> None:
     given = [*arguments(tmp_path / "run", STEPS, parallel), *(f"--{name}={value}" for name, value in more.items())]
-    said = checked(cluster, submit(cluster, tmp_path / "logs", 2, given), tmp_path / "logs", "FAILED", timeout=60)
+    said = checked(cluster, submit(cluster, tmp_path / "logs", 2, given), tmp_path / "logs", "FAILED")
     assert says in said and not (tmp_path / "run").exists() and not list((tmp_path / "logs").rglob("stdout.log"))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import CONFIG, ROOT, arguments, checked, curve, submit
+from tests.slurm.runs import CONFIG, ROOT, arguments, checked, curve, last_line, submit
 
 pytestmark = pytest.mark.slurm
-GATE = 20  # seconds, for Python and torch on a busy machine
+GATE = 40  # seconds, for Python and torch on a busy machine
 
 
 def _python(folder: Path, when: str, instead: str) -> dict[str, str]:
@@ -26,39 +26,46 @@ def _python(folder: Path, when: str, instead: str) -> dict[str, str]:
     return {"PYTHON": str(script), "GATE_SECONDS": str(GATE)}
 
 
+def _end(folder: Path) -> str:
+    return last_line(folder / "logs")
+
+
 def _ranks(folder: Path, code: str) -> dict[str, str]:
     """Settings under which rank 1 runs `code` before anything else."""
     (folder / "sitecustomize.py").write_text(f"import os, time\nif os.environ.get('RANK') == '1':\n    {code}\n")
     return {"PYTHONPATH": str(folder), "GATE_SECONDS": str(GATE)}
 
 
-def test_a_host_that_hangs_is_named(cluster: Cluster, tmp_path: Path) -> None:
-    began = time.monotonic()
-    env = _python(tmp_path, when="1", instead="exec sleep 600")
-    number = submit(cluster, tmp_path / "logs", 2, arguments(tmp_path / "run", 1), env=env)
-    said = checked(cluster, number, tmp_path / "logs", "FAILED")
-    assert time.monotonic() - began < 60 + GATE
-    assert re.search(r"parallel-rl: error: node\d+ \(node 1\) did not come up", said)
-    assert "(node 0) did not come up" not in said
-    assert not (tmp_path / "run").exists()
+def test_hosts_and_ranks_that_hang_are_named(cluster: Cluster, tmp_path: Path) -> None:
+    """Two jobs side by side: on one a host hangs, on the other a rank."""
+    began, numbers = time.monotonic(), {}
+    for name in ("host", "rank"):
+        folder = tmp_path / name
+        folder.mkdir()
+        hung = _python(folder, "1", "exec sleep 3600") if name == "host" else _ranks(folder, "time.sleep(3600)")
+        numbers[name] = submit(cluster, folder / "logs", 2, arguments(folder / "run", 1), env=hung)
+    said = {name: checked(cluster, number, tmp_path / name / "logs", "FAILED") for name, number in numbers.items()}
+    assert time.monotonic() - began < 300 + GATE
+    assert "(node 0) did not come up" not in said["host"]
+    what = r"parallel-rl: error: node\d+ \(node 1\) did not come up"
+    assert re.search(what, said["host"])
+    assert re.fullmatch(rf"parallel-rl: job {numbers['host']} failed with status \d+: {what}", _end(tmp_path / "host"))
+    what = rf"rank 1 \(on node\d+\) did not come up in {GATE} s"
+    assert re.search(what, (tmp_path / "rank" / "logs" / "batch.out").read_text())
+    assert re.search(rf"parallel-rl: job {numbers['rank']} failed with status \d+: .*{what}", _end(tmp_path / "rank"))
+    for name in numbers:
+        assert not (tmp_path / name / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("code", "what"),
-    [
-        ("time.sleep(600)", rf"rank 1 \(on node\d+\) did not come up in {GATE} s"),
-        ("os._exit(7)", r"rank 1 ended with exit code 7"),
-    ],
-)
-def test_a_rank_that_hangs_or_dies_at_the_start_is_named(
-    cluster: Cluster, tmp_path: Path, code: str, what: str
-) -> None:
-    began = time.monotonic()
-    env = _ranks(tmp_path, code)
-    number = submit(cluster, tmp_path / "logs", 2, arguments(tmp_path / "run", 1), env=env)
-    checked(cluster, number, tmp_path / "logs", "FAILED")
-    assert time.monotonic() - began < 60 + GATE
-    assert re.search(what, (tmp_path / "logs" / "batch.out").read_text())
+def test_a_rank_that_dies_at_the_start_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    env = _ranks(tmp_path, "os._exit(7)")
+    checked(
+        cluster,
+        submit(cluster, tmp_path / "logs", 2, arguments(tmp_path / "run", 1), env=env),
+        tmp_path / "logs",
+        "FAILED",
+    )
+    assert "rank 1 ended with exit code 7" in (tmp_path / "logs" / "batch.out").read_text()
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -76,6 +83,10 @@ def test_what_cannot_run_is_refused_by_one_process(
     number = submit(cluster, tmp_path / "logs", 1, [*given, f"--run.dir={tmp_path}/run"])
     checked(cluster, number, tmp_path / "logs", "FAILED")
     assert what in (tmp_path / "logs" / "batch.out").read_text()
+    assert re.match(
+        f"parallel-rl: job {number} failed: the check before .*: parallel-rl: error: .*{re.escape(what)}",
+        _end(tmp_path),
+    )
     assert not list((tmp_path / "logs").rglob("node-*.log"))
     assert not (tmp_path / "run").exists()
 
@@ -87,12 +98,13 @@ def _submit(cluster: Cluster, folder: Path, *given: str) -> subprocess.Completed
         "LOG_DIR": str(folder / "logs"),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
+        "GATE_SECONDS": "120",
     }
     # the batch script's output, which the script puts into the folder that it is submitted from
     out = {"SBATCH_OUTPUT": os.devnull}
-    return cluster.run(
-        sys.executable, "-m", "parallel_rl.cli", "submit", *words, cwd=ROOT, env={**env, **out}, check=False
-    )
+    command = [sys.executable, "-m", "parallel_rl.cli", "submit", *words]
+    env = {**cluster.env, **env, **out}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
 
 
 def test_submit_puts_the_same_job_on_the_queue(cluster: Cluster, tmp_path: Path) -> None:
@@ -103,6 +115,7 @@ def test_submit_puts_the_same_job_on_the_queue(cluster: Cluster, tmp_path: Path)
     found = re.search(r"Submitted batch job (\d+)", said)
     assert found is not None
     number = int(found[1])
+    assert f"those of the ranks to {tmp_path}/logs/{number};" in said
     checked(cluster, number, tmp_path / "logs")
     (ROOT / f"slurm-mine-{number}.out").unlink(missing_ok=True)
     assert len(curve(tmp_path / "run")) == 1
@@ -116,7 +129,9 @@ def test_submit_puts_the_same_job_on_the_queue(cluster: Cluster, tmp_path: Path)
     ("given", "what"),
     [
         (["--nodes", "1", "--partition", "nowhere"], "invalid partition"),
-        (["--nodes", "1", "--gpus-per-node", "9"], "not available"),
+        (["--nodes", "1", "--gpus-per-node", "9"], "Requested node configuration is not available"),
+        (["--nodes", "1", "--cpus-per-task", "99"], "More processors requested than permitted"),
+        (["--nodes", "1", "--reservation", "nowhere"], "Requested reservation is invalid"),
     ],
 )
 def test_what_the_cluster_does_not_have_is_refused_at_once(
@@ -125,4 +140,7 @@ def test_what_the_cluster_does_not_have_is_refused_at_once(
     done = _submit(cluster, tmp_path, *given)
     assert done.returncode == 2
     assert what in done.stderr
+    assert re.search(
+        r"there is, by partition:\n  main\* 4 nodes, each 16 CPUs, gpu:h100:8, at most 1-00:00:00", done.stderr
+    )
     assert not (tmp_path / "run").exists()
