@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveSt
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from parallel_rl.training.agree import on_every_rank
+from parallel_rl.training.agree import describe, on_every_rank
+from parallel_rl.training.shelf import free_bytes, in_words
 
 State = dict[str, Any]
 
@@ -42,7 +44,7 @@ def save_sharded(state: State, folder: Path, what: str) -> None:
         request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
     finally:
         register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, TorchCommonSaveStrategy("torch", 1))
-    on_every_rank(request.async_fn, what)
+    on_every_rank(lambda: _write_to(folder, request.async_fn), what)
     failures: list[Exception] = []
     request.finalize_fns[0](failures)
     on_every_rank(lambda: _raise(failures), what)
@@ -73,6 +75,14 @@ def bytes_of(state: State, device: torch.device) -> int:
     return int(total)
 
 
+def _write_to(folder: Path, write: Callable[[], object]) -> None:
+    """`write`, with the room that is left in its error: torch's writer calls a full disk an "iostream error"."""
+    try:
+        write()
+    except RuntimeError as error:
+        raise RuntimeError(f"{describe(error)} ({in_words(free_bytes(folder))} are free)") from error
+
+
 class _CommonOnEveryRank(TorchCommonSaveStrategy):
     """The first rank writes the common part; the others wait for its word."""
 
@@ -81,7 +91,9 @@ class _CommonOnEveryRank(TorchCommonSaveStrategy):
         self.what = what
 
     def save_common(self, common_state_dict: State, checkpoint_dir: str | Path) -> None:
-        on_every_rank(lambda: super(_CommonOnEveryRank, self).save_common(common_state_dict, checkpoint_dir), self.what)
+        save = super().save_common
+        write = partial(_write_to, Path(checkpoint_dir), lambda: save(common_state_dict, checkpoint_dir))
+        on_every_rank(write, self.what)
 
 
 class _ShardedOnEveryRank(TorchDistSaveShardedStrategy):
