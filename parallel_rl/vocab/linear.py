@@ -9,7 +9,7 @@ import torch
 
 from parallel_rl.groups import group_size
 from parallel_rl.validation import agreed_check
-from parallel_rl.vocab.backends.choice import Backend
+from parallel_rl.vocab.backends.choice import Backend, runs_on_triton
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear_autograd import (
     Coefficients,
@@ -19,8 +19,8 @@ from parallel_rl.vocab.linear_autograd import (
     no_gradient,
     with_operands,
 )
+from parallel_rl.vocab.linear_case import HeadCase, Upstream
 from parallel_rl.vocab.linear_input import LMHeadInput
-from parallel_rl.vocab.linear_modes import HeadCase, Upstream
 from parallel_rl.vocab.linear_plan import LinearMode, Rows, make_plan
 from parallel_rl.vocab.shards import ShardRange, shard_range
 from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens
@@ -72,8 +72,8 @@ def linear_token_stats(
       tokens; backward scales them by the upstream scalar. 6·N·V·D flops, one chunk, and the weight's gradient in a buffer.
     - "resident": the logits are kept (low precision: as float16 distances from the row's largest). 6·N·V·D flops, N·V numbers.
     - "recompute": they are projected again in backward. 8·N·V·D flops, one chunk.
-    - "auto": in_forward where there is an objective (and the operands are not float16), else as many resident chunks as the
-      budget holds, the others recomputed.
+    - "auto": in_forward where there is an objective (and the operands are not float16), else resident where the budget holds
+      the logits, else recompute.
 
     Args:
         hidden: [..., D]; with `sequence_parallel` this rank's part of the first dimension.
@@ -161,11 +161,13 @@ def stats_of_head(
     early = trains and head.mode in ("auto", "in_forward") and objective is not None and hidden.dtype != torch.float16
     mode = head.mode if trains and not early else "recompute"
     width = max(-(-span.vocab_size // group_size(group)), 1)  # not the shard's own, which may differ between ranks
-    plan = make_plan(hidden, width, group, parts, mode, head.budget)
-    rows = Rows.of(keep, parts, plan.size, head.rows, group)
+    # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
+    narrow = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, backend)
+    plan = make_plan(hidden, width, group, parts, mode, head.budget, narrow or hidden.dtype == dtype)
+    rows = Rows.of(keep, parts, head.rows, group)
     blank = HeadCase(
         hidden, head.weight, None, targets, keep, inv_t, span.start, head.softcap, group, head.sequence_parallel, entropy,
-        backend, rows, span.valid,
+        backend, rows, plan, narrow, span.valid,
     )  # fmt: skip
     case = with_operands(blank, hidden, head.weight, head.bias)
     target = WeightTarget(head.weight, head.main_grad_factor)
@@ -184,7 +186,7 @@ def stats_of_head(
         coefficients = _coefficients(objective, head, group)
         zero, raw = in_forward(case, coefficients, context_group, calls, head.hidden, target, head.bias)
     elif trains:
-        raw = in_backward(case, plan.resident, head.hidden, target, head.bias)
+        raw = in_backward(case, head.hidden, target, head.bias)
     else:
         raw = no_gradient(case)
     return ordered(raw), zero

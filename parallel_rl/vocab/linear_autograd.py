@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.validation import agreed_check, agreed_gradients, checks_values
+from parallel_rl.vocab.linear_case import HeadCase, Upstream
 from parallel_rl.vocab.linear_gemm import scaled_to_
-from parallel_rl.vocab.linear_modes import Forward, Gradients, HeadCase, Upstream, run_backward, run_forward
+from parallel_rl.vocab.linear_modes import Forward, Gradients, backward_spans, run_backward, run_forward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,11 +51,11 @@ def no_gradient(case: HeadCase) -> tuple[Tensor, Tensor | None, Tensor]:
 
 
 def in_backward(
-    case: HeadCase, resident: int, hidden: Tensor, target: WeightTarget, bias: Tensor | None
+    case: HeadCase, hidden: Tensor, target: WeightTarget, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Statistics whose gradients are computed in backward, from kept logits or from logits projected again."""
     stats: tuple[Tensor, Tensor | None, Tensor] = _InBackward.apply(
-        hidden, target.weight, bias, replace(case, hidden=case.hidden.detach()), resident, target
+        hidden, target.weight, bias, replace(case, hidden=case.hidden.detach()), target
     )
     return stats
 
@@ -91,10 +92,9 @@ class _InBackward(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         case: HeadCase,
-        resident: int,
         target: WeightTarget,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        forward = run_forward(case, resident)
+        forward = run_forward(case)
         ctx.save_for_backward(hidden, weight, bias, forward.table)  # type: ignore[arg-type]
         # Without the operands: what `save_for_backward` holds is freed with the graph, and checked for changes.
         ctx.case = replace(case, hidden=None, weight=None, bias=None)  # type: ignore[attr-defined, arg-type]
@@ -111,7 +111,7 @@ class _InBackward(torch.autograd.Function):
         hidden, weight, bias, table = ctx.saved_tensors  # type: ignore[attr-defined]
         agreed_gradients(upstream, ctx.case.group, table[:, 0])  # type: ignore[attr-defined]
         if all(g is None for g in upstream):
-            return (None,) * 6
+            return (None,) * 5
         kept: list = ctx.kept  # type: ignore[attr-defined]
         if ctx.used and kept:  # type: ignore[attr-defined]
             raise RuntimeError("the first backward used up the kept logits; mode='recompute' allows a second one")
@@ -122,15 +122,16 @@ class _InBackward(torch.autograd.Function):
         into = target.rows(case.weight.shape[0]) if wanted[1] else None
         direct = into if into is not None and target.factor == 1 and into.dtype == case.dtype else None
         forward = Forward((table, None, table), table, kept)
-        summed = run_backward(case, forward, upstream, Gradients(case, wanted, hidden.dtype, direct))
+        at_once = into is None and len(backward_spans(case)) <= 1
+        summed = run_backward(case, forward, upstream, Gradients(case, wanted, direct, at_once))
         of_weight = summed.weight
         if into is not None and direct is None:
             assert of_weight is not None
             into.add_(of_weight, alpha=target.factor)
         elif of_weight is not None and into is None:
-            of_weight = scaled_to_(of_weight, torch.ones_like(of_weight[:1, :1]), weight.dtype)
+            of_weight = scaled_to_(of_weight, None, weight.dtype)
         of_hidden = None if summed.hidden is None else summed.hidden.view(hidden.shape)
-        return of_hidden, target.result(of_weight) if wanted[1] else None, _padded(summed.bias, bias), None, None, None
+        return of_hidden, target.result(of_weight) if wanted[1] else None, _padded(summed.bias, bias), None, None
 
 
 class _InForward(torch.autograd.Function):
@@ -147,20 +148,20 @@ class _InForward(torch.autograd.Function):
         target: WeightTarget,
     ) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
-        gradients = Gradients(case, wanted, hidden.dtype)
-        used: list[Upstream] = []
+        gradients = Gradients(case, wanted)
+        used: list[tuple[slice, Upstream]] = []
 
-        def then(index: int, rows: Tensor, z: Tensor, so_far: Forward) -> None:
+        def then(span: slice, rows: Tensor, z: Tensor, so_far: Forward) -> None:
             upstream = coefficients(so_far.stats)
             agreed_gradients(upstream, case.group, so_far.stats[0])
-            used.append(upstream)
+            used.append((span, upstream))
             if any(g is not None for g in upstream):
-                gradients.add(index, rows, z, so_far.table, upstream)
+                gradients.add(span, rows, [case.columns], lambda _: (z, None), so_far.table, upstream)
 
         forward = run_forward(case, then=then)
-        for _ in range(calls - len(case.rows)):
+        for _ in range(calls - len(used)):
             coefficients(forward.stats)
-        if checks_values(hidden) and (calls or len(case.rows) > 1):
+        if checks_values(hidden) and (calls or len(used) > 1):
             known = coefficients(forward.stats)
             groups = [case.group, context_group]
             agreed_check(lambda: _check_separable(case, used, known), groups, hidden)
@@ -185,20 +186,21 @@ class _InForward(torch.autograd.Function):
             of_hidden = of_hidden.mul_(upstream).view(ctx.shape)  # type: ignore[attr-defined]
         if of_weight is not None:
             into = target.rows(of_weight.shape[0])
-            if into is None:
-                of_weight = scaled_to_(of_weight, upstream.to(of_weight.dtype), target.weight.dtype)
+            upstream = upstream.to(of_weight.dtype)
+            if into is None or target.factor is None:
+                of_weight = scaled_to_(of_weight, upstream, target.weight.dtype)
             else:
-                into.add_(of_weight.mul_(upstream), alpha=target.factor)
+                into.addcmul_(of_weight, upstream, value=target.factor)
             of_weight = target.result(of_weight)
         if of_bias is not None:
             of_bias = _padded(of_bias.mul_(upstream), ctx.bias)  # type: ignore[attr-defined]
         return of_hidden, of_weight, of_bias, None, None, None, None, None
 
 
-def _check_separable(case: HeadCase, used: list[Upstream], known: Upstream) -> None:
+def _check_separable(case: HeadCase, used: list[tuple[slice, Upstream]], known: Upstream) -> None:
     """Raises ValueError where a chunk's coefficients are others once the later chunks are known."""
-    for index, upstream in enumerate(used):
-        places = case.rows.every(index)
+    for span, upstream in used:
+        places = case.rows.every(span)
         places = places[case.keep[places]]
         for then, now in zip(upstream, known, strict=True):
             before = torch.zeros_like(places, dtype=case.dtype) if then is None else then[places]

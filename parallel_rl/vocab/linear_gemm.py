@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from parallel_rl.vocab.backends.torch_backend import math_dtype
+
 _BLOCK = 1 << 22  # elements of the weight that are raised at once
 # Before, torch.addmm refused to add low-precision products to float32.
 _ADDS_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
@@ -20,7 +22,7 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
     """out [n, W] = hidden [n, D] · weight [W, D]ᵀ, in the dtype of `out`."""
     if hidden.dtype == out.dtype:
         torch.mm(hidden, weight.t(), out=out)
-    elif hidden.is_cuda:
+    elif hidden.device.type != "cpu":
         torch.mm(hidden, weight.t(), out.dtype, out=out)
     else:
         raised = hidden.to(out.dtype)
@@ -28,44 +30,61 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
             torch.mm(raised, weight[columns].to(out.dtype).t(), out=out[:, columns])
 
 
-def hidden_gradient(dz: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, D] = dz [n, W] · weight [W, D], in `dtype`."""
-    if dz.dtype == weight.dtype == dtype:
-        return torch.mm(dz, weight)
-    if dz.is_cuda:
-        return torch.mm(dz, weight, dtype)
-    out = torch.zeros(dz.shape[0], weight.shape[1], dtype=dtype, device=dz.device)
-    for columns in _blocks(weight):
-        out.addmm_(dz[:, columns].to(dtype), weight[columns].to(dtype))
-    return out
+def add_hidden_gradient(total: Tensor, dz: Tensor, weight: Tensor) -> None:
+    """total [n, D] += dz [n, W] · weight [W, D], in the dtype of `total`."""
+    if dz.dtype == weight.dtype == total.dtype:
+        total.addmm_(dz, weight)
+    elif dz.device.type == "cpu":
+        for columns in _blocks(weight):
+            total.addmm_(dz[:, columns].to(total.dtype), weight[columns].to(total.dtype))
+    else:
+        _add_product(total, dz, weight, False)
 
 
 def add_weight_gradient(total: Tensor, dz: Tensor, hidden: Tensor, blank: bool = False) -> None:
-    """total [W, D] += dz [n, W]ᵀ · hidden [n, D], in the dtype of `total`; a blank total may hold anything before."""
-    keep = 0 if blank else 1
-    if dz.dtype == hidden.dtype == total.dtype:
-        total.addmm_(dz.t(), hidden, beta=keep)
-    elif dz.is_cuda and _ADDS_PRODUCTS:
-        torch.addmm(total, dz.t(), hidden, total.dtype, beta=keep, out=total)
-    elif dz.is_cuda:
-        for columns in _blocks(total):
-            part = torch.mm(dz[:, columns].t(), hidden, total.dtype)
-            total[columns] = part if blank else part.add_(total[columns])
+    """total [W, D] += dz [n, W]ᵀ · hidden [n, D]; a blank total may hold anything before.
+
+    Products and sums are at least float32; a narrower total, which must be blank, is rounded once.
+    """
+    dtype = math_dtype(total.dtype)
+    if dz.dtype == hidden.dtype == total.dtype == dtype:
+        total.addmm_(dz.t(), hidden, beta=0 if blank else 1)
+        return
+    on_host = dz.device.type == "cpu"
+    raised = hidden.to(dtype) if on_host else hidden
+    for columns in _blocks(total) if on_host or total.dtype != dtype else (slice(None),):
+        part = dz[:, columns].t()
+        sums = total[columns] if total.dtype == dtype else torch.empty_like(total[columns], dtype=dtype)
+        if on_host:
+            sums.addmm_(part.to(dtype), raised, beta=0 if blank else 1)
+        else:
+            _add_product(sums, part, raised, blank)
+        if total.dtype != dtype:
+            total[columns] = sums
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor, blank: bool) -> None:
+    """total += a · b of a device's low-precision operands, in the dtype of `total`."""
+    if blank:
+        torch.mm(a, b, total.dtype, out=total)
+    elif _ADDS_PRODUCTS:
+        torch.addmm(total, a, b, total.dtype, out=total)
     else:
-        raised = hidden.to(total.dtype)
-        for columns in _blocks(total):
-            total[columns].addmm_(dz[:, columns].to(total.dtype).t(), raised, beta=keep)
+        for rows in _blocks(total):
+            total[rows] += torch.mm(a[rows], b, total.dtype)
 
 
-def scaled_to_(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled_to_(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """values · scale in `dtype`, over the same bytes: a narrower result takes the first of them."""
     if dtype == values.dtype:
-        return values.mul_(scale)
+        return values if scale is None else values.mul_(scale)
     flat = values.view(-1)
     out = flat.view(dtype)[: flat.numel()]
     for start in range(0, flat.numel(), _BLOCK):
         part = slice(start, start + _BLOCK)
-        out[part] = flat[part] * scale  # block by block: it never catches up with what is still to be read
+        out[part] = (
+            flat[part].clone() if scale is None else flat[part] * scale
+        )  # block by block: it never catches up with what is still to be read
     return out.view(values.shape)
 
 

@@ -1,4 +1,4 @@
-"""The passes of the fused head over chunks of rows: statistics forward, gradients forward or backward.
+"""The passes of the fused head: statistics of chunks of whole rows, gradients of those or of tiles of rows and columns.
 
 Under tensor parallelism three things run beside the products: the hidden states of the next chunk are gathered (sequence
 parallelism), a chunk's statistics travel while the next one is projected, and its gradient of the hidden states is summed
@@ -8,82 +8,24 @@ while the gradient of the weight is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from parallel_rl.groups import Pending, all_gather_start, group_size, sum_start
 from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
-from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.linear_gemm import add_weight_gradient, hidden_gradient, project
-from parallel_rl.vocab.linear_plan import Rows, kept_dtype
+from parallel_rl.vocab.linear_case import HeadCase, Upstream
+from parallel_rl.vocab.linear_gemm import add_hidden_gradient, add_weight_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
-    from parallel_rl.vocab.backends.choice import Backend
-
-_SLOPE_BLOCK = 1 << 20  # logits whose soft-cap slope is held at once
-
-Upstream = tuple["Tensor | None", "Tensor | None", "Tensor | None"]  # gradients of (log-prob, entropy, lse), [N] each
-
-
-@dataclass(frozen=True)
-class HeadCase:
-    """One call: N = parts · R rows, in the gathered order."""
-
-    hidden: Tensor  # [R, D]
-    weight: Tensor  # [W, D], real columns only
-    bias: Tensor | None  # [W]
-    targets: Tensor  # [N]
-    keep: Tensor  # [N] bool
-    inv_t: Tensor  # [N, 1] or [1, 1]
-    start: int
-    softcap: float | None
-    group: ProcessGroup | None
-    scatter: bool  # sequence parallelism: the hidden states are split over the group's ranks
-    entropy: bool
-    backend: Backend
-    rows: Rows
-    valid: int  # W
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return math_dtype(self.hidden.dtype)
-
-    def spec(self, index: int) -> RowSpec:
-        rows = self.rows.every(index)
-        inv_t = self.inv_t if self.inv_t.shape[0] == 1 else self.inv_t[rows]
-        return RowSpec(self.targets[rows], self.keep[rows], inv_t, self.start, self.valid)
-
-    def fetch(self, index: int) -> Pending | None:
-        """A chunk's hidden states on their way; rows without loss are 0, whatever they hold."""
-        if index >= len(self.rows):
-            return None
-        own = self.rows.own(index)
-        keep = self.keep[own + self.rows.rank * self.rows.of_part]
-        hidden = torch.where(keep[:, None], self.hidden[own], 0)
-        return all_gather_start(hidden, self.group) if self.scatter else Pending(hidden, None)
-
-    def logits(self, hidden: Tensor, out: Tensor) -> Tensor:
-        """[n, W] into the first rows of `out`."""
-        z = out[: hidden.shape[0]]
-        project(hidden, self.weight, z)
-        if self.bias is not None:
-            z.add_(self.bias)
-        if self.softcap is not None:
-            z.div_(self.softcap).tanh_().mul_(self.softcap)
-        return z
-
-    def buffer(self) -> Tensor:
-        size = min(self.rows.chunk, self.rows.order.shape[1]) * self.rows.order.shape[0]
-        return torch.empty(size, self.weight.shape[0], dtype=self.dtype, device=self.hidden.device)
+_SLOPE_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 23}  # logits whose soft-cap slope is held at once
 
 
 class Forward(NamedTuple):
-    """[N] statistics, [N, 2 or 3] what the gradient needs of them, and the kept logits of the first chunks."""
+    """[N] statistics, [N, 2 or 3] what the gradient needs of them, and the kept logits, group by group."""
 
     stats: tuple[Tensor, Tensor | None, Tensor]
     table: Tensor
@@ -91,33 +33,28 @@ class Forward(NamedTuple):
 
 
 class KeptLogits(NamedTuple):
-    values: Tensor  # [n, W], less `top`
-    top: Tensor | None  # [n, 1]
+    """A span of the order: logits [n, W], less `top` [n, 1] where there is one."""
 
-    def restored(self, out: Tensor) -> Tensor:
-        """The logits, in the first rows of `out`."""
-        z = out[: self.values.shape[0]].copy_(self.values)
-        return z if self.top is None else z.add_(self.top)
+    span: slice
+    values: Tensor
+    top: Tensor | None
 
 
 class _Chunk(NamedTuple):
-    number: int
+    span: slice
     hidden: Tensor
     logits: Tensor
     parts: Pending
 
 
-def run_forward(
-    case: HeadCase, resident: int = 0, then: Callable[[int, Tensor, Tensor, Forward], None] | None = None
-) -> Forward:
+def run_forward(case: HeadCase, then: Callable[[slice, Tensor, Tensor, Forward], None] | None = None) -> Forward:
     """Statistics of every row that carries loss; the others get zeros.
 
     Args:
-        resident: how many chunks keep their logits.
-        then: called with (chunk, its hidden states, its logits, everything so far) once a chunk's statistics are known; it
-            may write over the logits.
+        then: called with (span, hidden states, logits, everything so far) once a chunk's statistics are known; it may write
+            over the logits.
     """
-    total = case.targets.shape[0]
+    total, plan, whole = case.targets.shape[0], case.plan, case.columns
     zeros = torch.zeros(3 if case.entropy else 2, total, dtype=case.dtype, device=case.hidden.device)
     stats = zeros[0], zeros[2] if case.entropy else None, zeros[1]
     table = torch.zeros(total, 3 if case.entropy else 2, dtype=case.dtype, device=case.hidden.device)
@@ -125,28 +62,28 @@ def run_forward(
 
     def finish(chunk: _Chunk) -> None:
         gathered = chunk.parts.wait().view(-1, chunk.logits.shape[0], 4 if case.entropy else 3)
-        *values, rows = combine_rows(gathered, case.spec(chunk.number), case.backend)
-        places = case.rows.every(chunk.number)
-        for whole, part in zip((*out.stats, table), (*values, rows), strict=True):
-            if whole is not None and part is not None:
-                whole.index_copy_(0, places, part)
-        if chunk.number < resident:
-            out.kept.append(_keep(case, chunk.logits))
+        places = case.rows.every(chunk.span)
+        *values, rows = combine_rows(gathered, case.spec(places, whole), case.backend)
+        for target, part in zip((*out.stats, table), (*values, rows), strict=True):
+            if target is not None and part is not None:
+                target.index_copy_(0, places, part)
         if then is not None:
-            then(chunk.number, chunk.hidden, chunk.logits, out)
+            then(chunk.span, chunk.hidden, chunk.logits, out)
 
-    overlap = group_size(case.group) > 1
-    buffers = [case.buffer() for _ in range(2 if overlap and len(case.rows) > 1 else 1)]
+    spans, overlap = case.rows.spans(plan.size), group_size(case.group) > 1
+    count = 2 if overlap and len(spans) > 1 else 1
+    if plan.resident and case.kept_dtype == case.dtype:
+        count = 0  # they are projected where they are kept
+    buffers = [case.buffer(plan.size, case.valid) for _ in range(count)]
     waiting: _Chunk | None = None
-    on_its_way = case.fetch(0)
-    for index in range(len(case.rows)):
-        assert on_its_way is not None
-        hidden = on_its_way.wait()
-        on_its_way = case.fetch(index + 1)
-        fresh = index < resident and kept_dtype(case.hidden.dtype) == case.dtype  # it is kept itself, not a copy
-        z = case.logits(hidden, case.buffer() if fresh else buffers[index % len(buffers)])
-        parts = row_parts(z, case.spec(index), case.entropy, case.backend)
-        chunk = _Chunk(index, hidden, z, all_gather_start(parts, case.group))
+    for index, (span, hidden) in enumerate(case.fetched(spans)):
+        kept = _place_to_keep(case, out.kept, span) if plan.resident else None
+        place = kept.values if kept is not None and kept.top is None else buffers[index % count]
+        z = case.logits(hidden, place, whole)
+        if kept is not None and kept.top is not None:
+            _keep(z, kept.values, kept.top)
+        parts = row_parts(z, case.spec(case.rows.every(span), whole), case.entropy, case.backend)
+        chunk = _Chunk(span, hidden, z, all_gather_start(parts, case.group))
         if waiting is not None:
             finish(waiting)
         if overlap:
@@ -158,11 +95,25 @@ def run_forward(
     return out
 
 
-def _keep(case: HeadCase, z: Tensor) -> KeptLogits:
-    if kept_dtype(case.hidden.dtype) == z.dtype:
-        return KeptLogits(z, None)
-    top = z.amax(1, keepdim=True) if z.shape[1] else z.new_zeros(z.shape[0], 1)
-    return KeptLogits((z - top).to(torch.float16), top)
+def _place_to_keep(case: HeadCase, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
+    """Where a chunk's logits are kept: a part of the group that is being filled, or of a new one at the end of the list."""
+    plan, parts = case.plan, case.rows.order.shape[0]
+    last = kept[-1] if kept else None
+    if last is None or span.start >= last.span.stop:
+        end = min(span.start + plan.group, case.rows.order.shape[1])
+        values = case.buffer(end - span.start, case.valid, case.kept_dtype)
+        low = case.kept_dtype != case.dtype
+        last = KeptLogits(slice(span.start, end), values, case.buffer(end - span.start, 1) if low else None)
+        kept.append(last)
+    here = slice(parts * (span.start - last.span.start), parts * (span.stop - last.span.start))
+    return KeptLogits(span, last.values[here], None if last.top is None else last.top[here])
+
+
+def _keep(z: Tensor, values: Tensor, top: Tensor) -> None:
+    if z.shape[1]:
+        torch.amax(z, 1, keepdim=True, out=top)
+        top.clamp_(min=torch.finfo(top.dtype).min)  # a row of −inf stays one
+    torch.sub(z, top, out=values)
 
 
 class Summed(NamedTuple):
@@ -174,42 +125,60 @@ class Summed(NamedTuple):
 
 
 class Gradients:
-    """Gradients of hidden states, weight and bias, summed up chunk by chunk.
+    """Gradients of hidden states, weight and bias, summed up over spans of rows.
 
     Args:
         wanted: which of (hidden, weight, bias) to compute.
         weight: where the weight's gradient is added, [W, D] in float32 or wider; None makes a buffer.
-        hidden_dtype: of the gradient of the hidden states.
+        at_once: there is one span, so that the weight's gradient is no sum and the buffer has the operands' dtype.
     """
 
     def __init__(
-        self, case: HeadCase, wanted: Sequence[bool], hidden_dtype: torch.dtype, weight: Tensor | None = None
+        self, case: HeadCase, wanted: Sequence[bool], weight: Tensor | None = None, at_once: bool = False
     ) -> None:
         self.case = case
         of_hidden, of_weight, of_bias = wanted
-        self.hidden = torch.zeros_like(case.hidden, dtype=hidden_dtype) if of_hidden else None
+        self.hidden = torch.zeros_like(case.hidden) if of_hidden else None
         self._blank = of_weight and weight is None  # the first product fills it: no zeros are written and read
         if self._blank:
-            weight = torch.empty_like(case.weight, dtype=case.dtype)
+            weight = torch.empty_like(case.weight, dtype=case.weight.dtype if at_once else case.dtype)
         self.weight = weight if of_weight else None
         self.bias = torch.zeros_like(case.bias, dtype=case.dtype) if of_bias and case.bias is not None else None
         self._under_way: tuple[Tensor, Pending] | None = None
 
-    def add(self, index: int, hidden: Tensor, z: Tensor, table: Tensor, upstream: Upstream) -> None:
-        """Adds a chunk's gradients; its logits are overwritten. `table` and `upstream` are of all rows."""
-        case, places = self.case, self.case.rows.every(index)
-        dz = _logits_gradient(case, z, case.spec(index), table[places], _rows_of(upstream, places))
-        if dz.is_cuda and dz.dtype != case.weight.dtype:
-            dz = dz.to(case.weight.dtype)
-        sending = None
+    def add(
+        self,
+        span: slice,
+        hidden: Tensor,
+        columns: Sequence[slice],
+        logits: Callable[[slice], tuple[Tensor, Tensor | None]],
+        table: Tensor,
+        upstream: Upstream,
+    ) -> None:
+        """Adds the gradients of some rows.
+
+        Args:
+            columns: all of them, in slices.
+            logits: a slice to (logits, what they lack or None), which are overwritten.
+            table, upstream: of all rows.
+        """
+        case, places = self.case, self.case.rows.every(span)
+        table, upstream = table[places], _rows_of(upstream, places)
+        of_hidden = None
         if self.hidden is not None:
-            part = hidden_gradient(dz, case.weight, case.dtype)
-            sending = case.rows.own(index), sum_start(part, case.group, case.scatter)
-        if self.weight is not None:
-            add_weight_gradient(self.weight, dz, hidden, self._blank)
-            self._blank = False
-        if self.bias is not None:
-            self.bias.add_(dz.sum(0, dtype=self.bias.dtype))
+            of_hidden = torch.zeros(hidden.shape, dtype=case.dtype, device=hidden.device)
+        sending = None
+        for part in columns:
+            dz = _logits_gradient(case, *logits(part), case.spec(places, part), table, upstream)
+            if of_hidden is not None:
+                add_hidden_gradient(of_hidden, dz, case.weight[part])
+                if part is columns[-1]:
+                    sending = case.rows.own(span), sum_start(of_hidden, case.group, case.scatter)
+            if self.weight is not None:
+                add_weight_gradient(self.weight[part], dz, hidden, self._blank)
+            if self.bias is not None:
+                self.bias[part].add_(dz.sum(0, dtype=self.bias.dtype))
+        self._blank = False
         self._arrive()
         self._under_way = sending
 
@@ -227,17 +196,27 @@ class Gradients:
         self._under_way = None
 
 
-def _logits_gradient(case: HeadCase, z: Tensor, spec: RowSpec, rows: Tensor, upstream: Upstream) -> Tensor:
+def _logits_gradient(
+    case: HeadCase, z: Tensor, top: Tensor | None, spec: RowSpec, table: Tensor, upstream: Upstream
+) -> Tensor:
+    """The gradient of logits less `top`, in the dtype that the products take; it lies over them if it is no wider."""
+    low = case.weight.dtype
+    if case.narrow:
+        out = z.view(low) if z.element_size() == low.itemsize else torch.empty_like(z, dtype=low)
+        table = table if top is None else torch.cat([table[:, :1] - top, table[:, 1:]], 1)
+        return row_gradient(z, spec, table, *upstream, out, case.backend)
     if case.softcap is None:
-        return row_gradient(z, spec, rows, *upstream, True, case.backend)
-    block = max(1, _SLOPE_BLOCK // max(z.shape[1], 1))
-    for start in range(0, z.shape[0], block):
-        part = slice(start, start + block)
-        inv_t = spec.inv_t if spec.inv_t.shape[0] == 1 else spec.inv_t[part]
-        of_part = spec._replace(targets=spec.targets[part], keep=spec.keep[part], inv_t=inv_t)
-        slope = 1 - (z[part] / case.softcap).square()
-        row_gradient(z[part], of_part, rows[part], *_rows_of(upstream, part), True, case.backend).mul_(slope)
-    return z
+        row_gradient(z, spec, table, *upstream, z, case.backend)
+    else:
+        block = max(1, _SLOPE_BLOCK.get(z.device.type, _SLOPE_BLOCK["cuda"]) // max(z.shape[1], 1))
+        for start in range(0, z.shape[0], block):
+            part = slice(start, start + block)
+            inv_t = spec.inv_t if spec.inv_t.shape[0] == 1 else spec.inv_t[part]
+            of_part = spec._replace(targets=spec.targets[part], keep=spec.keep[part], inv_t=inv_t)
+            some = z[part]
+            slope = 1 - (some / case.softcap).square_()
+            row_gradient(some, of_part, table[part], *_rows_of(upstream, part), some, case.backend).mul_(slope)
+    return z if z.device.type == "cpu" else z.to(low)
 
 
 def _rows_of(upstream: Upstream, rows: Tensor | slice) -> Upstream:
@@ -246,20 +225,32 @@ def _rows_of(upstream: Upstream, rows: Tensor | slice) -> Upstream:
 
 
 def run_backward(case: HeadCase, forward: Forward, upstream: Upstream, gradients: Gradients) -> Summed:
-    """What `gradients` sums up over all chunks; kept logits are used up, the others projected again."""
-    buffer: Tensor | None = None
-    on_its_way = case.fetch(0)
-    for index in range(len(case.rows)):
-        assert on_its_way is not None
-        hidden = on_its_way.wait()
-        on_its_way = case.fetch(index + 1)
-        kept = forward.kept[index] if index < len(forward.kept) else None
-        if kept is not None and kept.top is None:
-            z = kept.values
+    """What `gradients` sums up over all rows; kept logits are used up, the others projected again."""
+    rows, columns = case.plan.tile
+    slices = [slice(at, min(at + columns, case.valid)) for at in range(0, max(case.valid, 1), columns)]
+    buffer = None if case.plan.resident else case.buffer(rows, columns)
+    for index, (span, hidden) in enumerate(case.fetched(backward_spans(case))):
+        if buffer is None:
+            kept, forward.kept[index] = forward.kept[index], None
+            gradients.add(span, hidden, [case.columns], partial(_kept_logits, case, kept), forward.table, upstream)
+            del kept  # its memory
         else:
-            buffer = case.buffer() if buffer is None else buffer
-            z = case.logits(hidden, buffer) if kept is None else kept.restored(buffer)
-        if kept is not None:
-            forward.kept[index] = kept = None
-        gradients.add(index, hidden, z, forward.table, upstream)
+            again = partial(_logits_again, case, hidden, buffer)
+            gradients.add(span, hidden, slices, again, forward.table, upstream)
     return gradients.close()
+
+
+def backward_spans(case: HeadCase) -> list[slice]:
+    """The groups of kept rows, or the rows of each pass over the columns."""
+    return case.rows.spans(case.plan.group if case.plan.resident else case.plan.tile[0])
+
+
+def _kept_logits(case: HeadCase, kept: KeptLogits | None, _: slice) -> tuple[Tensor, Tensor | None]:
+    assert kept is not None
+    if kept.top is None or case.narrow:
+        return kept.values, kept.top
+    return torch.add(kept.values, kept.top), None
+
+
+def _logits_again(case: HeadCase, hidden: Tensor, buffer: Tensor, columns: slice) -> tuple[Tensor, None]:
+    return case.logits(hidden, buffer, columns), None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 
@@ -17,17 +17,31 @@ if TYPE_CHECKING:
 LinearMode = Literal["auto", "in_forward", "resident", "recompute"]
 MODES: tuple[str, ...] = get_args(LinearMode)
 
-_DEFAULT_BUDGET = {"cpu": 1 << 26, "cuda": 1 << 29}
+_DEFAULT_BUDGET = {"cpu": 1 << 26, "cuda": 448 << 20}
 _MOST_ROWS = 4096  # beyond it a product gains nothing from more rows
+_LEAST_COLUMNS = 2048  # below it a product loses
 _ALIGN = 64
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Chunks of `size` rows of every part; the first `resident` of them keep their logits until the backward."""
+    """How the rows of every part are cut.
+
+    A row's statistics need all its logits, so that forward projects `size` rows at a time. Once they are known any columns do:
+    backward projects tiles of as many rows as the budget allows, since each pass over the rows writes the whole gradient of
+    the weight, and each tile that of its hidden states.
+
+    Attributes:
+        size: rows of a chunk, whose logits are there whole.
+        resident: all logits are kept until the backward.
+        group: rows of kept logits that are multiplied together, one chunk or several.
+        tile: (rows, columns) that are projected again together.
+    """
 
     size: int
-    resident: int
+    resident: bool
+    group: int
+    tile: tuple[int, int]
 
 
 def check_mode(mode: LinearMode, budget: int | None, rows: int | None) -> None:
@@ -41,42 +55,70 @@ def check_mode(mode: LinearMode, budget: int | None, rows: int | None) -> None:
 
 
 def make_plan(
-    hidden: Tensor, width: int, group: ProcessGroup | None, parts: int, mode: LinearMode, budget: int | None
+    hidden: Tensor,
+    width: int,
+    group: ProcessGroup | None,
+    parts: int,
+    mode: LinearMode,
+    budget: int | None,
+    in_place: bool = False,
 ) -> Plan:
-    """The chunks for [R, D] hidden rows a part and `width` columns a rank, alike on all ranks that share a batch.
+    """The plan for [R, D] hidden rows a part and `width` columns a rank, alike on all ranks that share a batch.
+
+    Args:
+        in_place: the gradient of kept logits is written over them, see `HeadCase.narrow`.
 
     Raises:
         ValueError: a budget that is too small for one row of each part.
     """
     total = hidden.shape[0]
-    bytes_of_row, kept = parts * row_bytes(hidden, width, group), parts * width * kept_dtype(hidden.dtype).itemsize
+    cost = _Cost.of(hidden, width, group, parts)
+    kept = parts * width * kept_dtype(hidden.dtype).itemsize
     room = _DEFAULT_BUDGET.get(hidden.device.type, _DEFAULT_BUDGET["cuda"]) if budget is None else budget
-    if room < bytes_of_row:
+    if room < cost.whole:
         if budget is not None:
             raise ValueError(
                 f"budget = {budget} bytes is too small for one row of logits with what its gradient needs, "
-                f"{bytes_of_row} bytes at {width} columns and {hidden.shape[1]} hidden"
+                f"{cost.whole} bytes at {width} columns and {hidden.shape[1]} hidden"
             )
-        room = bytes_of_row  # a default never refuses
-    shared = mode == "auto" and total * kept + bytes_of_row > room  # chunk and kept logits share the budget
-    most = max(1, min(total, _MOST_ROWS, (room // 2 if shared else room) // bytes_of_row))
-    if mode == "auto" and not shared:
-        most = max(1, min(most, (room - total * kept) // bytes_of_row))
+        room = cost.whole  # a default never refuses
+    resident = mode == "resident" or (mode == "auto" and total * kept + cost.whole <= room)
+    rest = room - total * kept if resident and mode == "auto" else room
+    most = max(1, min(total, _MOST_ROWS, rest // cost.whole))
     size = most - most % _ALIGN if _ALIGN < most < total else most
-    chunks = -(-total // size)
-    if mode == "resident":
-        return Plan(size, chunks)
-    if mode == "auto":
-        return Plan(size, min(chunks, max(0, room - size * bytes_of_row) // max(size * kept, 1)))
-    return Plan(size, 0)
+    together = in_place and parts == 1  # the rows of several parts lie chunk by chunk
+    of_group = size * max(1, rest // (size * max(cost.ends, 1))) if together else size
+    return Plan(size, resident, of_group, _tile(cost, max(total, 1), width, room, parts))
 
 
-def row_bytes(hidden: Tensor, width: int, group: ProcessGroup | None) -> int:
-    """Bytes that one projected row takes while its chunk is worked on, beyond the gradients."""
-    dtype = math_dtype(hidden.dtype)
-    low = hidden.dtype.itemsize if hidden.is_cuda and dtype != hidden.dtype else 0  # operands of the products
-    buffers = 2 if group_size(group) > 1 else 1  # the next chunk is projected while this one's numbers travel
-    return buffers * (width * dtype.itemsize + 2 * hidden.shape[1] * dtype.itemsize) + width * low
+class _Cost(NamedTuple):
+    """Bytes of one row of each part, beyond the gradients."""
+
+    whole: int  # its logits, all of it at once
+    ends: int  # its hidden states and their gradient
+    logit: int  # one column of its logits
+    shared: bool  # other ranks work on the same rows
+
+    @classmethod
+    def of(cls, hidden: Tensor, width: int, group: ProcessGroup | None, parts: int) -> _Cost:
+        dtype = math_dtype(hidden.dtype)
+        low = hidden.dtype.itemsize if hidden.device.type != "cpu" and dtype != hidden.dtype else 0  # for the products
+        buffers = 2 if group_size(group) > 1 else 1  # the next rows are projected while these ones' numbers travel
+        ends = parts * buffers * 2 * hidden.shape[1] * dtype.itemsize
+        return cls(
+            ends + parts * width * (buffers * dtype.itemsize + low), ends, parts * (dtype.itemsize + low), buffers > 1
+        )
+
+
+def _tile(cost: _Cost, rows: int, width: int, room: int, parts: int) -> tuple[int, int]:
+    least = min(width, _LEAST_COLUMNS)
+    most = max(1, min(rows, room // (cost.ends + cost.logit * least)))
+    if cost.shared:
+        most = max(1, min(most, _MOST_ROWS // parts))  # something runs beside the collectives of the other rows
+    most = -(-rows // -(-rows // most))  # alike
+    columns = max(1, min(width, (room // most - cost.ends) // cost.logit))
+    even = -(-width // -(-width // columns))
+    return most, min(columns, -(-even // _ALIGN) * _ALIGN)
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -95,11 +137,10 @@ class Rows:
     order: Tensor  # [parts, n]
     of_part: int  # R
     rank: int  # this rank's part
-    chunk: int
     excess: Tensor | None  # 0-dim bool: more rows carry loss than the bound said
 
     @classmethod
-    def of(cls, keep: Tensor, parts: int, chunk: int, bound: int | None, group: ProcessGroup | None) -> Rows:
+    def of(cls, keep: Tensor, parts: int, bound: int | None, group: ProcessGroup | None) -> Rows:
         mask = keep.view(parts, -1)
         total, excess = mask.shape[1], None
         needed = total if bound is None else min(bound, total)
@@ -111,18 +152,19 @@ class Rows:
             order = torch.arange(total, device=keep.device).expand(parts, total)
         else:
             order = torch.argsort(mask.logical_not().to(torch.uint8), dim=1, stable=True)[:, :needed]
-        return cls(order, total, group_rank(group) if parts > 1 else 0, chunk, excess)
+        return cls(order, total, group_rank(group) if parts > 1 else 0, excess)
 
-    def __len__(self) -> int:
-        """The number of chunks."""
-        return -(-self.order.shape[1] // self.chunk)
+    def spans(self, size: int) -> list[slice]:
+        """The places of the order, `size` at a time."""
+        end = self.order.shape[1]
+        return [slice(at, min(at + size, end)) for at in range(0, end, size)]
 
-    def own(self, index: int) -> Tensor:
-        """A chunk's rows among this rank's hidden states."""
-        return self.order[self.rank, index * self.chunk : (index + 1) * self.chunk]
+    def own(self, span: slice) -> Tensor:
+        """Some rows among this rank's hidden states."""
+        return self.order[self.rank, span]
 
-    def every(self, index: int) -> Tensor:
-        """A chunk's rows of all parts, in the gathered order."""
-        part = self.order[:, index * self.chunk : (index + 1) * self.chunk]
+    def every(self, span: slice) -> Tensor:
+        """Some rows of all parts, in the gathered order."""
+        part = self.order[:, span]
         offsets = torch.arange(part.shape[0], device=part.device)[:, None] * self.of_part
         return (part + offsets).reshape(-1)

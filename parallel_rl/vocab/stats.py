@@ -154,7 +154,7 @@ class _TokenStats(torch.autograd.Function):
         spec = RowSpec(targets, keep, inv_t, *ctx.span)  # type: ignore[attr-defined]
         if ctx.consume:  # type: ignore[attr-defined]
             ctx.consumed, z = True, z.detach()  # type: ignore[attr-defined]
-        dz = row_gradient(z, spec, rows, g_logp, g_ent, g_lse, ctx.consume, ctx.backend)  # type: ignore[attr-defined]
+        dz = row_gradient(z, spec, rows, g_logp, g_ent, g_lse, z if ctx.consume else None, ctx.backend)  # type: ignore[attr-defined]
         if ctx.consume:  # type: ignore[attr-defined]
             mark_consumed(z)
         return dz, *(None,) * 9

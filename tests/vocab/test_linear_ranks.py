@@ -153,3 +153,31 @@ def disagreeing(rank: int, fault: str) -> str:
 def test_a_fault_on_one_rank_is_raised_on_all(fault: str, message: str) -> None:
     for text in run_world(2, disagreeing, fault):
         assert message in text
+
+
+def half_forbidden(rank: int, mode: LinearMode, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """All columns of rank 1 have a logit of −inf; against rank 0's columns alone."""
+    problem, found = make(dtype, ignored=False), []
+    targets = problem.targets % 19
+    for group, columns in ((dist.group.WORLD, slice(rank * 19, rank * 19 + 19)), (None, slice(0, 19))):
+        hidden, weight, bias = (
+            x.to(dtype).requires_grad_() for x in (problem.hidden, *(x[columns] for x in problem[1:3]))
+        )
+        shown = bias if columns.start == 0 else torch.full_like(bias, -torch.inf)
+        stats = linear_token_stats(
+            hidden, weight, targets, bias=shown, group=group, vocab_size=V if group else 19, mode=mode, budget=20000
+        )  # fmt: skip
+        problem.objective(stats).backward()
+        assert hidden.grad is not None and weight.grad is not None
+        found.append([stats.logprobs.detach(), hidden.grad, weight.grad])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["resident", "recompute"])
+def test_a_shard_without_an_allowed_column(mode: LinearMode, dtype: torch.dtype) -> None:
+    for rank, (got, want) in enumerate(run_world(2, half_forbidden, mode, dtype)):
+        assert torch.isfinite(torch.cat([x.float().flatten() for x in got])).all()
+        for mine, alone in zip(got[:2], want[:2], strict=True):
+            assert error(mine, alone) < (1e-5 if dtype == torch.float32 else 5e-3)
+        assert not got[2].any() if rank else error(got[2], want[2]) < (1e-5 if dtype == torch.float32 else 5e-3)

@@ -48,16 +48,22 @@ POINTERS = {
 
 
 def build_pass(
-    name: str, dtype: torch.dtype, architecture: int, entropy: bool, width: int = 128256, valid: int | None = None
+    name: str,
+    dtype: torch.dtype,
+    architecture: int,
+    entropy: bool,
+    width: int = 128256,
+    valid: int | None = None,
+    out: torch.dtype | None = None,
 ) -> Any:
-    """As it is built at a launch on a contiguous shard [8192, width] with `valid` real columns."""
+    """As it is built at a launch on a contiguous shard [8192, width] with `valid` real columns; `out` if it is not `dtype`."""
     valid = width if valid is None else valid
     tile = operators.tiling(8192, width, dtype.itemsize, 132)
     constants: dict[str, Any] = {
         "column_stride": 1, "LANES": tile.lanes, "PER_LANE": tile.per_lane, "ENTROPY": entropy,
         "ALIGNED_ROWS": tile.aligns(width), "ALIGNED_ENDS": tile.aligns(valid, width),
     }  # fmt: skip
-    types = {**POINTERS, "logits": f"*{TYPES[dtype]}", "out": f"*{TYPES[dtype]}"}
+    types = {**POINTERS, "logits": f"*{TYPES[dtype]}", "out": f"*{TYPES[out or dtype]}"}
     if name == "gradient":
         constants |= {"out_column_stride": 1, "SAVED": 2 + entropy, "LOGPROB": True, "LSE": True}
         if not entropy:
@@ -122,6 +128,17 @@ def test_a_shard_of_whole_lanes_is_read_and_written_wide(
     loads, stores = accesses(kernel)
     assert sum(load.endswith("v4.b32") for load in loads) == 4 and not any(".v2" in load for load in loads)
     assert [store for store in stores if not store.endswith("v4.b32")] == [] or name == "stats"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_gradient_in_the_dtype_of_the_products(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of a head's float32 logits, and of those that it kept: read wide, and written as wide as the narrower numbers are."""
+    kernel = build_pass("gradient", dtype, architecture, True, out=torch.bfloat16)
+    assert usage(kernel, tmp_path)[1] == 0
+    loads, stores = accesses(kernel)
+    assert sum(load.endswith("v4.b32") for load in loads) == 4
+    assert {store.rsplit(".", 2)[1] for store in stores} == {"v2" if dtype == torch.float32 else "v4"}
 
 
 @pytest.mark.parametrize("name", ["stats", "gradient"])

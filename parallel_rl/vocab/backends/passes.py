@@ -56,18 +56,27 @@ def row_gradient(
     g_logprobs: Tensor | None,
     g_entropy: Tensor | None,
     g_lse: Tensor | None,
-    in_place: bool,
+    out: Tensor | None,
     backend: Backend,
 ) -> Tensor:
-    """The gradient of the logits [T, W], from the upstream gradients [T]; written over `z` where `in_place`."""
-    if runs_on_triton(z, backend):
-        from parallel_rl.vocab.backends.triton.operators import vocab_gradient, vocab_gradient_
+    """The gradient of the logits [T, W], from the upstream gradients [T].
 
-        upstream = g_logprobs, g_entropy, g_lse
-        if not in_place:
-            return vocab_gradient(z, *spec[:3], rows, *upstream, spec.start, spec.valid)
-        vocab_gradient_(z, *spec[:3], rows, *upstream, spec.start, spec.valid)
-        return z
+    Args:
+        out: where it is written: `z` itself, or a tensor of any floating dtype, or None for a new one like `z`. Triton's passes
+            also take one of another dtype over the bytes of `z`, if its elements are as wide.
+    """
+    if runs_on_triton(z, backend):
+        from parallel_rl.vocab.backends.triton.operators import vocab_gradient, vocab_gradient_, vocab_gradient_to
+
+        # not spec[:3]: torch 2.8 does not trace a slice of a named tuple
+        numbers = (spec.targets, spec.keep, spec.inv_t, rows, g_logprobs, g_entropy, g_lse, spec.start, spec.valid)
+        if out is None:
+            return vocab_gradient(z, *numbers)
+        if out is z:
+            vocab_gradient_(z, *numbers)
+        else:
+            vocab_gradient_to(z, *numbers, out)
+        return out
     zero = torch.zeros_like(rows[:, 0])
     g_logprobs, g_lse = zero if g_logprobs is None else g_logprobs, zero if g_lse is None else g_lse
     scale = spec.inv_t[:, 0]
@@ -76,9 +85,10 @@ def row_gradient(
     else:
         coefficients = [(g_lse - g_logprobs - g_entropy * rows[:, 2]) * scale, -g_entropy * scale]
     table = torch.stack([rows[:, 0], rows[:, 1], *coefficients], dim=1)
-    out = z if in_place else torch.empty_like(z, memory_format=torch.contiguous_format)
-    real = z[:, : spec.valid]
-    to = real if in_place else out[:, : spec.valid]
+    real = to = z[:, : spec.valid]
+    if out is not z:
+        out = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
+        to = out[:, : spec.valid]
     shard_grad(real, _local_column(spec), spec.inv_t, table, g_logprobs * scale, spec.keep, to, backend)
     out[:, spec.valid :] = 0
     return out

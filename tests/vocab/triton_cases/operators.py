@@ -30,6 +30,8 @@ def test_opcheck(entropy: bool) -> None:
     arguments_of_gradient = (logits, targets, keep, inv_t, rows, *gradients, 0, 40)
     torch.library.opcheck(operators.vocab_gradient, arguments_of_gradient)
     torch.library.opcheck(operators.vocab_gradient_, arguments_of_gradient)
+    out = torch.empty_like(logits, dtype=torch.bfloat16)
+    torch.library.opcheck(operators.vocab_gradient_to, (*arguments_of_gradient, out))
 
 
 def test_opcheck_of_a_split_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +72,7 @@ def test_one_graph_for_any_number_of_tokens() -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(loss, backend=counter, fullgraph=True, dynamic=True)
+    graphs = []
     with validation("never"):
         for tokens in (4, 5, 7):
             logits, targets = logits_and_targets(tokens, 64, torch.float32)
@@ -77,5 +80,7 @@ def test_one_graph_for_any_number_of_tokens() -> None:
             for function, x in ((compiled, z), (loss, same)):
                 function(x, targets, upstream(tokens), 0.7, False).backward()
             assert z.grad is not None and same.grad is not None and torch.equal(z.grad, same.grad)
-    (graph,) = [module.graph for module in counter.graphs if len(module.graph.nodes)]
-    assert any("autograd_function_apply" in str(node.target) for node in graph.nodes)
+            graphs.append([module.graph for module in counter.graphs if len(module.graph.nodes)])
+    first, *others = graphs  # torch 2.8 traces the first call twice, as it finds that the temperature is a constant
+    assert len(first) in (1, 2) and all(after == first for after in others)
+    assert any("autograd_function_apply" in str(node.target) for node in first[-1].nodes)

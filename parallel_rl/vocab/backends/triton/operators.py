@@ -163,6 +163,15 @@ def vocab_gradient_(
     _launch_gradient(logits, targets, keep, inv_t, rows, g_logprobs, g_entropy, g_lse, start, valid, logits)
 
 
+@torch.library.custom_op("parallel_rl::vocab_gradient_to", mutates_args=("out",))
+def vocab_gradient_to(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, rows: Tensor,
+    g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, start: int, valid: int, out: Tensor,
+) -> None:  # fmt: skip
+    """`vocab_gradient`, written to `out` [T, W] in its dtype; it may lie over the logits if its elements are as wide."""
+    _launch_gradient(logits, targets, keep, inv_t, rows, g_logprobs, g_entropy, g_lse, start, valid, out)
+
+
 def _launch_gradient(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, rows: Tensor,
     g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, start: int, valid: int, out: Tensor,

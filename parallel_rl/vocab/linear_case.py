@@ -1,0 +1,93 @@
+"""One call of the fused head: its operands, rows and columns, and how they are fetched and projected."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.groups import Pending, all_gather_start
+from parallel_rl.vocab.backends.passes import RowSpec
+from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.linear_gemm import project
+from parallel_rl.vocab.linear_plan import Plan, Rows, kept_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.vocab.backends.choice import Backend
+
+Upstream = tuple["Tensor | None", "Tensor | None", "Tensor | None"]  # gradients of (log-prob, entropy, lse), [N] each
+
+
+@dataclass(frozen=True)
+class HeadCase:
+    """One call: N = parts · R rows, in the gathered order."""
+
+    hidden: Tensor  # [R, D]
+    weight: Tensor  # [W, D], real columns only
+    bias: Tensor | None  # [W]
+    targets: Tensor  # [N]
+    keep: Tensor  # [N] bool
+    inv_t: Tensor  # [N, 1] or [1, 1]
+    start: int
+    softcap: float | None
+    group: ProcessGroup | None
+    scatter: bool  # sequence parallelism: the hidden states are split over the group's ranks
+    entropy: bool
+    backend: Backend
+    rows: Rows
+    plan: Plan
+    narrow: bool  # the gradient of the logits is written in the dtype of the operands, over kept ones
+    valid: int  # W
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return math_dtype(self.hidden.dtype)
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        return kept_dtype(self.hidden.dtype)
+
+    @property
+    def columns(self) -> slice:
+        return slice(0, self.valid)
+
+    def spec(self, places: Tensor, columns: slice) -> RowSpec:
+        inv_t = self.inv_t if self.inv_t.shape[0] == 1 else self.inv_t[places]
+        start, stop = columns.start, columns.stop
+        return RowSpec(self.targets[places], self.keep[places], inv_t, self.start + start, stop - start)
+
+    def fetched(self, spans: Sequence[slice]) -> Iterator[tuple[slice, Tensor]]:
+        """Hidden states span by span, the next ones on their way; rows without loss are 0, whatever they hold."""
+
+        def fetch(span: slice) -> Pending:
+            own = self.rows.own(span)
+            keep = self.keep[own + self.rows.rank * self.rows.of_part]
+            hidden = torch.where(keep[:, None], self.hidden[own], 0)
+            return all_gather_start(hidden, self.group) if self.scatter else Pending(hidden, None)
+
+        on_its_way: Pending | None = None
+        for index, span in enumerate(spans):
+            hidden = (fetch(span) if on_its_way is None else on_its_way).wait()
+            on_its_way = fetch(spans[index + 1]) if index + 1 < len(spans) else None
+            yield span, hidden
+
+    def logits(self, hidden: Tensor, out: Tensor, columns: slice) -> Tensor:
+        """[n, columns] in the first numbers of `out`."""
+        rows, width = hidden.shape[0], columns.stop - columns.start
+        z = out.view(-1)[: rows * width].view(rows, width)
+        project(hidden, self.weight[columns], z)
+        if self.bias is not None:
+            z.add_(self.bias[columns])
+        if self.softcap is not None:
+            z.div_(self.softcap).tanh_().mul_(self.softcap)
+        return z
+
+    def buffer(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+        """For that many rows of the order, of all parts."""
+        rows = min(rows, self.rows.order.shape[1]) * self.rows.order.shape[0]
+        return torch.empty(rows, columns, dtype=self.dtype if dtype is None else dtype, device=self.hidden.device)
