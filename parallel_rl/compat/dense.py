@@ -27,8 +27,10 @@ Count = Tensor | float
 
 
 def as_count(count: Count, device: torch.device | None = None) -> Tensor:
-    """A count as a float64 scalar: what it divides then keeps its precision."""
-    return torch.as_tensor(count, device=device, dtype=torch.float64)
+    """A count as a float64 scalar: what it divides then keeps its precision. The host waits for no device."""
+    if isinstance(count, Tensor):
+        return count.to(device, torch.float64, non_blocking=True)
+    return torch.full((), count, dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,5 @@ class KTOLoss(nn.Module):
         return self._collected(rows, ratios, mine=group_rank(context_parallel_group) == 0)
 
     def _collected(self, rows: int, kl_ratios: Tensor, mine: bool = True) -> Statistics:
-        sums = {"rows": rows, "kl_rows": len(kl_ratios), "kl_sum": kl_ratios.sum(dtype=torch.float64)}
-        return Statistics(
-            {name: torch.as_tensor(value, device=kl_ratios.device) * mine for name, value in sums.items()}
-        )
+        sums: dict[str, Count] = {"rows": rows, "kl_rows": len(kl_ratios), "kl_sum": kl_ratios.sum(dtype=torch.float64)}
+        return Statistics({name: as_count(value, kl_ratios.device) * mine for name, value in sums.items()})

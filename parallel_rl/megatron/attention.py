@@ -151,7 +151,8 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 def _bounds(packed: PackedSeqParams | None, length: int, size: int) -> tuple[int, ...]:
     assert packed is not None
     cu_seqlens = packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded
-    bounds = tuple(cu_seqlens.tolist())
+    # `packed_input` leaves them on the host: a layer that read them from a GPU would wait for it
+    bounds: tuple[int, ...] = getattr(packed, "bounds_on_host", None) or tuple(cu_seqlens.tolist())
     if bounds[-1] != length * size:
         raise ValueError(
             f"the packed bounds end at {bounds[-1]}; the row has {length} × cp {size} = {length * size} positions"

@@ -80,6 +80,7 @@ def packed_input(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
+    packed.bounds_on_host = tuple(bounds.tolist())  # every layer of SelfAttentionCore asks
     return ModelInput(*_local(input_ids, layout), packed, layout)
 
 

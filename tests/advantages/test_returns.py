@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_rl.advantages import discounted_returns, gae, length_adaptive_lambda, terminal_rewards
 from parallel_rl.advantages.returns import reverse_scan
-from tests.losses.test_no_sync import Watch
+from tests.watch import Watch
 
 # Section 16 of the specification.
 REWARDS = torch.tensor([[0, 0, 1, 0], [0, 0, 0, -0.5], [0, 2, 0, 0]], dtype=torch.float64)

@@ -15,7 +15,7 @@ from parallel_rl.reduce import Metric
 from parallel_rl.validation import validation
 from tests.compat.law import Answer, Case, Data, plain, run
 from tests.distributed.pool import run_world
-from tests.losses.test_no_sync import Watch
+from tests.watch import Watch
 
 
 def _logits() -> Data:

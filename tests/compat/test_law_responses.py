@@ -14,7 +14,7 @@ from parallel_rl.compat import lightrft, openrlhf
 from parallel_rl.validation import validation
 from tests.compat.law import Case, Data, plain, run
 from tests.distributed.pool import run_world
-from tests.losses.test_no_sync import Watch
+from tests.watch import Watch
 
 PAIRS = ("chosen", "rejected", "kl")
 

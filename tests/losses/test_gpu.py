@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +15,7 @@ from benchmarks.losses import GRPO, make_data
 from parallel_rl import LMHeadInput, PolicyLossFn, SequencePackingLossWrapper, count_valid, get_loss
 from parallel_rl.losses.base import LossFn
 from parallel_rl.validation import validation
+from tests.card import no_sync, replayed
 from tests.distributed.law import Case, has_scalar_head
 from tests.losses.test_no_sync import CASES, make, step
 from tests.vocab.linear_cases import error
@@ -30,16 +28,6 @@ POLICIES: dict[str, dict] = {
     "rejection": {**GRPO, "rejection": {"rules": [{"statistic": "k1", "low": 0.5, "high": 2.0}]}},
 }
 TRUNCATIONS: dict[str, dict] = {"all": {}, "top-k": {"top_k": 50}, "top-p": {"top_p": 0.9}}
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def batch(device: str = "cuda") -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -113,19 +101,7 @@ def test_a_whole_loss_in_a_cuda_graph() -> None:
         loss, _ = function(leaf * 1, data, *counts)
         return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            both()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = both()
-    still.copy_(logits.flip(1))
-    graph.replay()
-    replayed = [x.clone() for x in captured]
-    for got, want in zip(replayed, both(), strict=True):
+    for got, want in zip(replayed(both, lambda: still.copy_(logits.flip(1))), both(), strict=True):
         assert torch.equal(got, want)
 
 

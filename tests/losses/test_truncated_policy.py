@@ -23,8 +23,8 @@ from parallel_rl import (
 from parallel_rl.losses import DPOLossFn, PolicyLossFn
 from parallel_rl.validation import validation
 from tests.distributed.pool import run_world
-from tests.losses.test_no_sync import Watch
 from tests.vocab.sorted_rows import kept_by_sorting
+from tests.watch import Watch
 
 B, S, V = 3, 8, 12
 RULE: dict = {"top_k": 7, "top_p": 0.8, "temperature": 0.9}

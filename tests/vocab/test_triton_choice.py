@@ -8,9 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel_rl import NLLLoss, token_stats
-from parallel_rl.vocab.backends import choice
+from parallel_rl.vocab.backends import choice, torch_backend
 from parallel_rl.vocab.backends.choice import Backend, check_backend, runs_on_triton
 
 
@@ -74,3 +75,11 @@ def test_the_package_itself_needs_no_triton() -> None:
         "assert 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+def test_a_small_shard_is_not_compiled_on_a_card() -> None:
+    """Nor where the passes stay with torch there: a compiler takes a minute to start, and the gate of a run only seconds."""
+    with FakeTensorMode(), patch.object(torch_backend, "_compiler_works", lambda device: True):
+        small, large = (torch.empty(size, 1 << 12, dtype=torch.float64, device="cuda") for size in (8, 1 << 10))
+        assert not torch_backend._compiles(small, "auto") and torch_backend._compiles(small, "compiled")
+        assert torch_backend._compiles(large, "auto") and not torch_backend._compiles(large, "eager")

@@ -1,0 +1,83 @@
+"""What would make a GPU and its host wait for each other, seen without a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "equal")
+
+
+class _Made(TorchFunctionMode):
+    """Notes Python numbers that become a tensor or places on a device: a blocking copy that no dispatch mode sees."""
+
+    def __init__(self, syncs: list[str]) -> None:
+        super().__init__()
+        self.syncs = syncs
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        options = kwargs or {}
+        made = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
+        if made and torch.device(options.get("device") or "cpu").type != "cpu":
+            self.syncs.append(f"{func.__name__} on a device")
+        if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device.type != "cpu":
+            places = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(place, list) for place in places):
+                self.syncs.append("index by a list")
+        return func(*args, **options)
+
+
+class Watch(TorchDispatchMode):
+    """Counts operators, and notes what would make a GPU and its host wait for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators = 0
+        self.collectives: list[str] = []
+        self.syncs: list[str] = []
+        self._made = _Made(self.syncs)
+
+    def __enter__(self) -> Watch:
+        self._made.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._made.__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.name().split("::")[1].split(".")[0]
+        self.operators += name != "detach"  # no launch, and torch 2.8 makes more of them
+        if func.namespace == "c10d":
+            self.collectives.append(name)
+        if name in SYNCS:
+            self.syncs.append(name)
+        if name in ("index", "index_put", "index_put_"):
+            places = [t for t in args[1] if t is not None]
+            if any(t.dtype in (torch.bool, torch.uint8) for t in places):
+                self.syncs.append(f"{name} by a mask")
+            if any(t.device != args[0].device for t in places):
+                self.syncs.append(f"{name} by places on another device")
+        options = kwargs or {}
+        # arithmetic is given a number of the host, but `where` copies it
+        devices = {x.device.type for x in args if isinstance(x, Tensor)}
+        waits = name == "where" or (name == "copy_" and args[2:] != (True,))
+        if waits and "cpu" in devices and len(devices) > 1:
+            self.syncs.append(f"{name} from the host")
+        moves = name == "_to_copy" and options.get("device") not in (None, args[0].device)
+        if moves and not (args[0].device.type == "cpu" and options.get("non_blocking")):  # from the host it may go on
+            self.syncs.append("copy to another device")
+        if name in ("mm", "addmm") and "dtype" in func._overloadname and args[0].is_meta:
+            return _wide_product(*args[-3:], options.get("out"))
+        return func(*args, **options)
+
+
+def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """In `dtype`, of narrower operands without values: torch 2.11 does not add such a product on the meta device, 2.8 does
+    not know it there."""
+    product = torch.mm(a, b).to(dtype)
+    assert out is None or (out.shape, out.dtype) == (product.shape, dtype)
+    return product if out is None else out
