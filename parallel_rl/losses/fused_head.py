@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from parallel_rl.losses.truncated_head import without_dropped
 from parallel_rl.vocab.linear import stats_of_head
 from parallel_rl.vocab.linear_input import LMHeadInput
 from parallel_rl.vocab.linear_whole import check_whole, whole_logits
 from parallel_rl.vocab.shards import shard_range
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from parallel_rl.losses.base import LossFn
@@ -26,8 +26,11 @@ def check_fused_head(loss_fn: LossFn, head: LMHeadInput, tensor_group: ProcessGr
         raise ValueError(
             f"{name} reads one number a position, so it takes no LMHeadInput; give it the scalar head's output"
         )
-    if loss_fn.options.truncation:
-        raise ValueError(f"{loss_fn.options.truncation} needs whole logits; an LMHeadInput has none")
+    if loss_fn.needs_unfiltered:
+        raise ValueError(
+            f"{loss_fn.options.truncation} with a KL to a reference reads two distributions of a token, the truncated one and "
+            "the whole; an LMHeadInput gives one: take logits, or the KL against 'prev'"
+        )
     if loss_fn.options.consume_logits:
         raise ValueError("consume_logits = True has no effect with an LMHeadInput, which has no logits; leave it out")
     if head.hidden.dim() != 3:
@@ -55,11 +58,18 @@ def project(loss_fn: LossFn, batch: TokenBatch, head: LMHeadInput, tensor_group:
     options = loss_fn.options
     span = shard_range(head.weight.shape[0], tensor_group, options.vocab_size, options.vocab_start)
 
-    def objective(stats: TokenStats) -> Tensor:
-        return loss_fn.compute(replace(batch, token_stats=stats).sharing(batch))[0]
+    kept_ids = batch.layout.shard(batch.data["kept_ids"], fill=-1) if options.truncation.kept_sets else None
+
+    def with_stats(stats: TokenStats) -> TokenBatch:
+        if options.truncation:
+            return without_dropped(loss_fn, batch, stats)
+        return replace(batch, token_stats=stats).sharing(batch)
 
     stats, carrier = stats_of_head(
         head, batch.layout.take(batch.data["input_ids"]), batch.mask, span, tensor_group, options.temperature,
-        loss_fn.needs_entropy, options.backend, objective if loss_fn.token_separable else None, batch.context_group,
+        loss_fn.needs_entropy, options.backend,
+        (lambda stats: loss_fn.compute(with_stats(stats))[0]) if loss_fn.token_separable else None,
+        batch.context_group, options.truncation, kept_ids,
     )  # fmt: skip
-    return replace(batch, token_stats=stats, carrier=carrier).sharing(batch)
+    done = with_stats(stats)
+    return replace(done, carrier=carrier).sharing(done)

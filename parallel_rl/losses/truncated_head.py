@@ -51,6 +51,13 @@ def read_truncated_head(
         unfiltered = stats_of_shard(
             flat, targets, batch.mask, span, tensor_group, options.temperature, False, consume, options.backend
         )  # fmt: skip
+    return without_dropped(loss_fn, batch, stats, unfiltered)
+
+
+def without_dropped(
+    loss_fn: LossFn, batch: TokenBatch, stats: TokenStats, unfiltered: TokenStats | None = None
+) -> TokenBatch:
+    """The batch with these statistics, without the tokens that the policy, or an earlier one, does not keep."""
     dropped = stats.logprobs.detach() == -torch.inf
     for name in _TRUNCATED_FIELDS:
         if name in loss_fn.token_fields:

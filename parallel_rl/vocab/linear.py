@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,8 +23,10 @@ from parallel_rl.vocab.linear_autograd import (
 from parallel_rl.vocab.linear_case import HeadCase, Upstream
 from parallel_rl.vocab.linear_input import LMHeadInput
 from parallel_rl.vocab.linear_plan import LinearMode, Rows, make_plan
+from parallel_rl.vocab.linear_truncation import HeadCut
 from parallel_rl.vocab.shards import ShardRange, shard_range
 from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens
+from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +74,7 @@ def linear_token_stats(
     - "in_forward": a chunk's gradients are computed while its logits are there, which needs an `objective` that is a sum over
       tokens; backward scales them by the upstream scalar. 6·N·V·D flops, one chunk, and the weight's gradient in a buffer.
     - "resident": the logits are kept (low precision: as float16 distances from the row's largest). 6·N·V·D flops, N·V numbers.
-    - "recompute": they are projected again in backward. 8·N·V·D flops, one chunk.
+    - "recompute": they are projected again in backward, in tiles of rows and columns. 8·N·V·D flops, one chunk or tile.
     - "auto": in_forward where there is an objective (and the operands are not float16), else resident where the budget holds
       the logits, else recompute.
 
@@ -108,7 +111,7 @@ def linear_token_stats(
         parts = head.parts(group)
         wanted = (hidden.shape[0] * parts, *hidden.shape[1:-1])
         check_tokens(targets, temperature, wanted, read[0].vocab_size, ignore_index)
-        head.check_rows((targets != ignore_index).reshape(-1), group)
+        replace(head, hidden=hidden.flatten(0, -2)).check_rows((targets != ignore_index).reshape(-1), group)
 
     same = {"the number of hidden rows": hidden[..., 0].numel(), "the hidden size": hidden.shape[-1]}
     agreed_check(check, [group], hidden, same)
@@ -116,8 +119,10 @@ def linear_token_stats(
     def shaped(stats: TokenStats) -> TokenStats:
         return TokenStats(*(None if x is None else x.view(targets.shape) for x in stats))  # type: ignore[arg-type]
 
+    # Split over its first dimension, whatever the others are; the losses' own batches are split along the sequence.
+    flat = replace(head, hidden=hidden.flatten(0, -2))
     stats, zero = stats_of_head(
-        head, targets.reshape(-1), (targets != ignore_index).reshape(-1), read[0], group, temperature, entropy, backend,
+        flat, targets.reshape(-1), (targets != ignore_index).reshape(-1), read[0], group, temperature, entropy, backend,
         None if objective is None else lambda stats: objective(shaped(stats)),
     )  # fmt: skip
     stats = shaped(stats)
@@ -140,6 +145,8 @@ def stats_of_head(
     backend: Backend,
     objective: Callable[[TokenStats], Tensor] | None = None,
     context_group: ProcessGroup | None = None,
+    truncation: Truncation = KEEP_ALL,
+    kept_ids: Tensor | None = None,
 ) -> tuple[TokenStats, Tensor | None]:
     """`linear_token_stats` after its checks: [N] statistics, and the exact 0 that carries an objective's gradient.
 
@@ -147,6 +154,11 @@ def stats_of_head(
         targets, keep: [N] in the order of logits, as the statistics are.
         objective: a sum over tokens; where it is given the mode may be in_forward, and the second result is not None then.
         context_group: over which the objective may communicate, with ranks that have another number of rows that carry loss.
+        truncation, kept_ids: of the policy, see `truncated_token_stats`; with it the temperature is one number.
+
+    Raises:
+        ValueError: a truncation whose gradient is not computed in forward, and logits that are not kept: projected again, the
+            last kept one could round to another side of its threshold.
     """
     hidden, parts = head.hidden.reshape(-1, head.hidden.shape[-1]), head.parts(group)
     targets, keep = head.to_rows(targets, group), head.to_rows(keep, group)
@@ -164,11 +176,18 @@ def stats_of_head(
     # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
     narrow = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, backend)
     plan = make_plan(hidden, width, group, parts, mode, head.budget, narrow or hidden.dtype == dtype)
+    if truncation and trains and not early and not plan.resident:
+        raise ValueError(
+            f"{truncation} with a loss that is no sum over tokens, or with mode = {head.mode!r}, keeps its logits until the "
+            f"backward: mode = 'resident', or 'auto' with a budget that holds them"
+        )
     rows = Rows.of(keep, parts, head.rows, group)
     blank = HeadCase(
         hidden, head.weight, None, targets, keep, inv_t, span.start, head.softcap, group, head.sequence_parallel, entropy,
         backend, rows, plan, narrow, span.valid,
     )  # fmt: skip
+    if truncation:
+        blank = replace(blank, cut=_cut(head, span, group, truncation, temperature, kept_ids))
     case = with_operands(blank, hidden, head.weight, head.bias)
     target = WeightTarget(head.weight, head.main_grad_factor)
     zero = None
@@ -182,7 +201,8 @@ def stats_of_head(
 
     if early:
         assert objective is not None
-        calls = -(-hidden.shape[0] // plan.size) if group_size(context_group) > 1 else 0
+        at_once = plan.size * (2 if group_size(group) > 1 else 1)
+        calls = -(-hidden.shape[0] // at_once) if group_size(context_group) > 1 else 0
         coefficients = _coefficients(objective, head, group)
         zero, raw = in_forward(case, coefficients, context_group, calls, head.hidden, target, head.bias)
     elif trains:
@@ -190,6 +210,22 @@ def stats_of_head(
     else:
         raw = no_gradient(case)
     return ordered(raw), zero
+
+
+def _cut(
+    head: LMHeadInput,
+    span: ShardRange,
+    group: ProcessGroup | None,
+    truncation: Truncation,
+    temperature: float | Tensor,
+    kept_ids: Tensor | None,
+) -> HeadCut:
+    assert not isinstance(temperature, torch.Tensor)
+    if kept_ids is not None:
+        order = torch.arange(len(kept_ids), device=kept_ids.device)
+        kept_ids = kept_ids[head.to_rows(order, group)]
+    inv_t = torch.full((1, 1), 1.0 / temperature, dtype=torch.float64, device=head.device)
+    return HeadCut(truncation, kept_ids, inv_t, span.vocab_size)
 
 
 def _coefficients(

@@ -11,7 +11,7 @@ import torch
 from parallel_rl.validation import agreed_check, agreed_gradients, checks_values
 from parallel_rl.vocab.linear_case import HeadCase, Upstream
 from parallel_rl.vocab.linear_gemm import scaled_to_
-from parallel_rl.vocab.linear_modes import Forward, Gradients, backward_spans, run_backward, run_forward
+from parallel_rl.vocab.linear_modes import Chunks, Forward, Gradients, backward_spans, run_backward, run_forward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,8 +72,8 @@ def in_forward(
     """(an exact 0 that carries the gradient, statistics without gradient).
 
     Args:
-        coefficients: evaluated after each chunk, and after the last one until it ran `calls` times: ranks of other groups may
-            hold more rows that carry loss, and a loss may communicate with them, over `context_group`.
+        coefficients: evaluated as rows become known, and then until it ran `calls` times: ranks of other groups may hold more
+            rows that carry loss, and a loss may communicate with them, over `context_group`.
 
     Raises:
         ValueError: where values are checked, a token's coefficients that depend on other tokens.
@@ -149,14 +149,15 @@ class _InForward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
         gradients = Gradients(case, wanted)
-        used: list[tuple[slice, Upstream]] = []
+        used: list[tuple[list[slice], Upstream]] = []
 
-        def then(span: slice, rows: Tensor, z: Tensor, so_far: Forward) -> None:
+        def then(chunks: Chunks, so_far: Forward) -> None:
             upstream = coefficients(so_far.stats)
             agreed_gradients(upstream, case.group, so_far.stats[0])
-            used.append((span, upstream))
+            used.append((chunks.spans, upstream))
             if any(g is not None for g in upstream):
-                gradients.add(span, rows, [case.columns], lambda _: (z, None), so_far.table, upstream)
+                logits = lambda _: (chunks.logits, None)  # noqa: E731
+                gradients.add(chunks.spans, chunks.hidden, [case.columns], logits, so_far.table, upstream)
 
         forward = run_forward(case, then=then)
         for _ in range(calls - len(used)):
@@ -197,10 +198,10 @@ class _InForward(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None, None, None, None
 
 
-def _check_separable(case: HeadCase, used: list[tuple[slice, Upstream]], known: Upstream) -> None:
+def _check_separable(case: HeadCase, used: list[tuple[list[slice], Upstream]], known: Upstream) -> None:
     """Raises ValueError where a chunk's coefficients are others once the later chunks are known."""
-    for span, upstream in used:
-        places = case.rows.every(span)
+    for spans, upstream in used:
+        places = torch.cat([case.rows.every(span) for span in spans])
         places = places[case.keep[places]]
         for then, now in zip(upstream, known, strict=True):
             before = torch.zeros_like(places, dtype=case.dtype) if then is None else then[places]

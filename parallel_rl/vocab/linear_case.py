@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from parallel_rl.vocab.backends.choice import Backend
+    from parallel_rl.vocab.linear_truncation import HeadCut
 
 Upstream = tuple["Tensor | None", "Tensor | None", "Tensor | None"]  # gradients of (log-prob, entropy, lse), [N] each
 
@@ -43,6 +44,7 @@ class HeadCase:
     plan: Plan
     narrow: bool  # the gradient of the logits is written in the dtype of the operands, over kept ones
     valid: int  # W
+    cut: HeadCut | None = None
 
     @property
     def dtype(self) -> torch.dtype:

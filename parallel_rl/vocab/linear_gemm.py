@@ -14,6 +14,7 @@ from torch import Tensor
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 
 _BLOCK = 1 << 22  # elements of the weight that are raised at once
+_FIRST = 1 << 16
 # Before, torch.addmm refused to add low-precision products to float32.
 _ADDS_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 
@@ -75,16 +76,20 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, blank: bool) -> None:
 
 
 def scaled_to_(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """values · scale in `dtype`, over the same bytes: a narrower result takes the first of them."""
+    """values · scale in `dtype`, over the same bytes: a narrower result, half as wide, takes the first of them."""
     if dtype == values.dtype:
         return values if scale is None else values.mul_(scale)
     flat = values.view(-1)
     out = flat.view(dtype)[: flat.numel()]
-    for start in range(0, flat.numel(), _BLOCK):
-        part = slice(start, start + _BLOCK)
-        out[part] = (
-            flat[part].clone() if scale is None else flat[part] * scale
-        )  # block by block: it never catches up with what is still to be read
+    start, most = 0, _BLOCK if values.device.type == "cpu" else flat.numel()
+    while start < flat.numel():
+        stop = start + max(_FIRST, min(start, most))  # beyond the first, its half as wide numbers end before it begins
+        part = flat[start:stop]
+        if scale is None:
+            out[start:stop] = part if start else part.clone()
+        else:
+            torch.mul(part if start else part.clone(), scale, out=out[start:stop])
+        start = stop
     return out.view(values.shape)
 
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class LMHeadInput:
     """Hidden states and LM head in place of logits: the first argument of a loss, or of `token_logprobs`.
 
-    Losses on log-probs and entropy project a chunk of rows at a time; those that read more of a distribution (distillation, a
-    process reward model) make whole logits of it, which then must fit into `budget`, if there is one.
+    Losses on log-probs and entropy, of a truncated policy too, project a chunk of rows at a time; those that read more of a
+    distribution (distillation, a process reward model) make whole logits of it, which then must fit into `budget`, if there is
+    one.
 
     Attributes:
         hidden: [B, S/cp, D], packed [1, T/cp, D]; under sequence parallelism this tensor rank's part of the second

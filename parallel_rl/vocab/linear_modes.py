@@ -17,6 +17,7 @@ from parallel_rl.groups import Pending, all_gather_start, group_size, sum_start
 from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
 from parallel_rl.vocab.linear_case import HeadCase, Upstream
 from parallel_rl.vocab.linear_gemm import add_hidden_gradient, add_weight_gradient
+from parallel_rl.vocab.linear_truncation import drop_
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,14 @@ class KeptLogits(NamedTuple):
     top: Tensor | None
 
 
+class Chunks(NamedTuple):
+    """Rows whose whole logits are there: [n, D] hidden states and [n, W] logits, span after span."""
+
+    spans: list[slice]
+    hidden: Tensor
+    logits: Tensor
+
+
 class _Chunk(NamedTuple):
     span: slice
     hidden: Tensor
@@ -47,12 +56,12 @@ class _Chunk(NamedTuple):
     parts: Pending
 
 
-def run_forward(case: HeadCase, then: Callable[[slice, Tensor, Tensor, Forward], None] | None = None) -> Forward:
+def run_forward(case: HeadCase, then: Callable[[Chunks, Forward], None] | None = None) -> Forward:
     """Statistics of every row that carries loss; the others get zeros.
 
     Args:
-        then: called with (span, hidden states, logits, everything so far) once a chunk's statistics are known; it may write
-            over the logits.
+        then: called with (chunks, everything so far) once the chunks' statistics are known, of two chunks where ranks share the
+            rows: it may write over the logits.
     """
     total, plan, whole = case.targets.shape[0], case.plan, case.columns
     zeros = torch.zeros(3 if case.entropy else 2, total, dtype=case.dtype, device=case.hidden.device)
@@ -60,38 +69,39 @@ def run_forward(case: HeadCase, then: Callable[[slice, Tensor, Tensor, Forward],
     table = torch.zeros(total, 3 if case.entropy else 2, dtype=case.dtype, device=case.hidden.device)
     out = Forward(stats, table, [])
 
-    def finish(chunk: _Chunk) -> None:
-        gathered = chunk.parts.wait().view(-1, chunk.logits.shape[0], 4 if case.entropy else 3)
-        places = case.rows.every(chunk.span)
-        *values, rows = combine_rows(gathered, case.spec(places, whole), case.backend)
-        for target, part in zip((*out.stats, table), (*values, rows), strict=True):
-            if target is not None and part is not None:
-                target.index_copy_(0, places, part)
-        if then is not None:
-            then(chunk.span, chunk.hidden, chunk.logits, out)
+    def finish(chunks: list[_Chunk]) -> None:
+        for chunk in chunks:
+            gathered = chunk.parts.wait().view(-1, chunk.logits.shape[0], 4 if case.entropy else 3)
+            places = case.rows.every(chunk.span)
+            *values, rows = combine_rows(gathered, case.spec(places, whole), case.backend)
+            for target, part in zip((*out.stats, table), (*values, rows), strict=True):
+                if target is not None and part is not None:
+                    target.index_copy_(0, places, part)
+        if then is not None and chunks:
+            hidden = chunks[0].hidden if len(chunks) == 1 else torch.cat([chunk.hidden for chunk in chunks])
+            then(Chunks([chunk.span for chunk in chunks], hidden, buffer[: len(hidden)]), out)
 
-    spans, overlap = case.rows.spans(plan.size), group_size(case.group) > 1
-    count = 2 if overlap and len(spans) > 1 else 1
-    if plan.resident and case.kept_dtype == case.dtype:
-        count = 0  # they are projected where they are kept
-    buffers = [case.buffer(plan.size, case.valid) for _ in range(count)]
-    waiting: _Chunk | None = None
+    spans = case.rows.spans(plan.size)
+    count = (
+        2 if group_size(case.group) > 1 and len(spans) > 1 else 1
+    )  # one is projected while the other's numbers travel
+    in_place = plan.resident and case.kept_dtype == case.dtype  # they are projected where they are kept
+    buffer = case.buffer(0 if in_place else count * plan.size, case.valid)
+    half = plan.size * case.rows.order.shape[0]
+    waiting: list[_Chunk] = []
     for index, (span, hidden) in enumerate(case.fetched(spans)):
         kept = _place_to_keep(case, out.kept, span) if plan.resident else None
-        place = kept.values if kept is not None and kept.top is None else buffers[index % count]
-        z = case.logits(hidden, place, whole)
+        place = kept.values if kept is not None and kept.top is None else buffer[index % count * half :]
+        z, places = case.logits(hidden, place, whole), case.rows.every(span)
+        drop_(z, case, places)
         if kept is not None and kept.top is not None:
             _keep(z, kept.values, kept.top)
-        parts = row_parts(z, case.spec(case.rows.every(span), whole), case.entropy, case.backend)
-        chunk = _Chunk(span, hidden, z, all_gather_start(parts, case.group))
-        if waiting is not None:
-            finish(waiting)
-        if overlap:
-            waiting = chunk
-        else:
-            finish(chunk)
-    if waiting is not None:
-        finish(waiting)
+        parts = row_parts(z, case.spec(places, whole), case.entropy, case.backend)
+        waiting.append(_Chunk(span, hidden, z, all_gather_start(parts, case.group)))
+        ready = len(waiting) - count + 1 if then is None else len(waiting) // count * count
+        finish(waiting[:ready])
+        waiting = waiting[ready:]
+    finish(waiting)
     return out
 
 
@@ -144,11 +154,11 @@ class Gradients:
             weight = torch.empty_like(case.weight, dtype=case.weight.dtype if at_once else case.dtype)
         self.weight = weight if of_weight else None
         self.bias = torch.zeros_like(case.bias, dtype=case.dtype) if of_bias and case.bias is not None else None
-        self._under_way: tuple[Tensor, Pending] | None = None
+        self._under_way: list[tuple[Tensor, Pending]] = []
 
     def add(
         self,
-        span: slice,
+        spans: Sequence[slice],
         hidden: Tensor,
         columns: Sequence[slice],
         logits: Callable[[slice], tuple[Tensor, Tensor | None]],
@@ -162,18 +172,23 @@ class Gradients:
             logits: a slice to (logits, what they lack or None), which are overwritten.
             table, upstream: of all rows.
         """
-        case, places = self.case, self.case.rows.every(span)
+        case, places = self.case, torch.cat([self.case.rows.every(span) for span in spans])
         table, upstream = table[places], _rows_of(upstream, places)
         of_hidden = None
         if self.hidden is not None:
             of_hidden = torch.zeros(hidden.shape, dtype=case.dtype, device=hidden.device)
-        sending = None
+        sending: list[tuple[Tensor, Pending]] = []
         for part in columns:
             dz = _logits_gradient(case, *logits(part), case.spec(places, part), table, upstream)
             if of_hidden is not None:
                 add_hidden_gradient(of_hidden, dz, case.weight[part])
                 if part is columns[-1]:
-                    sending = case.rows.own(span), sum_start(of_hidden, case.group, case.scatter)
+                    at = 0
+                    for span in spans:
+                        rows = len(case.rows.order) * (span.stop - span.start)
+                        of_span = sum_start(of_hidden[at : at + rows], case.group, case.scatter)
+                        sending.append((case.rows.own(span), of_span))
+                        at += rows
             if self.weight is not None:
                 add_weight_gradient(self.weight[part], dz, hidden, self._blank)
             if self.bias is not None:
@@ -190,10 +205,10 @@ class Gradients:
         return Summed(self.hidden, self.weight, self.bias)
 
     def _arrive(self) -> None:
-        if self._under_way is not None and self.hidden is not None:
-            rows, part = self._under_way
+        for rows, part in self._under_way:
+            assert self.hidden is not None
             self.hidden.index_copy_(0, rows, part.wait().to(self.hidden.dtype))
-        self._under_way = None
+        self._under_way = []
 
 
 def _logits_gradient(
@@ -214,7 +229,7 @@ def _logits_gradient(
             inv_t = spec.inv_t if spec.inv_t.shape[0] == 1 else spec.inv_t[part]
             of_part = spec._replace(targets=spec.targets[part], keep=spec.keep[part], inv_t=inv_t)
             some = z[part]
-            slope = 1 - (some / case.softcap).square_()
+            slope = (1 - (some / case.softcap).square_()).clamp_(min=0)  # 0 where a logit was dropped
             row_gradient(some, of_part, table[part], *_rows_of(upstream, part), some, case.backend).mul_(slope)
     return z if z.device.type == "cpu" else z.to(low)
 
@@ -232,11 +247,11 @@ def run_backward(case: HeadCase, forward: Forward, upstream: Upstream, gradients
     for index, (span, hidden) in enumerate(case.fetched(backward_spans(case))):
         if buffer is None:
             kept, forward.kept[index] = forward.kept[index], None
-            gradients.add(span, hidden, [case.columns], partial(_kept_logits, case, kept), forward.table, upstream)
+            gradients.add([span], hidden, [case.columns], partial(_kept_logits, case, kept), forward.table, upstream)
             del kept  # its memory
         else:
             again = partial(_logits_again, case, hidden, buffer)
-            gradients.add(span, hidden, slices, again, forward.table, upstream)
+            gradients.add([span], hidden, slices, again, forward.table, upstream)
     return gradients.close()
 
 

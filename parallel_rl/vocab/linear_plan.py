@@ -106,7 +106,7 @@ class _Cost(NamedTuple):
         buffers = 2 if group_size(group) > 1 else 1  # the next rows are projected while these ones' numbers travel
         ends = parts * buffers * 2 * hidden.shape[1] * dtype.itemsize
         return cls(
-            ends + parts * width * (buffers * dtype.itemsize + low), ends, parts * (dtype.itemsize + low), buffers > 1
+            ends + parts * width * buffers * (dtype.itemsize + low), ends, parts * (dtype.itemsize + low), buffers > 1
         )
 
 

@@ -90,8 +90,6 @@ def token_logprobs(
         check_targets(torch.where(valid_tokens(data), ids, 0) if masked else ids, span.vocab_size)
         truncation = Truncation(top_k, top_p, kept_sets)
         truncation.check(span.vocab_size)
-        if head is not None and truncation:
-            raise ValueError(f"{truncation} needs whole logits; an LMHeadInput has none")
         if kept_sets:
             kept = data.get("kept_ids")
             if not isinstance(kept, torch.Tensor):
@@ -116,11 +114,11 @@ def token_logprobs(
         False,
         backend,
     )
-    if truncation:
-        kept_ids = of.shard(data["kept_ids"], fill=-1) if kept_sets else None
+    kept_ids = of.shard(data["kept_ids"], fill=-1) if kept_sets else None
+    if head is not None:
+        stats, _ = stats_of_head(head, *args[1:7], backend, truncation=truncation, kept_ids=kept_ids)
+    elif truncation:
         stats = truncated_stats_of_shard(*args, truncation, kept_ids)
-    elif head is not None:
-        stats, _ = stats_of_head(head, *args[1:7], backend)
     else:
         stats = stats_of_shard(*args)
     return of.unshard(stats.logprobs, context_parallel_group)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl import LMHeadInput, ParallelGroups, SequencePackingLossWrapper, count_valid, get_loss, reduce_metrics
+from parallel_rl.losses.base import LossFn
 from parallel_rl.vocab.linear_plan import LinearMode
 from tests.distributed import law
 from tests.distributed.law import ROWS, VOCAB, Batch, Case, Expected, Layout
@@ -26,6 +27,17 @@ def takes_head(case: Case) -> bool:
 def reads_log_probs(case: Case) -> bool:
     """Whether it needs no whole logits."""
     return get_loss(case.loss).reads_log_probs()
+
+
+def reads_one_distribution(case: Case) -> bool:
+    """Not the truncated one and, for a KL, the whole."""
+    return not get_loss(case.loss)(case.config, **case.options).needs_unfiltered
+
+
+def _mode(case: Case, loss_fn: LossFn, variant: int) -> LinearMode:
+    if loss_fn.options.truncation:  # its logits are never projected again
+        return MODES[2 * (variant % 2)] if loss_fn.token_separable else "resident"
+    return MODES[variant % len(MODES)] if reads_log_probs(case) else "auto"
 
 
 class Outcome(NamedTuple):
@@ -92,7 +104,7 @@ def run_layout(
             head,
             sequence_first=first,
             sequence_parallel=split,
-            mode=MODES[variant % len(MODES)] if reads_log_probs(case) else "auto",
+            mode=_mode(case, loss_fn, variant),
             budget=BUDGET if reads_log_probs(case) else None,
         )
         leaves.append(leaf)
@@ -132,7 +144,7 @@ def layouts(world: int) -> list[Layout]:
 def check_world(rank: int, world: int, cases: list[Case]) -> list[tuple[str, str, Outcome, Tensor]]:
     """(case, layout, outcome, the weight's gradient summed over the world)."""
     found = []
-    of_case = {case.name: law.make_batch(5, False, case.loss, torch.float64) for case in cases}
+    of_case = {case.name: case.batch(5, False, torch.float64, 0.0) for case in cases}
     wants = {case.name: law.expected(case, of_case[case.name]) for case in cases}
     groups_of: dict[tuple[int, int], tuple] = {}
     variant = 0

@@ -13,6 +13,12 @@ from tests.distributed.pool import preload, run_world
 preload("parallel_rl", "tests.distributed.linear_law")
 
 CASES = [case for case in law.CORE if linear_law.takes_head(case)]
+CASES += [case for case in law.TRUNCATED if linear_law.reads_one_distribution(case)]
+CASES += [
+    law.Case("clipped_pg", {"reference_policy_kl_penalty": 0}, {"top_k": 13}),
+    law.Case("clipped_pg", {"reference_policy_kl_penalty": 0}, {"kept_sets": True}),
+    law.Case("policy", {"ratio_level": "sequence-mean"}, {"top_k": 15, "top_p": 0.95, "temperature": 1.2}),
+]
 
 
 @cache
@@ -29,7 +35,7 @@ def _outcomes(world: int) -> dict[str, dict[str, list]]:
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_float64(case: law.Case, world: int) -> None:
-    batch = law.make_batch(5, False, case.loss, torch.float64)
+    batch = case.batch(5, False, torch.float64, 0.0)
     found = _outcomes(world)[case.name]
     assert len(found) == len(linear_law.layouts(world))
     assert linear_law.faults(batch, law.expected(case, batch), found, 1e-10) == []
@@ -41,3 +47,4 @@ def test_every_loss_on_log_probs_takes_part() -> None:
         *("nll", "policy", "clipped_pg", "dpo", "kto", "mix", "simpo", "cpo", "orpo"),
         *("prm", "distillation", "full_distillation"),
     }
+    assert {rule for case in CASES for rule in case.options} >= {"top_k", "top_p", "kept_sets"}

@@ -89,11 +89,12 @@ def test_losses_on_log_probs_take_it() -> None:
         assert load_config(str(CONFIGS / name), ["--model.fused_head=true"]).model.fused_head
 
 
-def test_truncated_sampling_needs_logits() -> None:
-    path = str(CONFIGS / "grpo_arithmetic.yaml")
+def test_truncated_sampling_goes_with_it_but_for_a_kl_that_is_not_truncated() -> None:
+    path, no_kl = str(CONFIGS / "grpo_arithmetic.yaml"), "--rl.loss.options.reference_policy_kl_penalty=0"
     for rule, words in (("top_k=3", "top_k = 3 with top_p = None"), ("top_p=0.9", "top_k = None with top_p = 0.9")):
-        with pytest.raises(ValueError, match=f"sampling.{words} needs whole logits, which model.fused_head = True"):
+        with pytest.raises(ValueError, match=f"sampling.{words} and a KL to the reference .* model.fused_head = True"):
             load_config(path, ["--model.fused_head=true", f"--sampling.{rule}"])
+        assert load_config(path, ["--model.fused_head=true", f"--sampling.{rule}", no_kl]).sampling.truncation
         assert load_config(path, [f"--sampling.{rule}"]).sampling.truncation
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from parallel_rl import LinearTokenStats, linear_token_stats, token_stats
+from parallel_rl.vocab.linear_gemm import scaled_to_
 from parallel_rl.vocab.linear_plan import LinearMode
 from tests.vocab.linear_cases import N, Problem, V, dense, error, make
 
@@ -260,3 +261,11 @@ def test_activation_recomputation() -> None:
             torch.utils.checkpoint.checkpoint(head, *operands, use_reentrant=reentrant).backward()
             for x, want in zip(operands, truth.gradients, strict=True):
                 assert error(x.grad, want) < 1e-12
+
+
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("size", [1, 40_000, 1 << 16, 300_001])
+def test_a_gradient_is_rounded_over_its_own_bytes(size: int, scale: float | None) -> None:
+    values, factor = torch.randn(size, 1), None if scale is None else torch.tensor(scale)
+    want = (values * (1.0 if scale is None else scale)).bfloat16()
+    assert torch.equal(scaled_to_(values, factor, torch.bfloat16), want)

@@ -103,6 +103,29 @@ def test_ranks_give_what_one_dense_process_gives(size: int) -> None:
         assert error(sum(r.bias for r in results), truth.gradients[2]) <= gradient, where  # type: ignore[arg-type]
 
 
+def split_batch(rank: int, mode: LinearMode) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states [S, B, D] that are split over S: (log-probs, gradient of this rank's part) and those of one process."""
+    problem, found = make(ignored=False), []
+    targets, temperature = problem.targets.view(10, 3), torch.linspace(0.5, 2, N, dtype=torch.float64).view(10, 3)
+    for group, rows, columns in ((dist.group.WORLD, slice(rank * 5, rank * 5 + 5), slice(rank * 19, rank * 19 + 19)),
+                                 (None, slice(None), slice(None))):  # fmt: skip
+        hidden = problem.hidden.view(10, 3, D)[rows].requires_grad_()
+        stats = linear_token_stats(
+            hidden, problem.weight[columns], targets, group=group, sequence_parallel=group is not None, vocab_size=V,
+            temperature=temperature, mode=mode, budget=1 << 13,
+        )  # fmt: skip
+        (stats.logprobs * temperature).sum().backward()
+        assert hidden.grad is not None
+        found += [stats.logprobs.detach(), hidden.grad]
+    return found[0], found[1], found[2], found[3][rank * 5 : rank * 5 + 5]
+
+
+@pytest.mark.parametrize("mode", ["resident", "recompute"])
+def test_a_batch_that_is_split_over_its_first_dimension(mode: LinearMode) -> None:
+    for logprobs, gradient, want, truth in run_world(2, split_batch, mode):
+        assert error(logprobs, want) < 1e-12 and error(gradient, truth) < 1e-12
+
+
 def collectives(rank: int, mode: LinearMode, scatter: bool) -> tuple[list[str], list[str]]:
     problem = make(torch.float32, ignored=False)
     rows = slice(rank * N // 2, (rank + 1) * N // 2) if scatter else slice(None)
