@@ -34,6 +34,11 @@ class Seconds(NamedTuple):
         ordered = sorted(times)
         return cls(ordered[0], ordered[len(ordered) // 2])
 
+    @classmethod
+    def mean(cls, ranks: Sequence[Seconds]) -> Seconds:
+        """Of the average process."""
+        return cls(*(sum(x) / len(x) for x in zip(*ranks, strict=True)))
+
 
 class CpuClock:
     """CPU-seconds of this process (all its threads) since its making; waiting for another rank costs next to nothing."""
@@ -129,7 +134,7 @@ def machine() -> dict[str, str]:
                 model = line.split(":", 1)[1].strip()
                 break
     packages = {}
-    for name in ("torch", "megatron-core", "trl", "liger-kernel", "cut-cross-entropy"):
+    for name in ("torch", "megatron-core", "transformer-engine", "trl", "liger-kernel", "cut-cross-entropy"):
         with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
     return {

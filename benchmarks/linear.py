@@ -1,7 +1,8 @@
 """The LM head and its loss, forward + backward: ours from hidden states beside a matmul followed by each peer's cross-entropy.
 
 Every method gets the same hidden states, weight and targets, and one of two objectives: a weight per token, or the whole GRPO
-loss; it is checked against float64 before it is timed. Memory is the peak beyond the inputs and their two gradients.
+loss; it is checked against float64 before it is timed. Memory is the peak beyond the inputs and their two gradients. With --tp
+the words are split over that many processes, and figures are of one process.
 `python -m benchmarks.linear --help`.
 """
 
@@ -10,11 +11,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
@@ -27,7 +29,9 @@ from benchmarks.common import (
     run_ranks,
     short_collections,
 )
-from benchmarks.linear_methods import Case, Method, Objective, grpo, make_case, methods, weighted
+from benchmarks.linear_case import Case, Layout, Objective, Shape, grpo, make_case, weighted
+from benchmarks.linear_methods import Method, methods
+from benchmarks.peers import COMPILED, MEGATRON, join_megatron
 from benchmarks.report import Growth, add_report_options, matmul_rate, report
 
 MEMORY = 1 / 5  # of the frugalest peer's, for in_forward and recompute
@@ -39,12 +43,7 @@ GPU_SECONDS = {
 }  # one H200, M 8192, D 4096, V 131072, bfloat16
 GPU_BYTES = 5e8
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative and norm-wise, of loss and gradients against float64
-GROWS = (
-    "ours, in_forward",
-    "ours, recompute",
-    "matmul + torch cross_entropy, compiled",
-    "matmul + Megatron cross-entropy",
-)
+GROWS = ("ours, in_forward", "ours, recompute", f"matmul + {COMPILED}", f"matmul + {MEGATRON}")
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,15 @@ def time_once(method: Method, case: Case) -> float:
         step(method, case)
         torch.cuda.synchronize()
         return time.perf_counter() - start
+    _together(case)
     clock = CpuClock()
     step(method, case)
     return clock()
+
+
+def _together(case: Case) -> None:
+    if case.part.size > 1:
+        dist.barrier()
 
 
 def measure_memory(method: Method, case: Case, passes: int = 2) -> int:
@@ -105,6 +110,7 @@ def measure_memory(method: Method, case: Case, passes: int = 2) -> int:
             step(method, case)
             peaks.append(torch.cuda.max_memory_allocated() - before)
         else:
+            _together(case)
             peak = PeakMemory()
             kept = step(method, case)
             peaks.append(peak())
@@ -112,25 +118,20 @@ def measure_memory(method: Method, case: Case, passes: int = 2) -> int:
     return max(0, min(peaks) - gradients)
 
 
-def _start(device: str, chosen: Sequence[Method]) -> None:
-    """Memory that is counted as it is taken, and a group of one for Megatron."""
-    if device == "cpu":
-        return_freed_memory()
+def _start(chosen: Sequence[Method], tp: int) -> None:
     if any("Megatron" in method.name for method in chosen):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it tells of each fallback for Transformer Engine; none matters here
-            from megatron.core import parallel_state
-
-            parallel_state.initialize_model_parallel()
+        join_megatron(tp)
 
 
 def measure(
-    rank: int, tokens: int, vocab: int, size: int, dtype: torch.dtype, repeats: int, budget: int | None, device: str
+    rank: int, shape: Shape, layout: Layout, dtype: torch.dtype, repeats: int, budget: int | None, device: str
 ) -> tuple[dict[str, Figures], float]:
     """Every method, and the TFLOP/s of a matrix product; repeats are interleaved, so that a busy moment hits all alike."""
-    chosen = methods(device, budget)
-    _start(device, chosen)
-    case = make_case(tokens, vocab, size, dtype, device)
+    if device == "cpu":
+        return_freed_memory()
+    chosen = methods(device, budget, layout.tp)
+    _start(chosen, layout.tp)
+    case = make_case(shape, dtype, device, layout.part(rank))
     errors = {m.name: check_result(m, case) for m in chosen}  # compiles, too
     case = case._replace(truths={})
     memory = {m.name: measure_memory(m, case) for m in chosen}
@@ -145,20 +146,49 @@ def measure(
     return figures, matmul_rate(device, dtype)
 
 
-def measure_growth(rank: int, sizes: dict[str, list[tuple[int, int, int]]], dtype: torch.dtype, device: str) -> Growth:
-    """Seconds of a few methods as T, V or D doubles."""
-    found: Growth = {}
-    chosen = [m for m in methods(device, 1 << 24 if device == "cpu" else None) if m.name in GROWS]
-    _start(device, chosen)
-    for axis, shapes in sizes.items():
-        lines: dict[str, dict[int, float]] = {m.name: {} for m in chosen}
-        for shape in shapes:
-            case = make_case(*shape, dtype, device, truths=False)
-            for m in chosen:
-                time_once(m, case)
-                lines[m.name][shape["TVD".index(axis)]] = min(time_once(m, case) for _ in range(2))
-        found[axis] = lines
+def over_ranks(ranks: Sequence[Figures]) -> Figures:
+    """Seconds of the average process, memory and errors of the worst."""
+    loss, hidden, weight = (max(errors) for errors in zip(*(r.errors for r in ranks), strict=True))
+    return Figures(Seconds.mean([r.seconds for r in ranks]), max(r.bytes for r in ranks), (loss, hidden, weight))
+
+
+def measure_points(
+    rank: int, shapes: Sequence[Shape], layout: Layout, dtype: torch.dtype, device: str
+) -> list[dict[str, float]]:
+    """Seconds of a few methods at each shape."""
+    budget = 1 << 24 if device == "cpu" else None
+    if device == "cpu":
+        keep_freed_memory()
+    chosen = [m for m in methods(device, budget, layout.tp) if m.name in GROWS]
+    _start(chosen, layout.tp)
+    found = []
+    for shape in shapes:
+        case = make_case(shape, dtype, device, layout.part(rank), truths=False)
+        for m in chosen:
+            time_once(m, case)
+        found.append({m.name: min(time_once(m, case) for _ in range(2)) for m in chosen})
     return found
+
+
+def measure_growth(shape: Shape, layout: Layout, dtype: torch.dtype, device: str) -> Growth:
+    """Seconds of the average process as T, V or D doubles, and on a CPU as more processes share the words."""
+    points = [
+        (axis, n, shape._replace(**{field: n}), layout.tp)
+        for axis, field in (("T", "tokens"), ("V", "vocab"), ("D", "hidden"))
+        for n in (getattr(shape, field) // k for k in (4, 2, 1))
+    ]
+    if device == "cpu":
+        points += [("TP", tp, shape, tp) for tp in (1, 2, 4)]
+    growth: Growth = {}
+    for tp in sorted({tp for *_, tp in points}):
+        here = [point for point in points if point[-1] == tp]
+        shapes = [shape for _, _, shape, _ in here]
+        ranks = run_ranks(tp, measure_points, shapes, layout._replace(tp=tp), dtype, device, timeout=3600.0)
+        for (axis, n, *_), *seconds in zip(here, *ranks, strict=True):
+            for name in seconds[0]:
+                line = growth.setdefault(axis, {}).setdefault(name, {})
+                line[n] = sum(of_rank[name] for of_rank in seconds) / tp
+    return growth
 
 
 def best_peer(results: dict[str, Figures], chosen: Sequence[Method], objective: Objective) -> tuple[float, int]:
@@ -218,39 +248,49 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, help="default: 512, on a GPU 4096")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32, on a GPU bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tp", type=int, default=1, help="processes that share the words, one thread each (CPU only)")
+    parser.add_argument("--sequence-parallel", action="store_true", help="they share the hidden states, too")
     parser.add_argument(
-        "--budget", type=int, help="bytes; default: 1/6 of the float32 logits, on a GPU the library's own"
+        "--budget", type=int, help="bytes; default: 1/6 of a process's float32 logits, on a GPU the library's own"
     )
     parser.add_argument("--repeats", type=int, default=5)
     add_report_options(parser)
     options = parser.parse_args(arguments)
-    gpu = options.device == "cuda"
-    tokens, vocab = options.tokens or (8192 if gpu else 2048), options.vocab or (131072 if gpu else 32768)
-    size, name = options.hidden or (4096 if gpu else 512), options.dtype or ("bfloat16" if gpu else "float32")
-    if min(tokens, vocab, size, options.repeats) < 1 or (options.budget is not None and options.budget < 1):
-        parser.error("sizes must be positive")
-    dtype = getattr(torch, name)
-    budget = options.budget if options.budget is not None or gpu else max(tokens * vocab * 4 // 6, 1 << 16)
-    ((results, rate),) = run_ranks(
-        1, measure, tokens, vocab, size, dtype, options.repeats, budget, options.device, timeout=3600.0
+    gpu, tp = options.device == "cuda", options.tp
+    shape = Shape(
+        options.tokens or (8192 if gpu else 2048),
+        options.vocab or (131072 if gpu else 32768),
+        options.hidden or (4096 if gpu else 512),
     )
-    growth = None
-    if options.growth:
-        halves = {
-            "T": [(tokens // k, vocab, size) for k in (4, 2, 1)],
-            "V": [(tokens, vocab // k, size) for k in (4, 2, 1)],
-            "D": [(tokens, vocab, size // k) for k in (4, 2, 1)],
-        }
-        (growth,) = run_ranks(1, measure_growth, halves, dtype, options.device, timeout=3600.0)
-    chosen, flops = methods(options.device, budget), tokens * vocab * size
-    clock = "seconds" if gpu else "CPU-seconds, one thread"
+    name = options.dtype or ("bfloat16" if gpu else "float32")
+    if min(*shape, options.repeats, tp) < 1 or (options.budget is not None and options.budget < 1):
+        parser.error("sizes must be positive")
+    if gpu and tp > 1:
+        parser.error("--tp is of processes on a CPU")
+    parts = 4 * tp if options.growth and not gpu else tp
+    if shape.vocab % parts or (options.sequence_parallel and shape.tokens % parts):
+        parser.error(f"--vocab, and with --sequence-parallel --tokens, must divide by {parts}")
+    if tp > 1 and find_spec("megatron") is None:
+        parser.error("the peers that know shards are missing: pip install -r benchmarks/peers.txt")
+    dtype, layout = getattr(torch, name), Layout(tp, options.sequence_parallel)
+    flops = shape.tokens * shape.vocab * shape.hidden // tp
+    budget = options.budget
+    if budget is None and not gpu:
+        budget = max(shape.tokens * shape.vocab // tp * 4 // 6, 1 << 16)
+    ranks = run_ranks(tp, measure, shape, layout, dtype, options.repeats, budget, options.device, timeout=3600.0)
+    chosen = methods(options.device, budget, tp)
+    results = {m.name: over_ranks([figures[m.name] for figures, _ in ranks]) for m in chosen}
+    growth = measure_growth(shape, layout, dtype, options.device) if options.growth else None
+    clock = "seconds" if gpu else "CPU-seconds, one thread" if tp == 1 else "CPU-seconds of a process"
     bars = {
         clock: {m.name: results[m.name].seconds.least for m in chosen},
         "MB beyond inputs and gradients": {m.name: results[m.name].bytes / 1e6 for m in chosen},
     }
+    sizes = {"T": shape.tokens, "V": shape.vocab, "D": shape.hidden, "TP": tp}
+    sizes |= {"sequence parallel": options.sequence_parallel, "dtype": name, "budget": budget, "device": options.device}
     return report(
         options,
-        {"T": tokens, "V": vocab, "D": size, "dtype": name, "budget": budget, "device": options.device},
+        sizes,
         [
             table(
                 results, chosen, objective, f"the LM head, {what}, forward + backward: {clock}, least (median)", flops
@@ -261,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
         missed(results, chosen, options.device),
         bars,
         growth,
-        {"matmul TFLOP/s": rate},
+        {"matmul TFLOP/s": sum(rate for _, rate in ranks) / tp},
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from benchmarks.common import (
     run_ranks,
     short_collections,
 )
+from benchmarks.peers import MEGATRON_FUSED, CrossEntropy, join_megatron, peers
 from benchmarks.report import Growth, add_report_options, copy_bandwidth, matmul_rate, report
 from benchmarks.vocab_case import Case, make_case, reference_gradient
 from parallel_rl import token_stats
@@ -37,9 +37,9 @@ from parallel_rl.vocab.backends.choice import Backend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_EXTRA = 0.1  # bytes of extra memory per local logit that ours may take in place
-OURS = "ours, compiled, in place"
+OURS, GATHERED = "ours, compiled, in place", "gather, then log_softmax"
 # Largest errors against float64: of a log-prob (nats), and of the gradient (relative, norm-wise) by the dtype it comes in.
-LOGPROB_ERROR = 1e-4
+LOGPROB_ERROR, BFLOAT16_LOGPROB_ERROR = 1e-4, 0.1
 GRADIENT_ERROR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 
 
@@ -54,8 +54,7 @@ class Method:
     forward: Forward
     kind: str  # "ours", "peer" or "information": only peers are compared in `missed`
     bfloat16_gradient: bool = False  # it rounds the gradient to bfloat16 whatever the logits' dtype
-    whole: bool = False  # it knows no shards, so that it runs with one process only
-    limit: float = LOGPROB_ERROR  # of a log-prob
+    bfloat16_logprobs: bool = False  # where logits are bfloat16, its log-probs are too
 
 
 @dataclass(frozen=True)
@@ -74,18 +73,6 @@ def _ours(logits: Tensor, targets: Tensor, entropy: bool, consume: bool, backend
     group = dist.group.WORLD
     stats = token_stats(logits, targets, group=group, entropy=entropy, consume_logits=consume, backend=backend)
     return (stats.logprobs,) if stats.entropy is None else (stats.logprobs, stats.entropy)
-
-
-def _megatron(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-
-    return (-vocab_parallel_cross_entropy(logits[:, None], targets[:, None])[:, 0],)  # [S, B, V/tp] with B = 1
-
-
-def _megatron_fused(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-
-    return (-fused_vocab_parallel_cross_entropy(logits[:, None], targets[:, None], dist.group.WORLD)[:, 0],)
 
 
 class _Gather(torch.autograd.Function):
@@ -107,31 +94,25 @@ def _gathered(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
     return (torch.log_softmax(whole.float(), -1).gather(1, targets[:, None])[:, 0],)
 
 
-def _plain(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    return (torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])[:, 0],)
+def _of_peer(logits: Tensor, targets: Tensor, loss: CrossEntropy) -> tuple[Tensor, ...]:
+    return (-loss(logits, targets),)
 
 
-_plain_compiled = torch.compile(_plain)
-
-
-def _trl(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    from trl.trainer.utils import selective_log_softmax
-
-    return (selective_log_softmax(logits, targets).float(),)
-
-
-METHODS = (
-    Method(OURS, partial(_ours, entropy=False, consume=True, backend="compiled"), "ours"),
-    Method("Megatron vocab_parallel_cross_entropy", _megatron, "peer"),
-    Method("Megatron fused_vocab_parallel_cross_entropy", _megatron_fused, "peer", bfloat16_gradient=True),
-    Method("gather, then log_softmax", _gathered, "peer"),
-    Method("log_softmax, compiled", _plain_compiled, "peer", whole=True),
-    Method("TRL selective_log_softmax", _trl, "peer", whole=True, limit=0.1),  # in bfloat16 its log-probs are bfloat16
-    Method("ours, compiled, new gradient", partial(_ours, entropy=False, consume=False, backend="compiled"), "information"),
-    Method("ours, eager, in place", partial(_ours, entropy=False, consume=True, backend="eager"), "information"),
-    Method("ours + entropy, compiled, in place", partial(_ours, entropy=True, consume=True, backend="compiled"), "ours"),
-    Method("ours + entropy, eager, in place", partial(_ours, entropy=True, consume=True, backend="eager"), "information"),
-)  # fmt: skip
+def methods(tp: int) -> list[Method]:
+    """Ours, and the peers that are installed and run at this many tensor-parallel processes."""
+    theirs = [
+        Method(p.name, partial(_of_peer, loss=p.loss), "peer", p.bfloat16_gradient, p.bfloat16_loss)
+        for p in peers("cpu", tp)
+    ]
+    return [
+        Method(OURS, partial(_ours, entropy=False, consume=True, backend="compiled"), "ours"),
+        *theirs,
+        Method(GATHERED, _gathered, "peer"),
+        Method("ours, compiled, new gradient", partial(_ours, entropy=False, consume=False, backend="compiled"), "information"),
+        Method("ours, eager, in place", partial(_ours, entropy=False, consume=True, backend="eager"), "information"),
+        Method("ours + entropy, compiled, in place", partial(_ours, entropy=True, consume=True, backend="compiled"), "ours"),
+        Method("ours + entropy, eager, in place", partial(_ours, entropy=True, consume=True, backend="eager"), "information"),
+    ]  # fmt: skip
 
 
 def _leaf(work: Tensor, case: Case) -> Tensor:
@@ -162,7 +143,9 @@ def check_result(method: Method, case: Case, work: Tensor) -> tuple[float, float
     dist.all_reduce(squares)
     gradient_error = (squares[0] / squares[1]).sqrt().item()
     limit = GRADIENT_ERROR[torch.bfloat16 if method.bfloat16_gradient else case.logits.dtype]
-    if not (logprob_error <= method.limit and gradient_error <= limit):
+    rounded = method.bfloat16_logprobs and case.logits.dtype == torch.bfloat16
+    logprob_limit = BFLOAT16_LOGPROB_ERROR if rounded else LOGPROB_ERROR
+    if not (logprob_error <= logprob_limit and gradient_error <= limit):
         raise RuntimeError(
             f"{method.name} is wrong: errors {logprob_error:.1e} nats, {gradient_error:.1e} of the gradient"
         )
@@ -199,26 +182,12 @@ def measure_memory(method: Method, case: Case, work: Tensor, passes: int = 2) ->
     return forward / work.numel(), both / work.numel()
 
 
-def _join_megatron(tp: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it tells of each fallback for Transformer Engine; none matters here
-        from megatron.core import parallel_state
-
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
-
-
-def methods(tp: int) -> list[Method]:
-    """Those that run at this many tensor-parallel processes and are installed."""
-    trl = find_spec("trl") is not None
-    return [m for m in METHODS if not m.whole or (tp == 1 and (trl or "TRL" not in m.name))]
-
-
 def measure(
     rank: int, tokens: int, vocab: int, tp: int, repeats: int, only: tuple[str, ...] | None = None
 ) -> dict[str, dict[str, Figures]]:
     """On one rank: every dtype and method. Repeats are interleaved, so that a busy moment hits all methods alike."""
     return_freed_memory()  # before any large block: the allocator would reuse what it has once kept, unseen
-    _join_megatron(tp)
+    join_megatron(tp)
     cases = {name: make_case(rank, tokens, vocab, tp, dtype) for name, dtype in DTYPES.items()}
     works = {name: torch.empty_like(case.logits) for name, case in cases.items()}
     keys = [(name, method) for name in DTYPES for method in methods(tp) if only is None or method.name in only]
@@ -240,13 +209,9 @@ def measure(
 
 def over_ranks(ranks: list[Figures]) -> Figures:
     """Seconds of the average process, memory and errors of the worst."""
-
-    def mean(seconds: list[Seconds]) -> Seconds:
-        return Seconds(*(sum(x) / len(x) for x in zip(*seconds, strict=True)))
-
     return Figures(
-        mean([r.forward for r in ranks]),
-        mean([r.both for r in ranks]),
+        Seconds.mean([r.forward for r in ranks]),
+        Seconds.mean([r.both for r in ranks]),
         *(
             max(getattr(r, f) for r in ranks)
             for f in ("forward_bytes", "both_bytes", "logprob_error", "gradient_error")
@@ -259,7 +224,7 @@ def missed(results: dict[str, dict[str, Figures]]) -> list[str]:
     lines = []
     for dtype, figures in results.items():
         ours = figures[OURS]
-        for method in METHODS:
+        for method in methods(1):
             if method.name not in figures:
                 continue
             theirs = figures[method.name]
@@ -355,7 +320,7 @@ def run(
 
 def measure_growth(tokens: int, vocab: int, tp: int, repeats: int) -> Growth:
     """Forward + backward in bfloat16, by tokens, vocabulary and tensor-parallel processes: ours, and the best peer."""
-    names = (OURS, "Megatron fused_vocab_parallel_cross_entropy", "gather, then log_softmax")
+    names = (OURS, MEGATRON_FUSED, GATHERED)
     axes = {
         "T": {n: (n, vocab, tp) for n in (tokens // 2, tokens, 2 * tokens)},
         "V": {n: (tokens, n, tp) for n in (vocab // 2, vocab, 2 * vocab)},

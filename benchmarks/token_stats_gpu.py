@@ -1,4 +1,4 @@
-"""Token statistics on a card: ours beside plain torch, Megatron and Liger at TP 1, and the passes of one shard of TP 8.
+"""Token statistics on a card: ours beside the peers that are installed at TP 1, and the passes of one shard of TP 8.
 
 Times are the card's own (CUDA events, with the work queued ahead of it, so that launches do not count); the logits are filled
 afresh before each call, which also empties the cache. `python -m benchmarks.token_stats --device cuda`.
@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.common import Seconds
+from benchmarks.peers import PLAIN, CrossEntropy, join_megatron, peers
 from benchmarks.report import Growth, copy_bandwidth, report
 from parallel_rl import token_stats
 from parallel_rl.vocab.backends.choice import Backend
@@ -51,7 +51,8 @@ class Method:
     name: str
     start: Callable[[Tensor, Case], tuple[Callable[[], tuple[Tensor, ...]], Callable[[tuple[Tensor, ...]], Tensor]]]
     kind: str  # "ours" or "peer"
-    low_precision: bool = False  # it rounds log-probs or gradient to bfloat16 whatever the logits
+    bfloat16_gradient: bool = False  # it rounds the gradient to bfloat16 whatever the logits' dtype
+    bfloat16_logprobs: bool = False  # where logits are bfloat16, its log-probs are too
 
 
 @dataclass(frozen=True)
@@ -83,20 +84,8 @@ def _ours(z: Tensor, targets: Tensor, entropy: bool, backend: Backend) -> tuple[
     return (stats.logprobs,) if stats.entropy is None else (stats.logprobs, stats.entropy)
 
 
-def _plain(z: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    return (torch.log_softmax(z.float(), -1).gather(1, targets[:, None])[:, 0],)
-
-
-def _megatron(z: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-
-    return (-fused_vocab_parallel_cross_entropy(z[:, None], targets[:, None], torch.distributed.group.WORLD)[:, 0],)
-
-
-def _liger(z: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    from liger_kernel.transformers.functional import liger_cross_entropy
-
-    return (-liger_cross_entropy(z, targets, reduction="none"),)
+def _of_peer(z: Tensor, targets: Tensor, loss: CrossEntropy) -> tuple[Tensor, ...]:
+    return (-loss(z, targets),)
 
 
 def _shard(
@@ -121,19 +110,15 @@ def _shard(
 
 
 def methods(device: str, backend: Backend) -> list[Method]:
-    """Ours, and the peers that are installed; Triton peers and Megatron's need a card."""
+    """Ours, and the peers that are installed; on a CPU, where this module is only tried, plain torch alone."""
     found = [
         Method(OURS, partial(_with_autograd, call=partial(_ours, entropy=False, backend=backend)), "ours"),
         Method(ENTROPY, partial(_with_autograd, call=partial(_ours, entropy=True, backend=backend)), "ours"),
-        Method("torch log_softmax", partial(_with_autograd, call=_plain), "peer"),
     ]
-    if device == "cuda":
-        compiled = torch.compile(_plain)
-        found.append(Method("torch log_softmax, compiled", partial(_with_autograd, call=compiled), "peer"))
-        if find_spec("megatron") is not None:
-            found.append(Method("Megatron fused cross-entropy", partial(_with_autograd, call=_megatron), "peer", True))
-        if find_spec("liger_kernel") is not None:
-            found.append(Method("Liger cross-entropy", partial(_with_autograd, call=_liger), "peer", True))
+    for p in peers(device):
+        if device == "cuda" or p.name == PLAIN:
+            call = partial(_with_autograd, call=partial(_of_peer, loss=p.loss))
+            found.append(Method(p.name, call, "peer", p.bfloat16_gradient, p.bfloat16_loss))
     return found
 
 
@@ -157,8 +142,9 @@ def check_result(method: Method, case: Case, work: Tensor) -> None:
     forward, backward = method.start(work, case)
     outputs = forward()
     gradient = backward(outputs)
-    logprob_limit, gradient_limit = ERRORS[torch.bfloat16 if method.low_precision else case.logits.dtype]
-    if method.low_precision:
+    dtype = case.logits.dtype
+    logprob_limit, gradient_limit = ERRORS[torch.bfloat16 if method.bfloat16_gradient else dtype]
+    if method.bfloat16_logprobs and dtype == torch.bfloat16:
         logprob_limit = 0.1
     for rows in (slice(0, CHECKED), slice(-CHECKED, None)):
         z = case.logits[rows].double().requires_grad_()
@@ -307,7 +293,7 @@ def run(
     copy = copy_bandwidth(device, 1 << (31 if device == "cuda" else 20))
     chosen = methods(device, backend)
     if any("Megatron" in m.name for m in chosen):
-        _join_megatron()
+        join_megatron()
     tables, results, lines = [], {}, []
     shard = Method(SHARD, partial(_shard, backend=backend), "ours")
     for dtype in dtypes:
@@ -341,11 +327,3 @@ def measure_growth(tokens: int, vocab: int, dtype: torch.dtype, repeats: int, de
         "V": {ENTROPY: {n: seconds(entropy, tokens, n) for n in (vocab // 4, vocab // 2, vocab)}},
         "TP": {"ours + entropy, a shard": {n: seconds(shard, tokens, vocab // n) for n in (1, 2, 4, 8)}},
     }
-
-
-def _join_megatron() -> None:
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()

@@ -17,25 +17,23 @@ from benchmarks.vocab_case import make_case
 from parallel_rl import count_valid
 from tests.distributed.pool import run_world
 
-OURS, FUSED, EAGER = (
-    next(m for m in token_stats.METHODS if m.name == name)
-    for name in (token_stats.OURS, "Megatron fused_vocab_parallel_cross_entropy", "ours, eager, in place")
-)
+METHODS = {m.name: m for m in token_stats.methods(tp=1)}
+OURS, EAGER = METHODS[token_stats.OURS], METHODS["ours, eager, in place"]
 
 
-def _results(fused_both: float = 2.0) -> dict[str, dict[str, token_stats.Figures]]:
-    """Peers take twice our time; `fused_both` is of Megatron's fused cross-entropy, in bfloat16 only."""
+def _results(gathered_both: float = 2.0) -> dict[str, dict[str, token_stats.Figures]]:
+    """Peers take twice our time; `gathered_both` is of the gathered log-softmax, in bfloat16 only."""
     peer = token_stats.Figures(Seconds(2.0, 2.0), Seconds(2.0, 2.0), 4.0, 6.0, 0.0, 0.0)
     ours = token_stats.Figures(Seconds(1.0, 1.0), Seconds(1.0, 1.0), 0.01, 0.01, 0.0, 0.0)
-    figures = {m.name: ours if m.kind == "ours" else peer for m in token_stats.METHODS}
-    fused = dataclasses.replace(peer, both=Seconds(fused_both, fused_both))
-    return {"float32": figures, "bfloat16": {**figures, FUSED.name: fused}}
+    figures = {m.name: ours if m.kind == "ours" else peer for m in METHODS.values()}
+    gathered = dataclasses.replace(peer, both=Seconds(gathered_both, gathered_both))
+    return {"float32": figures, "bfloat16": {**figures, token_stats.GATHERED: gathered}}
 
 
 def test_token_stats_tells_which_figure_is_missed() -> None:
     assert token_stats.missed(_results()) == []
-    (line,) = token_stats.missed(_results(fused_both=0.9))
-    assert "bfloat16" in line and FUSED.name in line and "both" in line
+    (line,) = token_stats.missed(_results(gathered_both=0.9))
+    assert "bfloat16" in line and token_stats.GATHERED in line and "both" in line
     results = _results()
     results["float32"][OURS.name] = dataclasses.replace(results["float32"][OURS.name], both_bytes=0.2)
     (line,) = token_stats.missed(results)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,31 @@ from torch import Tensor
 
 from benchmarks import linear
 from benchmarks.common import Seconds
-from benchmarks.linear_methods import Case, Method, grpo, make_case, methods, weighted
+from benchmarks.linear_case import Case, Layout, Shape, grpo, make_case, weighted
+from benchmarks.linear_methods import Method, methods
+from benchmarks.peers import COMPILED, join_megatron
+from tests.distributed.pool import WorldError, preload, run_world
+
+preload("megatron.core")
+
+SHAPE = Shape(48, 96, 16)
+
+
+@contextmanager
+def _megatron(tp: int) -> Iterator[None]:
+    from megatron.core import parallel_state
+
+    join_megatron(tp)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def _eager(tp: int) -> list[Method]:
+    """Those that compile nothing."""
+    compiled = ("compile", "fused", "token_stats")
+    return [m for m in methods("cpu", 1 << 14, tp) if not any(word in m.name for word in compiled)]
 
 
 def test_it_tells_which_target_is_missed() -> None:
@@ -39,16 +65,71 @@ def test_it_tells_which_target_is_missed() -> None:
     assert [line.split(" takes")[0] for line in lines] == [ours, ours, again, chosen[2].name]
 
 
+def _errors(rank: int, sequence_parallel: bool) -> dict[str, tuple[float, ...]]:
+    case = make_case(SHAPE, torch.float32, "cpu", Layout(2, sequence_parallel).part(rank))
+    assert len(case.hidden) == (24 if sequence_parallel else 48) and len(case.weight) == 48
+    with _megatron(2):
+        return {m.name: linear.check_result(m, case) for m in _eager(2)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_methods_are_right_on_two_ranks(sequence_parallel: bool) -> None:
+    pytest.importorskip("megatron.core")
+    for errors in run_world(2, _errors, sequence_parallel):
+        assert "ours, in_forward, GRPO" in errors and "matmul + Megatron cross-entropy" in errors
+        assert max(max(row) for row in errors.values()) < 1e-5
+
+
+def _forgets(rank: int, sequence_parallel: bool) -> None:
+    part = Layout(2, sequence_parallel).part(rank)
+    case = make_case(SHAPE, torch.float32, "cpu", part)
+
+    def of_one_rank(hidden: Tensor, weight: Tensor, case: Case) -> Tensor:
+        loss = _eager(2)[0].run(hidden, weight, case)
+        return loss if rank == 0 else loss - hidden.sum() + hidden.sum().detach()  # rank 1's hidden gradient is off
+
+    linear.check_result(Method("of one rank", of_one_rank, "peer"), case)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_method_that_is_wrong_on_one_rank_is_not_timed(sequence_parallel: bool) -> None:
+    with pytest.raises(WorldError, match="of one rank is wrong"):
+        run_world(2, _forgets, sequence_parallel)
+
+
+def test_figures_are_of_the_average_process_and_of_the_worst() -> None:
+    first = linear.Figures(Seconds(1.0, 2.0), 10, (1e-3, 1e-5, 0.0))
+    second = linear.Figures(Seconds(2.0, 4.0), 30, (1e-4, 1e-4, 1e-7))
+    assert linear.over_ranks([first, second]) == linear.Figures(Seconds(1.5, 3.0), 30, (1e-3, 1e-4, 1e-7))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--vocab", "66", "--tp", "4"], "--vocab, and with --sequence-parallel --tokens, must divide by 4"),
+        (["--tokens", "66", "--tp", "4", "--sequence-parallel"], "must divide by 4"),
+        (["--vocab", "260", "--tp", "2", "--growth"], "must divide by 8"),
+        (["--device", "cuda", "--tp", "2"], "--tp is of processes on a CPU"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        linear.main(["--device", "cpu", *options])
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_every_method_that_runs_here_is_right() -> None:
-    case = make_case(48, 96, 16, torch.float32, "cpu")
+    case = make_case(SHAPE, torch.float32, "cpu")
     for method in methods("cpu", 1 << 14):
         if "Megatron" not in method.name:  # it wants its groups
             assert max(linear.check_result(method, case)) < 1e-5
 
 
 def test_a_wrong_method_is_not_timed() -> None:
-    case = make_case(48, 96, 16, torch.float32, "cpu")
+    case = make_case(SHAPE, torch.float32, "cpu")
     for objective in (weighted, grpo):
         right = next(m for m in methods("cpu", None) if m.objective is objective)
 
@@ -62,8 +143,25 @@ def test_a_wrong_method_is_not_timed() -> None:
 @pytest.mark.slow
 def test_it_runs_to_its_report(tmp_path: Path) -> None:
     target = tmp_path / "linear.json"
-    sizes = ["--tokens", "64", "--vocab", "256", "--hidden", "16", "--repeats", "1", "--growth"]
+    sizes = ["--tokens", "64", "--vocab", "256", "--hidden", "16", "--repeats", "1"]
     assert linear.main([*sizes, "--device", "cpu", "--json", str(target)]) == 0
     written = json.loads(target.read_text())
     assert set(written["results"]) == {m.name for m in methods("cpu", None)}
-    assert set(written["growth"]) == {"T", "V", "D"}
+
+
+@pytest.mark.slow
+def test_it_runs_to_its_report_on_two_ranks_and_tells_what_grows(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    target = tmp_path / "linear.json"
+    sizes = ["--tokens", "64", "--vocab", "256", "--hidden", "16", "--repeats", "1", "--growth"]
+    layout = ["--tp", "2", "--sequence-parallel"]
+    assert linear.main([*sizes, *layout, "--device", "cpu", "--json", str(target)]) == 0
+    written = json.loads(target.read_text())
+    assert written["options"]["TP"] == 2 and written["options"]["sequence parallel"]
+    assert set(written["results"]) == {m.name for m in methods("cpu", None, 2)}
+    growth = written["growth"]
+    assert {axis: set(lines["ours, in_forward"]) for axis, lines in growth.items()} == {
+        "T": {"16", "32", "64"}, "V": {"64", "128", "256"}, "D": {"4", "8", "16"}, "TP": {"1", "2", "4"},
+    }  # fmt: skip
+    knows_no_shards = f"matmul + {COMPILED}"
+    assert set(growth["T"]) == set(linear.GROWS) - {knows_no_shards} and set(growth["TP"][knows_no_shards]) == {"1"}

@@ -1,0 +1,126 @@
+"""Cross-entropies of logits that the benchmarks compare with: how each is called, and what its source says of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from inspect import signature
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`loss(logits [T, V/tp], targets [T])` gives −log-prob [T]; with `shards` over the ranks of the default group.
+
+    Every gradient comes in the logits' dtype.
+    """
+
+    name: str
+    loss: CrossEntropy
+    package: str = "torch"  # what must be installed
+    shards: bool = False  # it knows vocabulary shards
+    card: bool = False  # its kernels want a card
+    bfloat16_gradient: bool = False  # it rounds the gradient to bfloat16 whatever the logits' dtype
+    bfloat16_loss: bool = False  # where logits are bfloat16, its log-probs are too
+
+
+def _plain(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), targets, reduction="none")
+
+
+def _megatron(logits: Tensor, targets: Tensor) -> Tensor:
+    """It overwrites float32 logits, and takes a float32 copy of others. Its group is parallel_state's: see `join_megatron`."""
+    from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+
+    return vocab_parallel_cross_entropy(logits[:, None], targets[:, None])[:, 0]  # [S, B, V/tp] with B = 1
+
+
+def _megatron_fused(logits: Tensor, targets: Tensor) -> Tensor:
+    """The same compiled; it wants a group even of one, and its gradient has gone through bfloat16."""
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    return fused_vocab_parallel_cross_entropy(logits[:, None], targets[:, None], dist.group.WORLD)[:, 0]
+
+
+def _transformer_engine(logits: Tensor, targets: Tensor) -> Tensor:
+    """float32 in a kernel, on [B, S, V/tp]; where the version can (2.20 does), its gradient takes the logits' memory."""
+    from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+    giving_up = {"overwrite_input": True} if _can_overwrite(parallel_cross_entropy) else {}
+    return parallel_cross_entropy(logits[None], targets[None], 0.0, False, _world(), **giving_up)[0]
+
+
+@cache
+def _can_overwrite(function: Callable[..., Tensor]) -> bool:
+    return "overwrite_input" in signature(function).parameters
+
+
+def _liger(logits: Tensor, targets: Tensor) -> Tensor:
+    """Its forward writes the gradient over the logits; its loss has the logits' dtype."""
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    return liger_cross_entropy(logits, targets, reduction="none")
+
+
+def _liger_shards(logits: Tensor, targets: Tensor) -> Tensor:
+    """It leaves the logits alone: exponentials, then the gradient, are in a float32 buffer of their size."""
+    from liger_kernel.transformers import LigerVocabParallelCrossEntropy
+
+    return LigerVocabParallelCrossEntropy()(logits[:, None], targets[:, None], _world())[:, 0]
+
+
+def _trl(logits: Tensor, targets: Tensor) -> Tensor:
+    """A loop over rows on a CPU, a float32 kernel with the entropy on a card (where its log-probs are float32)."""
+    from trl.trainer.utils import selective_log_softmax
+
+    return -selective_log_softmax(logits, targets).float()
+
+
+PLAIN, COMPILED = "torch cross_entropy", "torch cross_entropy, compiled"
+MEGATRON, MEGATRON_FUSED = "Megatron cross-entropy", "Megatron fused cross-entropy"
+_PEERS = (
+    Peer(PLAIN, _plain),
+    Peer(COMPILED, torch.compile(_plain)),
+    Peer(MEGATRON, _megatron, "megatron", shards=True),
+    Peer(MEGATRON_FUSED, _megatron_fused, "megatron", shards=True, bfloat16_gradient=True),
+    Peer("Transformer Engine cross-entropy", _transformer_engine, "transformer_engine", shards=True, card=True),
+    Peer("Liger cross-entropy", _liger, "liger_kernel", card=True, bfloat16_loss=True),
+    Peer("Liger vocab-parallel cross-entropy", _liger_shards, "liger_kernel", shards=True, card=True),
+    Peer("TRL selective_log_softmax", _trl, "trl", bfloat16_loss=True),
+)
+
+
+def peers(device: str, tp: int = 1) -> list[Peer]:
+    """Those that are installed and run on the device; on more than one rank those that know shards."""
+    return [
+        peer
+        for peer in _PEERS
+        if find_spec(peer.package) is not None and (device == "cuda" or not peer.card) and (tp == 1 or peer.shards)
+    ]
+
+
+def join_megatron(tp: int = 1) -> None:
+    """Makes Megatron's groups, of the ranks that there are or else of this process alone."""
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it tells of each fallback for Transformer Engine; none matters here
+        from megatron.core import parallel_state
+
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
+
+
+def _world() -> ProcessGroup | None:
+    """The ranks that share the vocabulary, None where there is one."""
+    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None
