@@ -6,9 +6,11 @@ Only this package imports megatron.
 import importlib
 import warnings
 
-with warnings.catch_warnings():
-    # Six lines that only say what a machine without Transformer Engine or Apex knows.
-    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed")
+from parallel_rl.megatron.cpu import without_builds
+
+with warnings.catch_warnings(), without_builds():
+    # Lines that only say what a machine without Transformer Engine, Apex or a GPU knows.
+    warnings.filterwarnings("ignore", message=".*Apex (is|are) not installed|Failed to create unified memory")
     for _name in ("models.gpt.gpt_layer_specs", "optimizer"):
         importlib.import_module(f"megatron.core.{_name}")
 

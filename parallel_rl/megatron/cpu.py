@@ -8,6 +8,7 @@ so. Where CUDA exists nothing at all is touched.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -91,6 +92,23 @@ def plain_torch() -> Iterator[None]:
         yield
     finally:
         _mode.__enter__()
+
+
+@contextlib.contextmanager
+def without_builds() -> Iterator[None]:
+    """Keeps megatron-core 0.15 from building an allocator for GPUs as it is imported where there is none: torch knows no GPU to
+    build for and ends with an IndexError, whereas a folder that cannot be made is an error that Megatron catches."""
+    name, before = "TORCH_EXTENSIONS_DIR", os.environ.get("TORCH_EXTENSIONS_DIR")
+    if torch.cuda.is_available():
+        yield
+        return
+    os.environ[name] = os.devnull
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _replace_cuda_functions() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -76,11 +77,21 @@ def bytes_of(state: State, device: torch.device) -> int:
 
 
 def _write_to(folder: Path, write: Callable[[], object]) -> None:
-    """`write`, with the room that is left in its error: torch's writer calls a full disk an "iostream error"."""
+    """`write`, with the room that is left in its error: torch's writer calls a full disk an "iostream error", and that of torch
+    2.8 gives no cause where it cannot open a file."""
     try:
         write()
     except RuntimeError as error:
-        raise RuntimeError(f"{describe(error)} ({in_words(free_bytes(folder))} are free)") from error
+        raise RuntimeError(f"{describe(error)} ({_room(folder)})") from error
+
+
+def _room(folder: Path) -> str:
+    room = f"{in_words(free_bytes(folder))} are free"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return room
+    except OSError as error:
+        return f"{room}; another file: {error.strerror}"
 
 
 class _CommonOnEveryRank(TorchCommonSaveStrategy):

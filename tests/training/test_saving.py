@@ -164,6 +164,7 @@ def _begins_anew_on_a_small_disk(rank: int, given: list[str], place: Path) -> tu
         train(load_config(given[0], again))
         dist.barrier()
         assert (folder / "checkpoints" / "step_000001").is_dir()
+        dist.barrier()  # the first rank takes the disk away
         return str(refused.value), len(before)
 
 
