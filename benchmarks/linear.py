@@ -170,8 +170,8 @@ def measure_points(
     return found
 
 
-def measure_growth(shape: Shape, layout: Layout, dtype: torch.dtype, device: str) -> Growth:
-    """Seconds of the average process as T, V or D doubles, and on a CPU as more processes share the words."""
+def growth_points(shape: Shape, layout: Layout, device: str) -> list[tuple[str, int, Shape, int]]:
+    """(axis, number, shape, processes) as T, V or D doubles, and on a CPU as more processes share the words."""
     points = [
         (axis, n, shape._replace(**{field: n}), layout.tp)
         for axis, field in (("T", "tokens"), ("V", "vocab"), ("D", "hidden"))
@@ -179,6 +179,12 @@ def measure_growth(shape: Shape, layout: Layout, dtype: torch.dtype, device: str
     ]
     if device == "cpu":
         points += [("TP", tp, shape, tp) for tp in (1, 2, 4)]
+    return points
+
+
+def measure_growth(shape: Shape, layout: Layout, dtype: torch.dtype, device: str) -> Growth:
+    """Seconds of the average process at `growth_points`."""
+    points = growth_points(shape, layout, device)
     growth: Growth = {}
     for tp in sorted({tp for *_, tp in points}):
         here = [point for point in points if point[-1] == tp]

@@ -82,9 +82,8 @@ def run_forward(case: HeadCase, then: Callable[[Chunks, Forward], None] | None =
             then(Chunks([chunk.span for chunk in chunks], hidden, buffer[: len(hidden)]), out)
 
     spans = case.rows.spans(plan.size)
-    count = (
-        2 if group_size(case.group) > 1 and len(spans) > 1 else 1
-    )  # one is projected while the other's numbers travel
+    overlap = group_size(case.group) > 1 and len(spans) > 1
+    count = 1 + overlap  # one is projected while the other's numbers travel
     in_place = plan.resident and case.kept_dtype == case.dtype  # they are projected where they are kept
     buffer = case.buffer(0 if in_place else count * plan.size, case.valid)
     half = plan.size * case.rows.order.shape[0]

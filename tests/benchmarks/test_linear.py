@@ -16,7 +16,7 @@ from benchmarks import linear
 from benchmarks.common import Seconds
 from benchmarks.linear_case import Case, Layout, Shape, grpo, make_case, weighted
 from benchmarks.linear_methods import Method, methods
-from benchmarks.peers import COMPILED, join_megatron
+from benchmarks.peers import join_megatron
 from tests.distributed.pool import WorldError, preload, run_world
 
 preload("megatron.core")
@@ -150,18 +150,26 @@ def test_it_runs_to_its_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_runs_to_its_report_on_two_ranks_and_tells_what_grows(tmp_path: Path) -> None:
+def test_it_runs_to_its_report_on_two_ranks(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     target = tmp_path / "linear.json"
-    sizes = ["--tokens", "64", "--vocab", "256", "--hidden", "16", "--repeats", "1", "--growth"]
+    sizes = ["--tokens", "64", "--vocab", "256", "--hidden", "16", "--repeats", "1"]
     layout = ["--tp", "2", "--sequence-parallel"]
     assert linear.main([*sizes, *layout, "--device", "cpu", "--json", str(target)]) == 0
     written = json.loads(target.read_text())
     assert written["options"]["TP"] == 2 and written["options"]["sequence parallel"]
     assert set(written["results"]) == {m.name for m in methods("cpu", None, 2)}
-    growth = written["growth"]
-    assert {axis: set(lines["ours, in_forward"]) for axis, lines in growth.items()} == {
-        "T": {"16", "32", "64"}, "V": {"64", "128", "256"}, "D": {"4", "8", "16"}, "TP": {"1", "2", "4"},
-    }  # fmt: skip
-    knows_no_shards = f"matmul + {COMPILED}"
-    assert set(growth["T"]) == set(linear.GROWS) - {knows_no_shards} and set(growth["TP"][knows_no_shards]) == {"1"}
+
+
+def test_what_grows() -> None:
+    shape = Shape(64, 256, 16)
+    points = linear.growth_points(shape, Layout(2, True), "cpu")
+    assert [(axis, n, tp) for axis, n, _, tp in points] == [
+        *(("T", n, 2) for n in (16, 32, 64)), *(("V", n, 2) for n in (64, 128, 256)), *(("D", n, 2) for n in (4, 8, 16)),
+        *(("TP", n, n) for n in (1, 2, 4)),
+    ]  # fmt: skip
+    for axis, n, at, _ in points:
+        assert at == (
+            shape if axis == "TP" else shape._replace(**{{"T": "tokens", "V": "vocab", "D": "hidden"}[axis]: n})
+        )
+    assert "TP" not in {axis for axis, *_ in linear.growth_points(shape, Layout(1, False), "cuda")}

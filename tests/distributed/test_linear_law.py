@@ -31,7 +31,7 @@ def _outcomes(world: int) -> dict[str, dict[str, list]]:
 
 
 @pytest.mark.parametrize(
-    "world", [pytest.param(world, marks=() if world == 2 else pytest.mark.slow) for world in (1, 2, 4, 8)]
+    "world", [pytest.param(world, marks=() if world == 2 else pytest.mark.slow) for world in (1, 2, 8)]
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_float64(case: law.Case, world: int) -> None:

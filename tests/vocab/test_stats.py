@@ -225,7 +225,7 @@ def shard_cases(rank: int, backend: Backend) -> dict[tuple, dict[str, Tensor]]:
     }
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_two_ranks_give_what_one_gives(backend: Backend) -> None:
     first, second = run_world(2, shard_cases, backend, timeout=300)
     for (split, dtype, shift), mine in first.items():
