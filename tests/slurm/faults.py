@@ -62,9 +62,9 @@ class Case:
         found = {node: self.cluster.processes(self.job, RANK, node) for node in ("node1", "node2")}
         return {node: processes[0] for node, processes in found.items() if processes}
 
-    def at_a_random_instant(self) -> None:
-        """Holds the ranks some moment after some step."""
-        step, moment = self.draw.randint(1, STEPS // 2), self.draw.uniform(0.0, 0.5)
+    def at_a_random_instant(self, first: int) -> None:
+        """Holds the ranks some moment after some step, the `first` or a later one."""
+        step, moment = self.draw.randint(first, STEPS // 2), self.draw.uniform(0.0, 0.5)
         self.instant = f"{moment:.2f} s after step {step}"
         self.cluster.until(lambda: len(self.ranks()) == 2 or self.ended(), WAIT, "its ranks")
         ranks = self.ranks()
@@ -127,6 +127,7 @@ class Fault:
         ends: the state that the job comes into by it, as a regular expression: PENDING is back in the queue by itself.
         says: what stands in the job's logs then, as a regular expression: who, and the cause.
         options: of sbatch. timeout: run.timeout. disk: MB of the run's own file system.
+        first: the step that it may happen after, or after a later one.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Fault:
     options: tuple[str, ...] = ()
     timeout: int = 300
     disk: int | None = None
+    first: int = 1
 
 
 def _usr1(case: Case) -> None:
@@ -285,5 +287,6 @@ FAULTS = (
         _damage,
         "FAILED",
         r"is damaged: .*; set aside as \S+, step_\d+ is taken instead",
+        first=3,  # two checkpoints are there: of the only one there is nothing to take instead
     ),
 )

@@ -77,7 +77,7 @@ def _happen(fault: Fault, number: int, calm: Future[Rows]) -> Outcome:
 
 def _one(fault: Fault, case: Case, calm: Future[Rows]) -> Outcome:
     case.start()
-    case.at_a_random_instant()
+    case.at_a_random_instant(fault.first)
     done = case.rows()
     assert done < STEPS, f"the run was done {case.instant}: this process had no turn in time"
     fault.does(case)
