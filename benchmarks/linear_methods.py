@@ -15,7 +15,7 @@ from benchmarks.linear_case import Case, Objective, Part, grpo, weighted
 from benchmarks.peers import CrossEntropy, peers
 from parallel_rl import ClippedPGLossFn, LMHeadInput, count_valid, linear_token_stats, token_stats
 from parallel_rl.groups import all_gather_start, sum_start
-from parallel_rl.vocab.linear_plan import LinearMode
+from parallel_rl.vocab.linear.plan import LinearMode
 
 Run = Callable[[Tensor, Tensor, Case], Tensor]
 

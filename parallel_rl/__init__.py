@@ -39,8 +39,8 @@ from parallel_rl.packing import SequencePackingLossWrapper
 from parallel_rl.reduce import Metrics, ValidCounts, count_valid, reduce_metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import set_validation
-from parallel_rl.vocab.linear import LinearTokenStats, linear_token_stats
-from parallel_rl.vocab.linear_input import LMHeadInput
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
+from parallel_rl.vocab.linear.token_stats import LinearTokenStats, linear_token_stats
 from parallel_rl.vocab.logprobs import token_logprobs
 from parallel_rl.vocab.stats import TokenStats, token_stats
 

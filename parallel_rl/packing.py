@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from parallel_rl.losses.base import LossFn
     from parallel_rl.reduce import Metrics
     from parallel_rl.statistics import Statistics
-    from parallel_rl.vocab.linear_input import LMHeadInput
+    from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 
 class SequencePackingLossWrapper:

@@ -22,7 +22,7 @@ from parallel_rl.reduce import Metrics, ValidCounts, valid_tokens
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import agreed_check, checks_values, shape_numbers
 from parallel_rl.vocab.backends.torch_backend import Backend
-from parallel_rl.vocab.linear_input import LMHeadInput, split_output
+from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.shards import shard_range
 from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
 from parallel_rl.vocab.truncation import Truncation

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from parallel_rl.losses.truncated_head import without_dropped
-from parallel_rl.vocab.linear import stats_of_head
-from parallel_rl.vocab.linear_input import LMHeadInput
-from parallel_rl.vocab.linear_whole import check_whole, whole_logits
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
+from parallel_rl.vocab.linear.logits import check_whole, whole_logits
+from parallel_rl.vocab.linear.token_stats import stats_of_head
 from parallel_rl.vocab.shards import shard_range
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from parallel_rl.megatron.model import unwrap
-from parallel_rl.vocab.linear_input import LMHeadInput
-from parallel_rl.vocab.linear_plan import LinearMode, check_mode
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
+from parallel_rl.vocab.linear.plan import LinearMode, check_mode
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.reduce import valid_tokens
-from parallel_rl.vocab.linear_input import LMHeadInput
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -47,7 +47,7 @@ from parallel_rl.training.config import TrainConfig
 from parallel_rl.training.progress import tick
 from parallel_rl.training.sections import DTYPES, OptimizerConfig, data_parallel_size
 from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.linear_input import LMHeadInput
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 ResultT = TypeVar("ResultT")
 

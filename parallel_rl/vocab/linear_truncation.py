@@ -12,7 +12,7 @@ from parallel_rl.vocab.threshold import kept_floor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from parallel_rl.vocab.linear_case import HeadCase
+    from parallel_rl.vocab.linear.params import HeadCase
     from parallel_rl.vocab.truncation import Truncation
 
 

@@ -11,8 +11,8 @@ from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.reduce import valid_tokens
 from parallel_rl.validation import agreed_check, shape_numbers
-from parallel_rl.vocab.linear import stats_of_head
-from parallel_rl.vocab.linear_input import LMHeadInput, split_output
+from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
+from parallel_rl.vocab.linear.token_stats import stats_of_head
 from parallel_rl.vocab.shards import ShardRange, shard_range
 from parallel_rl.vocab.stats import IGNORE_INDEX, check_logits, check_targets, stats_of_shard
 from parallel_rl.vocab.truncation import Truncation, check_kept_ids, truncated_stats_of_shard

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_rl import LMHeadInput, ParallelGroups, SequencePackingLossWrapper, count_valid, get_loss, reduce_metrics
 from parallel_rl.losses.base import LossFn
-from parallel_rl.vocab.linear_plan import LinearMode
+from parallel_rl.vocab.linear.plan import LinearMode
 from tests.distributed import law
 from tests.distributed.law import ROWS, VOCAB, Batch, Case, Expected, Layout
 

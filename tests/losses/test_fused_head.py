@@ -20,7 +20,7 @@ from parallel_rl import (
     token_logprobs,
 )
 from parallel_rl.validation import validation
-from parallel_rl.vocab.linear_plan import LinearMode
+from parallel_rl.vocab.linear.plan import LinearMode
 from tests.distributed.law import CORE, Case
 from tests.distributed.linear_law import takes_head
 from tests.losses.test_no_sync import make

@@ -22,7 +22,7 @@ from parallel_rl import (
 )
 from parallel_rl.losses.base import LossFn
 from parallel_rl.validation import validation
-from parallel_rl.vocab.linear_plan import LinearMode
+from parallel_rl.vocab.linear.plan import LinearMode
 from tests.distributed.law import CORE, MORE, REWARD_IDS, Case, has_scalar_head
 from tests.distributed.pool import run_world
 from tests.watch import Watch

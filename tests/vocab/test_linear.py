@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from parallel_rl import LinearTokenStats, linear_token_stats, token_stats
-from parallel_rl.vocab.linear_gemm import scaled_to_
-from parallel_rl.vocab.linear_plan import LinearMode
+from parallel_rl.vocab.linear.gemm import scaled_to_
+from parallel_rl.vocab.linear.plan import LinearMode
 from tests.vocab.linear_cases import N, Problem, V, dense, error, make
 
 SMALL = 4 * V * 8 * 3  # a few rows a chunk

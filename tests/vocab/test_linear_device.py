@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from parallel_rl import linear_token_stats
 from parallel_rl.vocab.backends import choice
 from parallel_rl.vocab.backends.choice import Backend
-from parallel_rl.vocab.linear_plan import LinearMode, make_plan
+from parallel_rl.vocab.linear.plan import LinearMode, make_plan
 
 N, D, V = 300, 64, 5000
 MODES: list[LinearMode] = ["in_forward", "resident", "recompute"]

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 
 from parallel_rl import linear_token_stats
 from parallel_rl.validation import validation
-from parallel_rl.vocab.linear_plan import LinearMode
+from parallel_rl.vocab.linear.plan import LinearMode
 from tests.card import no_sync
 from tests.vocab.linear_cases import error
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_rl import linear_token_stats
 from parallel_rl.validation import validation
-from parallel_rl.vocab.linear_plan import LinearMode
+from parallel_rl.vocab.linear.plan import LinearMode
 from tests.collectives import recorded
 from tests.distributed.pool import run_world
 from tests.vocab.linear_cases import D, N, Problem, V, dense, error, make

@@ -13,7 +13,7 @@ from parallel_rl.layout import SequenceLayout
 from parallel_rl.objectives.distillation import JSD, ForwardKL
 from parallel_rl.validation import validation
 from parallel_rl.vocab.divergence import divergence_of_shards
-from parallel_rl.vocab.linear_plan import LinearMode
+from parallel_rl.vocab.linear.plan import LinearMode
 from parallel_rl.vocab.logprobs import token_logprobs
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
 from parallel_rl.vocab.shards import shard_range

@@ -11,8 +11,8 @@ import torch
 from parallel_rl.groups import Pending, all_gather_start
 from parallel_rl.vocab.backends.passes import RowSpec
 from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.linear_gemm import project
-from parallel_rl.vocab.linear_plan import Plan, Rows, kept_dtype
+from parallel_rl.vocab.linear.gemm import project
+from parallel_rl.vocab.linear.plan import Plan, Rows, kept_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from parallel_rl.groups import group_size
 from parallel_rl.validation import agreed_check
 from parallel_rl.vocab.backends.choice import Backend, runs_on_triton
 from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.linear_autograd import (
+from parallel_rl.vocab.linear.autograd import (
     Coefficients,
     WeightTarget,
     in_backward,
@@ -20,9 +20,9 @@ from parallel_rl.vocab.linear_autograd import (
     no_gradient,
     with_operands,
 )
-from parallel_rl.vocab.linear_case import HeadCase, Upstream
-from parallel_rl.vocab.linear_input import LMHeadInput
-from parallel_rl.vocab.linear_plan import LinearMode, Rows, make_plan
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
+from parallel_rl.vocab.linear.params import HeadCase, Upstream
+from parallel_rl.vocab.linear.plan import LinearMode, Rows, make_plan
 from parallel_rl.vocab.linear_truncation import HeadCut
 from parallel_rl.vocab.shards import ShardRange, shard_range
 from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens

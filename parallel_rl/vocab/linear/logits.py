@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.groups import all_gather_start, group_size, sum_start
-from parallel_rl.vocab.linear_input import LMHeadInput
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 if TYPE_CHECKING:
     from torch import Tensor

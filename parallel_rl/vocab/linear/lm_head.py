@@ -9,7 +9,7 @@ import torch
 
 from parallel_rl.groups import group_size
 from parallel_rl.validation import checks_values
-from parallel_rl.vocab.linear_plan import LinearMode, check_mode, make_plan
+from parallel_rl.vocab.linear.plan import LinearMode, check_mode, make_plan
 
 if TYPE_CHECKING:
     from torch import Tensor

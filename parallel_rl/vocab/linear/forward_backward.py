@@ -15,8 +15,8 @@ import torch
 
 from parallel_rl.groups import Pending, all_gather_start, group_size, sum_start
 from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
-from parallel_rl.vocab.linear_case import HeadCase, Upstream
-from parallel_rl.vocab.linear_gemm import add_hidden_gradient, add_weight_gradient
+from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient
+from parallel_rl.vocab.linear.params import HeadCase, Upstream
 from parallel_rl.vocab.linear_truncation import drop_
 
 if TYPE_CHECKING:

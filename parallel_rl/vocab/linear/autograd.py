@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.validation import agreed_check, agreed_gradients, checks_values
-from parallel_rl.vocab.linear_case import HeadCase, Upstream
-from parallel_rl.vocab.linear_gemm import scaled_to_
-from parallel_rl.vocab.linear_modes import Chunks, Forward, Gradients, backward_spans, run_backward, run_forward
+from parallel_rl.vocab.linear.forward_backward import (
+    Chunks,
+    Forward,
+    Gradients,
+    backward_spans,
+    run_backward,
+    run_forward,
+)
+from parallel_rl.vocab.linear.gemm import scaled_to_
+from parallel_rl.vocab.linear.params import HeadCase, Upstream
 
 if TYPE_CHECKING:
     from torch import Tensor
