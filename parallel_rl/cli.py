@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from parallel_rl.training import stop
+from parallel_rl.cluster import preemption
 
 # what `submit` hands on by the same name
 _SBATCH = (
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known, rest = parser.parse_known_args(arguments)
     if known.command == "train":
         if arguments is None:  # the process is ours, and seconds of imports follow
-            stop.listen()
+            preemption.listen()
         return _train(known.recipe, rest, known.gate)
     if known.command == "check":
         return _check(known.recipe, known.world, rest)
@@ -104,7 +104,7 @@ def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
-    from parallel_rl.submit import Resources, plan, submit
+    from parallel_rl.cluster.submit import Resources, plan, submit
 
     arguments = [*([] if known.recipe is None else ["--recipe", known.recipe]), *rest]
     more = {name: value for name in _SBATCH if (value := getattr(known, name.replace("-", "_"))) is not None}
@@ -190,10 +190,10 @@ def _train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")  # of optional packages that are not there
     import torch.distributed as dist
 
-    from parallel_rl.training.failure import failed
+    from parallel_rl.cluster.exit import failed
+    from parallel_rl.cluster.watchdog import watching
     from parallel_rl.training.gate import pass_gate
     from parallel_rl.training.trainer import train
-    from parallel_rl.training.watch import watching
 
     try:
         with watching(config.run.timeout):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.cli import main
-from parallel_rl.submit import Resources, plan, seconds
+from parallel_rl.cluster.submit import Resources, plan, seconds
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/grpo_arithmetic.yaml"

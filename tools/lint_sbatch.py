@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_rl.submit import seconds
+from parallel_rl.cluster.submit import seconds
 
 # "# sbatch --nodes=2 script" in small letters is a remark on how to use the script
 _LIKE_DIRECTIVE = re.compile(r"\s*#(\s*SBATCH\b|(?i:sbatch)\s+-)")

@@ -20,6 +20,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses.base import LossFn
 from parallel_rl.megatron import (
@@ -44,7 +45,6 @@ from parallel_rl.reduce import Metrics, count_valid, reduce_metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.training.batching import MicroBatch
 from parallel_rl.training.config import TrainConfig
-from parallel_rl.training.progress import tick
 from parallel_rl.training.sections import DTYPES, OptimizerConfig, data_parallel_size
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.lm_head import LMHeadInput

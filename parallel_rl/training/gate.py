@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from parallel_rl.cluster.heartbeat import doing, tick
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses import ClippedPGLossFn
 from parallel_rl.megatron import initialize, padded_input
@@ -22,7 +23,6 @@ from parallel_rl.reduce import count_valid
 from parallel_rl.training.agree import describe, on_every_rank
 from parallel_rl.training.config import TrainConfig
 from parallel_rl.training.engine import start_world
-from parallel_rl.training.progress import doing, tick
 from parallel_rl.training.sections import ParallelConfig, data_parallel_size
 
 _GRACE = 2.0  # seconds in which rank 0 tells the others

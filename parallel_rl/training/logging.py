@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from parallel_rl.training.watch_report import ranges
+from parallel_rl.cluster.watchdog_report import ranges
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -15,11 +15,11 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from parallel_rl.advantages.table import check_on_all, communication_device
+from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.completions import Completion
 from parallel_rl.experience.generation import CompletionServer, Sampling
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.engine import Engine
-from parallel_rl.training.progress import tick
 from parallel_rl.training.rollout import Samples
 from parallel_rl.training.server import ServerConfig
 from parallel_rl.training.tokenizer import EOS, PAD

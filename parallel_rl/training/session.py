@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.kl_control import AdaptiveKLController
 from parallel_rl.experience.rewards import reward_function, score_once
 from parallel_rl.groups import all_gather
@@ -23,7 +24,6 @@ from parallel_rl.training.datasets import Datasets
 from parallel_rl.training.engine import Engine, StepResult, train_step
 from parallel_rl.training.loss_choice import LossChoice
 from parallel_rl.training.packer import Capacity, pack
-from parallel_rl.training.progress import tick
 from parallel_rl.training.records.agree import read_together
 from parallel_rl.training.records.source import Records, RecordT
 from parallel_rl.training.schedule import learning_rate

@@ -12,8 +12,10 @@ import torch.distributed as dist
 import yaml
 from megatron.core.optimizer import MegatronOptimizer
 
+from parallel_rl.cluster import preemption
+from parallel_rl.cluster.heartbeat import enter_step, tick
 from parallel_rl.experience.rewards import reward_function
-from parallel_rl.training import checkpoint, saving, stop
+from parallel_rl.training import checkpoint, saving
 from parallel_rl.training.agree import on_every_rank, on_first_rank
 from parallel_rl.training.checkpoint import Contents
 from parallel_rl.training.config import TrainConfig
@@ -25,7 +27,6 @@ from parallel_rl.training.logging import RunLog, read_metrics, write_whole
 from parallel_rl.training.manifest import Position, Record
 from parallel_rl.training.phases import Phase, phases
 from parallel_rl.training.plot import draw_curves
-from parallel_rl.training.progress import enter_step, tick
 from parallel_rl.training.random_state import begin_random_state, restore_random_state
 from parallel_rl.training.served import Served
 from parallel_rl.training.session import Critic, Session
@@ -182,14 +183,14 @@ class _Run:
                 work()
         except Exception as error:
             failure = error
-        found = stop.agree(self.session.engine.device, failure is not None)
+        found = preemption.agree(self.session.engine.device, failure is not None)
         if found.failed:
             on_every_rank(partial(_raise, failure), why)
         self.stop = found.stop
 
     def _halt(self, cause: str, phase: Phase) -> None:
         """Leaves everything such that the same command goes on from here."""
-        stop.ignore_signals()
+        preemption.ignore_signals()
         if self.rows and (self.saved is None or self.saved[1] != self.position):
             self._save()
         given = " with --run.resume auto" if self.config.run.resume == "never" else ""
@@ -199,7 +200,7 @@ class _Run:
         )
         # the other ranks hear of it when the marker is there
         why = "the marker REQUEUE could not be written; all is saved"
-        on_first_rank(lambda: stop.ask_for_restart(text), why)
+        on_first_rank(lambda: preemption.ask_for_restart(text), why)
         self.log.say(text)
 
     def _enter_main(self, phase: Phase) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from parallel_rl.training import progress, stop
+from parallel_rl.cluster import heartbeat, preemption
 from tests.distributed.pool import run_world
 from tests.training.helpers import run, train_rows
 from tests.training.launch import rows
@@ -31,7 +31,7 @@ SMALL = {
 
 def last_step(prompt: str, completion: str, answer: str) -> float:
     """A checker that sends the run a signal in its last step."""
-    if progress.step_name() == "rl step 2":
+    if heartbeat.step_name() == "rl step 2":
         os.kill(os.getpid(), int(os.environ["TEST_SIGNAL"]))
     return len(completion) / 4
 
@@ -40,7 +40,7 @@ def _train(given: list[str], job: str, number: int) -> None:
     os.environ.pop("WORLD_SIZE", None)
     os.environ.update(PARALLEL_RL_JOB_DIR=job, TEST_SIGNAL=str(number))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    stop.listen()
+    preemption.listen()
     assert len(train_rows(0, given)) == 2
 
 

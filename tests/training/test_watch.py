@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_rl.training import progress, stack
-from parallel_rl.training import watch as watch_module
-from parallel_rl.training.watch import _Watch, lost_peer
-from parallel_rl.training.watch_report import Post, post_of, report
+from parallel_rl.cluster import heartbeat, stack_trace
+from parallel_rl.cluster import watchdog as watch_module
+from parallel_rl.cluster.watchdog import _Watch, lost_peer
+from parallel_rl.cluster.watchdog_report import Post, post_of, report
 from tests.distributed.pool import run_world
 
 WAITS = Post("waits", 0, "a", "all_reduce (session.py:131 total)", "rl step 7", "training", 540.0)
@@ -78,12 +78,12 @@ def _place_of_a_waiting_rank(rank: int, seen: Path) -> str | None:
             time.sleep(0.01)
         dist.all_gather_object([None, None], "x")
         return None
-    found: list[stack.Place] = []
+    found: list[stack_trace.Place] = []
 
     def look() -> None:
         while not found or found[-1].collective is None:
             time.sleep(0.01)
-            found.append(stack.main_thread()[0])
+            found.append(stack_trace.main_thread()[0])
         seen.touch()
 
     watcher = threading.Thread(target=look)
@@ -113,7 +113,7 @@ def _a_peer_leaves(rank: int) -> tuple[bool, str] | None:
     except ValueError as error:
         gone = lost_peer(error)
         assert gone is not None
-        return True, str(stack.of_traceback(gone.__traceback__))
+        return True, str(stack_trace.of_traceback(gone.__traceback__))
     return None
 
 
@@ -139,7 +139,7 @@ def watches(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[dist.TCPStore, Ca
         monkeypatch.setenv("RANK", str(rank))
         return _Watch(timeout)
 
-    progress.reset()
+    heartbeat.reset()
     yield store, make
 
 
@@ -180,5 +180,5 @@ def test_long_work_outside_of_collectives_is_no_hang(
 def test_a_tick_costs_nothing() -> None:
     began = time.thread_time()  # of this thread alone, whatever else the machine does
     for _ in range(10_000):
-        progress.tick("training")
+        heartbeat.tick("training")
     assert (time.thread_time() - began) / 10_000 < 20e-6

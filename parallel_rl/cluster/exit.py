@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parallel_rl.training.progress import step_name
-from parallel_rl.training.watch_report import name_of
+from parallel_rl.cluster.heartbeat import step_name
+from parallel_rl.cluster.watchdog_report import name_of
 
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _LAST_SECONDS = 10.0  # for a process that fails to end by itself

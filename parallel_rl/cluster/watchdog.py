@@ -21,8 +21,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from parallel_rl.training import progress, stack
-from parallel_rl.training.watch_report import NAMED, Kind, Post, name_of, post_of, report, where
+from parallel_rl.cluster import heartbeat, stack_trace
+from parallel_rl.cluster.watchdog_report import NAMED, Kind, Post, name_of, post_of, report, where
 
 FRACTION = 0.9  # of the groups' timeout: the alarm comes before the collectives fail one by one
 _LOOK = 1.0  # seconds between looks
@@ -42,7 +42,7 @@ def watching(timeout: float) -> Iterator[None]:
     Args:
         timeout: seconds, of the process groups.
     """
-    progress.reset()
+    heartbeat.reset()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "MASTER_ADDR" not in os.environ or dist.is_initialized():
         yield
         return
@@ -85,7 +85,7 @@ class _Watch:
         self._lost: Post | None = None
         self._moved = self._looked = time.monotonic()
         self._mark: tuple[int, tuple[tuple[int, int], ...]] | None = None
-        self._place = stack.Place(None, "")
+        self._place = stack_trace.Place(None, "")
         self._next_beat = 0.0
         self._prefix = f"parallel_rl/watch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._thread = threading.Thread(target=self._run, name="hang watch", daemon=True)
@@ -107,7 +107,7 @@ class _Watch:
             self._failure = self._post("failed", f"{type(error).__name__}: {text[0]}" if text else type(error).__name__)
         else:
             reason = str(gone).split("] ", 1)[-1].split(". This is typically")[0].splitlines()[0]
-            self._lost = self._post("waits", str(stack.of_traceback(gone.__traceback__)), reason)
+            self._lost = self._post("waits", str(stack_trace.of_traceback(gone.__traceback__)), reason)
         self._wake.set()
         if not self._told.wait(_GATHER + _LINGER + 2 * _ANSWER) and self._lost is not None:
             self._end(self._storeless("does not answer"))
@@ -140,8 +140,8 @@ class _Watch:
 
     def _look(self) -> None:
         now = time.monotonic()
-        place, frames = stack.main_thread()
-        mark = (progress.moves(), frames)
+        place, frames = stack_trace.main_thread()
+        mark = (heartbeat.moves(), frames)
         suspended = now - self._looked > 10 * self._look_every
         self._looked = now
         if mark != self._mark or suspended:
@@ -152,7 +152,7 @@ class _Watch:
             self._alarm(self._lost)
         elif self._orphaned():
             self._tell(self._post("failed", self._agent_gone()))
-            self._end(f"parallel-rl: error{name_of(self._rank, progress.step_name())}: {self._agent_gone()}\n")
+            self._end(f"parallel-rl: error{name_of(self._rank, heartbeat.step_name())}: {self._agent_gone()}\n")
         elif self._store.check([self._key("alarm")]):
             self._answer()
         elif now - self._moved > FRACTION * self._timeout and self._waits():
@@ -212,12 +212,12 @@ class _Watch:
     def _mine(self) -> Post:
         if not self._waits():
             return self._post("busy", str(self._place))
-        place = self._place if self._place.collective else stack.Place("the GPU", self._place.line)
+        place = self._place if self._place.collective else stack_trace.Place("the GPU", self._place.line)
         return self._post("waits", str(place))
 
     def _post(self, kind: Kind, what: str, reason: str = "") -> Post:
         age = time.monotonic() - self._moved
-        return Post(kind, self._rank, self._host, what, progress.step_name(), progress.doing(), age, reason)
+        return Post(kind, self._rank, self._host, what, heartbeat.step_name(), heartbeat.doing(), age, reason)
 
     def _orphaned(self) -> bool:
         return self._agent is not None and os.getppid() != self._agent
