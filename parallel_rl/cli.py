@@ -134,7 +134,7 @@ def _submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _check_options(rest: Sequence[str]) -> None:
     """Refuses what is meant for `submit` or sbatch and is none of theirs, by its own name and not as a key of the config."""
-    from parallel_rl.config import nearest
+    from parallel_rl.config.strict import nearest
     from parallel_rl.training.config import TrainConfig
 
     sections, ours = {field.name for field in fields(TrainConfig)}, [f"--{name}" for name in _SUBMIT]

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from parallel_rl.config import configure, nearest
+from parallel_rl.config.strict import configure, nearest
+from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.losses.base import LossFn
 from parallel_rl.training.loss_choice import LossChoice
-from parallel_rl.training.tree import read_tree
 
 # In a checkout a link to /configs, in a wheel a copy of it.
 _FOLDER = Path(__file__).parent / "configs" / "recipes"

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 
 from parallel_rl import ClippedPGLossConfig, ClippedPGLossFn, DPOLossConfig, DPOLossFn, NLLLoss, get_loss
-from parallel_rl.config import configure, nearest
+from parallel_rl.config.strict import configure, nearest
 from parallel_rl.losses.registry import ObjectiveConfig
 
 # `configure`

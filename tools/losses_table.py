@@ -13,13 +13,13 @@ from pathlib import Path
 import yaml
 
 from parallel_rl.advantages import AdvantageEstimator
-from parallel_rl.config import Variants
+from parallel_rl.config.strict import Variants
+from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.registry import losses
 from parallel_rl.objectives.distillation import Divergence
 from parallel_rl.objectives.surrogates import Surrogate
 from parallel_rl.recipes import loss_of, recipes, summary
-from parallel_rl.training.tree import read_tree
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "docs" / "losses.md"

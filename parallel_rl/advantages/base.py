@@ -10,7 +10,7 @@ import torch
 
 from parallel_rl.advantages.moments import Whitening, whiten
 from parallel_rl.advantages.returns import discounted_returns, terminal_rewards
-from parallel_rl.config import Variants
+from parallel_rl.config.strict import Variants
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_rl.advantages import estimate, moments
 from parallel_rl.advantages.table import by_group
-from parallel_rl.config import configure
+from parallel_rl.config.strict import configure
 from parallel_rl.experience.drawing import Drawn, Sources, draw, on_all_ranks
 from parallel_rl.experience.kl_control import kl_controller
 from parallel_rl.experience.maker_config import ExperienceConfig

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_rl.advantages.returns import terminal_rewards
 from parallel_rl.advantages.table import SampleTable
-from parallel_rl.config import Variants
+from parallel_rl.config.strict import Variants
 
 
 @dataclass(frozen=True)

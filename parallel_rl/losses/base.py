@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from parallel_rl.config import configure
+from parallel_rl.config.strict import configure
 from parallel_rl.groups import check_rank
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.batch import TokenBatch

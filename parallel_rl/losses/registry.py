@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from parallel_rl.config import nearest
+from parallel_rl.config.strict import nearest
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.batch import TokenBatch
 from parallel_rl.losses.call import NoConfig

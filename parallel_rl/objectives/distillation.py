@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel_rl.config import Variants
+from parallel_rl.config.strict import Variants
 
 # What the log of a probability of 0 counts as in a KL: finite, so that one forbidden word does not end the training.
 LOG_INFINITESIMAL = -100.0

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from parallel_rl.config import Variants
+from parallel_rl.config.strict import Variants
 from parallel_rl.objectives.ratio import cispo, clipped_surrogate, safe_exp
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_rl.config import nearest
+from parallel_rl.config.strict import nearest
 from parallel_rl.training.tokenizer import CharTokenizer
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
-from parallel_rl.config import Variants, configure
+from parallel_rl.config.strict import Variants, configure
+from parallel_rl.config.yaml_files import override, read_tree
 from parallel_rl.training.config import TrainConfig
-from parallel_rl.training.tree import override, read_tree
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> TrainConfig:

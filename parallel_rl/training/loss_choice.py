@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from parallel_rl.config import configure
+from parallel_rl.config.strict import configure
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.heads import ScalarHeadLoss
 from parallel_rl.losses.registry import get_loss

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from parallel_rl.advantages import AdvantageEstimator, estimate, estimator_config, gae, moments, whiten
 from parallel_rl.advantages.grpo import group_relative_advantages
-from parallel_rl.config import configure
+from parallel_rl.config.strict import configure
 
 GENERATOR = torch.Generator().manual_seed(0)
 MASK = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 1, 1], [0, 1, 0, 1, 1], [0, 1, 1, 0, 0]])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel_rl.advantages import AdvantageEstimator, estimate, estimator_config
 from parallel_rl.advantages.grpo import group_relative_advantages
-from parallel_rl.config import configure
+from parallel_rl.config.strict import configure
 
 GROUPED = [name for name, cls in AdvantageEstimator.variants.items() if cls.grouped]  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ import torch
 
 from parallel_rl.advantages.grouped import GRPO
 from parallel_rl.advantages.grpo import group_relative_advantages
-from parallel_rl.config import configure
+from parallel_rl.config.strict import configure
 
 
 @pytest.mark.parametrize("normalize", ["std", "none"])

@@ -23,10 +23,10 @@ from parallel_rl import (
     reduce_metrics,
     register_objective,
 )
+from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.batch import TokenBatch
 from parallel_rl.recipes import loss_of, recipes
-from parallel_rl.training.tree import read_tree
 from tests import reference, reference_distillation, reference_heads, reference_preference
 
 ROWS, WIDTH, VOCAB = 12, 16, 23

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel_rl.config import configure
+from parallel_rl.config.strict import configure
 from parallel_rl.experience import (
     Overlong,
     RewardScale,

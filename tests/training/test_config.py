@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parallel_rl.config import configure
+from parallel_rl.config.strict import configure
 from parallel_rl.training.config import TrainConfig
 from parallel_rl.training.load import as_mapping, load_config
 from parallel_rl.training.schedule import learning_rate

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.registry import losses
 from parallel_rl.recipes import find_recipe, load_recipe, loss_of, recipes, summary
 from parallel_rl.training.load import load_config
-from parallel_rl.training.tree import read_tree
 from tests.distributed.pool import WorldError, run_world
 from tests.training.helpers import LAYOUTS, cut, train_rows
 

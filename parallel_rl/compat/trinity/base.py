@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.compat.dense import DenseBatch, Step
-from parallel_rl.config import nearest
+from parallel_rl.config.strict import nearest
 from parallel_rl.reduce import Aggregation, Metric, Metrics
 
 Result = tuple[Tensor, Mapping[str, "float | Tensor"]]
