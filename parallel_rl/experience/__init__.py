@@ -1,14 +1,19 @@
 """From prompts to what a loss reads: samples, rewards, log-probs, KL, shaping, filtering, advantages."""
 
+from parallel_rl.experience.completion_server import (
+    CompletionServer,
+    CompletionServerConfig,
+    CompletionServerError,
+    Sampling,
+)
 from parallel_rl.experience.completions import Completion
-from parallel_rl.experience.drawing import Sources, text_rewards
-from parallel_rl.experience.generation import CompletionServer, CompletionServerConfig, CompletionServerError, Sampling
-from parallel_rl.experience.http import HTTPReward, HTTPRewardConfig, RewardServerError
+from parallel_rl.experience.dynamic_sampling import Sources, text_rewards
+from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig, RewardServerError
 from parallel_rl.experience.kl_control import AdaptiveKLController, FixedKLController, kl_controller
 from parallel_rl.experience.maker import ExperienceMaker, Made
 from parallel_rl.experience.maker_config import DynamicSampling, ExperienceConfig
 from parallel_rl.experience.rewards import register_reward, reward_function
-from parallel_rl.experience.running import RunningMoments
+from parallel_rl.experience.running_moments import RunningMoments
 from parallel_rl.experience.samples import Experience, Samples, padded_samples
 from parallel_rl.experience.shaping import (
     Overlong,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from parallel_rl.experience.posting import PassingError, read_json
+from parallel_rl.experience.http_client import PassingError, read_json
 
 # the logarithm of a softmax in float32 can come out this far above 0
 _ROUNDING = 1e-5

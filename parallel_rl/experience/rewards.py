@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from parallel_rl.advantages.table import check_on_all, communication_device
 from parallel_rl.config.strict import configure, nearest
-from parallel_rl.experience.http import HTTPReward, HTTPRewardConfig
+from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig
 from parallel_rl.groups import group_rank, group_size
 
 # (prompt, completion, answer) -> reward. The completion ends before its end token.

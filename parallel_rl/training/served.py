@@ -16,8 +16,8 @@ from torch import Tensor
 
 from parallel_rl.advantages.table import check_on_all, communication_device
 from parallel_rl.cluster.heartbeat import tick
+from parallel_rl.experience.completion_server import CompletionServer, Sampling
 from parallel_rl.experience.completions import Completion
-from parallel_rl.experience.generation import CompletionServer, Sampling
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.engine import Engine
 from parallel_rl.training.rollout import Samples

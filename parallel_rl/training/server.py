@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parallel_rl.experience.generation import CompletionServerConfig
+from parallel_rl.experience.completion_server import CompletionServerConfig
 from parallel_rl.training.sections import at_least
 
 

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_rl.experience.completions import Completion
-from parallel_rl.experience.generation import (
+from parallel_rl.experience.completion_server import (
     CompletionServer,
     CompletionServerConfig,
     CompletionServerError,
     Sampling,
 )
+from parallel_rl.experience.completions import Completion
 from tests.experience.policy_server import END, Policy, answer, openai
 from tests.experience.server import Answer, serve
 

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 import torch
 
 from parallel_rl.experience.completions import Completion, Expected, read_native, read_openai
-from parallel_rl.experience.posting import Poster, PostingConfig, ServerError, Workers, check_url, gather, read_json
+from parallel_rl.experience.http_client import Poster, PostingConfig, ServerError, Workers, check_url, gather, read_json
 from parallel_rl.vocab.sampling import sample_keys
 from parallel_rl.vocab.truncation import Truncation
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel_rl.experience.posting import Poster, PostingConfig, ServerError, Workers, check_url, gather, read_json
+from parallel_rl.experience.http_client import Poster, PostingConfig, ServerError, Workers, check_url, gather, read_json
 
 
 class RewardServerError(ServerError):
