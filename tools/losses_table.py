@@ -15,10 +15,10 @@ import yaml
 from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.config.strict import Variants
 from parallel_rl.config.yaml_files import read_tree
+from parallel_rl.functional.distillation import Divergence
+from parallel_rl.functional.surrogates import Surrogate
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.registry import losses
-from parallel_rl.objectives.distillation import Divergence
-from parallel_rl.objectives.surrogates import Surrogate
 from parallel_rl.recipes import loss_of, recipes, summary
 
 ROOT = Path(__file__).parent.parent

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from parallel_rl.compat.dense import Count, as_count, row_mean
+from parallel_rl.functional.kl import straight_through
+from parallel_rl.functional.preference import dpo, ipo, kto_desirable, kto_undesirable
+from parallel_rl.functional.reward import log_exp, log_sigmoid
 from parallel_rl.groups import ParallelGroups, group_rank
-from parallel_rl.objectives.kl import straight_through
-from parallel_rl.objectives.preference import dpo, ipo, kto_desirable, kto_undesirable
-from parallel_rl.objectives.reward import log_exp, log_sigmoid
 from parallel_rl.statistics import Statistics
 
 if TYPE_CHECKING:

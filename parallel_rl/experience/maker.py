@@ -17,8 +17,8 @@ from parallel_rl.experience.kl_control import kl_controller
 from parallel_rl.experience.maker_config import ExperienceConfig
 from parallel_rl.experience.running_moments import RunningMoments
 from parallel_rl.experience.samples import Experience, Samples
+from parallel_rl.functional.kl import kl_estimate
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.objectives.kl import kl_estimate
 from parallel_rl.reduce import Metric, Metrics
 
 PromptT = TypeVar("PromptT")

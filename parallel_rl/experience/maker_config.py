@@ -9,7 +9,7 @@ from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.advantages.grouped import GRPO
 from parallel_rl.experience.kl_control import kl_controller
 from parallel_rl.experience.shaping import Overlong, RewardScale
-from parallel_rl.objectives.kl import KLType
+from parallel_rl.functional.kl import KLType
 
 
 @dataclass(frozen=True)

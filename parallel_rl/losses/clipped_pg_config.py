@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from parallel_rl.functional.importance import Truncation
+from parallel_rl.functional.surrogates import CISPO, PPO, Ratio, Reinforce, Surrogate
 from parallel_rl.losses.policy_config import ImportanceConfig, KLConfig, PolicyLossConfig
-from parallel_rl.objectives.importance import Truncation
-from parallel_rl.objectives.surrogates import CISPO, PPO, Ratio, Reinforce, Surrogate
 
 
 @dataclass(frozen=True)

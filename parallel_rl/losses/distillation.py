@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from parallel_rl.functional.distillation import Divergence, ForwardKL, mixed_kl, reverse_tail, with_tail
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.batch import Alignment, TokenBatch
-from parallel_rl.objectives.distillation import Divergence, ForwardKL, mixed_kl, reverse_tail, with_tail
 from parallel_rl.reduce import Aggregation, Metric, Metrics, check_aggregation, token_weights, valid_tokens
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.divergence import divergence_of_shards
@@ -42,7 +42,7 @@ class FullDistillationLossConfig:
     """Options of `FullDistillationLossFn`.
 
     divergence: forward_kl, reverse_kl, jsd (beta; GKD), skew_forward_kl, skew_reverse_kl (alpha), cross_entropy or
-        finite_cross_entropy, see `parallel_rl.objectives.distillation`.
+        finite_cross_entropy, see `parallel_rl.functional.distillation`.
     teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
     squared_temperature: multiply by the student's temperature², so that gradients do not shrink with it.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.reduce.token_weights`.

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from parallel_rl.functional.preference import kto_desirable, kto_undesirable
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.batch import TokenBatch
 from parallel_rl.losses.pairs import response_sum
-from parallel_rl.objectives.preference import kto_desirable, kto_undesirable
 from parallel_rl.reduce import Metric, Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values

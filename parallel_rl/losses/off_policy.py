@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from parallel_rl.functional.importance import mismatch, out_of_bounds, truncated
+from parallel_rl.functional.ratio import exp_or_zero
 from parallel_rl.losses.batch import TokenBatch
 from parallel_rl.losses.policy_config import ImportanceConfig, OffPolicyMaskConfig, RejectionConfig, RejectionRule
-from parallel_rl.objectives.importance import mismatch, out_of_bounds, truncated
-from parallel_rl.objectives.ratio import exp_or_zero
 from parallel_rl.reduce import Metric
 
 

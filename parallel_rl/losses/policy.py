@@ -10,13 +10,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from parallel_rl.functional.kl import kl_estimate, straight_through
+from parallel_rl.functional.ratio import exp_or_zero, safe_exp
+from parallel_rl.functional.surrogates import PolicyTerms
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.batch import TokenBatch
 from parallel_rl.losses.off_policy import entropy_threshold, importance_weight, kept_tokens, off_policy_keep
 from parallel_rl.losses.policy_config import PolicyLossConfig
-from parallel_rl.objectives.kl import kl_estimate, straight_through
-from parallel_rl.objectives.ratio import exp_or_zero, safe_exp
-from parallel_rl.objectives.surrogates import PolicyTerms
 from parallel_rl.reduce import Metric, Metrics, ValidCounts, token_weights
 from parallel_rl.statistics import Statistics
 

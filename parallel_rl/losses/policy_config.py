@@ -7,10 +7,9 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Literal
 
-from parallel_rl.objectives import covariance, rec  # noqa: F401  register their surrogates
-from parallel_rl.objectives.importance import MismatchStatistic, Truncation
-from parallel_rl.objectives.kl import KLType
-from parallel_rl.objectives.surrogates import PPO, Surrogate
+from parallel_rl.functional.importance import MismatchStatistic, Truncation
+from parallel_rl.functional.kl import KLType
+from parallel_rl.functional.surrogates import PPO, Surrogate
 from parallel_rl.reduce import Aggregation, check_aggregation
 
 RatioLevel = Literal["token", "sequence-mean", "sequence-sum"]
@@ -18,7 +17,7 @@ RatioLevel = Literal["token", "sequence-mean", "sequence-sum"]
 
 @dataclass(frozen=True)
 class KLConfig:
-    """A KL penalty in the loss, aggregated as the surrogate is; the table in `parallel_rl.objectives.kl` says which gradient.
+    """A KL penalty in the loss, aggregated as the surrogate is; the table in `parallel_rl.functional.kl` says which gradient.
 
     coefficient: β. estimator: k1, k2, k3, abs, or low_var_kl (k3 with its field's clamps).
     gradient: "plain" autograd; "score-function" weighs by exp(l − sg l), "generation" by π/π_generation, "old" by π/π_prev, all
@@ -144,7 +143,7 @@ class OffPolicyMaskConfig:
 class PolicyLossConfig:
     """Options of `PolicyLossFn`.
 
-    surrogate: one of `parallel_rl.objectives.surrogates` by its name, with that class's options.
+    surrogate: one of `parallel_rl.functional.surrogates` by its name, with that class's options.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.reduce.token_weights`.
     ratio_level: of a token, or of the sequence: geometric mean (GSPO) or product.
     ratio_gradient: "full" through the sequence's mean; "token" is GSPO-token: its value, each token's own gradient.

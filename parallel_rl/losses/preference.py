@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from parallel_rl.functional import preference
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.batch import Alignment, TokenBatch
 from parallel_rl.losses.pairs import chosen_nll, pair_mean, pair_metrics, response_sum
-from parallel_rl.objectives import preference
 from parallel_rl.reduce import Metric, Metrics
 
 PairKind = Literal[
@@ -40,7 +40,7 @@ _SMOOTHED: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
 class DPOLossConfig:
     """Options of `DPOLossFn`.
 
-    kind: what is made of a pair's log-ratios, see `parallel_rl.objectives.preference`: "sigmoid" (DPO; with label_smoothing
+    kind: what is made of a pair's log-ratios, see `parallel_rl.functional.preference`: "sigmoid" (DPO; with label_smoothing
         cDPO), "robust", "ipo", "hinge", "exo", "nca", "bco", "sppo-hard", "apo-zero", "apo-down" or "discopop".
     label_smoothing: ε, the share of labels taken to be wrong, in [0, 0.5), for the kinds sigmoid, robust and exo (which
         needs one).

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from parallel_rl.functional.reward import cross_entropy
 from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.batch import TokenBatch
-from parallel_rl.objectives.reward import cross_entropy
 from parallel_rl.reduce import Metric, Metrics, valid_tokens
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from parallel_rl.advantages import estimate
+from parallel_rl.functional.kl import kl_estimate
 from parallel_rl.losses.mix import MixLossFn
-from parallel_rl.objectives.kl import kl_estimate
 from parallel_rl.training.ahead import ask_ahead, mask_stale
 from parallel_rl.training.batching import Rows, join
 from parallel_rl.training.drawing import sampled_rows

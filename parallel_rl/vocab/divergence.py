@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.objectives.distillation import Divergence
+    from parallel_rl.functional.distillation import Divergence
     from parallel_rl.vocab.backends.choice import Backend
     from parallel_rl.vocab.shards import ShardRange
 

@@ -17,7 +17,7 @@ from parallel_rl import (
     token_logprobs,
     token_stats,
 )
-from parallel_rl.objectives.distillation import ForwardKL
+from parallel_rl.functional.distillation import ForwardKL
 from parallel_rl.validation import validation
 from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.shards import ShardRange

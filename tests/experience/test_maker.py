@@ -23,7 +23,7 @@ from parallel_rl.experience import (
     reward_function,
     text_rewards,
 )
-from parallel_rl.objectives.kl import kl_estimate
+from parallel_rl.functional.kl import kl_estimate
 from tests.distributed.pool import WorldError, run_world
 from tests.experience.server import serve
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl.objectives.kl import kl_estimate, straight_through
-from parallel_rl.objectives.ratio import straight_through_one
+from parallel_rl.functional.kl import kl_estimate, straight_through
+from parallel_rl.functional.ratio import straight_through_one
 
 V = 6
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_rl import CPOLossFn, DPOLossFn, ORPOLossFn, SimPOLossFn, get_loss
-from parallel_rl.objectives import preference as objectives
+from parallel_rl.functional import preference as objectives
 from tests import reference_preference
 from tests.distributed.law import ROWS, make_batch
 from tests.losses.steps import coefficients, cut, one_token_rows, step

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel_rl.objectives.distillation import Divergence, mixed_kl, with_tail
+from parallel_rl.functional.distillation import Divergence, mixed_kl, with_tail
 from parallel_rl.vocab.backends import torch_backend
 from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.shards import ShardRange

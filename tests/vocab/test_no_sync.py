@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl import LMHeadInput, linear_token_stats, token_stats
+from parallel_rl.functional.distillation import JSD, ForwardKL
 from parallel_rl.layout import SequenceLayout
-from parallel_rl.objectives.distillation import JSD, ForwardKL
 from parallel_rl.validation import validation
 from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.linear.plan import LinearMode

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from parallel_rl.advantages.returns import discounted_returns, gae
 from parallel_rl.experience import kl_control, shaping
-from parallel_rl.objectives.entropy import highest_per_row
-from parallel_rl.objectives.kl import kl_estimate
+from parallel_rl.functional.entropy import highest_per_row
+from parallel_rl.functional.kl import kl_estimate
 from parallel_rl.vocab.stats import token_stats
 
 

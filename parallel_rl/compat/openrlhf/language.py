@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from parallel_rl.compat.dense import Count
 from parallel_rl.compat.language import IGNORE_INDEX, next_token_loss
+from parallel_rl.functional.kl import straight_through
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.layout import CPLayout
-from parallel_rl.objectives.kl import straight_through
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from parallel_rl.compat.dense import Count, Step, dense_batch
 from parallel_rl.compat.openrlhf.losses import mode_of, with_totals
+from parallel_rl.functional.ratio import MAX_EXPONENT
+from parallel_rl.functional.surrogates import PPO
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import ImportanceConfig, PolicyLossConfig
-from parallel_rl.objectives.ratio import MAX_EXPONENT
-from parallel_rl.objectives.surrogates import PPO
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -9,10 +9,10 @@ import torch
 from parallel_rl.compat.dense import DenseBatch
 from parallel_rl.compat.trinity.base import aggregation
 from parallel_rl.compat.trinity.policy import RatioLossFn
+from parallel_rl.functional.rec import REC
+from parallel_rl.functional.surrogates import CISPO, SPPO, TOPR, DetachedSAPO, PolicyTerms, Ratio
 from parallel_rl.losses.policy import PolicyLossFn as LibraryLoss
 from parallel_rl.losses.policy_config import PolicyLossConfig
-from parallel_rl.objectives.rec import REC
-from parallel_rl.objectives.surrogates import CISPO, SPPO, TOPR, DetachedSAPO, PolicyTerms, Ratio
 from parallel_rl.reduce import Metric
 
 

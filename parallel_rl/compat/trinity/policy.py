@@ -10,9 +10,9 @@ from torch import Tensor
 
 from parallel_rl.compat.dense import Count, DenseBatch, Step, dense_batch
 from parallel_rl.compat.trinity.base import PolicyLossFn, Result, aggregation, reported, scaled, trinity_call
+from parallel_rl.functional.surrogates import OPMD, PPO, PolicyTerms
 from parallel_rl.losses.policy import PolicyLossFn as LibraryLoss
 from parallel_rl.losses.policy_config import OffPolicyMaskConfig, PolicyLossConfig
-from parallel_rl.objectives.surrogates import OPMD, PPO, PolicyTerms
 from parallel_rl.reduce import Metric
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from parallel_rl.compat.dense import Count, DenseBatch, Step, dense_batch
 from parallel_rl.compat.trinity.base import PolicyLossFn, Result, aggregation, reported, scaled, trinity_call
+from parallel_rl.functional.kl import straight_through
+from parallel_rl.functional.preference import dpo
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
 from parallel_rl.losses.pairs import response_sum
-from parallel_rl.objectives.kl import straight_through
-from parallel_rl.objectives.preference import dpo
 from parallel_rl.reduce import Metric
 from parallel_rl.statistics import Statistics
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel_rl.objectives.ratio import clipped_surrogate
-from parallel_rl.objectives.surrogates import PolicyTerms, Surrogate, positive
+from parallel_rl.functional.ratio import clipped_surrogate
+from parallel_rl.functional.surrogates import PolicyTerms, Surrogate, positive
 
 
 def _covariance(terms: PolicyTerms) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from parallel_rl.objectives.ratio import MAX_EXPONENT
+from parallel_rl.functional.ratio import MAX_EXPONENT
 
 KLType = Literal["k1", "k2", "k3", "abs", "low_var_kl"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.config.strict import Variants
-from parallel_rl.objectives.ratio import cispo, clipped_surrogate, safe_exp
+from parallel_rl.functional.ratio import cispo, clipped_surrogate, safe_exp
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from parallel_rl.objectives.ratio import safe_exp
+from parallel_rl.functional.ratio import safe_exp
 
 
 def dpo(chosen: Tensor, rejected: Tensor, beta: float = 0.1, label_smoothing: float = 0.0) -> Tensor:

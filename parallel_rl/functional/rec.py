@@ -8,8 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from parallel_rl.objectives.ratio import safe_exp
-from parallel_rl.objectives.surrogates import PolicyTerms, Surrogate, positive
+from parallel_rl.functional.ratio import safe_exp
+from parallel_rl.functional.surrogates import PolicyTerms, Surrogate, positive
 
 
 @dataclass(frozen=True)
