@@ -10,7 +10,7 @@ from parallel_rl.advantages.grouped import GRPO
 from parallel_rl.experience import AdaptiveKLController, DynamicSampling, Overlong
 from parallel_rl.functional.kl import KLType
 from parallel_rl.losses import ClippedPGLossConfig, MixLossConfig
-from parallel_rl.training.loss_choice import LossChoice, check_fed
+from parallel_rl.losses.choice import LossChoice, check_fed
 from parallel_rl.training.sections import OptimizerConfig, at_least
 from parallel_rl.training.server import ServerConfig
 

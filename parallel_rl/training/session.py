@@ -17,12 +17,12 @@ from parallel_rl.experience.kl_control import AdaptiveKLController
 from parallel_rl.experience.rewards import reward_function, score_once
 from parallel_rl.groups import all_gather
 from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.choice import LossChoice
 from parallel_rl.training.balance import balance
 from parallel_rl.training.batching import MicroBatch, Rows, fit, in_order, micro_batches, share, width_unit
 from parallel_rl.training.data import Prompt
 from parallel_rl.training.datasets import Datasets
 from parallel_rl.training.engine import Engine, StepResult, train_step
-from parallel_rl.training.loss_choice import LossChoice
 from parallel_rl.training.packer import Capacity, pack
 from parallel_rl.training.records.agree import read_together
 from parallel_rl.training.records.source import Records, RecordT
