@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.common import CpuClock, PeakMemory, Seconds, keep_freed_memory, return_freed_memory, short_collections
 from benchmarks.report import Growth, add_report_options, report
 from parallel_rl import ClippedPGLossFn, PolicyLossFn, SequencePackingLossWrapper, count_valid, token_stats
-from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.core.base import LossFn
 
 SEQUENCES = (1, 16, 256)
 MAX_RATIO = 1.3  # time of a packed row, over that of one sequence of its length

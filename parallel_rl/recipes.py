@@ -13,8 +13,8 @@ from pathlib import Path
 
 from parallel_rl.config.strict import configure, nearest
 from parallel_rl.config.yaml_files import read_tree
-from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.choice import LossChoice
+from parallel_rl.losses.core.base import LossFn
 
 # In a checkout a link to /configs, in a wheel a copy of it.
 _FOLDER = Path(__file__).parent / "configs" / "recipes"

@@ -17,7 +17,7 @@ from parallel_rl.config.strict import Variants
 from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.functional.distillation import Divergence
 from parallel_rl.functional.surrogates import Surrogate
-from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import losses
 from parallel_rl.recipes import loss_of, recipes, summary
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel_rl.groups import group_size
 from parallel_rl.layout import SequenceLayout
-from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.reduce import Metric, ValidCounts, group_sum
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.stats import TokenStats

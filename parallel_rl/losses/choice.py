@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from parallel_rl.config.strict import configure
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.heads import ScalarHeadLoss
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
 from parallel_rl.losses.registry import get_loss
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl.functional.distillation import Divergence, ForwardKL, mixed_kl, reverse_tail, with_tail
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.batch import Alignment, TokenBatch
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import Alignment, TokenBatch
 from parallel_rl.reduce import Aggregation, Metric, Metrics, check_aggregation, token_weights, valid_tokens
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.divergence import divergence_of_shards

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl.functional.preference import kto_desirable, kto_undesirable
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.pairs import response_sum
 from parallel_rl.reduce import Metric, Metrics
 from parallel_rl.statistics import Statistics

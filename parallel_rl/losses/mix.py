@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import PolicyLossConfig

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl.functional.supervised import NLLWeighting, weighted_nll
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.reduce import Aggregation, Metric, Metrics, check_aggregation, token_weights
 
 

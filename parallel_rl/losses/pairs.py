@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.reduce import Aggregation, Metric, token_weights
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from parallel_rl.functional.kl import kl_estimate, straight_through
 from parallel_rl.functional.ratio import exp_or_zero, safe_exp
 from parallel_rl.functional.surrogates import PolicyTerms
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.off_policy import entropy_threshold, importance_weight, kept_tokens, off_policy_keep
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.reduce import Metric, Metrics, ValidCounts, token_weights

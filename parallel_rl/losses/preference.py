@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl.functional import preference
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.batch import Alignment, TokenBatch
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import Alignment, TokenBatch
 from parallel_rl.losses.pairs import chosen_nll, pair_mean, pair_metrics, response_sum
 from parallel_rl.reduce import Metric, Metrics
 

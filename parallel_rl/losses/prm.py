@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl.functional.reward import cross_entropy
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.reduce import Metric, Metrics, valid_tokens
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values

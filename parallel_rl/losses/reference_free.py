@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from parallel_rl.functional.preference import dpo, orpo_odds_ratio, simpo
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.pairs import chosen_nll, pair_mean, pair_metrics, response_sum
 from parallel_rl.losses.preference import check_smoothing
 from parallel_rl.reduce import Metric, Metrics

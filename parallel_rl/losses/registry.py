@@ -9,10 +9,10 @@ from typing import Literal
 from torch import Tensor
 
 from parallel_rl.config.strict import nearest
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.batch import TokenBatch
-from parallel_rl.losses.call import NoConfig
 from parallel_rl.losses.clipped_pg import ClippedPGLossFn
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.options import NoConfig
 from parallel_rl.losses.distillation import DistillationLossFn, FullDistillationLossFn
 from parallel_rl.losses.kto import KTOLossFn
 from parallel_rl.losses.mix import MixLossFn

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.megatron import (
     FusedHead,
     ScalarHead,

@@ -16,8 +16,8 @@ from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.kl_control import AdaptiveKLController
 from parallel_rl.experience.rewards import reward_function, score_once
 from parallel_rl.groups import all_gather
-from parallel_rl.losses.base import LossFn
 from parallel_rl.losses.choice import LossChoice
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.training.balance import balance
 from parallel_rl.training.batching import MicroBatch, Rows, fit, in_order, micro_batches, share, width_unit
 from parallel_rl.training.data import Prompt

@@ -24,8 +24,8 @@ from parallel_rl import (
     register_objective,
 )
 from parallel_rl.config.yaml_files import read_tree
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.recipes import loss_of, recipes
 from tests import reference, reference_distillation, reference_heads, reference_preference
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl import LMHeadInput, ParallelGroups, SequencePackingLossWrapper, count_valid, get_loss, reduce_metrics
-from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.vocab.linear.plan import LinearMode
 from tests.distributed import law
 from tests.distributed.law import ROWS, VOCAB, Batch, Case, Expected, Layout

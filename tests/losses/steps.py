@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl import count_valid, reduce_metrics
-from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.core.base import LossFn
 
 
 class Step(NamedTuple):

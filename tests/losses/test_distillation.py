@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from parallel_rl import DistillationLossFn, FullDistillationLossFn, count_valid
-from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.core.base import LossFn
 from tests import reference_distillation as reference
 from tests.vocab.test_divergence import DIVERGENCES, ident, make_divergence
 

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 from benchmarks.common import run_ranks  # the pool's ranks see no card
 from benchmarks.losses import GRPO, make_data
 from parallel_rl import LMHeadInput, PolicyLossFn, SequencePackingLossWrapper, count_valid, get_loss
-from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.validation import validation
 from tests.card import no_sync, replayed
 from tests.distributed.law import Case, has_scalar_head

@@ -20,7 +20,7 @@ from parallel_rl import (
     losses,
     reduce_metrics,
 )
-from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.validation import validation
 from parallel_rl.vocab.linear.plan import LinearMode
 from tests.distributed.law import CORE, MORE, REWARD_IDS, Case, has_scalar_head

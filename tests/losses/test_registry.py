@@ -21,9 +21,9 @@ from parallel_rl import (
     reduce_metrics,
     register_objective,
 )
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.batch import TokenBatch
-from parallel_rl.losses.call import NoConfig
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.options import NoConfig
 from parallel_rl.losses.registry import ObjectiveConfig
 from tests.losses import test_golden as golden
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl import TokenStats, count_valid, get_loss, register_objective
-from parallel_rl.losses.base import LossFn
-from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
 from tests.distributed.law import CASES, Case, make_batch
 from tests.distributed.linear_law import reads_log_probs
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl import count_valid, register_objective
-from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.core.batch import TokenBatch
 from tests.losses.test_golden import coefficients, make
 
 LogRatio = Callable[[Tensor, TokenBatch], Tensor]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.config.yaml_files import read_tree
-from parallel_rl.losses.base import LossFn
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import losses
 from parallel_rl.recipes import find_recipe, load_recipe, loss_of, recipes, summary
 from parallel_rl.training.load import load_config

@@ -13,11 +13,11 @@ from torch import Tensor
 from parallel_rl.config.strict import configure
 from parallel_rl.groups import check_rank
 from parallel_rl.layout import CPLayout, SequenceLayout
-from parallel_rl.losses.batch import TokenBatch
-from parallel_rl.losses.call import PackedRow, VocabOptions, layout_of_logits
-from parallel_rl.losses.checks import Fields, check_counts, check_data, check_lengths, check_statistics
-from parallel_rl.losses.fused_head import check_fused_head, project
-from parallel_rl.losses.truncated_head import check_truncated_head, read_truncated_head, with_dropped
+from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.checks import Fields, check_counts, check_data, check_lengths, check_statistics
+from parallel_rl.losses.core.from_hidden_states import check_fused_head, project
+from parallel_rl.losses.core.options import PackedRow, VocabOptions, layout_of_logits
+from parallel_rl.losses.core.truncated_policy import check_truncated_head, read_truncated_head, with_dropped
 from parallel_rl.reduce import Metrics, ValidCounts, valid_tokens
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import agreed_check, checks_values, shape_numbers

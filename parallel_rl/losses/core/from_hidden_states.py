@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from parallel_rl.losses.truncated_head import without_dropped
+from parallel_rl.losses.core.truncated_policy import without_dropped
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.linear.logits import check_whole, whole_logits
 from parallel_rl.vocab.linear.token_stats import stats_of_head
@@ -14,8 +14,8 @@ from parallel_rl.vocab.shards import shard_range
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.losses.base import LossFn
-    from parallel_rl.losses.batch import TokenBatch
+    from parallel_rl.losses.core.base import LossFn
+    from parallel_rl.losses.core.batch import TokenBatch
     from parallel_rl.vocab.stats import TokenStats
 
 

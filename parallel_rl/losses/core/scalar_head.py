@@ -11,14 +11,14 @@ from torch import Tensor
 
 from parallel_rl.groups import group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
-from parallel_rl.losses.base import ConfigT, LossFn
-from parallel_rl.losses.batch import TokenBatch
+from parallel_rl.losses.core.base import ConfigT, LossFn
+from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.losses.call import PackedRow
+    from parallel_rl.losses.core.options import PackedRow
 
 
 class ScalarHeadLoss(LossFn[ConfigT]):

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.losses.base import LossFn
-    from parallel_rl.losses.batch import Alignment, TokenBatch
+    from parallel_rl.losses.core.base import LossFn
+    from parallel_rl.losses.core.batch import Alignment, TokenBatch
 
 #: fields of log-probs that the truncated policy of an earlier moment gave
 _TRUNCATED_FIELDS = ("prev_logprobs", "generation_logprobs")
