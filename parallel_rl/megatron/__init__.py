@@ -15,12 +15,10 @@ with warnings.catch_warnings(), without_builds():
         importlib.import_module(f"megatron.core.{_name}")
 
 from parallel_rl.megatron.attention import SelfAttentionCore
-from parallel_rl.megatron.batch import ModelInput, forward_logits, packed_bounds, packed_input, padded_input
-from parallel_rl.megatron.config import build_config, has_transformer_engine
 from parallel_rl.megatron.cpu import enable_cpu
-from parallel_rl.megatron.fused_head import FusedHead, fuse_head
+from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import clip_grads_, grad_norm, gradient, sum_gradients
-from parallel_rl.megatron.heads import ScalarHead, copy_trunk
+from parallel_rl.megatron.lm_head import FusedHead, fuse_head
 from parallel_rl.megatron.loss import LossReport, megatron_loss_func
 from parallel_rl.megatron.model import (
     build_model,
@@ -31,9 +29,11 @@ from parallel_rl.megatron.model import (
     unwrap,
     wrap_model,
 )
+from parallel_rl.megatron.model_config import build_config, has_transformer_engine
+from parallel_rl.megatron.model_input import ModelInput, forward_logits, packed_bounds, packed_input, padded_input
 from parallel_rl.megatron.norm import ShardedNorm
 from parallel_rl.megatron.replicas import replicas
-from parallel_rl.megatron.schedule import broadcast_from_last_stage, forward_only, is_last_stage
+from parallel_rl.megatron.scalar_head import ScalarHead, copy_trunk
 from parallel_rl.megatron.weights import global_parameters, initialize_weights, local_shard
 
 __all__ = [

@@ -19,10 +19,10 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel_rl.megatron.attention import SelfAttentionCore
-from parallel_rl.megatron.config import has_transformer_engine
 from parallel_rl.megatron.cpu import enable_cpu
-from parallel_rl.megatron.heads import replace_head
+from parallel_rl.megatron.model_config import has_transformer_engine
 from parallel_rl.megatron.norm import ShardedNorm
+from parallel_rl.megatron.scalar_head import replace_head
 from parallel_rl.megatron.weights import global_parameters, initialize_weights
 
 PositionEmbedding = Literal["rope", "learned_absolute"]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from parallel_rl.losses.mix import MixLossFn
-from parallel_rl.megatron.config import default_ffn_hidden_size
+from parallel_rl.megatron.model_config import default_ffn_hidden_size
 from parallel_rl.training import shelf
 from parallel_rl.training.agree import on_first_rank
 from parallel_rl.training.checkpoint import Contents, Controllers, Stateful
