@@ -22,8 +22,8 @@ from pathlib import Path
 from rich.table import Table
 
 from benchmarks.report import add_report_options, report
+from parallel_rl.training.config.load import load_config
 from parallel_rl.training.dry_run import Progress, dry_run, resident
-from parallel_rl.training.load import load_config
 
 CONFIG = Path(__file__).parent.parent / "configs" / "sft_arithmetic.yaml"
 KINDS = ("jsonl", "parquet")

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from parallel_rl.training.load import load_config
+from parallel_rl.training.config.load import load_config
 from parallel_rl.training.trainer import train
 
 ROOT = Path(__file__).parent.parent

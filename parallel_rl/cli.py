@@ -121,7 +121,7 @@ def _submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
             return 0
         import yaml
 
-        from parallel_rl.training.load import as_mapping, load_config
+        from parallel_rl.training.config.load import as_mapping, load_config
 
         path, overrides = _source(known.recipe, rest)
         config = load_config(path, overrides)
@@ -135,7 +135,7 @@ def _submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
 def _check_options(rest: Sequence[str]) -> None:
     """Refuses what is meant for `submit` or sbatch and is none of theirs, by its own name and not as a key of the config."""
     from parallel_rl.config.strict import nearest
-    from parallel_rl.training.config import TrainConfig
+    from parallel_rl.training.config.train import TrainConfig
 
     sections, ours = {field.name for field in fields(TrainConfig)}, [f"--{name}" for name in _SUBMIT]
     for word in rest:
@@ -156,8 +156,8 @@ def _recipes() -> int:
 
 
 def _check(recipe: str | None, world: int, rest: Sequence[str]) -> int:
-    from parallel_rl.training.load import load_config
-    from parallel_rl.training.sections import data_parallel_size
+    from parallel_rl.training.config.load import load_config
+    from parallel_rl.training.config.sections import data_parallel_size
 
     try:
         path, overrides = _source(recipe, rest)
@@ -178,8 +178,8 @@ def _check(recipe: str | None, world: int, rest: Sequence[str]) -> int:
 
 def _train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
     # torch and Megatron are imported only here, so that --help answers at once.
-    from parallel_rl.training.load import load_config
-    from parallel_rl.training.sections import data_parallel_size
+    from parallel_rl.training.config.load import load_config
+    from parallel_rl.training.config.sections import data_parallel_size
 
     try:
         path, overrides = _source(recipe, rest)
@@ -208,7 +208,7 @@ def _train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
 
 
 def _data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
-    from parallel_rl.training.load import load_config
+    from parallel_rl.training.config.load import load_config
 
     try:
         if steps is not None and steps < 1:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from parallel_rl.training.sections import ParallelConfig
+from parallel_rl.training.config.sections import ParallelConfig
 from tests.distributed import pool
 from tools.lint_sbatch import lint
 

@@ -30,7 +30,7 @@ def test_a_wheel_brings_the_recipes(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"
         "from parallel_rl.recipes import find_recipe, recipes\n"
-        "from parallel_rl.training.load import load_config\n"
+        "from parallel_rl.training.config.load import load_config\n"
         "config = load_config(str(find_recipe('GRPO')))\n"
         "assert Path(config.data.train).is_file(), config.data.train\n"
         "print(len(recipes()), find_recipe('GRPO'))"

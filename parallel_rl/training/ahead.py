@@ -9,9 +9,9 @@ import torch
 from parallel_rl.training import checkpoint, saving
 from parallel_rl.training.batching import Rows
 from parallel_rl.training.checkpoint import Contents
+from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.drawing import asked
 from parallel_rl.training.manifest import Position
-from parallel_rl.training.objectives import RLConfig
 from parallel_rl.training.session import Numbers, Session
 from parallel_rl.training.shelf import Retention
 

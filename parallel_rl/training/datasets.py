@@ -10,7 +10,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel_rl.training.config import TrainConfig
+from parallel_rl.training.config.algorithms import RLConfig
+from parallel_rl.training.config.sections import DataConfig
+from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data import (
     Example,
     Pair,
@@ -21,12 +23,10 @@ from parallel_rl.training.data import (
     parse_prompt,
     parse_rollout,
 )
-from parallel_rl.training.objectives import RLConfig
 from parallel_rl.training.records.agree import from_all
 from parallel_rl.training.records.check import TextSet, check, keys_of
 from parallel_rl.training.records.paths import DataFile, find_files
 from parallel_rl.training.records.source import Records, index_of
-from parallel_rl.training.sections import DataConfig
 from parallel_rl.training.tokenizer import CharTokenizer
 
 RecordT = TypeVar("RecordT", Prompt, Example, Pair, Rollout)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel_rl.training.batching import width_unit
-from parallel_rl.training.config import TrainConfig
+from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data import Example, Pair, Prompt, Rollout
 from parallel_rl.training.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.fitting import check_layout, length_check

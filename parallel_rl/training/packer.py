@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parallel_rl.training.sections import BatchConfig, ParallelConfig
+from parallel_rl.training.config.sections import BatchConfig, ParallelConfig
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from parallel_rl.megatron.model_config import default_ffn_hidden_size
 from parallel_rl.training import shelf
 from parallel_rl.training.agree import on_first_rank
 from parallel_rl.training.checkpoint import Contents, Controllers, Stateful
-from parallel_rl.training.config import TrainConfig
+from parallel_rl.training.config.sections import DTYPES
+from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.datasets import Datasets
 from parallel_rl.training.engine import Engine
 from parallel_rl.training.logging import read_metrics
 from parallel_rl.training.manifest import Fact, Position, Record, differing, fault, read_manifest
 from parallel_rl.training.recovery import newest_whole, verify
-from parallel_rl.training.sections import DTYPES
 from parallel_rl.training.session import Session
 from parallel_rl.training.sharded import bytes_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from parallel_rl.training.sections import OptimizerConfig
+from parallel_rl.training.config.sections import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, done: int, total: int) -> float:

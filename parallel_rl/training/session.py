@@ -20,6 +20,7 @@ from parallel_rl.losses.choice import LossChoice
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.training.balance import balance
 from parallel_rl.training.batching import MicroBatch, Rows, fit, in_order, micro_batches, share, width_unit
+from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.data import Prompt
 from parallel_rl.training.datasets import Datasets
 from parallel_rl.training.engine import Engine, StepResult, train_step
@@ -28,7 +29,6 @@ from parallel_rl.training.records.agree import read_together
 from parallel_rl.training.records.source import Records, RecordT
 from parallel_rl.training.schedule import learning_rate
 from parallel_rl.training.scoring import log_probs, values
-from parallel_rl.training.sections import OptimizerConfig
 from parallel_rl.training.served import Served
 from parallel_rl.training.tokenizer import CharTokenizer
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation

@@ -46,7 +46,7 @@ def cut(folder: Path, target: Path, number: int) -> None:
 
 def train_rows(rank: int, arguments: list[str]) -> list[dict[str, float | int | str]]:
     """Trains on this rank of the pool; the rows without what the clock says."""
-    from parallel_rl.training.load import load_config
+    from parallel_rl.training.config.load import load_config
     from parallel_rl.training.trainer import train
 
     warnings.simplefilter("ignore")

@@ -98,7 +98,7 @@ def test_without_a_whole_one_nothing_is_renamed_and_nothing_begins_anew(tmp_path
 
 def _other_models(rank: int, given: list[str]) -> list[str]:
     from parallel_rl.training import saving
-    from parallel_rl.training.load import load_config
+    from parallel_rl.training.config.load import load_config
     from parallel_rl.training.recovery import newest_whole
 
     small, found = Small(given), []
@@ -140,7 +140,7 @@ def test_a_checkpoint_of_another_model_names_the_field_and_both_values(tmp_path:
 
 
 def _sources(rank: int, given: list[str]) -> list[str]:
-    from parallel_rl.training.load import load_config
+    from parallel_rl.training.config.load import load_config
     from parallel_rl.training.trainer import train
 
     small, found = Small(given), []
@@ -212,7 +212,7 @@ def test_a_checkpoint_without_a_part_that_the_run_has_is_refused(tmp_path: Path)
 
 def _begin_anew(rank: int, given: list[str]) -> list[bool]:
     from parallel_rl.training import saving
-    from parallel_rl.training.load import load_config
+    from parallel_rl.training.config.load import load_config
 
     config, left = load_config(given[0], [*given[1:], "--run.resume=never"]), []
     folder = Path(config.run.dir)

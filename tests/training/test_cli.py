@@ -169,7 +169,7 @@ def test_torchrun_with_data_parallel_ranks(tmp_path: Path) -> None:
 
 
 def test_help_and_the_package_do_without_megatron() -> None:
-    code = "import sys, parallel_rl, parallel_rl.cli, parallel_rl.training.load as c\n"
+    code = "import sys, parallel_rl, parallel_rl.cli, parallel_rl.training.config.load as c\n"
     code += f"c.load_config({GRPO!r})\n"
     code += "print([m for m in ('megatron', 'triton', 'tensorboard', 'matplotlib') if m in sys.modules])"
     found = subprocess.run(

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from parallel_rl.config.strict import configure
-from parallel_rl.training.config import TrainConfig
-from parallel_rl.training.load import as_mapping, load_config
+from parallel_rl.training.config.load import as_mapping, load_config
+from parallel_rl.training.config.sections import ParallelConfig, data_parallel_size
+from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.schedule import learning_rate
-from parallel_rl.training.sections import ParallelConfig, data_parallel_size
 from tests.training.helpers import CONFIGS, DATA, run
 
 

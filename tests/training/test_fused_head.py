@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel_rl.training.load import load_config
+from parallel_rl.training.config.load import load_config
 from tests.distributed.pool import run_world
 from tests.training.helpers import CONFIGS, LAYOUTS, run
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from parallel_rl.training.sections import ParallelConfig
+from parallel_rl.training.config.sections import ParallelConfig
 from tests.distributed.pool import WorldError, run_world
 from tests.training.helpers import CONFIGS, ROOT
 
@@ -48,7 +48,7 @@ SILENT = """
 import os, sys, warnings
 import torch.distributed as dist
 from parallel_rl.training.gate import pass_gate
-from parallel_rl.training.load import load_config
+from parallel_rl.training.config.load import load_config
 
 warnings.simplefilter("ignore")
 if os.environ["RANK"] == "1":

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel_rl.training.batching import Rows
-from parallel_rl.training.load import load_config
+from parallel_rl.training.config.load import load_config
+from parallel_rl.training.config.sections import BatchConfig
 from parallel_rl.training.packer import Capacity, deal, first_fit_decreasing, pack
-from parallel_rl.training.sections import BatchConfig
 from tests.distributed.pool import WorldError, run_world
 from tests.training.helpers import DATA, run, train_rows
 

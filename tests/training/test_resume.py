@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from parallel_rl.training.load import load_config
+from parallel_rl.training.config.load import load_config
 from tests.distributed.pool import WorldError, run_world
 from tests.training.helpers import DATA, cut, run, train_rows
 from tests.training.saves import flip, largest_file, shard_of

@@ -16,8 +16,8 @@ PROMPTS = [[1, 4, 5, 13, 6, 14], [1, 8, 13, 8, 14], [1, 4, 13, 5, 3, 14], [1, 3,
 
 
 def _engine(arguments: list[str]):  # type: ignore[no-untyped-def]
+    from parallel_rl.training.config.load import load_config
     from parallel_rl.training.engine import build_engine, start_world
-    from parallel_rl.training.load import load_config
 
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])

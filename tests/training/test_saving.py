@@ -142,7 +142,7 @@ def test_a_disk_that_fills_up_at_any_file_leaves_the_last_good_one(tmp_path: Pat
 
 def _begins_anew_on_a_small_disk(rank: int, given: list[str], place: Path) -> tuple[str, int]:
     """A run of another size is refused by the room that there is, one of the same size takes the room of the old one."""
-    from parallel_rl.training.load import load_config
+    from parallel_rl.training.config.load import load_config
     from parallel_rl.training.trainer import train
 
     warnings.simplefilter("ignore")

@@ -311,7 +311,7 @@ def test_a_policy_learns_from_its_own_server(tmp_path: Path) -> None:
     ],
 )
 def test_bad_options(options: str, more: dict, message: str, tmp_path: Path) -> None:
-    from parallel_rl.training.load import load_config
+    from parallel_rl.training.config.load import load_config
 
     given = arguments(tmp_path, Server("http://x"), options=options, **more)
     with pytest.raises(ValueError, match=message):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from parallel_rl.training.objectives import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
-from parallel_rl.training.sections import (
+from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
+from parallel_rl.training.config.sections import (
     BatchConfig,
     DataConfig,
     EvaluationConfig,

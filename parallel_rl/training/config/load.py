@@ -8,7 +8,7 @@ from pathlib import Path
 
 from parallel_rl.config.strict import Variants, configure
 from parallel_rl.config.yaml_files import override, read_tree
-from parallel_rl.training.config import TrainConfig
+from parallel_rl.training.config.train import TrainConfig
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> TrainConfig:

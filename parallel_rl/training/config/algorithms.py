@@ -11,8 +11,8 @@ from parallel_rl.experience import AdaptiveKLController, DynamicSampling, Overlo
 from parallel_rl.functional.kl import KLType
 from parallel_rl.losses import ClippedPGLossConfig, MixLossConfig
 from parallel_rl.losses.choice import LossChoice, check_fed
-from parallel_rl.training.sections import OptimizerConfig, at_least
-from parallel_rl.training.server import ServerConfig
+from parallel_rl.training.config.sections import OptimizerConfig, at_least
+from parallel_rl.training.config.server import ServerConfig
 
 # what rows of pairs can have beside their tokens
 LABELS = "preference_labels"
