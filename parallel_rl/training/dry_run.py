@@ -11,8 +11,8 @@ from pathlib import Path
 
 from parallel_rl.training.batching import width_unit
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.data import Example, Pair, Prompt, Rollout
-from parallel_rl.training.datasets import Datasets, find_data, read_datasets
+from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
+from parallel_rl.training.data.examples import Example, Pair, Prompt, Rollout
 from parallel_rl.training.fitting import check_layout, length_check
 from parallel_rl.training.packer import Capacity, deal, pack
 from parallel_rl.training.phases import phases

@@ -13,7 +13,7 @@ from parallel_rl.training.agree import on_first_rank
 from parallel_rl.training.checkpoint import Contents, Controllers, Stateful
 from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.datasets import Datasets
+from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.engine import Engine
 from parallel_rl.training.logging import read_metrics
 from parallel_rl.training.manifest import Fact, Position, Record, differing, fault, read_manifest

@@ -21,8 +21,8 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.training.balance import balance
 from parallel_rl.training.batching import MicroBatch, Rows, fit, in_order, micro_batches, share, width_unit
 from parallel_rl.training.config.sections import OptimizerConfig
-from parallel_rl.training.data import Prompt
-from parallel_rl.training.datasets import Datasets
+from parallel_rl.training.data.datasets import Datasets
+from parallel_rl.training.data.examples import Prompt
 from parallel_rl.training.engine import Engine, StepResult, train_step
 from parallel_rl.training.packer import Capacity, pack
 from parallel_rl.training.records.agree import read_together

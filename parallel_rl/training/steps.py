@@ -9,7 +9,7 @@ import torch
 
 from parallel_rl.training.batching import Rows, make_rows
 from parallel_rl.training.config.algorithms import LABELS, DistillationConfig, PreferenceConfig, SupervisedConfig
-from parallel_rl.training.data import Pair, Prompt
+from parallel_rl.training.data.examples import Pair, Prompt
 from parallel_rl.training.manifest import Position
 from parallel_rl.training.records.agree import read_together
 from parallel_rl.training.records.source import Records

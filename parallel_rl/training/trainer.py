@@ -20,7 +20,7 @@ from parallel_rl.training.agree import on_every_rank, on_first_rank
 from parallel_rl.training.checkpoint import Contents
 from parallel_rl.training.config.load import as_mapping
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.datasets import Datasets, find_data, read_datasets
+from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.engine import build_critic, build_engine, build_optimizer, freeze_copy, start_world
 from parallel_rl.training.fitting import check_layout, length_check
 from parallel_rl.training.logging import RunLog, read_metrics, write_whole

@@ -11,7 +11,8 @@ import pytest
 
 from parallel_rl.experience.rewards import checker, exact_match
 from parallel_rl.training.config.load import load_config
-from parallel_rl.training.data import (
+from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
+from parallel_rl.training.data.examples import (
     Rollout,
     parse_example,
     parse_pair,
@@ -19,7 +20,6 @@ from parallel_rl.training.data import (
     parse_rollout,
     write_rollouts,
 )
-from parallel_rl.training.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.records.source import Records, open_records
 from parallel_rl.training.tokenizer import BOS, EOS, PAD, CharTokenizer
 from tests.training.helpers import CONFIGS, DATA, run

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.config.sections import DataConfig
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.data import (
+from parallel_rl.training.data.examples import (
     Example,
     Pair,
     Prompt,
