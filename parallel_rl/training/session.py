@@ -23,10 +23,10 @@ from parallel_rl.training.batching import MicroBatch, Rows, fit, in_order, micro
 from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.data.examples import Prompt
+from parallel_rl.training.data.records.agree import read_together
+from parallel_rl.training.data.records.source import Records, RecordT
 from parallel_rl.training.engine import Engine, StepResult, train_step
 from parallel_rl.training.packer import Capacity, pack
-from parallel_rl.training.records.agree import read_together
-from parallel_rl.training.records.source import Records, RecordT
 from parallel_rl.training.schedule import learning_rate
 from parallel_rl.training.scoring import log_probs, values
 from parallel_rl.training.served import Served

@@ -10,9 +10,9 @@ import torch
 from parallel_rl.training.batching import Rows, make_rows
 from parallel_rl.training.config.algorithms import LABELS, DistillationConfig, PreferenceConfig, SupervisedConfig
 from parallel_rl.training.data.examples import Pair, Prompt
+from parallel_rl.training.data.records.agree import read_together
+from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.manifest import Position
-from parallel_rl.training.records.agree import read_together
-from parallel_rl.training.records.source import Records
 from parallel_rl.training.rollout import ROWS_AT_A_TIME, sample
 from parallel_rl.training.scoring import with_teacher_logits
 from parallel_rl.training.session import Numbers, Session, numbers_of

@@ -20,7 +20,7 @@ from parallel_rl.training.data.examples import (
     parse_rollout,
     write_rollouts,
 )
-from parallel_rl.training.records.source import Records, open_records
+from parallel_rl.training.data.records.source import Records, open_records
 from parallel_rl.training.tokenizer import BOS, EOS, PAD, CharTokenizer
 from tests.training.helpers import CONFIGS, DATA, run
 

@@ -67,7 +67,7 @@ def test_shards_of_any_kind_train_like_one_file_and_changed_ones_are_refused(tmp
 
 
 def _train_in_small_blocks(rank: int, given: list[str]) -> None:
-    from parallel_rl.training.records import index
+    from parallel_rl.training.data.records import index
 
     before, index.LEAST_STRETCH = index.LEAST_STRETCH, 512
     try:

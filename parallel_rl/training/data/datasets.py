@@ -23,10 +23,10 @@ from parallel_rl.training.data.examples import (
     parse_prompt,
     parse_rollout,
 )
-from parallel_rl.training.records.agree import from_all
-from parallel_rl.training.records.check import TextSet, check, keys_of
-from parallel_rl.training.records.paths import DataFile, find_files
-from parallel_rl.training.records.source import Records, index_of
+from parallel_rl.training.data.records.agree import from_all
+from parallel_rl.training.data.records.check import TextSet, check, keys_of
+from parallel_rl.training.data.records.paths import DataFile, find_files
+from parallel_rl.training.data.records.source import Records, index_of
 from parallel_rl.training.tokenizer import CharTokenizer
 
 RecordT = TypeVar("RecordT", Prompt, Example, Pair, Rollout)

@@ -9,9 +9,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel_rl.training.records.agree import from_all, world
-from parallel_rl.training.records.index import Entries
-from parallel_rl.training.records.source import Records
+from parallel_rl.training.data.records.agree import from_all, world
+from parallel_rl.training.data.records.index import Entries
+from parallel_rl.training.data.records.source import Records
 
 RecordT = TypeVar("RecordT")
 

@@ -9,12 +9,12 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from parallel_rl.training.records.agree import from_all, world
-from parallel_rl.training.records.index import Entries, entries, fingerprint, stretch
-from parallel_rl.training.records.jsonl import Lines
-from parallel_rl.training.records.order import Order
-from parallel_rl.training.records.parquet import Table
-from parallel_rl.training.records.paths import DataFile, find_files
+from parallel_rl.training.data.records.agree import from_all, world
+from parallel_rl.training.data.records.index import Entries, entries, fingerprint, stretch
+from parallel_rl.training.data.records.jsonl import Lines
+from parallel_rl.training.data.records.order import Order
+from parallel_rl.training.data.records.parquet import Table
+from parallel_rl.training.data.records.paths import DataFile, find_files
 
 RecordT = TypeVar("RecordT")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from parallel_rl.training.records.index import Entries, entries
+from parallel_rl.training.data.records.index import Entries, entries
 
 if TYPE_CHECKING:
     import pyarrow

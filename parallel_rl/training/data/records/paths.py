@@ -8,8 +8,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel_rl.training.records.jsonl import JsonlFile
-from parallel_rl.training.records.parquet import ParquetFile
+from parallel_rl.training.data.records.jsonl import JsonlFile
+from parallel_rl.training.data.records.parquet import ParquetFile
 
 DataFile = JsonlFile | ParquetFile
 

@@ -11,7 +11,7 @@ from zlib import crc32
 
 import numpy as np
 
-from parallel_rl.training.records.index import Entries, entries
+from parallel_rl.training.data.records.index import Entries, entries
 
 Row = Mapping[str, object]
 
