@@ -19,7 +19,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from benchmarks.report import Growth, add_report_options, least_seconds, report
-from parallel_rl.training.packer import Capacity, deal, pack
+from parallel_rl.training.batching.bin_packing import Capacity, deal, pack
 
 EFFICIENCY = 0.95
 IMBALANCE = 1.01

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from parallel_rl.training import checkpoint, saving
-from parallel_rl.training.batching import Rows
+from parallel_rl.training.batching.micro_batches import Rows
 from parallel_rl.training.checkpoint import Contents
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.drawing import asked

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from parallel_rl.megatron import is_last_stage
-from parallel_rl.training.batching import Rows, join
+from parallel_rl.training.batching.micro_batches import Rows, join
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.examples import Prompt, Rollout, write_rollouts
 from parallel_rl.training.engine import Engine

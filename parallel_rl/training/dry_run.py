@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_rl.training.batching import width_unit
+from parallel_rl.training.batching.bin_packing import Capacity, deal, pack
+from parallel_rl.training.batching.micro_batches import width_unit
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.data.examples import Example, Pair, Prompt, Rollout
 from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.fitting import check_layout, length_check
-from parallel_rl.training.packer import Capacity, deal, pack
 from parallel_rl.training.phases import phases
 from parallel_rl.training.steps import rows_of_pair
 from parallel_rl.training.tokenizer import CharTokenizer

@@ -43,7 +43,7 @@ from parallel_rl.megatron import (
 from parallel_rl.megatron.loss import LossReport
 from parallel_rl.reduce import Metrics, count_valid, reduce_metrics
 from parallel_rl.statistics import Statistics
-from parallel_rl.training.batching import MicroBatch
+from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.config.sections import DTYPES, OptimizerConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.vocab.backends.torch_backend import math_dtype

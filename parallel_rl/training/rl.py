@@ -8,7 +8,7 @@ from parallel_rl.advantages import estimate
 from parallel_rl.functional.kl import kl_estimate
 from parallel_rl.losses.mix import MixLossFn
 from parallel_rl.training.ahead import ask_ahead, mask_stale
-from parallel_rl.training.batching import Rows, join
+from parallel_rl.training.batching.micro_batches import Rows, join
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.drawing import sampled_rows
 from parallel_rl.training.manifest import Position

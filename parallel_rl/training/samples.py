@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from parallel_rl.training.batching import Rows, make_rows, spread
+from parallel_rl.training.batching.micro_batches import Rows, make_rows, spread
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.datasets import check_cut
 from parallel_rl.training.data.examples import Rollout

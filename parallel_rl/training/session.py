@@ -18,15 +18,23 @@ from parallel_rl.experience.rewards import reward_function, score_once
 from parallel_rl.groups import all_gather
 from parallel_rl.losses.choice import LossChoice
 from parallel_rl.losses.core.base import LossFn
-from parallel_rl.training.balance import balance
-from parallel_rl.training.batching import MicroBatch, Rows, fit, in_order, micro_batches, share, width_unit
+from parallel_rl.training.batching.balance import balance
+from parallel_rl.training.batching.bin_packing import Capacity, pack
+from parallel_rl.training.batching.micro_batches import (
+    MicroBatch,
+    Rows,
+    fit,
+    in_order,
+    micro_batches,
+    share,
+    width_unit,
+)
 from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.data.examples import Prompt
 from parallel_rl.training.data.records.agree import read_together
 from parallel_rl.training.data.records.source import Records, RecordT
 from parallel_rl.training.engine import Engine, StepResult, train_step
-from parallel_rl.training.packer import Capacity, pack
 from parallel_rl.training.schedule import learning_rate
 from parallel_rl.training.scoring import log_probs, values
 from parallel_rl.training.served import Served

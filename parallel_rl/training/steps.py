@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from parallel_rl.training.batching import Rows, make_rows
+from parallel_rl.training.batching.micro_batches import Rows, make_rows
 from parallel_rl.training.config.algorithms import LABELS, DistillationConfig, PreferenceConfig, SupervisedConfig
 from parallel_rl.training.data.examples import Pair, Prompt
 from parallel_rl.training.data.records.agree import read_together

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_rl.training.batching import Rows
+from parallel_rl.training.batching.bin_packing import Capacity, deal, first_fit_decreasing, pack
+from parallel_rl.training.batching.micro_batches import Rows
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.config.sections import BatchConfig
-from parallel_rl.training.packer import Capacity, deal, first_fit_decreasing, pack
 from tests.distributed.pool import WorldError, run_world
 from tests.training.helpers import DATA, run, train_rows
 
@@ -142,7 +142,7 @@ def moved(rank: int, lengths: list[list[int]], parts: int, together: int) -> tup
     """What this rank has after a balance of rows that say where they come from."""
     import torch.distributed as dist
 
-    from parallel_rl.training.balance import balance
+    from parallel_rl.training.batching.balance import balance
 
     mine = lengths[rank]
     width = max(mine)

@@ -44,7 +44,7 @@ def draw_greedily(rank: int, arguments: list[str]) -> torch.Tensor:
 
 def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]:
     """Log-probs of the training forward and of the sampler on the same rows, and of the whole distribution there."""
-    from parallel_rl.training.batching import in_order, make_rows, micro_batches, width_unit
+    from parallel_rl.training.batching.micro_batches import in_order, make_rows, micro_batches, width_unit
     from parallel_rl.training.rollout import sample
     from parallel_rl.training.scoring import log_probs
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.groups import all_gather, group_rank, group_size
-from parallel_rl.training.batching import Rows, fit
-from parallel_rl.training.packer import Capacity, deal
+from parallel_rl.training.batching.bin_packing import Capacity, deal
+from parallel_rl.training.batching.micro_batches import Rows, fit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
