@@ -22,8 +22,8 @@ from parallel_rl.megatron import unwrap
 from parallel_rl.training import manifest as files
 from parallel_rl.training import shelf
 from parallel_rl.training.agree import on_every_rank, on_first_rank
-from parallel_rl.training.engine import Engine
 from parallel_rl.training.manifest import FileEntry, Manifest, Record, read_manifest
+from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.random_state import random_state
 from parallel_rl.training.recovery import verify
 from parallel_rl.training.sharded import State, bytes_of, load_sharded, save_sharded

@@ -23,7 +23,7 @@ from parallel_rl.reduce import count_valid
 from parallel_rl.training.agree import describe, on_every_rank
 from parallel_rl.training.config.sections import ParallelConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.engine import start_world
+from parallel_rl.training.models.engine import start_world
 
 _GRACE = 2.0  # seconds in which rank 0 tells the others
 _MESSAGE = 1 << 16  # numbers that neighbours exchange: as many as take the way of activations

@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.megatron import broadcast_from_last_stage, forward_logits, forward_only, padded_input, replicas
 from parallel_rl.training.config.sections import SamplingConfig
-from parallel_rl.training.engine import Engine
+from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.tokenizer import EOS, PAD
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
 from parallel_rl.vocab.stats import token_stats

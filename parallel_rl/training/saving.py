@@ -14,9 +14,9 @@ from parallel_rl.training.checkpoint import Contents, Controllers, Stateful
 from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets
-from parallel_rl.training.engine import Engine
 from parallel_rl.training.logging import read_metrics
 from parallel_rl.training.manifest import Fact, Position, Record, differing, fault, read_manifest
+from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.recovery import newest_whole, verify
 from parallel_rl.training.session import Session
 from parallel_rl.training.sharded import bytes_of

@@ -34,9 +34,9 @@ from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.data.examples import Prompt
 from parallel_rl.training.data.records.agree import read_together
 from parallel_rl.training.data.records.source import Records, RecordT
-from parallel_rl.training.engine import Engine, StepResult, train_step
-from parallel_rl.training.schedule import learning_rate
-from parallel_rl.training.scoring import log_probs, values
+from parallel_rl.training.models.engine import Engine, StepResult, train_step
+from parallel_rl.training.models.lr_schedule import learning_rate
+from parallel_rl.training.models.scoring import log_probs, values
 from parallel_rl.training.served import Served
 from parallel_rl.training.tokenizer import CharTokenizer
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation

@@ -21,10 +21,10 @@ from parallel_rl.training.checkpoint import Contents
 from parallel_rl.training.config.load import as_mapping
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
-from parallel_rl.training.engine import build_critic, build_engine, build_optimizer, freeze_copy, start_world
 from parallel_rl.training.fitting import check_layout, length_check
 from parallel_rl.training.logging import RunLog, read_metrics, write_whole
 from parallel_rl.training.manifest import Position, Record
+from parallel_rl.training.models.engine import build_critic, build_engine, build_optimizer, freeze_copy, start_world
 from parallel_rl.training.phases import Phase, phases
 from parallel_rl.training.plot import draw_curves
 from parallel_rl.training.random_state import begin_random_state, restore_random_state

@@ -30,7 +30,7 @@ class Small:
     def __init__(self, given: Sequence[str], extra: Mapping[str, object] | None = None) -> None:
         from parallel_rl.training.checkpoint import Contents
         from parallel_rl.training.config.load import load_config
-        from parallel_rl.training.engine import build_engine, build_optimizer
+        from parallel_rl.training.models.engine import build_engine, build_optimizer
 
         warnings.simplefilter("ignore")
         self.config = load_config(given[0], given[1:])

@@ -197,7 +197,7 @@ def test_init_from_is_refused_where_it_is_not_whole_or_does_not_fit(tmp_path: Pa
 
 
 def _lacks_a_part(rank: int, given: list[str]) -> None:
-    from parallel_rl.training.engine import freeze_copy
+    from parallel_rl.training.models.engine import freeze_copy
 
     small = Small(given)
     small.save(1)

@@ -24,7 +24,7 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
     from parallel_rl import NLLLoss, count_valid
     from parallel_rl.megatron import forward_logits
     from parallel_rl.training.batching.micro_batches import in_order, make_rows, micro_batches, width_unit
-    from parallel_rl.training.engine import build_engine, fused_head, loss_input, start_world
+    from parallel_rl.training.models.engine import build_engine, fused_head, loss_input, start_world
 
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])

@@ -17,7 +17,7 @@ PROMPTS = [[1, 4, 5, 13, 6, 14], [1, 8, 13, 8, 14], [1, 4, 13, 5, 3, 14], [1, 3,
 
 def _engine(arguments: list[str]):  # type: ignore[no-untyped-def]
     from parallel_rl.training.config.load import load_config
-    from parallel_rl.training.engine import build_engine, start_world
+    from parallel_rl.training.models.engine import build_engine, start_world
 
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
@@ -45,8 +45,8 @@ def draw_greedily(rank: int, arguments: list[str]) -> torch.Tensor:
 def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]:
     """Log-probs of the training forward and of the sampler on the same rows, and of the whole distribution there."""
     from parallel_rl.training.batching.micro_batches import in_order, make_rows, micro_batches, width_unit
+    from parallel_rl.training.models.scoring import log_probs
     from parallel_rl.training.rollout import sample
-    from parallel_rl.training.scoring import log_probs
 
     engine = _engine(arguments)
     config, sizes = engine.config, engine.config.parallel
