@@ -13,7 +13,7 @@ from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.examples import Prompt, Rollout, write_rollouts
 from parallel_rl.training.manifest import Position
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.training.rollout import sample
+from parallel_rl.training.rollouts.sampler import sample
 from parallel_rl.training.session import Session
 
 

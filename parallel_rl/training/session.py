@@ -37,7 +37,7 @@ from parallel_rl.training.data.records.source import Records, RecordT
 from parallel_rl.training.models.engine import Engine, StepResult, train_step
 from parallel_rl.training.models.lr_schedule import learning_rate
 from parallel_rl.training.models.scoring import log_probs, values
-from parallel_rl.training.served import Served
+from parallel_rl.training.rollouts.remote import Served
 from parallel_rl.training.tokenizer import CharTokenizer
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 

@@ -14,7 +14,7 @@ from parallel_rl.training.data.records.agree import read_together
 from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.manifest import Position
 from parallel_rl.training.models.scoring import with_teacher_logits
-from parallel_rl.training.rollout import ROWS_AT_A_TIME, sample
+from parallel_rl.training.rollouts.sampler import ROWS_AT_A_TIME, sample
 from parallel_rl.training.session import Numbers, Session, numbers_of
 
 

@@ -28,7 +28,7 @@ from parallel_rl.training.models.engine import build_critic, build_engine, build
 from parallel_rl.training.phases import Phase, phases
 from parallel_rl.training.plot import draw_curves
 from parallel_rl.training.random_state import begin_random_state, restore_random_state
-from parallel_rl.training.served import Served
+from parallel_rl.training.rollouts.remote import Served
 from parallel_rl.training.session import Critic, Session
 from parallel_rl.training.shelf import Retention
 from parallel_rl.training.steps import held_out_reward

@@ -26,7 +26,7 @@ def _engine(arguments: list[str]):  # type: ignore[no-untyped-def]
 
 
 def draw(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]:
-    from parallel_rl.training.rollout import sample
+    from parallel_rl.training.rollouts.sampler import sample
 
     engine = _engine(arguments)
     before = engine.bare.config.sequence_parallel, engine.bare.config.context_parallel_size
@@ -36,7 +36,7 @@ def draw(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]
 
 
 def draw_greedily(rank: int, arguments: list[str]) -> torch.Tensor:
-    from parallel_rl.training.rollout import sample
+    from parallel_rl.training.rollouts.sampler import sample
 
     engine = _engine(arguments)
     return sample(engine, PROMPTS, [3, 9, 11, 12, 700], 5, engine.config.sampling, greedy=True).tokens
@@ -46,7 +46,7 @@ def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor,
     """Log-probs of the training forward and of the sampler on the same rows, and of the whole distribution there."""
     from parallel_rl.training.batching.micro_batches import in_order, make_rows, micro_batches, width_unit
     from parallel_rl.training.models.scoring import log_probs
-    from parallel_rl.training.rollout import sample
+    from parallel_rl.training.rollouts.sampler import sample
 
     engine = _engine(arguments)
     config, sizes = engine.config, engine.config.parallel

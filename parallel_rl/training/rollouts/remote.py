@@ -21,7 +21,7 @@ from parallel_rl.experience.completions import Completion
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.training.rollout import Samples
+from parallel_rl.training.rollouts.sampler import Samples
 from parallel_rl.training.tokenizer import EOS, PAD
 
 _LOOK = 20.0  # seconds
