@@ -15,11 +15,11 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from parallel_rl.training.checkpoint import load_weights
+from parallel_rl.training.checkpointing.checkpoint import load_weights
+from parallel_rl.training.checkpointing.resume import same_weights
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.models.engine import Engine, build_engine, start_world
 from parallel_rl.training.rollouts.sampler import sample
-from parallel_rl.training.saving import same_weights
 from parallel_rl.training.tokenizer import EOS, CharTokenizer
 
 

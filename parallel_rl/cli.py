@@ -164,9 +164,9 @@ def _check(recipe: str | None, world: int, rest: Sequence[str]) -> int:
         config = load_config(path, overrides)
         data_parallel_size(config.parallel, world)
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+        from parallel_rl.training.checkpointing.resume import check_sources
         from parallel_rl.training.data.datasets import find_data
         from parallel_rl.training.fitting import check_layout
-        from parallel_rl.training.saving import check_sources
 
         check_layout(config, world)
         find_data(config.data)

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from parallel_rl.training import checkpoint, saving
 from parallel_rl.training.batching.micro_batches import Rows
-from parallel_rl.training.checkpoint import Contents
+from parallel_rl.training.checkpointing import checkpoint, resume
+from parallel_rl.training.checkpointing.checkpoint import Contents
+from parallel_rl.training.checkpointing.manifest import Position
+from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.drawing import asked
-from parallel_rl.training.manifest import Position
 from parallel_rl.training.session import Numbers, Session
-from parallel_rl.training.shelf import Retention
 
 
 def ask_ahead(session: Session, config: RLConfig, at: Position) -> None:
@@ -66,5 +66,5 @@ def mask_stale(session: Session, config: RLConfig, rows: Rows) -> tuple[Rows, Nu
 def _write(session: Session, at: Position, version: int) -> Path:
     engine = session.engine
     folder = Path(engine.config.run.dir) / "policy"
-    record = saving.record(engine.config, at, {})
+    record = resume.record(engine.config, at, {})
     return checkpoint.save(folder, version, Contents(engine), record, Retention(newest=2))

@@ -9,9 +9,9 @@ import torch
 
 from parallel_rl.megatron import is_last_stage
 from parallel_rl.training.batching.micro_batches import Rows, join
+from parallel_rl.training.checkpointing.manifest import Position
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.examples import Prompt, Rollout, write_rollouts
-from parallel_rl.training.manifest import Position
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.rollouts.sampler import sample
 from parallel_rl.training.session import Session

@@ -9,9 +9,9 @@ from parallel_rl.functional.kl import kl_estimate
 from parallel_rl.losses.mix import MixLossFn
 from parallel_rl.training.ahead import ask_ahead, mask_stale
 from parallel_rl.training.batching.micro_batches import Rows, join
+from parallel_rl.training.checkpointing.manifest import Position
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.drawing import sampled_rows
-from parallel_rl.training.manifest import Position
 from parallel_rl.training.samples import expert_rows, recorded_rows
 from parallel_rl.training.session import Numbers, Session, numbers_of
 from parallel_rl.training.tokenizer import EOS

@@ -7,12 +7,12 @@ from functools import partial
 import torch
 
 from parallel_rl.training.batching.micro_batches import Rows, make_rows, spread
+from parallel_rl.training.checkpointing.manifest import Position
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.datasets import check_cut
 from parallel_rl.training.data.examples import Rollout
 from parallel_rl.training.data.records.agree import read_together
 from parallel_rl.training.data.records.source import Records
-from parallel_rl.training.manifest import Position
 from parallel_rl.training.session import Session
 
 _EXPERTS = 1 << 48  # behind the ids of all samples of a run

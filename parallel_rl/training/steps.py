@@ -8,11 +8,11 @@ from functools import partial
 import torch
 
 from parallel_rl.training.batching.micro_batches import Rows, make_rows
+from parallel_rl.training.checkpointing.manifest import Position
 from parallel_rl.training.config.algorithms import LABELS, DistillationConfig, PreferenceConfig, SupervisedConfig
 from parallel_rl.training.data.examples import Pair, Prompt
 from parallel_rl.training.data.records.agree import read_together
 from parallel_rl.training.data.records.source import Records
-from parallel_rl.training.manifest import Position
 from parallel_rl.training.models.scoring import with_teacher_logits
 from parallel_rl.training.rollouts.sampler import ROWS_AT_A_TIME, sample
 from parallel_rl.training.session import Numbers, Session, numbers_of

@@ -15,22 +15,22 @@ from megatron.core.optimizer import MegatronOptimizer
 from parallel_rl.cluster import preemption
 from parallel_rl.cluster.heartbeat import enter_step, tick
 from parallel_rl.experience.rewards import reward_function
-from parallel_rl.training import checkpoint, saving
 from parallel_rl.training.agree import on_every_rank, on_first_rank
-from parallel_rl.training.checkpoint import Contents
+from parallel_rl.training.checkpointing import checkpoint, resume
+from parallel_rl.training.checkpointing.checkpoint import Contents
+from parallel_rl.training.checkpointing.manifest import Position, Record
+from parallel_rl.training.checkpointing.random_state import begin_random_state, restore_random_state
+from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.load import as_mapping
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.fitting import check_layout, length_check
 from parallel_rl.training.logging import RunLog, read_metrics, write_whole
-from parallel_rl.training.manifest import Position, Record
 from parallel_rl.training.models.engine import build_critic, build_engine, build_optimizer, freeze_copy, start_world
 from parallel_rl.training.phases import Phase, phases
 from parallel_rl.training.plot import draw_curves
-from parallel_rl.training.random_state import begin_random_state, restore_random_state
 from parallel_rl.training.rollouts.remote import Served
 from parallel_rl.training.session import Critic, Session
-from parallel_rl.training.shelf import Retention
 from parallel_rl.training.steps import held_out_reward
 from parallel_rl.training.tokenizer import CharTokenizer
 
@@ -76,7 +76,7 @@ class _Run:
         self.first = dist.get_rank() == 0
         said: list[str] = []
         steps = {phase.name: phase.steps for phase in self.phases}
-        self.anew, self.latest = saving.find_start(config, steps, data, said.append)
+        self.anew, self.latest = resume.find_start(config, steps, data, said.append)
         record = None if self.latest is None else self.latest[1]
         self.position = Position(self.phases[0].name, 0) if record is None else record.position
         self.facts = {} if record is None else record.facts
@@ -87,10 +87,10 @@ class _Run:
         engine = build_engine(config, tokenizer.vocab_size, config.model.max_positions)
         if sum(self._done().values()) < sum(phase.steps for phase in self.phases):
             begin_random_state(config.run.seed, engine.groups.dp_rank)
-        left = saving.left_by(config) if self.anew else ()
-        saving.check_room(config, engine, left)
+        left = resume.left_by(config) if self.anew else ()
+        resume.check_room(config, engine, left)
         if self.anew:
-            saving.start_anew(self.folder, left)
+            resume.start_anew(self.folder, left)
         self.log = on_every_rank(self._open_log, f"run.dir = {config.run.dir!r} cannot be written")
         for text in said:
             self.log.say(text)
@@ -112,7 +112,7 @@ class _Run:
         elif self.config.run.init_from is not None:
             engine, start = self.session.engine, Path(self.config.run.init_from)
             scalar_head = self.config.scalar_head
-            check = saving.same_weights(self.config, "run.init_from", scalar_head=scalar_head)
+            check = resume.same_weights(self.config, "run.init_from", scalar_head=scalar_head)
             checkpoint.load_weights(start, engine.model, check, scalar_head=scalar_head)
             # master weights of what was just loaded
             self.session = replace(self.session, optimizer=build_optimizer(engine, self.phases[0].optimizer))
@@ -223,7 +223,7 @@ class _Run:
         teacher = critic = None
         if config.teacher is not None:
             teacher = freeze_copy(engine)
-            checkpoint.load_weights(Path(config.teacher), teacher, saving.same_weights(config, "teacher"))
+            checkpoint.load_weights(Path(config.teacher), teacher, resume.same_weights(config, "teacher"))
         if config.rl is not None and config.rl.critic is not None:
             values = build_critic(engine)
             critic = Critic(values, build_optimizer(values, config.rl.critic.optimizer))
@@ -253,7 +253,7 @@ class _Run:
         else:
             began = self._with_models(optimizer) if phase.is_main else replace(self.session, optimizer=optimizer)
             self.session = began
-            random = checkpoint.load(path, saving.contents(began, self.position), record)
+            random = checkpoint.load(path, resume.contents(began, self.position), record)
         data = self.session.data.describe_next(self.position.taken)
         self.log.say(f"continuing from {path}: {self.position.phase} step {self.position.step}{data}")
         if random is None:
@@ -269,8 +269,8 @@ class _Run:
         for name, value in (("held_out_before", self.before), ("held_out_after", self.after)):
             if value is not None:
                 facts[name] = value
-        folder, run, parts = self.folder / "checkpoints", self.config.run, saving.contents(self.session, self.position)
-        record, keep = saving.record(self.config, self.position, facts), Retention(run.keep_checkpoints, run.keep_every)
+        folder, run, parts = self.folder / "checkpoints", self.config.run, resume.contents(self.session, self.position)
+        record, keep = resume.record(self.config, self.position, facts), Retention(run.keep_checkpoints, run.keep_every)
         path = checkpoint.save(folder, sum(self._done().values()), parts, record, keep)
         self.saved = path, self.position
 

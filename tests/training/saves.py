@@ -28,7 +28,7 @@ class Small:
     """A model, its optimizer and a folder of checkpoints; every tensor of checkpoint n holds n."""
 
     def __init__(self, given: Sequence[str], extra: Mapping[str, object] | None = None) -> None:
-        from parallel_rl.training.checkpoint import Contents
+        from parallel_rl.training.checkpointing.checkpoint import Contents
         from parallel_rl.training.config.load import load_config
         from parallel_rl.training.models.engine import build_engine, build_optimizer
 
@@ -43,31 +43,31 @@ class Small:
         self.contents = Contents(engine, optimizer, extra=extra or {})  # type: ignore[arg-type]
 
     def save(self, number: int, newest: int = 2, every: int = 0) -> Path:
-        from parallel_rl.training import checkpoint, saving
-        from parallel_rl.training.manifest import Position
-        from parallel_rl.training.shelf import Retention
+        from parallel_rl.training.checkpointing import checkpoint, resume
+        from parallel_rl.training.checkpointing.manifest import Position
+        from parallel_rl.training.checkpointing.storage import Retention
 
         with torch.no_grad():
             for parameter in self.contents.engine.bare.parameters():
                 parameter.fill_(number)
-        record = saving.record(self.config, Position("sft", number), {})
+        record = resume.record(self.config, Position("sft", number), {})
         return checkpoint.save(self.folder, number, self.contents, record, Retention(newest, every))
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """What a run would go on from, and what it would say."""
-        from parallel_rl.training import saving
-        from parallel_rl.training.recovery import newest_whole
+        from parallel_rl.training.checkpointing import resume
+        from parallel_rl.training.checkpointing.recovery import newest_whole
 
         said: list[str] = []
-        found = newest_whole(self.folder, saving.same_run(self.config, {"sft": 10**6}), said.append)
+        found = newest_whole(self.folder, resume.same_run(self.config, {"sft": 10**6}), said.append)
         return (None if found is None else found[0]), said
 
     def load(self) -> set[float]:
         """The values that the newest whole checkpoint holds."""
-        from parallel_rl.training import checkpoint, saving
-        from parallel_rl.training.recovery import newest_whole
+        from parallel_rl.training.checkpointing import checkpoint, resume
+        from parallel_rl.training.checkpointing.recovery import newest_whole
 
-        found = newest_whole(self.folder, saving.same_run(self.config, {"sft": 10**6}), str)
+        found = newest_whole(self.folder, resume.same_run(self.config, {"sft": 10**6}), str)
         assert found is not None
         checkpoint.load(found[0], self.contents, found[1])
         parameters = self.contents.engine.bare.parameters()

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from parallel_rl.training import shelf
-from parallel_rl.training.manifest import MANIFEST, share, written_by
-from parallel_rl.training.shelf import Retention
+from parallel_rl.training.checkpointing import storage
+from parallel_rl.training.checkpointing.manifest import MANIFEST, share, written_by
+from parallel_rl.training.checkpointing.storage import Retention
 from tests.distributed.pool import WorldError, run_world
 from tests.training.saves import (
     Counter,
@@ -97,9 +97,9 @@ def test_without_a_whole_one_nothing_is_renamed_and_nothing_begins_anew(tmp_path
 
 
 def _other_models(rank: int, given: list[str]) -> list[str]:
-    from parallel_rl.training import saving
+    from parallel_rl.training.checkpointing import resume
+    from parallel_rl.training.checkpointing.recovery import newest_whole
     from parallel_rl.training.config.load import load_config
-    from parallel_rl.training.recovery import newest_whole
 
     small, found = Small(given), []
     small.save(1)
@@ -113,7 +113,7 @@ def _other_models(rank: int, given: list[str]) -> list[str]:
         ["--tokenizer.alphabet=9876543210+="],
         ["--run.dtype=float64"],
     ):
-        check = saving.same_run(load_config(given[0], [*given[1:], *change]), {"sft": 10})
+        check = resume.same_run(load_config(given[0], [*given[1:], *change]), {"sft": 10})
         with pytest.raises(ValueError) as refusal:
             newest_whole(small.folder, check, found.append)
         found.append(str(refusal.value))
@@ -211,7 +211,7 @@ def test_a_checkpoint_without_a_part_that_the_run_has_is_refused(tmp_path: Path)
 
 
 def _begin_anew(rank: int, given: list[str]) -> list[bool]:
-    from parallel_rl.training import saving
+    from parallel_rl.training.checkpointing import resume
     from parallel_rl.training.config.load import load_config
 
     config, left = load_config(given[0], [*given[1:], "--run.resume=never"]), []
@@ -219,8 +219,8 @@ def _begin_anew(rank: int, given: list[str]) -> list[bool]:
     for job, restarts in (("7", 0), ("7", 1), ("7", 0), ("8", 2), ("", 0)):
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         with mock.patch.dict(os.environ, SLURM_JOB_ID=job, SLURM_RESTART_COUNT=str(restarts)):
-            if saving.begins_anew(config):
-                saving.start_anew(folder, ["checkpoints"])
+            if resume.begins_anew(config):
+                resume.start_anew(folder, ["checkpoints"])
         left.append((folder / "checkpoints").exists())
     return left
 
@@ -231,10 +231,10 @@ def test_never_resuming_does_not_undo_a_requeued_jobs_work(tmp_path: Path) -> No
 
 def _folder(path: Path, steps: dict[int, int]) -> Path:
     """Checkpoints by their numbers, each with a manifest that says its step in its phase."""
-    from parallel_rl.training.manifest import Manifest, Position, Record, write_manifest
+    from parallel_rl.training.checkpointing.manifest import Manifest, Position, Record, write_manifest
 
     for number, step in steps.items():
-        final = shelf.path_of(path, number)
+        final = storage.path_of(path, number)
         final.mkdir(parents=True)
         write_manifest(final, Manifest(Record(Position("rl", step), {}, {}, {}, ()), {}))
     return path
@@ -242,11 +242,11 @@ def _folder(path: Path, steps: dict[int, int]) -> Path:
 
 def test_pruning_keeps_the_newest_and_every_mth_and_what_is_being_read(tmp_path: Path) -> None:
     folder = _folder(tmp_path, {10 + step: step for step in range(1, 10)})
-    with shelf.reading(folder / "step_000012"):
-        shelf.prune(folder, Retention(2, 4), folder / "step_000019")
-    assert [path.name for path in shelf.shelved(folder)] == [f"step_0000{n}" for n in (12, 14, 18, 19)]
-    shelf.prune(folder, Retention(1), folder / "step_000014")  # just written, though not the newest by its number
-    assert [path.name for path in shelf.shelved(folder)] == ["step_000014", "step_000019"]
+    with storage.reading(folder / "step_000012"):
+        storage.prune(folder, Retention(2, 4), folder / "step_000019")
+    assert [path.name for path in storage.shelved(folder)] == [f"step_0000{n}" for n in (12, 14, 18, 19)]
+    storage.prune(folder, Retention(1), folder / "step_000014")  # just written, though not the newest by its number
+    assert [path.name for path in storage.shelved(folder)] == ["step_000014", "step_000019"]
     with open(folder / "step_000014" / MANIFEST, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # free: no lock was left behind
 
@@ -256,10 +256,10 @@ def test_what_a_kill_left_is_cleared_up_and_said(tmp_path: Path) -> None:
     (folder / ".partial_step_000003").mkdir()
     (folder / ".pruned_step_000000").mkdir()
     (folder / "step_000002").rename(folder / ".replaced_step_000002")
-    said = shelf.tidy(folder)
+    said = storage.tidy(folder)
     assert len(said) == 2 and "step_000003: its save was cut off" in said[0] and "step_000002" in said[1]
     assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
-    assert shelf.tidy(folder) == []
+    assert storage.tidy(folder) == []
 
 
 def _with_counters(rank: int, given: list[str], saving: bool) -> list[int]:
@@ -283,7 +283,7 @@ def test_what_data_ranks_keep_comes_back_on_every_rank_of_any_layout(tmp_path: P
 
 
 def test_files_are_looked_at_by_one_rank_each_and_hashed_by_their_writer() -> None:
-    from parallel_rl.training.manifest import FileEntry
+    from parallel_rl.training.checkpointing.manifest import FileEntry
 
     files = {f"file{number}": FileEntry(100 * number, "") for number in range(9)}
     parts = [share(files, rank, 3) for rank in range(3)]

@@ -8,18 +8,18 @@ from pathlib import Path
 
 from parallel_rl.losses.mix import MixLossFn
 from parallel_rl.megatron.model_config import default_ffn_hidden_size
-from parallel_rl.training import shelf
 from parallel_rl.training.agree import on_first_rank
-from parallel_rl.training.checkpoint import Contents, Controllers, Stateful
+from parallel_rl.training.checkpointing import storage
+from parallel_rl.training.checkpointing.checkpoint import Contents, Controllers, Stateful
+from parallel_rl.training.checkpointing.manifest import Fact, Position, Record, differing, fault, read_manifest
+from parallel_rl.training.checkpointing.recovery import newest_whole, verify
+from parallel_rl.training.checkpointing.sharded import bytes_of
 from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.logging import read_metrics
-from parallel_rl.training.manifest import Fact, Position, Record, differing, fault, read_manifest
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.training.recovery import newest_whole, verify
 from parallel_rl.training.session import Session
-from parallel_rl.training.sharded import bytes_of
 
 _MODEL = "model."
 _WEIGHTS = "tokenizer.alphabet"
@@ -61,8 +61,8 @@ def same_run(config: TrainConfig, phases: Mapping[str, int]) -> Callable[[Path, 
             difference = f"it stands in the phase {found.position.phase!r} and this run has {', '.join(phases)}"
         if difference is None:
             before = sum(list(phases.values())[: list(phases).index(found.position.phase)])
-            if (number := before + found.position.step) != shelf.number_of(path):
-                where = f"its {found.position.phase} step {found.position.step} is step {shelf.number_of(path)} of all phases"
+            if (number := before + found.position.step) != storage.number_of(path):
+                where = f"its {found.position.phase} step {found.position.step} is step {storage.number_of(path)} of all phases"
                 difference = f"{where} there and {number} in this run"
         if difference is not None:
             raise ValueError(
@@ -176,10 +176,10 @@ def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None
     folder = Path(config.run.dir)
 
     def check() -> None:
-        free = shelf.free_bytes(folder) + shelf.bytes_in(folder, goes)
+        free = storage.free_bytes(folder) + storage.bytes_in(folder, goes)
         if free < needed:
             raise ValueError(
-                f"run.dir = {config.run.dir!r}: a checkpoint takes {shelf.in_words(needed)} and {shelf.in_words(free)} are "
+                f"run.dir = {config.run.dir!r}: a checkpoint takes {storage.in_words(needed)} and {storage.in_words(free)} are "
                 f"free{' once the run there is removed' if goes else ''}. Nothing was changed; make room, or choose another "
                 "run.dir"
             )
@@ -206,7 +206,7 @@ def start_anew(folder: Path, names: Sequence[str]) -> None:
     job = os.environ.get("SLURM_JOB_ID", "")
 
     def clear() -> None:
-        shelf.remove(folder, names)
+        storage.remove(folder, names)
         if job:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _BEGUN_BY).write_text(job, encoding="utf-8")

@@ -19,15 +19,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from parallel_rl.megatron import unwrap
-from parallel_rl.training import manifest as files
-from parallel_rl.training import shelf
 from parallel_rl.training.agree import on_every_rank, on_first_rank
-from parallel_rl.training.manifest import FileEntry, Manifest, Record, read_manifest
+from parallel_rl.training.checkpointing import manifest as files
+from parallel_rl.training.checkpointing import storage
+from parallel_rl.training.checkpointing.manifest import FileEntry, Manifest, Record, read_manifest
+from parallel_rl.training.checkpointing.random_state import random_state
+from parallel_rl.training.checkpointing.recovery import verify
+from parallel_rl.training.checkpointing.sharded import State, bytes_of, load_sharded, save_sharded
+from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.training.random_state import random_state
-from parallel_rl.training.recovery import verify
-from parallel_rl.training.sharded import State, bytes_of, load_sharded, save_sharded
-from parallel_rl.training.shelf import Retention
 
 NumberT = TypeVar("NumberT")
 
@@ -98,7 +98,7 @@ def save(folder: Path, number: int, contents: Contents, record: Record, keep: Re
         RuntimeError: it could not be written, or an old one not be removed; on all ranks, with the rank and the cause. What was
             there before is untouched.
     """
-    final = shelf.path_of(folder, number)
+    final = storage.path_of(folder, number)
     failed = f"the checkpoint {final} could not be written, those before it are untouched"
     state = _state(contents, loading=False)
     state["controllers"] = {name: dict(one.state_dict()) for name, one in contents.controllers.items()}
@@ -107,18 +107,18 @@ def save(folder: Path, number: int, contents: Contents, record: Record, keep: Re
     named = [*(f"controllers.{name}" for name in contents.controllers), *(f"extra.{name}" for name in contents.extra)]
     record = replace(record, layout=_layout(contents.engine), parts=(*contents.models, *named))
     needed = bytes_of(state, contents.engine.device)
-    partial = on_first_rank(lambda: shelf.make_partial(final, needed), failed)
+    partial = on_first_rank(lambda: storage.make_partial(final, needed), failed)
     try:
         save_sharded(state, partial, failed)
         entries = _seal(partial, failed)
         on_first_rank(lambda: files.write_manifest(partial, Manifest(record, entries)), failed)
-        on_first_rank(lambda: shelf.publish(partial, final), failed)
+        on_first_rank(lambda: storage.publish(partial, final), failed)
     except RuntimeError:
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     why = f"the checkpoint {final} is written, but those that run.keep_checkpoints leaves out could not be removed"
-    on_first_rank(lambda: shelf.prune(folder, keep, final), why)
+    on_first_rank(lambda: storage.prune(folder, keep, final), why)
     return final
 
 
@@ -169,7 +169,7 @@ def load_weights(
     Raises:
         ValueError: no checkpoint there, a damaged one, or one of another model; on all ranks.
     """
-    with shelf.reading(path) if dist.get_rank() == 0 else contextlib.nullcontext():
+    with storage.reading(path) if dist.get_rank() == 0 else contextlib.nullcontext():
         manifest = on_first_rank(lambda: read_manifest(path), f"the checkpoint {path} cannot be read")
         check(path, manifest.record)
         verify(path, manifest)

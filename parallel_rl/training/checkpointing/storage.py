@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_rl.training.manifest import MANIFEST, read_manifest, sync_folder
+from parallel_rl.training.checkpointing.manifest import MANIFEST, read_manifest, sync_folder
 
 _NAME = re.compile(r"step_(\d{6,})")
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parallel_rl.training import shelf
 from parallel_rl.training.agree import on_first_rank
-from parallel_rl.training.manifest import DamagedCheckpoint, Manifest, Record, fault, read_manifest, share
+from parallel_rl.training.checkpointing import storage
+from parallel_rl.training.checkpointing.manifest import DamagedCheckpoint, Manifest, Record, fault, read_manifest, share
 
 
 def newest_whole(
@@ -28,10 +28,10 @@ def newest_whole(
         ValueError: there are checkpoints, but none is whole (nothing is renamed then), or `check` refused the newest.
     """
     unusable = f"the checkpoints in {folder} cannot be used"
-    for text in on_first_rank(lambda: shelf.tidy(folder), unusable):
+    for text in on_first_rank(lambda: storage.tidy(folder), unusable):
         say(text)
     damaged: list[tuple[Path, str]] = []
-    for path in reversed(on_first_rank(lambda: shelf.shelved(folder), unusable)):
+    for path in reversed(on_first_rank(lambda: storage.shelved(folder), unusable)):
         try:
             manifest = on_first_rank(lambda path=path: read_manifest(path), unusable)  # type: ignore[misc]
             check(path, manifest.record)
@@ -40,7 +40,7 @@ def newest_whole(
             damaged.append((path, str(error)))
             continue
         for bad, why in damaged:
-            aside = on_first_rank(lambda bad=bad: shelf.set_aside(bad), unusable)  # type: ignore[misc]
+            aside = on_first_rank(lambda bad=bad: storage.set_aside(bad), unusable)  # type: ignore[misc]
             say(f"{why}; set aside as {aside.name}, {path.name} is taken instead")
         return path, manifest.record
     if damaged:

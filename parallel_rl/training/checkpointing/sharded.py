@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from parallel_rl.training.agree import describe, on_every_rank
-from parallel_rl.training.shelf import free_bytes, in_words
+from parallel_rl.training.checkpointing.storage import free_bytes, in_words
 
 State = dict[str, Any]
 
