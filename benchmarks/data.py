@@ -1,8 +1,8 @@
 """A large data set through a window: records checked and read a second, and resident memory from step to step.
 
-Demonstrations with lognormal lengths are written as JSONL and as Parquet, several shards each; `parallel_rl.training.dry_run`
-in a process of its own checks them all as a run does and then reads what its steps read. `--check` holds that from step 100 on
-memory stays as it is. `python -m benchmarks.data --help`.
+Demonstrations with lognormal lengths are written as JSONL and as Parquet, several shards each;
+`parallel_rl.training.preflight.dry_run` in a process of its own checks them all as a run does and then reads what its steps
+read. `--check` holds that from step 100 on memory stays as it is. `python -m benchmarks.data --help`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.report import add_report_options, report
 from parallel_rl.training.config.load import load_config
-from parallel_rl.training.dry_run import Progress, dry_run, resident
+from parallel_rl.training.preflight.dry_run import Progress, dry_run, resident
 
 CONFIG = Path(__file__).parent.parent / "configs" / "sft_arithmetic.yaml"
 KINDS = ("jsonl", "parquet")

@@ -166,7 +166,7 @@ def _check(recipe: str | None, world: int, rest: Sequence[str]) -> int:
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
         from parallel_rl.training.checkpointing.resume import check_sources
         from parallel_rl.training.data.datasets import find_data
-        from parallel_rl.training.fitting import check_layout
+        from parallel_rl.training.preflight.sizes import check_layout
 
         check_layout(config, world)
         find_data(config.data)
@@ -192,7 +192,7 @@ def _train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
 
     from parallel_rl.cluster.exit import failed
     from parallel_rl.cluster.watchdog import watching
-    from parallel_rl.training.gate import pass_gate
+    from parallel_rl.training.preflight.gate import pass_gate
     from parallel_rl.training.trainer import train
 
     try:
@@ -216,7 +216,7 @@ def _data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
         path, overrides = _source(recipe, rest)
         config = load_config(path, overrides)
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-        from parallel_rl.training.dry_run import dry_run
+        from parallel_rl.training.preflight.dry_run import dry_run
 
         for done in dry_run(config, steps, lambda line: print(line, flush=True)):
             print(

@@ -19,7 +19,7 @@ from tools.lint_sbatch import lint
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/grpo_arithmetic.yaml"
-pool.preload("megatron.core", "parallel_rl.training.gate")
+pool.preload("megatron.core", "parallel_rl.training.preflight.gate")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_the_script_hears_signals_before_it_runs_any_program() -> None:
 
 
 def _tiny_step(rank: int, config: ParallelConfig, wrong: int | None) -> None:
-    from parallel_rl.training import gate
+    from parallel_rl.training.preflight import gate
 
     add = gate._sum
     if rank == wrong:  # a device whose sums are off
@@ -137,7 +137,7 @@ def test_the_gate_lets_good_worlds_through_and_names_a_rank_that_computes_wrong(
 
 
 def test_the_gate_names_a_rank_that_does_not_come_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from parallel_rl.training.gate import check_in
+    from parallel_rl.training.preflight.gate import check_in
 
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # as torchrun's agent has it
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "RANK": 0, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import data
-from parallel_rl.training.dry_run import Progress
+from parallel_rl.training.preflight.dry_run import Progress
 
 
 def _figures(*memory: int, checked: float = 1.0) -> data.Figures:

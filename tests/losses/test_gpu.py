@@ -18,7 +18,7 @@ from parallel_rl.validation import validation
 from tests.card import no_sync, replayed
 from tests.distributed.law import Case, has_scalar_head
 from tests.losses.test_no_sync import CASES, make, step
-from tests.vocab.linear_cases import error
+from tests.vocab.linear.cases import error
 
 pytestmark = pytest.mark.gpu
 SEQUENCES, WIDTH, V, D = 6, 40, 1000, 64

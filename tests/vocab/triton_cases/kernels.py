@@ -220,7 +220,7 @@ def test_from_hidden_states(mode: str) -> None:
 def test_low_precision_from_hidden_states(mode: str, dtype: torch.dtype, softcap: float | None, budget: int) -> None:
     """The gradient of the logits is rounded as the products take it, of kept logits over their own bytes."""
     from parallel_rl import linear_token_stats
-    from tests.vocab.linear_cases import dense, make
+    from tests.vocab.linear.cases import dense, make
 
     if (mode, dtype) == ("in_forward", torch.float16):
         return  # refused

@@ -178,7 +178,10 @@ def test_a_restart_trains_on_what_was_in_flight(layout: str, others: tuple[str, 
 
 @pytest.mark.slow
 def test_prompts_that_teach_nothing_are_replaced(tmp_path: Path) -> None:
-    more = {"rl__dynamic_sampling": "{max_rounds: 3, exhausted: mask}", "reward": "tests.training.test_server:long"}
+    more = {
+        "rl__dynamic_sampling": "{max_rounds: 3, exhausted: mask}",
+        "reward": "tests.training.rollouts.test_remote:long",
+    }
     with serve(well) as server:
         one = train(tmp_path / "one", server, options="ahead: 1", **more)
         assert len(server.requests) > 3 * SAMPLES

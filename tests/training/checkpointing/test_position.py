@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 
 from tests.distributed.pool import WorldError, run_world
+from tests.training.checkpointing.saves import snapshot
 from tests.training.helpers import DATA, cut, run, train_rows
-from tests.training.saves import snapshot
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

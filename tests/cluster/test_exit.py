@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from parallel_rl.cluster import heartbeat, preemption
 from tests.distributed.pool import run_world
+from tests.launch import rows
 from tests.training.helpers import run, train_rows
-from tests.training.launch import rows
 
 SMALL = {
     "parallel": "{}",

@@ -8,8 +8,8 @@ import pytest
 
 from parallel_rl.training.logging import RunLog, read_metrics
 from tests.distributed.pool import WorldError, run_world
+from tests.training.checkpointing.saves import arguments, snapshot
 from tests.training.helpers import train_rows
-from tests.training.saves import arguments, snapshot
 
 
 def test_a_start_that_was_given_up_writes_nothing_into_the_next_one_s_record(tmp_path: Path) -> None:

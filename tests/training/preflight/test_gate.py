@@ -18,7 +18,7 @@ from tests.training.helpers import CONFIGS, ROOT
 
 
 def _tiny_step(rank: int, config: ParallelConfig, garbles: int | None) -> None:
-    from parallel_rl.training import gate
+    from parallel_rl.training.preflight import gate
 
     together = dist.batch_isend_irecv
 
@@ -47,7 +47,7 @@ def test_a_pair_of_pipeline_neighbours_that_garbles_is_named() -> None:
 SILENT = """
 import os, sys, warnings
 import torch.distributed as dist
-from parallel_rl.training.gate import pass_gate
+from parallel_rl.training.preflight.gate import pass_gate
 from parallel_rl.training.config.load import load_config
 
 warnings.simplefilter("ignore")

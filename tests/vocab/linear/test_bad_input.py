@@ -7,7 +7,7 @@ import torch
 
 from parallel_rl import linear_token_stats
 from parallel_rl.validation import validation
-from tests.vocab.linear_cases import D, N, V, make
+from tests.vocab.linear.cases import D, N, V, make
 
 SMALL = 4 * V * 8 * 3  # a few rows a chunk
 

@@ -14,7 +14,7 @@ from parallel_rl.validation import validation
 from parallel_rl.vocab.linear.plan import LinearMode
 from tests.collectives import recorded
 from tests.distributed.pool import run_world
-from tests.vocab.linear_cases import D, N, Problem, V, dense, error, make
+from tests.vocab.linear.cases import D, N, Problem, V, dense, error, make
 
 MODES: tuple[LinearMode, ...] = ("in_forward", "resident", "recompute", "auto")
 ROWS = 28  # of N; they divide by 4

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from parallel_rl import LinearTokenStats, linear_token_stats, token_stats
 from parallel_rl.vocab.linear.gemm import scaled_to_
 from parallel_rl.vocab.linear.plan import LinearMode
-from tests.vocab.linear_cases import N, Problem, V, dense, error, make
+from tests.vocab.linear.cases import N, Problem, V, dense, error, make
 
 SMALL = 4 * V * 8 * 3  # a few rows a chunk
 MODES: list[LinearMode] = ["in_forward", "resident", "recompute", "auto"]

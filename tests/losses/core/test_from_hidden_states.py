@@ -25,7 +25,7 @@ from tests.distributed.law import CORE, Case
 from tests.distributed.linear_law import takes_head
 from tests.losses.test_no_sync import make
 from tests.losses.test_token_separable import ON_LOG_PROBS
-from tests.vocab.linear_cases import error
+from tests.vocab.linear.cases import error
 from tests.watch import Watch
 
 D, V = 8, 24

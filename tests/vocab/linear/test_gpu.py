@@ -13,7 +13,7 @@ from parallel_rl import linear_token_stats
 from parallel_rl.validation import validation
 from parallel_rl.vocab.linear.plan import LinearMode
 from tests.card import no_sync
-from tests.vocab.linear_cases import error
+from tests.vocab.linear.cases import error
 
 pytestmark = pytest.mark.gpu
 MODES: tuple[LinearMode, ...] = ("in_forward", "resident", "recompute", "auto")

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.pool import run_world
-from tests.training.saves import (
+from tests.training.checkpointing.saves import (
     Small,
     arguments,
     can_mount,

@@ -16,7 +16,7 @@ from parallel_rl.training.checkpointing import storage
 from parallel_rl.training.checkpointing.manifest import MANIFEST, share, written_by
 from parallel_rl.training.checkpointing.storage import Retention
 from tests.distributed.pool import WorldError, run_world
-from tests.training.saves import (
+from tests.training.checkpointing.saves import (
     Counter,
     Small,
     arguments,

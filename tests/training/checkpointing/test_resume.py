@@ -13,8 +13,8 @@ import torch
 
 from parallel_rl.training.config.load import load_config
 from tests.distributed.pool import WorldError, run_world
+from tests.training.checkpointing.saves import flip, largest_file, shard_of
 from tests.training.helpers import DATA, cut, run, train_rows
-from tests.training.saves import flip, largest_file, shard_of
 
 SMALL = {
     "model__hidden": 32,
@@ -128,7 +128,7 @@ def chance(prompt: str, completion: str, answer: str) -> float:
 
 def test_random_states_and_the_kl_controller_go_on(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    more = {**KL_AND_CRITIC, "reward": "tests.training.test_resume:chance"}
+    more = {**KL_AND_CRITIC, "reward": "tests.training.checkpointing.test_resume:chance"}
     rows = run_world(2, train_rows, arguments(whole, "float32", **more))
     coefficients = [row["kl_coefficient"] for row in rows[0][1:]]
     assert coefficients[0] == 0.05 and len(set(coefficients)) == 3

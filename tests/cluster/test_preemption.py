@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from parallel_rl.training.logging import write_whole
 from tests.distributed.pool import WorldError, run_world
+from tests.launch import Launch, rows
+from tests.training.checkpointing.saves import largest_file
 from tests.training.helpers import DATA, run, train_rows
-from tests.training.launch import Launch, rows
-from tests.training.saves import largest_file
 
 SMALL = {
     "model__hidden": 32,
