@@ -24,11 +24,11 @@ from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.load import as_mapping
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
-from parallel_rl.training.logging import RunLog, read_metrics, write_whole
 from parallel_rl.training.models.engine import build_critic, build_engine, build_optimizer, freeze_copy, start_world
 from parallel_rl.training.phases import Phase, phases
-from parallel_rl.training.plot import draw_curves
 from parallel_rl.training.preflight.sizes import check_layout, length_check
+from parallel_rl.training.reporting.curves import draw_curves
+from parallel_rl.training.reporting.run_log import RunLog, read_metrics, write_whole
 from parallel_rl.training.rollouts.remote import Served
 from parallel_rl.training.session import Critic, Session
 from parallel_rl.training.steps import held_out_reward

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from parallel_rl.training.logging import write_whole
+from parallel_rl.training.reporting.run_log import write_whole
 from tests.distributed.pool import WorldError, run_world
 from tests.launch import Launch, rows
 from tests.training.checkpointing.saves import largest_file

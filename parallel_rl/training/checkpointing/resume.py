@@ -17,8 +17,8 @@ from parallel_rl.training.checkpointing.sharded import bytes_of
 from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets
-from parallel_rl.training.logging import read_metrics
 from parallel_rl.training.models.engine import Engine
+from parallel_rl.training.reporting.run_log import read_metrics
 from parallel_rl.training.session import Session
 
 _MODEL = "model."

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from parallel_rl.training.logging import RunLog, read_metrics
-from parallel_rl.training.plot import draw_curves
+from parallel_rl.training.reporting.curves import draw_curves
+from parallel_rl.training.reporting.run_log import RunLog, read_metrics
 from tests.distributed.pool import run_world
 from tests.training.helpers import LAYOUTS, run, train_rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel_rl.training.logging import Row
+from parallel_rl.training.reporting.run_log import Row
 
 _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward", "held_out_reward")),
