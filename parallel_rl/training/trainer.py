@@ -16,6 +16,8 @@ from parallel_rl.cluster import preemption
 from parallel_rl.cluster.heartbeat import enter_step, tick
 from parallel_rl.experience.rewards import reward_function
 from parallel_rl.training.agree import on_every_rank, on_first_rank
+from parallel_rl.training.algorithms.phases import Phase, phases
+from parallel_rl.training.algorithms.supervised import held_out_reward
 from parallel_rl.training.checkpointing import checkpoint, resume
 from parallel_rl.training.checkpointing.checkpoint import Contents
 from parallel_rl.training.checkpointing.manifest import Position, Record
@@ -25,13 +27,11 @@ from parallel_rl.training.config.load import as_mapping
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.models.engine import build_critic, build_engine, build_optimizer, freeze_copy, start_world
-from parallel_rl.training.phases import Phase, phases
 from parallel_rl.training.preflight.sizes import check_layout, length_check
 from parallel_rl.training.reporting.curves import draw_curves
 from parallel_rl.training.reporting.run_log import RunLog, read_metrics, write_whole
 from parallel_rl.training.rollouts.remote import Served
 from parallel_rl.training.session import Critic, Session
-from parallel_rl.training.steps import held_out_reward
 from parallel_rl.training.tokenizer import CharTokenizer
 
 
