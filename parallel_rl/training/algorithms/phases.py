@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from parallel_rl.training.algorithms.rl.step import rl_step
 from parallel_rl.training.algorithms.supervised import distillation_step, preference_step, supervised_step
 from parallel_rl.training.checkpointing.manifest import Position
 from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.rl import rl_step
 from parallel_rl.training.session import Numbers, Session
 
 Section = RLConfig | PreferenceConfig | SupervisedConfig | DistillationConfig

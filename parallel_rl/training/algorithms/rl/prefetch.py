@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
+from parallel_rl.training.algorithms.rl.sampled import asked
 from parallel_rl.training.batching.micro_batches import Rows
 from parallel_rl.training.checkpointing import checkpoint, resume
 from parallel_rl.training.checkpointing.checkpoint import Contents
 from parallel_rl.training.checkpointing.manifest import Position
 from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.algorithms import RLConfig
-from parallel_rl.training.drawing import asked
 from parallel_rl.training.session import Numbers, Session
 
 

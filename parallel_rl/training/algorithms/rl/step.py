@@ -7,12 +7,12 @@ from dataclasses import replace
 from parallel_rl.advantages import estimate
 from parallel_rl.functional.kl import kl_estimate
 from parallel_rl.losses.mix import MixLossFn
-from parallel_rl.training.ahead import ask_ahead, mask_stale
+from parallel_rl.training.algorithms.rl.prefetch import ask_ahead, mask_stale
+from parallel_rl.training.algorithms.rl.recorded import expert_rows, recorded_rows
+from parallel_rl.training.algorithms.rl.sampled import sampled_rows
 from parallel_rl.training.batching.micro_batches import Rows, join
 from parallel_rl.training.checkpointing.manifest import Position
 from parallel_rl.training.config.algorithms import RLConfig
-from parallel_rl.training.drawing import sampled_rows
-from parallel_rl.training.samples import expert_rows, recorded_rows
 from parallel_rl.training.session import Numbers, Session, numbers_of
 from parallel_rl.training.tokenizer import EOS
 
