@@ -1,5 +1,6 @@
 """Loss functions for RL post-training: one loss, any layout, the same numbers."""
 
+from parallel_rl.counts import ValidCounts, count_valid
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.layout import SequenceLayout
 from parallel_rl.losses import (
@@ -35,8 +36,8 @@ from parallel_rl.losses import (
     ValueLossFn,
 )
 from parallel_rl.losses.registry import get_loss, losses, register_objective
+from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.packing import SequencePackingLossWrapper
-from parallel_rl.reduce import Metrics, ValidCounts, count_valid, reduce_metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import set_validation
 from parallel_rl.vocab.linear.lm_head import LMHeadInput

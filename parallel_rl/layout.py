@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from parallel_rl.groups import group_size
-from parallel_rl.reduce import group_sum
+from parallel_rl.groups import group_size, group_sum
 from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from parallel_rl.losses.core.base import LossFn
-    from parallel_rl.reduce import Metrics
+    from parallel_rl.metrics import Metrics
     from parallel_rl.statistics import Statistics
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_rl import Metrics, ParallelGroups, ValidCounts, count_valid, reduce_metrics
-from parallel_rl.reduce import Metric, group_sum, token_weights, valid_tokens
+from parallel_rl.counts import token_weights, valid_tokens
+from parallel_rl.groups import group_sum
+from parallel_rl.metrics import Metric
 from parallel_rl.validation import validation
 from tests.collectives import recorded
 from tests.distributed.law import make_groups

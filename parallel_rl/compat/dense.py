@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel_rl.groups import group_size
+from parallel_rl.counts import ValidCounts
+from parallel_rl.groups import group_size, group_sum
 from parallel_rl.layout import SequenceLayout
 from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.reduce import Metric, ValidCounts, group_sum
+from parallel_rl.metrics import Metric
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.stats import TokenStats
 

@@ -19,7 +19,7 @@ from parallel_rl.experience.running_moments import RunningMoments
 from parallel_rl.experience.samples import Experience, Samples
 from parallel_rl.functional.kl import kl_estimate
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.reduce import Metric, Metrics
+from parallel_rl.metrics import Metric, Metrics
 
 PromptT = TypeVar("PromptT")
 

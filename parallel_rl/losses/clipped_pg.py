@@ -13,7 +13,7 @@ from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.off_policy import importance_weight
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.losses.policy_config import ImportanceConfig, PolicyLossConfig
-from parallel_rl.reduce import Metric, Metrics
+from parallel_rl.metrics import Metric, Metrics
 
 
 class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):

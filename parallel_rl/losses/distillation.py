@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from parallel_rl.counts import Aggregation, check_aggregation, token_weights, valid_tokens
 from parallel_rl.functional.distillation import Divergence, ForwardKL, mixed_kl, reverse_tail, with_tail
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import Alignment, TokenBatch
-from parallel_rl.reduce import Aggregation, Metric, Metrics, check_aggregation, token_weights, valid_tokens
+from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.shards import shard_range

@@ -13,7 +13,7 @@ from parallel_rl.functional.preference import kto_desirable, kto_undesirable
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.pairs import response_sum
-from parallel_rl.reduce import Metric, Metrics
+from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 

@@ -10,12 +10,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from parallel_rl.counts import ValidCounts
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import PolicyLossConfig
-from parallel_rl.reduce import Metric, Metrics, ValidCounts
+from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.vocab.stats import TokenStats
 

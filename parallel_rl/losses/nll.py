@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel_rl.counts import Aggregation, check_aggregation, token_weights
 from parallel_rl.functional.supervised import NLLWeighting, weighted_nll
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.reduce import Aggregation, Metric, Metrics, check_aggregation, token_weights
+from parallel_rl.metrics import Metric, Metrics
 
 
 @dataclass(frozen=True)

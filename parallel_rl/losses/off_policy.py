@@ -11,7 +11,7 @@ from parallel_rl.functional.importance import mismatch, out_of_bounds, truncated
 from parallel_rl.functional.ratio import exp_or_zero
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.policy_config import ImportanceConfig, OffPolicyMaskConfig, RejectionConfig, RejectionRule
-from parallel_rl.reduce import Metric
+from parallel_rl.metrics import Metric
 
 
 @torch.no_grad()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parallel_rl.counts import Aggregation, token_weights
 from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.reduce import Aggregation, Metric, token_weights
+from parallel_rl.metrics import Metric
 
 
 def response_sum(batch: TokenBatch, x: Tensor, average: bool = False) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from parallel_rl.counts import ValidCounts, token_weights
 from parallel_rl.functional.kl import kl_estimate, straight_through
 from parallel_rl.functional.ratio import exp_or_zero, safe_exp
 from parallel_rl.functional.surrogates import PolicyTerms
@@ -17,7 +18,7 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.off_policy import entropy_threshold, importance_weight, kept_tokens, off_policy_keep
 from parallel_rl.losses.policy_config import PolicyLossConfig
-from parallel_rl.reduce import Metric, Metrics, ValidCounts, token_weights
+from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 
 ConfigT = TypeVar("ConfigT")

@@ -7,10 +7,10 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Literal
 
+from parallel_rl.counts import Aggregation, check_aggregation
 from parallel_rl.functional.importance import MismatchStatistic, Truncation
 from parallel_rl.functional.kl import KLType
 from parallel_rl.functional.surrogates import PPO, Surrogate
-from parallel_rl.reduce import Aggregation, check_aggregation
 
 RatioLevel = Literal["token", "sequence-mean", "sequence-sum"]
 

@@ -13,7 +13,7 @@ from parallel_rl.functional import preference
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import Alignment, TokenBatch
 from parallel_rl.losses.pairs import chosen_nll, pair_mean, pair_metrics, response_sum
-from parallel_rl.reduce import Metric, Metrics
+from parallel_rl.metrics import Metric, Metrics
 
 PairKind = Literal[
     "sigmoid", "robust", "ipo", "hinge", "exo", "nca", "bco", "sppo-hard", "apo-zero", "apo-down", "discopop"

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from parallel_rl.counts import valid_tokens
 from parallel_rl.functional.reward import cross_entropy
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.reduce import Metric, Metrics, valid_tokens
+from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.shards import ShardRange, shard_range

@@ -9,6 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from parallel_rl.config.strict import nearest
+from parallel_rl.counts import Aggregation, check_aggregation, token_weights
 from parallel_rl.losses.clipped_pg import ClippedPGLossFn
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
@@ -23,7 +24,7 @@ from parallel_rl.losses.prm import PRMLossFn
 from parallel_rl.losses.reference_free import CPOLossFn, ORPOLossFn, SimPOLossFn
 from parallel_rl.losses.reward import PreferenceLoss
 from parallel_rl.losses.value import ValueLossFn
-from parallel_rl.reduce import Aggregation, Metric, Metrics, check_aggregation, token_weights
+from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 
 _LOSSES: dict[str, type[LossFn]] = {

@@ -11,7 +11,7 @@ from parallel_rl.functional.reward import hps, log_exp, log_sigmoid
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.scalar_head import PooledHeadLoss
 from parallel_rl.losses.pairs import pair_mean, pair_metrics
-from parallel_rl.reduce import Metric, Metrics
+from parallel_rl.metrics import Metric, Metrics
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from typing import Literal
 
 from torch import Tensor
 
+from parallel_rl.counts import Aggregation, check_aggregation, token_weights
 from parallel_rl.functional.value import clipped_squared_error, squared_error
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
-from parallel_rl.reduce import Aggregation, Metric, Metrics, check_aggregation, token_weights
+from parallel_rl.metrics import Metric, Metrics
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel_rl.counts import valid_tokens
 from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
-from parallel_rl.reduce import valid_tokens
 from parallel_rl.validation import agreed_check, shape_numbers
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.token_stats import stats_of_head

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl import Metrics, ParallelGroups, reduce_metrics
-from parallel_rl.reduce import Metric
+from parallel_rl.metrics import Metric
 from parallel_rl.statistics import Statistics
 
 Data = dict[str, Tensor]

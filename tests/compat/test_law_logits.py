@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_rl import Metrics, ParallelGroups
 from parallel_rl.compat import lightrft, openrlhf
-from parallel_rl.reduce import Metric
+from parallel_rl.metrics import Metric
 from parallel_rl.validation import validation
 from tests.compat.law import Answer, Case, Data, plain, run
 from tests.distributed.pool import run_world

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from parallel_rl.compat.dense import Count, DenseBatch, Step, as_count, dense_batch
+from parallel_rl.counts import Aggregation, token_weights
 from parallel_rl.functional.value import clipped_squared_error, squared_error
-from parallel_rl.reduce import Aggregation, token_weights
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from parallel_rl.compat.dense import DenseBatch, Step
 from parallel_rl.config.strict import nearest
-from parallel_rl.reduce import Aggregation, Metric, Metrics
+from parallel_rl.counts import Aggregation
+from parallel_rl.metrics import Metric, Metrics
 
 Result = tuple[Tensor, Mapping[str, "float | Tensor"]]
 CallT = TypeVar("CallT", bound=Callable[..., object])

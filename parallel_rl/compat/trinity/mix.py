@@ -13,7 +13,7 @@ from parallel_rl.compat.trinity.base import PolicyLossFn, Result, reported, trin
 from parallel_rl.compat.trinity.policy import PPOPolicyLossFn
 from parallel_rl.compat.trinity.supervised import SFTLossFn, SFTPhiLossFn
 from parallel_rl.losses.mix import MuSchedule, MuScheduleConfig
-from parallel_rl.reduce import Metric
+from parallel_rl.metrics import Metric
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import math_dtype

@@ -13,7 +13,7 @@ from parallel_rl.functional.rec import REC
 from parallel_rl.functional.surrogates import CISPO, SPPO, TOPR, DetachedSAPO, PolicyTerms, Ratio
 from parallel_rl.losses.policy import PolicyLossFn as LibraryLoss
 from parallel_rl.losses.policy_config import PolicyLossConfig
-from parallel_rl.reduce import Metric
+from parallel_rl.metrics import Metric
 
 
 class CISPOPolicyLossFn(RatioLossFn):

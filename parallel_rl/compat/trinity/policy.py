@@ -13,7 +13,7 @@ from parallel_rl.compat.trinity.base import PolicyLossFn, Result, aggregation, r
 from parallel_rl.functional.surrogates import OPMD, PPO, PolicyTerms
 from parallel_rl.losses.policy import PolicyLossFn as LibraryLoss
 from parallel_rl.losses.policy_config import OffPolicyMaskConfig, PolicyLossConfig
-from parallel_rl.reduce import Metric
+from parallel_rl.metrics import Metric
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -13,7 +13,7 @@ from parallel_rl.functional.kl import straight_through
 from parallel_rl.functional.preference import dpo
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
 from parallel_rl.losses.pairs import response_sum
-from parallel_rl.reduce import Metric
+from parallel_rl.metrics import Metric
 from parallel_rl.statistics import Statistics
 
 if TYPE_CHECKING:

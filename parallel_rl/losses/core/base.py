@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.config.strict import configure
+from parallel_rl.counts import ValidCounts, valid_tokens
 from parallel_rl.groups import check_rank
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.core.batch import TokenBatch
@@ -18,7 +19,7 @@ from parallel_rl.losses.core.checks import Fields, check_counts, check_data, che
 from parallel_rl.losses.core.from_hidden_states import check_fused_head, project
 from parallel_rl.losses.core.options import PackedRow, VocabOptions, layout_of_logits
 from parallel_rl.losses.core.truncated_policy import check_truncated_head, read_truncated_head, with_dropped
-from parallel_rl.reduce import Metrics, ValidCounts, valid_tokens
+from parallel_rl.metrics import Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import agreed_check, checks_values, shape_numbers
 from parallel_rl.vocab.backends.torch_backend import Backend

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from parallel_rl.counts import ValidCounts, valid_tokens
 from parallel_rl.groups import group_rank
-from parallel_rl.reduce import Metric, ValidCounts, valid_tokens
+from parallel_rl.metrics import Metric
 from parallel_rl.vocab.sampling import sample_keys
 
 if TYPE_CHECKING:

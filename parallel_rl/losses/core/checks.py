@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel_rl.reduce import valid_tokens
+from parallel_rl.counts import valid_tokens
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.reduce import Metric, Metrics
+from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.vocab.shards import ShardRange, shard_range
 from parallel_rl.vocab.stats import TokenStats, stats_of_shard
 from parallel_rl.vocab.truncation import check_kept_ids, truncated_stats_of_shard

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from parallel_rl import SequencePackingLossWrapper
+from parallel_rl.counts import valid_tokens
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.megatron import ModelInput, packed_bounds, packed_input, padded_input
-from parallel_rl.reduce import valid_tokens
 from parallel_rl.training.tokenizer import PAD
 
 

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from parallel_rl.cluster.heartbeat import tick
+from parallel_rl.counts import count_valid
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.megatron import (
@@ -41,7 +42,7 @@ from parallel_rl.megatron import (
     wrap_model,
 )
 from parallel_rl.megatron.loss import LossReport
-from parallel_rl.reduce import Metrics, count_valid, reduce_metrics
+from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.config.sections import DTYPES, OptimizerConfig, data_parallel_size

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl import token_logprobs
+from parallel_rl.counts import valid_tokens
 from parallel_rl.megatron import broadcast_from_last_stage
-from parallel_rl.reduce import valid_tokens
 from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.models.engine import Engine, forward_batches, fused_head, loss_input
 from parallel_rl.vocab.stats import IGNORE_INDEX

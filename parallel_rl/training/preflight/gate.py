@@ -16,10 +16,10 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from parallel_rl.cluster.heartbeat import doing, tick
+from parallel_rl.counts import count_valid
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses import ClippedPGLossFn
 from parallel_rl.megatron import initialize, padded_input
-from parallel_rl.reduce import count_valid
 from parallel_rl.training.agree import describe, on_every_rank
 from parallel_rl.training.config.sections import ParallelConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig

@@ -1,14 +1,14 @@
-"""Token weights, global counts, differentiable group sums and metrics that survive any split."""
+"""Global counts of valid sequences and tokens, and the weights of tokens that follow from them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from parallel_rl.groups import ParallelGroups, all_gather, group_size
+from parallel_rl.groups import group_size
 from parallel_rl.validation import agreed_check
 
 if TYPE_CHECKING:
@@ -127,125 +127,3 @@ def token_weights(
     raise ValueError(
         f"aggregation = {mode!r} is not valid; choose token-mean, seq-mean-token-mean, seq-mean-token-sum or constant-length"
     )
-
-
-def group_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Σ over the ranks of `group`, differentiable: the backward is the sum of the ranks' cotangents."""
-    if group_size(group) == 1:
-        return x
-    summed: Tensor = _GroupSum.apply(x, group)
-    return summed
-
-
-class _GroupSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group  # type: ignore[attr-defined]
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-        return _GroupSum.apply(grad, ctx.group), None  # type: ignore[attr-defined]
-
-
-class Metric(NamedTuple):
-    """One number and how its parts combine over context ranks, data ranks and micro-batches."""
-
-    kind: Literal["share", "count", "min", "max", "ratio"]
-    value: Tensor  # 0-dim; the numerator of a ratio
-    denominator: Tensor | None = None
-
-
-class Metrics(Mapping[str, "Tensor"]):
-    """A loss's metrics on this rank: name → device scalar. Reading one never communicates; `reduce_metrics` combines them."""
-
-    def __init__(self, metrics: Mapping[str, Metric]) -> None:
-        self._metrics = {
-            name: Metric(m.kind, _constant(m.value), None if m.denominator is None else _constant(m.denominator))
-            for name, m in metrics.items()
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        metric = self._metrics[name]
-        return metric.value if metric.denominator is None else _ratio(metric.value, metric.denominator)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._metrics)
-
-    def __len__(self) -> int:
-        return len(self._metrics)
-
-    def __repr__(self) -> str:
-        return f"Metrics({', '.join(f'{name}: {metric.kind}' for name, metric in self._metrics.items())})"
-
-    def parts(self, name: str) -> Metric:
-        """The kind and the raw parts of one metric."""
-        return self._metrics[name]
-
-
-def _constant(value: Tensor) -> Tensor:
-    return value.detach() if value.requires_grad else value
-
-
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    return torch.where(denominator == 0, 0.0, numerator / torch.where(denominator == 0, 1, denominator))
-
-
-_COMBINE = {
-    "share": lambda x: x.sum(0),
-    "count": lambda x: x.sum(0),
-    "ratio": lambda x: x.sum(0),
-    "min": lambda x: x.amin(0),
-    "max": lambda x: x.amax(0),
-}
-
-
-def reduce_metrics(metrics: Sequence[Metrics], groups: ParallelGroups | None = None) -> dict[str, Tensor]:
-    """The numbers that one process with the whole global batch would log.
-
-    Shares and counts are summed, extrema stay extrema, a ratio is divided last. Every rank of the last pipeline stage
-    calls it with the metrics of its micro-batches of one step; it costs one all-gather of the K parts (two, where
-    `groups` has no `data_context` group and both context and data parallelism are on).
-
-    Args:
-        metrics: one entry a micro-batch, all with the same names.
-        groups: context and data groups; None is one process.
-
-    Returns:
-        name → float64 scalar on the metrics' device.
-
-    Raises:
-        ValueError: an empty list, or micro-batches with different names or kinds.
-    """
-    if not metrics:
-        raise ValueError("reduce_metrics needs the metrics of at least one micro-batch, got an empty list")
-    parts = [[entry.parts(name) for name in sorted(entry)] for entry in metrics]
-    names = sorted(metrics[0])
-    kinds = [part.kind for part in parts[0]]
-    for entry, row in zip(metrics, parts, strict=True):
-        if sorted(entry) != names or [part.kind for part in row] != kinds:
-            raise ValueError(f"every micro-batch must report the same metrics: {sorted(entry)} against {names}")
-    columns = kinds + [kind for kind in kinds if kind == "ratio"]
-    rows = torch.stack([torch.stack(_flat(row)) for row in parts])
-    groups = groups or ParallelGroups()
-    rows = _combine(rows, columns)
-    for group in [groups.data_context] if groups.data_context is not None else [groups.context, groups.data]:
-        if group_size(group) > 1:
-            rows = _combine(all_gather(rows, group)[:, 0], columns)
-    values = iter(rows[0].unbind())
-    reduced = {name: next(values) for name in names}
-    for name, kind in zip(names, kinds, strict=True):
-        if kind == "ratio":
-            reduced[name] = _ratio(reduced[name], next(values))
-    return reduced
-
-
-def _flat(row: list[Metric]) -> list[Tensor]:
-    denominators = [part.denominator for part in row if part.denominator is not None]
-    return [value.to(torch.float64) for value in [part.value for part in row] + denominators]
-
-
-def _combine(rows: Tensor, kinds: Sequence[str]) -> Tensor:
-    return torch.stack([_COMBINE[kind](rows[:, k]) for k, kind in enumerate(kinds)])[None]
