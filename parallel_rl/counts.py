@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.groups import group_size
-from parallel_rl.validation import agreed_check
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,7 @@ def count_valid(
     batches = [batches] if isinstance(batches, Mapping) else batches
     masks = [data["token_mask"] for data in batches if isinstance(data.get("token_mask"), torch.Tensor)]
     counts = torch.zeros(2, dtype=torch.int64, device=_device_of(data_parallel_group, masks))
-    agreed_check(lambda: _check_masks(batches), [data_parallel_group], counts)
+    raise_on_all_ranks(lambda: _check_masks(batches), [data_parallel_group], counts)
     for data in batches:
         counts += torch.stack([data["sample_mask"].bool().sum(), valid_tokens(data).sum()]).to(counts.device)
     if group_size(data_parallel_group) > 1:

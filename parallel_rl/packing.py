@@ -63,7 +63,7 @@ class SequencePackingLossWrapper:
         return self.loss_fn(
             next_token_logits, data, global_valid_seqs, global_valid_toks,
             vocab_parallel_rank, vocab_parallel_group, context_parallel_group,
-            statistics=statistics, packed_row=partial(self._layout, next_token_logits.device),
+            statistics=statistics, packed_sequences=partial(self._layout, next_token_logits.device),
         )  # fmt: skip
 
     def collect(
@@ -80,7 +80,7 @@ class SequencePackingLossWrapper:
         return self.loss_fn.collect(
             next_token_logits, data, global_valid_seqs, global_valid_toks,
             vocab_parallel_rank, vocab_parallel_group, context_parallel_group,
-            packed_row=partial(self._layout, next_token_logits.device),
+            packed_sequences=partial(self._layout, next_token_logits.device),
         )  # fmt: skip
 
     def _layout(

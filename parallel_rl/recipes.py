@@ -13,7 +13,7 @@ from pathlib import Path
 
 from parallel_rl.config.strict import configure, nearest
 from parallel_rl.config.yaml_files import read_tree
-from parallel_rl.losses.choice import LossChoice
+from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.core.base import LossFn
 
 # In a checkout a link to /configs, in a wheel a copy of it.
@@ -44,7 +44,7 @@ def load_recipe(name: str) -> tuple[type[LossFn], object]:
         ValueError: an unknown name, with the nearest one; options that do not fit.
     """
     path = find_recipe(name)
-    choice = configure(LossChoice, loss_of(read_tree(path)), f"{path.stem}.loss")
+    choice = configure(LossConfig, loss_of(read_tree(path)), f"{path.stem}.loss")
     return choice.loss_class, choice.build().config
 
 

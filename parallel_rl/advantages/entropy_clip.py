@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.advantages.moments import moments
-from parallel_rl.advantages.table import communication_device
+from parallel_rl.agreement import communication_device
 from parallel_rl.groups import all_gather
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import torch
 
 from parallel_rl.advantages import stepwise, tokenwise, weighted  # noqa: F401  (they register the estimators)
 from parallel_rl.advantages.base import AdvantageEstimator, Advantages
-from parallel_rl.advantages.table import by_group, check_on_all
+from parallel_rl.advantages.table import by_group
+from parallel_rl.agreement import check_on_all
 from parallel_rl.config.strict import configure
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from parallel_rl.advantages.table import communication_device
+from parallel_rl.agreement import communication_device
 from parallel_rl.groups import all_gather, group_size
 
 if TYPE_CHECKING:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
+from parallel_rl.agreement import communication_device
 from parallel_rl.groups import all_gather, group_rank, group_size
-from parallel_rl.validation import agreed_check, checks_values, get_validation, validation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,27 +184,6 @@ def by_group(
         rewards = rows["rewards"] if "rewards" in rows else rows["reward_components"].sum(1)
         scores[kept] = score(SampleTable(rewards, rows["group_ids"], rows))
     return scores[mine]
-
-
-def check_on_all(check: Callable[[], None], groups: Sequence[ProcessGroup | None], like: Tensor) -> None:
-    """`agreed_check` for inputs on the host of ranks that communicate from their GPUs, too.
-
-    Raises:
-        ValueError: what `check` found on any rank of the groups.
-    """
-    device = like.device
-    for group in groups:
-        device = communication_device(group, device)
-    always = get_validation() == "auto" and checks_values(like)
-    with validation("always" if always else get_validation()):
-        agreed_check(check, groups, torch.empty(0, device=device))
-
-
-def communication_device(group: ProcessGroup | None, home: torch.device) -> torch.device:
-    """Where the collectives of `group` find their tensors; `home` without NCCL."""
-    if group_size(group) > 1 and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return home
 
 
 def _columns(x: Tensor) -> Tensor:

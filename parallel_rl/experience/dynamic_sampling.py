@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl.advantages.table import check_on_all, communication_device
+from parallel_rl.agreement import communication_device, on_all_ranks
 from parallel_rl.experience.maker_config import DynamicSampling
 from parallel_rl.experience.rewards import RewardFunction
 from parallel_rl.experience.samples import Samples
@@ -105,17 +105,6 @@ def draw(
     rewards = torch.cat([part for _, part, _ in parts])
     keep = torch.cat([torch.full((len(part),), flag, device=rewards.device) for part, _, flag in parts])
     return Drawn(samples, rewards, keep, tried)
-
-
-def on_all_ranks(work: Callable[[], ResultT], groups: ParallelGroups) -> ResultT:
-    """What `work` returns; what it raises on one data rank is raised on all, so that none waits for it.
-
-    Raises:
-        ValueError: what `work` raised on any rank.
-    """
-    results: list[ResultT] = []
-    check_on_all(lambda: results.append(work()), [groups.data], torch.empty(0))
-    return results[0]
 
 
 def _round(sources: Sources[PromptT], prompts: Sequence[PromptT], count: int) -> tuple[Samples, Tensor]:

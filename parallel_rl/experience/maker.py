@@ -11,8 +11,9 @@ from torch import Tensor
 
 from parallel_rl.advantages import estimate, moments
 from parallel_rl.advantages.table import by_group
+from parallel_rl.agreement import on_all_ranks
 from parallel_rl.config.strict import configure
-from parallel_rl.experience.dynamic_sampling import Drawn, Sources, draw, on_all_ranks
+from parallel_rl.experience.dynamic_sampling import Drawn, Sources, draw
 from parallel_rl.experience.kl_control import kl_controller
 from parallel_rl.experience.maker_config import ExperienceConfig
 from parallel_rl.experience.running_moments import RunningMoments

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_rl.advantages.table import check_on_all, communication_device
+from parallel_rl.agreement import check_on_all, communication_device
 from parallel_rl.config.strict import configure, nearest
 from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig
 from parallel_rl.groups import group_rank, group_size

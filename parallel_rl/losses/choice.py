@@ -14,7 +14,7 @@ from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 
 @dataclass(frozen=True)
-class LossChoice:
+class LossConfig:
     """A registered loss, checked when the config is read.
 
     Attributes:
@@ -81,8 +81,8 @@ class LossChoice:
         )
 
 
-def check_fed(
-    choice: LossChoice, fields: Mapping[str, str], *, paired: bool = False, scalar_head: bool = False
+def check_fields_available(
+    choice: LossConfig, fields: Mapping[str, str], *, paired: bool = False, scalar_head: bool = False
 ) -> None:
     """Refuses a loss that reads what the objective's data does not have.
 

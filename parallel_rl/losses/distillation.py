@@ -46,7 +46,7 @@ class FullDistillationLossConfig:
         finite_cross_entropy, see `parallel_rl.functional.distillation`.
     teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
     squared_temperature: multiply by the student's temperature², so that gradients do not shrink with it.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.reduce.token_weights`.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
     """
 
     divergence: Divergence = field(default_factory=ForwardKL)
@@ -116,7 +116,7 @@ class DistillationLossConfig:
         the mass of the tail. Reads the field teacher_logsumexp [B, S], of the teacher's logits over its temperature.
     topk_alignment: "token" stores the teacher's distribution of token t at t, "predictor" at t − 1 (NeMo-RL's data).
     teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.reduce.token_weights`.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
     """
 
     kl_type: Literal["forward", "reverse", "mixed"] = "mixed"

@@ -20,7 +20,7 @@ class NLLLossConfig:
 
     weighting: of a token by its probability p, see `weighted_nll`: "none" (SFT), "probability" (SFT-IS), "phi" (SFT-phi).
     cutoff_prob: of phi: tokens likelier than it carry no gradient; 1 is off.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.reduce.token_weights`.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
     """
 
     weighting: NLLWeighting = "none"

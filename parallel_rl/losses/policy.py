@@ -40,7 +40,7 @@ class PolicyLoss(LossFn[ConfigT]):
     truncatable = True
 
     @property
-    def needs_unfiltered(self) -> bool:  # type: ignore[override]
+    def needs_untruncated(self) -> bool:  # type: ignore[override]
         """The reference that a KL is taken to is not truncated."""
         kl = self.policy.kl
         return bool(self.options.truncation) and kl is not None and kl.against == "reference"
@@ -189,7 +189,7 @@ class PolicyLoss(LossFn[ConfigT]):
     def _kl(self, batch: TokenBatch, prev: Tensor) -> Tensor:
         kl = self.policy.kl
         assert kl is not None
-        logprobs = batch.logprobs if kl.against == "prev" else batch.unfiltered_logprobs
+        logprobs = batch.logprobs if kl.against == "prev" else batch.untruncated_logprobs
         against = prev if kl.against == "prev" else batch["reference_policy_logprobs"]
         weight = None
         if kl.gradient == "score-function":

@@ -144,7 +144,7 @@ class PolicyLossConfig:
     """Options of `PolicyLossFn`.
 
     surrogate: one of `parallel_rl.functional.surrogates` by its name, with that class's options.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.reduce.token_weights`.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
     ratio_level: of a token, or of the sequence: geometric mean (GSPO) or product.
     ratio_gradient: "full" through the sequence's mean; "token" is GSPO-token: its value, each token's own gradient.
     on_policy: ρ = exp(l − sg l); prev_logprobs is not read.

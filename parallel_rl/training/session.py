@@ -16,7 +16,7 @@ from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.kl_control import AdaptiveKLController
 from parallel_rl.experience.rewards import reward_function, score_once
 from parallel_rl.groups import all_gather
-from parallel_rl.losses.choice import LossChoice
+from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.training.batching.balance import balance
 from parallel_rl.training.batching.bin_packing import Capacity, pack
@@ -37,7 +37,7 @@ from parallel_rl.training.data.records.source import Records, RecordT
 from parallel_rl.training.models.engine import Engine, StepResult, train_step
 from parallel_rl.training.models.lr_schedule import learning_rate
 from parallel_rl.training.models.scoring import log_probs, values
-from parallel_rl.training.rollouts.remote import Served
+from parallel_rl.training.rollouts.remote import RemoteRollouts
 from parallel_rl.training.tokenizer import CharTokenizer
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
@@ -66,7 +66,7 @@ class Session:
     teacher: torch.nn.Module | None = None
     critic: Critic | None = None
     policy_loss: LossFn | None = None
-    served: Served | None = None
+    served: RemoteRollouts | None = None
     kl_controller: AdaptiveKLController | None = None
 
     @property
@@ -81,7 +81,7 @@ class Session:
 
     def loss(
         self,
-        choice: LossChoice,
+        choice: LossConfig,
         temperature: float = 1.0,
         truncation: Truncation = KEEP_ALL,
     ) -> LossFn:

@@ -30,7 +30,7 @@ from parallel_rl.training.models.engine import build_critic, build_engine, build
 from parallel_rl.training.preflight.sizes import check_layout, length_check
 from parallel_rl.training.reporting.curves import draw_curves
 from parallel_rl.training.reporting.run_log import RunLog, read_metrics, write_whole
-from parallel_rl.training.rollouts.remote import Served
+from parallel_rl.training.rollouts.remote import RemoteRollouts
 from parallel_rl.training.session import Critic, Session
 from parallel_rl.training.tokenizer import CharTokenizer
 
@@ -229,7 +229,7 @@ class _Run:
             critic = Critic(values, build_optimizer(values, config.rl.critic.optimizer))
         rl = config.rl
         loss_fn = None if rl is None else self.session.loss(rl.loss, self.session.temperature, self.session.truncation)
-        served = None if rl is None or rl.server is None else Served(engine, rl.server)
+        served = None if rl is None or rl.server is None else RemoteRollouts(engine, rl.server)
         controller = None if rl is None else rl.build_kl_controller()
         return replace(
             self.session,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel_rl.agreement import check_replicated
 from parallel_rl.groups import all_gather
-from parallel_rl.validation import agreed_gradients
 from parallel_rl.vocab.backends.torch_backend import (
     _compiled,
     _compiles,
@@ -104,7 +104,7 @@ class _DivergenceOfShards(torch.autograd.Function):
                 "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
             )
         student, teacher, keep, rows, total = saved_logits(ctx)
-        agreed_gradients([grad], ctx.group, grad)  # type: ignore[attr-defined]
+        check_replicated([grad], ctx.group, grad)  # type: ignore[attr-defined]
         valid, ctx.consumed = ctx.valid, ctx.consume  # type: ignore[attr-defined]
         z, slope = student.detach(), torch.stack([total, grad * rows[:, 2]], 1)
         dz = z if ctx.consumed else torch.empty_like(z, memory_format=torch.contiguous_format)  # type: ignore[attr-defined]

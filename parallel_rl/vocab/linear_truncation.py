@@ -12,11 +12,11 @@ from parallel_rl.vocab.threshold import kept_floor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from parallel_rl.vocab.linear.params import HeadCase
+    from parallel_rl.vocab.linear.params import LinearParams
     from parallel_rl.vocab.truncation import Truncation
 
 
-class HeadCut(NamedTuple):
+class HeadTruncation(NamedTuple):
     """Of all rows, in the gathered order."""
 
     rule: Truncation
@@ -25,7 +25,7 @@ class HeadCut(NamedTuple):
     vocab_size: int
 
 
-def drop_(z: Tensor, case: HeadCase, places: Tensor) -> None:
+def drop_(z: Tensor, case: LinearParams, places: Tensor) -> None:
     """Writes −inf over the logits [n, W] of some rows that the policy does not keep. A row's target counts as recorded."""
     cut = case.cut
     if cut is None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.counts import valid_tokens
 from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
-from parallel_rl.validation import agreed_check, shape_numbers
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.token_stats import stats_of_head
 from parallel_rl.vocab.shards import ShardRange, shard_range
@@ -100,7 +100,7 @@ def token_logprobs(
         read.append((of, of.shard(ids, fill=IGNORE_INDEX), span, truncation))
 
     groups = [vocab_parallel_group, context_parallel_group]
-    agreed_check(check, groups, logits, shape_numbers(logits, vocab_size))
+    raise_on_all_ranks(check, groups, logits, shape_facts(logits, vocab_size))
     of, targets, span, truncation = read[0]
     valid = (targets >= 0) & (targets < span.vocab_size)
     args = (

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.groups import all_gather
-from parallel_rl.validation import agreed_check, checks_values
+from parallel_rl.validation import checks_values
 from parallel_rl.vocab.shards import ShardRange, shard_range
 from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.truncation import Truncation
@@ -84,7 +85,7 @@ def sample_tokens(
         span = shard_range(logits.shape[-1], group, vocab_size, vocab_start)
         truncation.check(span.vocab_size)
 
-    agreed_check(check, [group], logits)
+    raise_on_all_ranks(check, [group], logits)
     flat, row_keys = logits.reshape(keys.numel(), logits.shape[-1])[:, : span.valid], keys.reshape(-1)
     floor = None
     if truncation:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from parallel_rl.agreement import check_replicated, raise_on_all_ranks, shape_facts
 from parallel_rl.groups import all_gather
-from parallel_rl.validation import agreed_check, agreed_gradients, checks_values, shape_numbers
+from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.choice import Backend, check_backend
 from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
 from parallel_rl.vocab.backends.torch_backend import math_dtype
@@ -82,7 +83,7 @@ def token_stats(
         span = shard_range(logits.shape[-1], group, vocab_size, vocab_start)
         check_tokens(targets, temperature, logits.shape[:-1], span.vocab_size, ignore_index)
 
-    agreed_check(check, [group], logits, shape_numbers(logits, vocab_size))
+    raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size))
     keep = targets != ignore_index
     return stats_of_shard(logits, targets, keep, span, group, temperature, entropy, consume_logits, backend)
 
@@ -148,7 +149,7 @@ class _TokenStats(torch.autograd.Function):
                 "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
             )
         z, targets, keep, inv_t, rows = saved_logits(ctx)
-        agreed_gradients([g_logp, g_ent, g_lse], ctx.group, rows[:, 0])  # type: ignore[attr-defined]
+        check_replicated([g_logp, g_ent, g_lse], ctx.group, rows[:, 0])  # type: ignore[attr-defined]
         if g_logp is None and g_ent is None and g_lse is None:
             return (None,) * 10
         spec = RowSpec(targets, keep, inv_t, *ctx.span)  # type: ignore[attr-defined]

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from parallel_rl.agreement import check_replicated
 from parallel_rl.groups import all_gather, group_size
-from parallel_rl.validation import agreed_gradients, checks_values
+from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import (
     _grad,
     _rows_per_block,
@@ -245,7 +246,7 @@ class _ColumnLogProbs(torch.autograd.Function):
                 "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
             )
         z, place, here, keep, inv_t, top, log_a, entropy = saved_logits(ctx)
-        agreed_gradients([*g_columns.unbind(1), g_entropy], ctx.group, g_entropy)  # type: ignore[attr-defined]
+        check_replicated([*g_columns.unbind(1), g_entropy], ctx.group, g_entropy)  # type: ignore[attr-defined]
         valid, ctx.consumed = ctx.valid, ctx.consume  # type: ignore[attr-defined]
         scale = inv_t[:, 0]
         c0, c1 = (-g_columns.sum(1) - g_entropy * entropy) * scale, -g_entropy * scale

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.validation import agreed_check, checks_values, shape_numbers
+from parallel_rl.agreement import raise_on_all_ranks, shape_facts
+from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import _rows_per_block
 from parallel_rl.vocab.consumed import mark_consumed, saved_logits
 from parallel_rl.vocab.shards import ShardRange, shard_range
@@ -121,7 +122,7 @@ def truncated_token_stats(
         if kept_ids is not None:
             check_kept_ids(kept_ids, targets != ignore_index, span.vocab_size)
 
-    agreed_check(check, [group], logits, shape_numbers(logits, vocab_size))
+    raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size))
     return truncated_stats_of_shard(
         logits, targets, targets != ignore_index, span, group, temperature, entropy, consume_logits, backend, truncation,
         kept_ids,

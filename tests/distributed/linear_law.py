@@ -31,7 +31,7 @@ def reads_log_probs(case: Case) -> bool:
 
 def reads_one_distribution(case: Case) -> bool:
     """Not the truncated one and, for a KL, the whole."""
-    return not get_loss(case.loss)(case.config, **case.options).needs_unfiltered
+    return not get_loss(case.loss)(case.config, **case.options).needs_untruncated
 
 
 def _mode(case: Case, loss_fn: LossFn, variant: int) -> LinearMode:

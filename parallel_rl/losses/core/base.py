@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.config.strict import configure
 from parallel_rl.counts import ValidCounts, valid_tokens
 from parallel_rl.groups import check_rank
@@ -17,11 +18,11 @@ from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.checks import Fields, check_counts, check_data, check_lengths, check_statistics
 from parallel_rl.losses.core.from_hidden_states import check_fused_head, project
-from parallel_rl.losses.core.options import PackedRow, VocabOptions, layout_of_logits
+from parallel_rl.losses.core.options import PackedSequences, VocabOptions, layout_of_logits
 from parallel_rl.losses.core.truncated_policy import check_truncated_head, read_truncated_head, with_dropped
 from parallel_rl.metrics import Metrics
 from parallel_rl.statistics import Statistics
-from parallel_rl.validation import agreed_check, checks_values, shape_numbers
+from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import Backend
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.shards import shard_range
@@ -55,7 +56,7 @@ class LossFn(ABC, Generic[ConfigT]):
         top_k, top_p: of the sampler, for a loss on a policy that is truncated as it was when the tokens were drawn. A token
             that the current policy does not keep, or whose prev_logprobs or generation_logprobs is −inf, leaves the mask;
             it stays in the step's denominators, and the metric dropped_tokens counts it. Log-probs that are compared with
-            an unfiltered reference are unfiltered.
+            an untruncated reference are untruncated.
         kept_sets: the words that the sampler kept are in the field kept_ids [B, S, K], filled up with −1; instead of the two.
     """
 
@@ -80,8 +81,8 @@ class LossFn(ABC, Generic[ConfigT]):
     needs_statistics: bool = False
     #: whether the log-probs may be those of a truncated policy (top_k, top_p, kept_sets)
     truncatable: bool = False
-    #: whether it reads `batch.unfiltered_logprobs` beside them
-    needs_unfiltered: bool = False
+    #: whether it reads `batch.untruncated_logprobs` beside them
+    needs_untruncated: bool = False
     #: whether the entropy of the policy is computed
     needs_entropy: bool = False
     #: whether the loss is a sum over tokens of terms that depend on the log-prob and entropy of their own token alone, all else
@@ -142,7 +143,7 @@ class LossFn(ABC, Generic[ConfigT]):
         context_parallel_group: ProcessGroup | None = None,
         *,
         statistics: Statistics | None = None,
-        packed_row: PackedRow | None = None,
+        packed_sequences: PackedSequences | None = None,
     ) -> tuple[Tensor, Metrics]:
         """This rank's share of the loss, and its metrics.
 
@@ -155,14 +156,14 @@ class LossFn(ABC, Generic[ConfigT]):
             vocab_parallel_rank: this rank's place in `vocab_parallel_group`, checked against it.
             vocab_parallel_group, context_parallel_group: None is a group of one.
             statistics: of the whole step, for a loss that `needs_statistics`.
-            packed_row: how a packed row is laid out; `SequencePackingLossWrapper` gives it.
+            packed_sequences: how a packed row is laid out; `SequencePackingLossWrapper` gives it.
 
         Raises:
             ValueError: input that does not fit, on all ranks of both groups, see `set_validation`.
         """
         batch = self._batch(
             next_token_logits, data, global_valid_seqs, global_valid_toks,
-            vocab_parallel_rank, vocab_parallel_group, context_parallel_group, statistics, packed_row,
+            vocab_parallel_rank, vocab_parallel_group, context_parallel_group, statistics, packed_sequences,
         )  # fmt: skip
         loss, metrics = self.compute(batch)
         if batch.dropped is not None:
@@ -180,7 +181,7 @@ class LossFn(ABC, Generic[ConfigT]):
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
         *,
-        packed_row: PackedRow | None = None,
+        packed_sequences: PackedSequences | None = None,
     ) -> Statistics:
         """This rank's part of the statistics of the step, from the loss's call; `+` joins micro-batches, then `reduce`.
 
@@ -192,7 +193,7 @@ class LossFn(ABC, Generic[ConfigT]):
         return self.collect_from(
             self._batch(
                 next_token_logits, data, global_valid_seqs, global_valid_toks,
-                vocab_parallel_rank, vocab_parallel_group, context_parallel_group, Statistics({}), packed_row,
+                vocab_parallel_rank, vocab_parallel_group, context_parallel_group, Statistics({}), packed_sequences,
             )
         )  # fmt: skip
 
@@ -206,7 +207,7 @@ class LossFn(ABC, Generic[ConfigT]):
         tensor_group: ProcessGroup | None,
         context_group: ProcessGroup | None,
         statistics: Statistics | None,
-        packed_row: PackedRow | None,
+        packed_sequences: PackedSequences | None,
     ) -> TokenBatch:
         layouts: list[SequenceLayout] = []
         head, logits = split_output(output, tensor_group)
@@ -223,14 +224,14 @@ class LossFn(ABC, Generic[ConfigT]):
                 raise ValueError(
                     f"preference pairs are (even, odd) rows, so their number must be even; got {rows} rows"
                 )
-            layouts.append(self._layout(logits, rows, width, context_group, packed_row))
-            if packed_row is not None:
+            layouts.append(self._layout(logits, rows, width, context_group, packed_sequences))
+            if packed_sequences is not None:
                 check_lengths(data, layouts[0])
             self._check_head(logits, data, tensor_group)
             if head is not None:
                 head.check_rows(layouts[0].shard(valid_tokens(data), fill=False), tensor_group)
 
-        agreed_check(check, [tensor_group, context_group], logits, shape_numbers(logits, self.options.vocab_size))
+        raise_on_all_ranks(check, [tensor_group, context_group], logits, shape_facts(logits, self.options.vocab_size))
         given = (torch.as_tensor(n) for n in (global_valid_seqs, global_valid_toks))
         counts = ValidCounts(*(n.to(logits.device, non_blocking=True) for n in given))
         batch = TokenBatch(
@@ -263,9 +264,14 @@ class LossFn(ABC, Generic[ConfigT]):
         return data
 
     def _layout(
-        self, logits: Tensor, rows: int, width: int, context_group: ProcessGroup | None, packed_row: PackedRow | None
+        self,
+        logits: Tensor,
+        rows: int,
+        width: int,
+        context_group: ProcessGroup | None,
+        packed_sequences: PackedSequences | None,
     ) -> SequenceLayout:
-        return layout_of_logits(logits, rows, width, context_group, packed_row, self.options.cp_layout)
+        return layout_of_logits(logits, rows, width, context_group, packed_sequences, self.options.cp_layout)
 
     def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         options = self.options

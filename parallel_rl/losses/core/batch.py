@@ -44,7 +44,7 @@ class TokenBatch:
         statistics: of the whole step, for the losses that need them.
         shift: whether position t speaks of the token that it predicts, t + 1; False: of token t itself.
         dropped: [T_local] bool, valid tokens that left the mask because a truncated policy does not keep them.
-        unfiltered: `token_stats` without the truncation, for a loss that declares `needs_unfiltered`.
+        untruncated: `token_stats` without the truncation, for a loss that declares `needs_untruncated`.
         carrier: an exact 0 through which the gradient flows where it was computed before the loss; see `LMHeadInput`.
         together: [B, S] token-aligned fields of floats that the loss reads; they are taken with one look-up.
     """
@@ -58,7 +58,7 @@ class TokenBatch:
     statistics: Statistics | None = None
     shift: bool = True
     dropped: Tensor | None = None
-    unfiltered: TokenStats | None = None
+    untruncated: TokenStats | None = None
     carrier: Tensor | None = None
     together: tuple[str, ...] = ()
 
@@ -76,9 +76,9 @@ class TokenBatch:
         return self.token_stats.logprobs
 
     @property
-    def unfiltered_logprobs(self) -> Tensor:
+    def untruncated_logprobs(self) -> Tensor:
         """[T_local] as `logprobs`, of the whole distribution where `logprobs` are of a truncated one."""
-        return self.logprobs if self.unfiltered is None else self.unfiltered.logprobs
+        return self.logprobs if self.untruncated is None else self.untruncated.logprobs
 
     @property
     def entropy(self) -> Tensor:
@@ -189,7 +189,7 @@ class TokenBatch:
         """Σ over local valid tokens of weight[sequence]·x: this rank's share; sums run in float64.
 
         Args:
-            x: [T_local], or [K, T_local] for K sums. weights: [B], see `parallel_rl.reduce.token_weights`.
+            x: [T_local], or [K, T_local] for K sums. weights: [B], see `parallel_rl.counts.token_weights`.
         """
         return (self.masked(x).to(torch.float64) * self.layout.expand(weights)).sum(-1).to(x.dtype)
 

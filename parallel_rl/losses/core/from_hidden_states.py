@@ -26,7 +26,7 @@ def check_fused_head(loss_fn: LossFn, head: LMHeadInput, tensor_group: ProcessGr
         raise ValueError(
             f"{name} reads one number a position, so it takes no LMHeadInput; give it the scalar head's output"
         )
-    if loss_fn.needs_unfiltered:
+    if loss_fn.needs_untruncated:
         raise ValueError(
             f"{loss_fn.options.truncation} with a KL to a reference reads two distributions of a token, the truncated one and "
             "the whole; an LMHeadInput gives one: take logits, or the KL against 'prev'"

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.backends.choice import Backend
 
 
-class PackedRow(Protocol):
+class PackedSequences(Protocol):
     """Makes the layout of a packed row once its length and the context group are known."""
 
     def __call__(self, seq_len: int, total: int, cp_size: int, cp_rank: int, cp_layout: CPLayout) -> SequenceLayout: ...
@@ -45,7 +45,7 @@ def layout_of_logits(
     rows: int,
     width: int,
     context_group: ProcessGroup | None,
-    packed_row: PackedRow | None,
+    packed_sequences: PackedSequences | None,
     cp_layout: CPLayout,
 ) -> SequenceLayout:
     """The layout of [B, S/cp, V/tp], or packed [1, T/cp, V/tp], for data [rows, width].
@@ -58,10 +58,10 @@ def layout_of_logits(
             f"next_token_logits must be [B, S/cp, V/tp] (packed: [1, T/cp, V/tp]), got {list(logits.shape)}"
         )
     cp = group_size(context_group), group_rank(context_group)
-    if packed_row is not None:
+    if packed_sequences is not None:
         if logits.shape[0] != 1:
             raise ValueError(f"packed logits must be [1, T/cp, V/tp], got {list(logits.shape)}")
-        layout = packed_row(width, logits.shape[1] * cp[0], *cp, cp_layout)
+        layout = packed_sequences(width, logits.shape[1] * cp[0], *cp, cp_layout)
     else:
         layout = SequenceLayout.padded(
             rows, width, cp_size=cp[0], cp_rank=cp[1], cp_layout=cp_layout, device=logits.device

@@ -18,7 +18,7 @@ from parallel_rl.vocab.backends.torch_backend import math_dtype
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.losses.core.options import PackedRow
+    from parallel_rl.losses.core.options import PackedSequences
 
 
 class ScalarHeadLoss(LossFn[ConfigT]):
@@ -56,10 +56,15 @@ class PooledHeadLoss(ScalarHeadLoss[ConfigT]):
         return {"input_ids": rows.to(torch.int64), "token_mask": rows, **data}
 
     def _layout(
-        self, logits: Tensor, rows: int, width: int, context_group: ProcessGroup | None, packed_row: PackedRow | None
+        self,
+        logits: Tensor,
+        rows: int,
+        width: int,
+        context_group: ProcessGroup | None,
+        packed_sequences: PackedSequences | None,
     ) -> SequenceLayout:
         if logits.dim() == 3:
-            return super()._layout(logits, rows, width, context_group, packed_row)
+            return super()._layout(logits, rows, width, context_group, packed_sequences)
         if tuple(logits.shape) not in ((rows,), (rows, 1)):
             raise ValueError(f"one reward a row must be [B] or [B, 1] with B = {rows}, got {list(logits.shape)}")
         return replace(SequenceLayout.padded(rows, width, device=logits.device), cp_size=group_size(context_group))

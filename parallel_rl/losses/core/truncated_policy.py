@@ -38,7 +38,7 @@ def read_truncated_head(
     """The batch with statistics of the truncated policy, without the tokens that it, or an earlier one, does not keep."""
     options, layout, flat = loss_fn.options, batch.layout, logits.flatten(0, -2)
     span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
-    targets, both = layout.shard(batch.data["input_ids"]), loss_fn.needs_unfiltered
+    targets, both = layout.shard(batch.data["input_ids"]), loss_fn.needs_untruncated
     kept_ids = layout.shard(batch.data["kept_ids"], fill=-1) if options.truncation.kept_sets else None
     # `collect` reads the same logits before the loss does: a truncation in place would be truncated again
     consume = options.consume_logits and torch.is_grad_enabled()
@@ -46,16 +46,16 @@ def read_truncated_head(
         flat, targets, batch.mask, span, tensor_group, options.temperature, loss_fn.needs_entropy, consume and not both,
         options.backend, options.truncation, kept_ids,
     )  # fmt: skip
-    unfiltered = None
+    untruncated = None
     if both:
-        unfiltered = stats_of_shard(
+        untruncated = stats_of_shard(
             flat, targets, batch.mask, span, tensor_group, options.temperature, False, consume, options.backend
         )  # fmt: skip
-    return without_dropped(loss_fn, batch, stats, unfiltered)
+    return without_dropped(loss_fn, batch, stats, untruncated)
 
 
 def without_dropped(
-    loss_fn: LossFn, batch: TokenBatch, stats: TokenStats, unfiltered: TokenStats | None = None
+    loss_fn: LossFn, batch: TokenBatch, stats: TokenStats, untruncated: TokenStats | None = None
 ) -> TokenBatch:
     """The batch with these statistics, without the tokens that the policy, or an earlier one, does not keep."""
     dropped = stats.logprobs.detach() == -torch.inf
@@ -65,7 +65,7 @@ def without_dropped(
             dropped = dropped | (batch.field(name, alignment) == -torch.inf)
     batch = replace(batch, dropped=dropped)
     return replace(
-        batch, token_stats=_masked(stats, batch.mask), unfiltered=unfiltered and _masked(unfiltered, batch.mask)
+        batch, token_stats=_masked(stats, batch.mask), untruncated=untruncated and _masked(untruncated, batch.mask)
     )
 
 

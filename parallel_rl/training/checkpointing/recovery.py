@@ -28,10 +28,10 @@ def newest_whole(
         ValueError: there are checkpoints, but none is whole (nothing is renamed then), or `check` refused the newest.
     """
     unusable = f"the checkpoints in {folder} cannot be used"
-    for text in on_first_rank(lambda: storage.tidy(folder), unusable):
+    for text in on_first_rank(lambda: storage.clean_up(folder), unusable):
         say(text)
     damaged: list[tuple[Path, str]] = []
-    for path in reversed(on_first_rank(lambda: storage.shelved(folder), unusable)):
+    for path in reversed(on_first_rank(lambda: storage.list_checkpoints(folder), unusable)):
         try:
             manifest = on_first_rank(lambda path=path: read_manifest(path), unusable)  # type: ignore[misc]
             check(path, manifest.record)

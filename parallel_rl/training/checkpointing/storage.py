@@ -35,7 +35,7 @@ def number_of(path: Path) -> int:
     return int(path.name[5:])
 
 
-def shelved(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first; whether their content is whole is not looked at."""
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, key=number_of)
@@ -63,7 +63,7 @@ def make_partial(final: Path, needed: int) -> Path:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Gives a filled folder its name; an older one of that name goes only then, and `tidy` mends a kill between the two."""
+    """Gives a filled folder its name; an older one of that name goes only then, and `clean_up` mends a kill between the two."""
     replaced = final.with_name(_REPLACED + final.name)
     sync_folder(partial)
     if final.exists():
@@ -75,7 +75,7 @@ def publish(partial: Path, final: Path) -> None:
 
 def prune(folder: Path, keep: Retention, written: Path) -> None:
     """Removes what `keep` does not hold; never `written`, nor one that is being read: its turn comes with the next save."""
-    for path in shelved(folder)[: -keep.newest]:
+    for path in list_checkpoints(folder)[: -keep.newest]:
         if path == written or (keep.every and _step_of(path) % keep.every == 0):
             continue
         with _lock(path, fcntl.LOCK_EX) as free:
@@ -93,7 +93,7 @@ def _step_of(path: Path) -> int:
         return 0  # nobody knows; it stays
 
 
-def tidy(folder: Path) -> list[str]:
+def clean_up(folder: Path) -> list[str]:
     """Clears up after saves that a kill cut off; says what was done."""
     said = []
     for path in sorted(folder.glob(".*_step_*")) if folder.is_dir() else []:

@@ -10,7 +10,7 @@ from parallel_rl.advantages.grouped import GRPO
 from parallel_rl.experience import AdaptiveKLController, DynamicSampling, Overlong
 from parallel_rl.functional.kl import KLType
 from parallel_rl.losses import ClippedPGLossConfig, MixLossConfig
-from parallel_rl.losses.choice import LossChoice, check_fed
+from parallel_rl.losses.choice import LossConfig, check_fields_available
 from parallel_rl.training.config.sections import OptimizerConfig, at_least
 from parallel_rl.training.config.server import ServerConfig
 
@@ -41,11 +41,11 @@ class SupervisedConfig:
     steps: int
     batch_size: int
     optimizer: OptimizerConfig
-    loss: LossChoice = field(default_factory=lambda: LossChoice("nll"))
+    loss: LossConfig = field(default_factory=lambda: LossConfig("nll"))
 
     def __post_init__(self) -> None:
         at_least(self, steps=1, batch_size=1)
-        check_fed(self.loss, {})
+        check_fields_available(self.loss, {})
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,12 @@ class CriticConfig:
     """
 
     optimizer: OptimizerConfig
-    loss: LossChoice = field(default_factory=lambda: LossChoice("value"))
+    loss: LossConfig = field(default_factory=lambda: LossConfig("value"))
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         at_least(self, warmup_steps=0)
-        check_fed(self.loss, {"values": "", "returns": ""}, scalar_head=True)
+        check_fields_available(self.loss, {"values": "", "returns": ""}, scalar_head=True)
         if getattr(self.loss.build().config, "head_position", "predictor") != "predictor":
             raise ValueError(
                 "loss.options.head_position must be 'predictor': the values come one position before their token"
@@ -139,7 +139,7 @@ class RLConfig:
     kl_controller: KLControllerConfig | None = None
     critic: CriticConfig | None = None
     teacher: str | None = None
-    loss: LossChoice = field(default_factory=lambda: LossChoice("policy"))
+    loss: LossConfig = field(default_factory=lambda: LossConfig("policy"))
 
     def __post_init__(self) -> None:
         at_least(self, steps=1, prompts=1, group_size=1, updates=1, experts=0)
@@ -212,7 +212,7 @@ class RLConfig:
             self.kl_controller.check(self.advantages.kl_coefficient, self.prompts * self.group_size)
 
     def _check_loss(self) -> None:
-        check_fed(self.loss, self.fields)
+        check_fields_available(self.loss, self.fields)
         if self.experts and "expert_mask" not in self.loss.reads:
             raise ValueError(
                 f"experts = {self.experts} has no effect with loss.name = {self.loss.name!r}, which reads no expert_mask"
@@ -242,11 +242,11 @@ class PreferenceConfig:
     steps: int
     pairs: int
     optimizer: OptimizerConfig
-    loss: LossChoice = field(default_factory=lambda: LossChoice("dpo"))
+    loss: LossConfig = field(default_factory=lambda: LossConfig("dpo"))
 
     def __post_init__(self) -> None:
         at_least(self, steps=1, pairs=1)
-        check_fed(self.loss, dict.fromkeys(PREFERENCE_FIELDS, ""), paired=True, scalar_head=True)
+        check_fields_available(self.loss, dict.fromkeys(PREFERENCE_FIELDS, ""), paired=True, scalar_head=True)
 
 
 @dataclass(frozen=True)
@@ -264,8 +264,8 @@ class DistillationConfig:
     optimizer: OptimizerConfig
     teacher: str
     rows: Literal["examples", "policy"] = "examples"
-    loss: LossChoice = field(default_factory=lambda: LossChoice("full_distillation"))
+    loss: LossConfig = field(default_factory=lambda: LossConfig("full_distillation"))
 
     def __post_init__(self) -> None:
         at_least(self, steps=1, batch_size=1)
-        check_fed(self.loss, {"teacher_logits": ""})
+        check_fields_available(self.loss, {"teacher_logits": ""})

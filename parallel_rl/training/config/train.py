@@ -144,7 +144,7 @@ class TrainConfig:
             raise ValueError(
                 f"{text} does not go with rl.loss.name = {self.rl.loss.name!r}, which is no loss on a truncated policy"
             )
-        if self.model.fused_head and self.rl.loss.build(truncation=sampling.truncation).needs_unfiltered:
+        if self.model.fused_head and self.rl.loss.build(truncation=sampling.truncation).needs_untruncated:
             raise ValueError(
                 f"{text} and a KL to the reference in rl.loss read two distributions of a token, of which model.fused_head = "
                 "True gives one; set it to false, or both to null"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from parallel_rl.advantages.table import check_on_all, communication_device
+from parallel_rl.agreement import check_on_all, communication_device
 from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.completion_server import CompletionServer, Sampling
 from parallel_rl.experience.completions import Completion
@@ -37,7 +37,7 @@ class _Asked:
     future: Future[Completion]
 
 
-class Served:
+class RemoteRollouts:
     """This data rank's source of completions.
 
     What was asked for stays until it is taken, also over a restart: a checkpoint keeps it (`state_dict`), so that a run that

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.validation import agreed_check, agreed_gradients, checks_values
+from parallel_rl.agreement import check_replicated, raise_on_all_ranks
+from parallel_rl.validation import checks_values
 from parallel_rl.vocab.linear.forward_backward import (
     Chunks,
     Forward,
@@ -18,7 +19,7 @@ from parallel_rl.vocab.linear.forward_backward import (
     run_forward,
 )
 from parallel_rl.vocab.linear.gemm import scaled_to_
-from parallel_rl.vocab.linear.params import HeadCase, Upstream
+from parallel_rl.vocab.linear.params import LinearParams, OutputGrads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-4  # of coefficients that are computed again from the same numbers
 
 #: [N] (log-prob, entropy, lse) so far, zeros where unknown → gradients of the loss with respect to them
-Coefficients = Callable[[tuple["Tensor", "Tensor | None", "Tensor"]], Upstream]
+Coefficients = Callable[[tuple["Tensor", "Tensor | None", "Tensor"]], OutputGrads]
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,12 @@ class WeightTarget:
         return _padded(gradient, self.weight)
 
 
-def no_gradient(case: HeadCase) -> tuple[Tensor, Tensor | None, Tensor]:
+def no_gradient(case: LinearParams) -> tuple[Tensor, Tensor | None, Tensor]:
     return run_forward(case).stats
 
 
 def in_backward(
-    case: HeadCase, hidden: Tensor, target: WeightTarget, bias: Tensor | None
+    case: LinearParams, hidden: Tensor, target: WeightTarget, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Statistics whose gradients are computed in backward, from kept logits or from logits projected again."""
     stats: tuple[Tensor, Tensor | None, Tensor] = _InBackward.apply(
@@ -68,7 +69,7 @@ def in_backward(
 
 
 def in_forward(
-    case: HeadCase,
+    case: LinearParams,
     coefficients: Coefficients,
     context_group: ProcessGroup | None,
     calls: int,
@@ -98,7 +99,7 @@ class _InBackward(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        case: HeadCase,
+        case: LinearParams,
         target: WeightTarget,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         forward = run_forward(case)
@@ -116,7 +117,7 @@ class _InBackward(torch.autograd.Function):
         _refuse_second_derivative()
         upstream = g_logprobs, g_entropy, g_lse
         hidden, weight, bias, table = ctx.saved_tensors  # type: ignore[attr-defined]
-        agreed_gradients(upstream, ctx.case.group, table[:, 0])  # type: ignore[attr-defined]
+        check_replicated(upstream, ctx.case.group, table[:, 0])  # type: ignore[attr-defined]
         if all(g is None for g in upstream):
             return (None,) * 5
         kept: list = ctx.kept  # type: ignore[attr-defined]
@@ -148,7 +149,7 @@ class _InForward(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        case: HeadCase,
+        case: LinearParams,
         coefficients: Coefficients,
         context_group: ProcessGroup | None,
         calls: int,
@@ -156,11 +157,11 @@ class _InForward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
         gradients = Gradients(case, wanted)
-        used: list[tuple[list[slice], Upstream]] = []
+        used: list[tuple[list[slice], OutputGrads]] = []
 
         def then(chunks: Chunks, so_far: Forward) -> None:
             upstream = coefficients(so_far.stats)
-            agreed_gradients(upstream, case.group, so_far.stats[0])
+            check_replicated(upstream, case.group, so_far.stats[0])
             used.append((chunks.spans, upstream))
             if any(g is not None for g in upstream):
                 logits = lambda _: (chunks.logits, None)  # noqa: E731
@@ -172,7 +173,7 @@ class _InForward(torch.autograd.Function):
         if checks_values(hidden) and (calls or len(used) > 1):
             known = coefficients(forward.stats)
             groups = [case.group, context_group]
-            agreed_check(lambda: _check_separable(case, used, known), groups, hidden)
+            raise_on_all_ranks(lambda: _check_separable(case, used, known), groups, hidden)
         ctx.summed, ctx.target = gradients.close(), target  # type: ignore[attr-defined]
         ctx.shape, ctx.bias, ctx.group = hidden.shape, bias, case.group  # type: ignore[attr-defined]
         stats = [s for s in forward.stats if s is not None]
@@ -182,7 +183,7 @@ class _InForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, upstream: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_second_derivative()
-        agreed_gradients([upstream], ctx.group, upstream)  # type: ignore[attr-defined]
+        check_replicated([upstream], ctx.group, upstream)  # type: ignore[attr-defined]
         if ctx.summed is None:  # type: ignore[attr-defined]
             raise RuntimeError(
                 "the first backward scaled the gradient that was computed in forward; mode='recompute' allows a second one"
@@ -205,7 +206,7 @@ class _InForward(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None, None, None, None, None
 
 
-def _check_separable(case: HeadCase, used: list[tuple[list[slice], Upstream]], known: Upstream) -> None:
+def _check_separable(case: LinearParams, used: list[tuple[list[slice], OutputGrads]], known: OutputGrads) -> None:
     """Raises ValueError where a chunk's coefficients are others once the later chunks are known."""
     for spans, upstream in used:
         places = torch.cat([case.rows.every(span) for span in spans])
@@ -223,7 +224,7 @@ def _check_separable(case: HeadCase, used: list[tuple[list[slice], Upstream]], k
                 )
 
 
-def with_operands(case: HeadCase, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> HeadCase:
+def with_operands(case: LinearParams, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearParams:
     """The case with its operands: flat hidden states, and the real columns of weight and bias."""
     valid = case.valid
     flat = hidden.detach().reshape(-1, hidden.shape[-1])

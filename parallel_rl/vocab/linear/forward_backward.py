@@ -16,7 +16,7 @@ import torch
 from parallel_rl.groups import Pending, all_gather_start, group_size, sum_start
 from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
 from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient
-from parallel_rl.vocab.linear.params import HeadCase, Upstream
+from parallel_rl.vocab.linear.params import LinearParams, OutputGrads
 from parallel_rl.vocab.linear_truncation import drop_
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class _Chunk(NamedTuple):
     parts: Pending
 
 
-def run_forward(case: HeadCase, then: Callable[[Chunks, Forward], None] | None = None) -> Forward:
+def run_forward(case: LinearParams, then: Callable[[Chunks, Forward], None] | None = None) -> Forward:
     """Statistics of every row that carries loss; the others get zeros.
 
     Args:
@@ -104,7 +104,7 @@ def run_forward(case: HeadCase, then: Callable[[Chunks, Forward], None] | None =
     return out
 
 
-def _place_to_keep(case: HeadCase, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
+def _place_to_keep(case: LinearParams, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
     """Where a chunk's logits are kept: a part of the group that is being filled, or of a new one at the end of the list."""
     plan, parts = case.plan, case.rows.order.shape[0]
     last = kept[-1] if kept else None
@@ -143,7 +143,7 @@ class Gradients:
     """
 
     def __init__(
-        self, case: HeadCase, wanted: Sequence[bool], weight: Tensor | None = None, at_once: bool = False
+        self, case: LinearParams, wanted: Sequence[bool], weight: Tensor | None = None, at_once: bool = False
     ) -> None:
         self.case = case
         of_hidden, of_weight, of_bias = wanted
@@ -162,7 +162,7 @@ class Gradients:
         columns: Sequence[slice],
         logits: Callable[[slice], tuple[Tensor, Tensor | None]],
         table: Tensor,
-        upstream: Upstream,
+        upstream: OutputGrads,
     ) -> None:
         """Adds the gradients of some rows.
 
@@ -211,11 +211,11 @@ class Gradients:
 
 
 def _logits_gradient(
-    case: HeadCase, z: Tensor, top: Tensor | None, spec: RowSpec, table: Tensor, upstream: Upstream
+    case: LinearParams, z: Tensor, top: Tensor | None, spec: RowSpec, table: Tensor, upstream: OutputGrads
 ) -> Tensor:
     """The gradient of logits less `top`, in the dtype that the products take; it lies over them if it is no wider."""
     low = case.weight.dtype
-    if case.narrow:
+    if case.grad_in_operand_dtype:
         out = z.view(low) if z.element_size() == low.itemsize else torch.empty_like(z, dtype=low)
         table = table if top is None else torch.cat([table[:, :1] - top, table[:, 1:]], 1)
         return row_gradient(z, spec, table, *upstream, out, case.backend)
@@ -233,12 +233,12 @@ def _logits_gradient(
     return z if z.device.type == "cpu" else z.to(low)
 
 
-def _rows_of(upstream: Upstream, rows: Tensor | slice) -> Upstream:
+def _rows_of(upstream: OutputGrads, rows: Tensor | slice) -> OutputGrads:
     a, b, c = (None if g is None else g[rows] for g in upstream)
     return a, b, c
 
 
-def run_backward(case: HeadCase, forward: Forward, upstream: Upstream, gradients: Gradients) -> Summed:
+def run_backward(case: LinearParams, forward: Forward, upstream: OutputGrads, gradients: Gradients) -> Summed:
     """What `gradients` sums up over all rows; kept logits are used up, the others projected again."""
     rows, columns = case.plan.tile
     slices = [slice(at, min(at + columns, case.valid)) for at in range(0, max(case.valid, 1), columns)]
@@ -254,17 +254,17 @@ def run_backward(case: HeadCase, forward: Forward, upstream: Upstream, gradients
     return gradients.close()
 
 
-def backward_spans(case: HeadCase) -> list[slice]:
+def backward_spans(case: LinearParams) -> list[slice]:
     """The groups of kept rows, or the rows of each pass over the columns."""
     return case.rows.spans(case.plan.group if case.plan.resident else case.plan.tile[0])
 
 
-def _kept_logits(case: HeadCase, kept: KeptLogits | None, _: slice) -> tuple[Tensor, Tensor | None]:
+def _kept_logits(case: LinearParams, kept: KeptLogits | None, _: slice) -> tuple[Tensor, Tensor | None]:
     assert kept is not None
-    if kept.top is None or case.narrow:
+    if kept.top is None or case.grad_in_operand_dtype:
         return kept.values, kept.top
     return torch.add(kept.values, kept.top), None
 
 
-def _logits_again(case: HeadCase, hidden: Tensor, buffer: Tensor, columns: slice) -> tuple[Tensor, None]:
+def _logits_again(case: LinearParams, hidden: Tensor, buffer: Tensor, columns: slice) -> tuple[Tensor, None]:
     return case.logits(hidden, buffer, columns), None

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from parallel_rl.vocab.backends.choice import Backend
-    from parallel_rl.vocab.linear_truncation import HeadCut
+    from parallel_rl.vocab.linear_truncation import HeadTruncation
 
-Upstream = tuple["Tensor | None", "Tensor | None", "Tensor | None"]  # gradients of (log-prob, entropy, lse), [N] each
+OutputGrads = tuple[
+    "Tensor | None", "Tensor | None", "Tensor | None"
+]  # gradients of (log-prob, entropy, lse), [N] each
 
 
 @dataclass(frozen=True)
-class HeadCase:
+class LinearParams:
     """One call: N = parts · R rows, in the gathered order."""
 
     hidden: Tensor  # [R, D]
@@ -42,9 +44,9 @@ class HeadCase:
     backend: Backend
     rows: Rows
     plan: Plan
-    narrow: bool  # the gradient of the logits is written in the dtype of the operands, over kept ones
+    grad_in_operand_dtype: bool  # the gradient of the logits is written in the dtype of the operands, over kept ones
     valid: int  # W
-    cut: HeadCut | None = None
+    cut: HeadTruncation | None = None
 
     @property
     def dtype(self) -> torch.dtype:

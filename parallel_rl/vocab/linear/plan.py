@@ -66,7 +66,7 @@ def make_plan(
     """The plan for [R, D] hidden rows a part and `width` columns a rank, alike on all ranks that share a batch.
 
     Args:
-        in_place: the gradient of kept logits is written over them, see `HeadCase.narrow`.
+        in_place: the gradient of kept logits is written over them, see `LinearParams.grad_in_operand_dtype`.
 
     Raises:
         ValueError: a budget that is too small for one row of each part.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.groups import group_size
-from parallel_rl.validation import agreed_check
 from parallel_rl.vocab.backends.choice import Backend, runs_on_triton
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.autograd import (
@@ -21,9 +21,9 @@ from parallel_rl.vocab.linear.autograd import (
     with_operands,
 )
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
-from parallel_rl.vocab.linear.params import HeadCase, Upstream
+from parallel_rl.vocab.linear.params import LinearParams, OutputGrads
 from parallel_rl.vocab.linear.plan import LinearMode, Rows, make_plan
-from parallel_rl.vocab.linear_truncation import HeadCut
+from parallel_rl.vocab.linear_truncation import HeadTruncation
 from parallel_rl.vocab.shards import ShardRange, shard_range
 from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
@@ -114,7 +114,7 @@ def linear_token_stats(
         replace(head, hidden=hidden.flatten(0, -2)).check_rows((targets != ignore_index).reshape(-1), group)
 
     same = {"the number of hidden rows": hidden[..., 0].numel(), "the hidden size": hidden.shape[-1]}
-    agreed_check(check, [group], hidden, same)
+    raise_on_all_ranks(check, [group], hidden, same)
 
     def shaped(stats: TokenStats) -> TokenStats:
         return TokenStats(*(None if x is None else x.view(targets.shape) for x in stats))  # type: ignore[arg-type]
@@ -174,17 +174,17 @@ def stats_of_head(
     mode = head.mode if trains and not early else "recompute"
     width = max(-(-span.vocab_size // group_size(group)), 1)  # not the shard's own, which may differ between ranks
     # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
-    narrow = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, backend)
-    plan = make_plan(hidden, width, group, parts, mode, head.budget, narrow or hidden.dtype == dtype)
+    grad_in_operand_dtype = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, backend)
+    plan = make_plan(hidden, width, group, parts, mode, head.budget, grad_in_operand_dtype or hidden.dtype == dtype)
     if truncation and trains and not early and not plan.resident:
         raise ValueError(
             f"{truncation} with a loss that is no sum over tokens, or with mode = {head.mode!r}, keeps its logits until the "
             f"backward: mode = 'resident', or 'auto' with a budget that holds them"
         )
     rows = Rows.of(keep, parts, head.rows, group)
-    blank = HeadCase(
+    blank = LinearParams(
         hidden, head.weight, None, targets, keep, inv_t, span.start, head.softcap, group, head.sequence_parallel, entropy,
-        backend, rows, plan, narrow, span.valid,
+        backend, rows, plan, grad_in_operand_dtype, span.valid,
     )  # fmt: skip
     if truncation:
         blank = replace(blank, cut=_cut(head, span, group, truncation, temperature, kept_ids))
@@ -219,19 +219,19 @@ def _cut(
     truncation: Truncation,
     temperature: float | Tensor,
     kept_ids: Tensor | None,
-) -> HeadCut:
+) -> HeadTruncation:
     assert not isinstance(temperature, torch.Tensor)
     if kept_ids is not None:
         order = torch.arange(len(kept_ids), device=kept_ids.device)
         kept_ids = kept_ids[head.to_rows(order, group)]
     inv_t = torch.full((1, 1), 1.0 / temperature, dtype=torch.float64, device=head.device)
-    return HeadCut(truncation, kept_ids, inv_t, span.vocab_size)
+    return HeadTruncation(truncation, kept_ids, inv_t, span.vocab_size)
 
 
 def _coefficients(
     objective: Callable[[TokenStats], Tensor], head: LMHeadInput, group: ProcessGroup | None
 ) -> Coefficients:
-    def gradients(stats: tuple[Tensor, Tensor | None, Tensor]) -> Upstream:
+    def gradients(stats: tuple[Tensor, Tensor | None, Tensor]) -> OutputGrads:
         with torch.enable_grad():
             leaves = TokenStats(
                 *(None if x is None else head.from_rows(x, group).detach().clone().requires_grad_() for x in stats)  # type: ignore[arg-type]

@@ -244,9 +244,9 @@ def test_pruning_keeps_the_newest_and_every_mth_and_what_is_being_read(tmp_path:
     folder = _folder(tmp_path, {10 + step: step for step in range(1, 10)})
     with storage.reading(folder / "step_000012"):
         storage.prune(folder, Retention(2, 4), folder / "step_000019")
-    assert [path.name for path in storage.shelved(folder)] == [f"step_0000{n}" for n in (12, 14, 18, 19)]
+    assert [path.name for path in storage.list_checkpoints(folder)] == [f"step_0000{n}" for n in (12, 14, 18, 19)]
     storage.prune(folder, Retention(1), folder / "step_000014")  # just written, though not the newest by its number
-    assert [path.name for path in storage.shelved(folder)] == ["step_000014", "step_000019"]
+    assert [path.name for path in storage.list_checkpoints(folder)] == ["step_000014", "step_000019"]
     with open(folder / "step_000014" / MANIFEST, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # free: no lock was left behind
 
@@ -256,10 +256,10 @@ def test_what_a_kill_left_is_cleared_up_and_said(tmp_path: Path) -> None:
     (folder / ".partial_step_000003").mkdir()
     (folder / ".pruned_step_000000").mkdir()
     (folder / "step_000002").rename(folder / ".replaced_step_000002")
-    said = storage.tidy(folder)
+    said = storage.clean_up(folder)
     assert len(said) == 2 and "step_000003: its save was cut off" in said[0] and "step_000002" in said[1]
     assert sorted(path.name for path in folder.iterdir()) == ["step_000001", "step_000002"]
-    assert storage.tidy(folder) == []
+    assert storage.clean_up(folder) == []
 
 
 def _with_counters(rank: int, given: list[str], saving: bool) -> list[int]:
