@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 # In a checkout a link to /slurm, in a wheel a copy of it.
-_FILES = Path(__file__).parent / "slurm"
+_FILES = Path(__file__).parents[1] / "slurm"
 _SCRIPT = "train.sbatch"
 _RECORDED = (_SCRIPT, "env.sh", "job.sh", "site.conf", "torchrun.py")
 # what env.sh takes from the shell, ${NAME:-...}, and what sbatch and the libraries of the ranks do

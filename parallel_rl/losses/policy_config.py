@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from parallel_rl.counts import Aggregation, check_aggregation
+from parallel_rl.functional import covariance, rec  # noqa: F401  they register their surrogates
 from parallel_rl.functional.importance import MismatchStatistic, Truncation
 from parallel_rl.functional.kl import KLType
 from parallel_rl.functional.surrogates import PPO, Surrogate

@@ -12,7 +12,7 @@ import pytest
 from parallel_rl.cli import main
 from parallel_rl.cluster.submit import Resources, plan, seconds
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIG = "configs/grpo_arithmetic.yaml"
 READ = ("SBATCH_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "CUDA_DEVICE_MAX", "PYTORCH_CUDA")  # some of what a job reads
 

@@ -95,7 +95,7 @@ def _place_of_a_waiting_rank(rank: int, seen: Path) -> str | None:
 
 def test_the_place_of_a_waiting_rank_is_the_collective_and_who_called_it(tmp_path: Path) -> None:
     place, _ = run_world(2, _place_of_a_waiting_rank, tmp_path / "seen")
-    assert place is not None and place.startswith("all_gather_object (test_watch.py:")
+    assert place is not None and place.startswith("all_gather_object (test_watchdog.py:")
     assert place.endswith(" _place_of_a_waiting_rank)")
 
 
@@ -119,7 +119,7 @@ def _a_peer_leaves(rank: int) -> tuple[bool, str] | None:
 
 def test_a_peer_that_left_is_found_among_the_causes_of_an_error() -> None:
     found, _ = run_world(2, _a_peer_leaves)
-    assert found is not None and found[0] and found[1].startswith("all_reduce (test_watch.py:")
+    assert found is not None and found[0] and found[1].startswith("all_reduce (test_watchdog.py:")
     assert lost_peer(ValueError("the gradient norm is nan")) is None
     assert lost_peer(RuntimeError("out of memory")) is None
 
