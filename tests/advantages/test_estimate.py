@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from parallel_rl.advantages import AdvantageEstimator, estimate, estimator_config, gae, moments, whiten
-from parallel_rl.advantages.grpo import group_relative_advantages
 from parallel_rl.config.strict import configure
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -176,7 +175,6 @@ def test_the_dtype_of_the_rewards(dtype: torch.dtype) -> None:
     data["rewards"] = data["rewards"].to(dtype)
     found = estimate("grpo", data)
     assert found.advantages.dtype == found.returns.dtype == torch.promote_types(dtype, torch.float32)
-    assert group_relative_advantages(data["rewards"], data["group_ids"]).dtype == dtype
 
 
 def test_no_sample() -> None:
