@@ -92,8 +92,8 @@ def _train_and_tell(rank: int, given: list[str]) -> list[str]:
 
         return tells
 
-    stream, recorded = telling(session.Records.stream), telling(recorded._recorded)
-    with mock.patch.object(session.Records, "stream", stream), mock.patch.object(recorded, "_recorded", recorded):
+    stream, rollouts = telling(session.Records.stream), telling(recorded._recorded)
+    with mock.patch.object(session.Records, "stream", stream), mock.patch.object(recorded, "_recorded", rollouts):
         train_rows(rank, given)
     return taken
 
