@@ -16,7 +16,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 from parallel_rl.training.checkpointing.checkpoint import load_weights
-from parallel_rl.training.checkpointing.resume import same_weights
+from parallel_rl.training.checkpointing.contents import same_weights
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.models.engine import Engine, build_engine, start_world
 from parallel_rl.training.rollouts.sampler import sample

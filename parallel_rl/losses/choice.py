@@ -1,9 +1,8 @@
-"""A loss by name and options, and whether an objective has the fields that it reads."""
+"""A loss by name and options, as a config has it."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from parallel_rl.config.strict import configure
@@ -79,34 +78,3 @@ class LossConfig:
             top_k=truncation.top_k,
             top_p=truncation.top_p,
         )
-
-
-def check_fields_available(
-    choice: LossConfig, fields: Mapping[str, str], *, paired: bool = False, scalar_head: bool = False
-) -> None:
-    """Refuses a loss that reads what the objective's data does not have.
-
-    Args:
-        choice: the loss.
-        fields: those that there are, each with what would have to be set for it ("" where nothing).
-        paired: whether rows come as (chosen, rejected).
-        scalar_head: whether the model may have a scalar head.
-
-    Raises:
-        ValueError: names the field, and what would give it.
-    """
-    if choice.loss_class.paired and not paired:
-        raise ValueError(
-            f"loss.name = {choice.name!r} reads (chosen, rejected) pairs; objective = 'preference' has them"
-        )
-    if choice.scalar_head and not scalar_head:
-        raise ValueError(f"loss.name = {choice.name!r} reads a scalar head, which the policy does not have")
-    for name in choice.reads:
-        if fields.get(name, "-") == "":
-            continue
-        what = fields.get(name, f"which this objective does not have ({_listed(fields)})")
-        raise ValueError(f"loss.name = {choice.name!r} reads {name!r}, {what}")
-
-
-def _listed(fields: Collection[str]) -> str:
-    return f"it has {', '.join(fields)}" if fields else "it has tokens and masks only"

@@ -34,14 +34,13 @@ from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.data.examples import Prompt
 from parallel_rl.training.data.records.agree import read_together
 from parallel_rl.training.data.records.source import Records, RecordT
-from parallel_rl.training.models.engine import Engine, StepResult, train_step
+from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.models.lr_schedule import learning_rate
 from parallel_rl.training.models.scoring import log_probs, values
+from parallel_rl.training.models.train_step import StepMetrics, StepResult, train_step
 from parallel_rl.training.rollouts.remote import RemoteRollouts
 from parallel_rl.training.tokenizer import CharTokenizer
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
-
-Numbers = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -234,15 +233,15 @@ class Session:
 
     def _whole(self, rows: Rows, score: Callable[[list[MicroBatch]], list[Tensor]], together: int = 1) -> Tensor:
         batches = self.batches(rows, together)
-        out = torch.zeros(rows.fields["input_ids"].shape, dtype=self.engine.numbers)
+        out = torch.zeros(rows.fields["input_ids"].shape, dtype=self.engine.float_dtype)
         for batch, part in zip(batches, score(batches), strict=True):
             out[batch.places] = fit(part, out.shape[1]).cpu()
         return out
 
 
-def numbers_of(results: Sequence[StepResult]) -> Numbers:
+def numbers_of(results: Sequence[StepResult]) -> StepMetrics:
     """The updates of one step as one row: extrema stay extrema, everything else is their mean."""
-    row: Numbers = {}
+    row: StepMetrics = {}
     for name in results[0].metrics:
         found = [result.metrics[name] for result in results]
         ends = {"_min": min, "_max": max}

@@ -16,11 +16,12 @@ from parallel_rl.cluster import preemption
 from parallel_rl.cluster.heartbeat import enter_step, tick
 from parallel_rl.experience.rewards import reward_function
 from parallel_rl.training.agree import on_every_rank, on_first_rank
+from parallel_rl.training.algorithms.evaluation import held_out_reward
 from parallel_rl.training.algorithms.phases import Phase, phases
-from parallel_rl.training.algorithms.supervised import held_out_reward
 from parallel_rl.training.checkpointing import checkpoint, resume
 from parallel_rl.training.checkpointing.checkpoint import Contents
-from parallel_rl.training.checkpointing.manifest import Position, Record
+from parallel_rl.training.checkpointing.contents import checkpoint_metadata, same_weights, session_contents
+from parallel_rl.training.checkpointing.manifest import CheckpointMetadata
 from parallel_rl.training.checkpointing.random_state import begin_random_state, restore_random_state
 from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.load import as_mapping
@@ -28,6 +29,7 @@ from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.models.engine import build_critic, build_engine, build_optimizer, freeze_copy, start_world
 from parallel_rl.training.preflight.sizes import check_layout, length_check
+from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.reporting.curves import draw_curves
 from parallel_rl.training.reporting.run_log import RunLog, read_metrics, write_whole
 from parallel_rl.training.rollouts.remote import RemoteRollouts
@@ -77,13 +79,13 @@ class _Run:
         said: list[str] = []
         steps = {phase.name: phase.steps for phase in self.phases}
         self.anew, self.latest = resume.find_start(config, steps, data, said.append)
-        record = None if self.latest is None else self.latest[1]
-        self.position = Position(self.phases[0].name, 0) if record is None else record.position
-        self.facts = {} if record is None else record.facts
+        metadata = None if self.latest is None else self.latest[1]
+        self.progress = TrainProgress(self.phases[0].name, 0) if metadata is None else metadata.progress
+        self.values = {} if metadata is None else metadata.values
         self.before, self.after = self._fact("held_out_before"), self._fact("held_out_after")
         self.rows: list[dict[str, float | int | str]] = []
         self.stop: str | None = None
-        self.saved = self.latest and (self.latest[0], self.position)  # the newest checkpoint, and where it stands
+        self.saved = self.latest and (self.latest[0], self.progress)  # the newest checkpoint, and where it stands
         engine = build_engine(config, tokenizer.vocab_size, config.model.max_positions)
         if sum(self._done().values()) < sum(phase.steps for phase in self.phases):
             begin_random_state(config.run.seed, engine.groups.dp_rank)
@@ -112,27 +114,27 @@ class _Run:
         elif self.config.run.init_from is not None:
             engine, start = self.session.engine, Path(self.config.run.init_from)
             scalar_head = self.config.scalar_head
-            check = resume.same_weights(self.config, "run.init_from", scalar_head=scalar_head)
+            check = same_weights(self.config, "run.init_from", scalar_head=scalar_head)
             checkpoint.load_weights(start, engine.model, check, scalar_head=scalar_head)
             # master weights of what was just loaded
             self.session = replace(self.session, optimizer=build_optimizer(engine, self.phases[0].optimizer))
         self._describe()
-        for phase in self.phases[names.index(self.position.phase) :]:
-            if phase.is_main and self.position.step == 0:
+        for phase in self.phases[names.index(self.progress.phase) :]:
+            if phase.is_main and self.progress.step == 0:
                 self._enter_main(phase)
             if random is not None:  # last of all: what was built until now has drawn from them
                 restore_random_state(random)
                 random = None
-            self.log.phase(phase.name, phase.steps, self.position.step)
+            self.log.phase(phase.name, phase.steps, self.progress.step)
             if self.stop is None:  # of a signal while the run started
                 self._boundary(None)
-            while self.position.step < phase.steps and self.stop is None:
+            while self.progress.step < phase.steps and self.stop is None:
                 self._step(phase)
-            if self.stop is not None and self.position.step < phase.steps:
+            if self.stop is not None and self.progress.step < phase.steps:
                 self._halt(self.stop, phase)
                 return False
             if not phase.is_main:
-                self.position = Position(self.phases[-1].name, 0)
+                self.progress = TrainProgress(self.phases[-1].name, 0)
         return True
 
     def finish(self, seconds: float) -> None:
@@ -156,11 +158,11 @@ class _Run:
 
     def _step(self, phase: Phase) -> None:
         began = time.monotonic()
-        enter_step(phase.name, self.position.step + 1)
-        numbers = phase.run(self.session, self.position)
+        enter_step(phase.name, self.progress.step + 1)
+        numbers = phase.run(self.session, self.progress)
         seconds = time.monotonic() - began
-        self.position = self.position.after(phase.takes)
-        evaluation, step = self.config.evaluation, self.position.step
+        self.progress = self.progress.after(phase.takes)
+        evaluation, step = self.config.evaluation, self.progress.step
         last = step == phase.steps
         if evaluation is not None and phase.is_main and (last or (evaluation.every and step % evaluation.every == 0)):
             reward = self._evaluate()
@@ -191,12 +193,12 @@ class _Run:
     def _halt(self, cause: str, phase: Phase) -> None:
         """Leaves everything such that the same command goes on from here."""
         preemption.ignore_signals()
-        if self.rows and (self.saved is None or self.saved[1] != self.position):
+        if self.rows and (self.saved is None or self.saved[1] != self.progress):
             self._save()
         given = " with --run.resume auto" if self.config.run.resume == "never" else ""
         then = " begins anew" if self.saved is None else f"{given} goes on from {self.saved[0]}"
         text = (
-            f"stopped by {cause} after {phase.name} step {self.position.step} of {phase.steps}; the same command{then}"
+            f"stopped by {cause} after {phase.name} step {self.progress.step} of {phase.steps}; the same command{then}"
         )
         # the other ranks hear of it when the marker is there
         why = "the marker REQUEUE could not be written; all is saved"
@@ -223,7 +225,7 @@ class _Run:
         teacher = critic = None
         if config.teacher is not None:
             teacher = freeze_copy(engine)
-            checkpoint.load_weights(Path(config.teacher), teacher, resume.same_weights(config, "teacher"))
+            checkpoint.load_weights(Path(config.teacher), teacher, same_weights(config, "teacher"))
         if config.rl is not None and config.rl.critic is not None:
             values = build_critic(engine)
             critic = Critic(values, build_optimizer(values, config.rl.critic.optimizer))
@@ -242,20 +244,20 @@ class _Run:
             kl_controller=controller,
         )
 
-    def _restore(self, path: Path, record: Record) -> Mapping[str, object] | None:
+    def _restore(self, path: Path, metadata: CheckpointMetadata) -> Mapping[str, object] | None:
         """Goes on from a checkpoint; gives the random states to go on from, in the layout that wrote them."""
-        engine, phase = self.session.engine, next(p for p in self.phases if p.name == self.position.phase)
+        engine, phase = self.session.engine, next(p for p in self.phases if p.name == self.progress.phase)
         optimizer = build_optimizer(engine, phase.optimizer)
-        if not self.position.step:
-            random = checkpoint.load(path, Contents(engine), record)
+        if not self.progress.step:
+            random = checkpoint.load(path, Contents(engine), metadata)
             optimizer = build_optimizer(engine, phase.optimizer)  # master weights of what was just loaded
             self.session = replace(self.session, optimizer=optimizer)
         else:
             began = self._with_models(optimizer) if phase.is_main else replace(self.session, optimizer=optimizer)
             self.session = began
-            random = checkpoint.load(path, resume.contents(began, self.position), record)
-        data = self.session.data.describe_next(self.position.taken)
-        self.log.say(f"continuing from {path}: {self.position.phase} step {self.position.step}{data}")
+            random = checkpoint.load(path, session_contents(began, self.progress), metadata)
+        data = self.session.data.describe_next(self.progress.taken)
+        self.log.say(f"continuing from {path}: {self.progress.phase} step {self.progress.step}{data}")
         if random is None:
             self.log.say(
                 "the layout has changed: Python's, numpy's and torch's random states begin anew, as run.seed has them"
@@ -265,20 +267,23 @@ class _Run:
     def _save(self) -> None:
         tick("saving a checkpoint")
         on_first_rank(self.log.sync, f"the rows of {self.folder / 'metrics.jsonl'} could not be written")
-        facts: dict[str, float | int | str] = {**self.session.data.facts()}
+        values: dict[str, float | int | str] = {**self.session.data.metadata()}
         for name, value in (("held_out_before", self.before), ("held_out_after", self.after)):
             if value is not None:
-                facts[name] = value
-        folder, run, parts = self.folder / "checkpoints", self.config.run, resume.contents(self.session, self.position)
-        record, keep = resume.record(self.config, self.position, facts), Retention(run.keep_checkpoints, run.keep_every)
-        path = checkpoint.save(folder, sum(self._done().values()), parts, record, keep)
-        self.saved = path, self.position
+                values[name] = value
+        folder, run, parts = self.folder / "checkpoints", self.config.run, session_contents(self.session, self.progress)
+        metadata, keep = (
+            checkpoint_metadata(self.config, self.progress, values),
+            Retention(run.keep_checkpoints, run.keep_every),
+        )
+        path = checkpoint.save(folder, sum(self._done().values()), parts, metadata, keep)
+        self.saved = path, self.progress
 
     def _done(self) -> dict[str, int]:
         """Steps done in each phase."""
         names = [phase.name for phase in self.phases]
-        before = self.phases[: names.index(self.position.phase)]
-        return {**{phase.name: phase.steps for phase in before}, self.position.phase: self.position.step}
+        before = self.phases[: names.index(self.progress.phase)]
+        return {**{phase.name: phase.steps for phase in before}, self.progress.phase: self.progress.step}
 
     def _evaluate(self) -> float:
         assert self.config.evaluation is not None
@@ -286,7 +291,7 @@ class _Run:
         return held_out_reward(self.session, self.config.evaluation.samples)
 
     def _fact(self, name: str) -> float | None:
-        return float(self.facts[name]) if name in self.facts else None
+        return float(self.values[name]) if name in self.values else None
 
     def _describe(self) -> None:
         sizes, engine = self.config.parallel, self.session.engine

@@ -6,16 +6,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from parallel_rl.training.algorithms.distillation import distillation_step
+from parallel_rl.training.algorithms.preference import preference_step
 from parallel_rl.training.algorithms.rl.step import rl_step
-from parallel_rl.training.algorithms.supervised import distillation_step, preference_step, supervised_step
-from parallel_rl.training.checkpointing.manifest import Position
+from parallel_rl.training.algorithms.supervised import supervised_step
 from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.session import Numbers, Session
+from parallel_rl.training.models.train_step import StepMetrics
+from parallel_rl.training.progress import TrainProgress
+from parallel_rl.training.session import Session
 
 Section = RLConfig | PreferenceConfig | SupervisedConfig | DistillationConfig
-Run = Callable[..., Numbers]  # (session, its section, where the run stands)
+Run = Callable[..., StepMetrics]  # (session, its section, where the run stands)
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Phase:
     steps: int
     optimizer: OptimizerConfig
     takes: Mapping[str, int]
-    run: Callable[[Session, Position], Numbers]
+    run: Callable[[Session, TrainProgress], StepMetrics]
     is_main: bool
 
 
@@ -66,5 +69,5 @@ def _takes(config: TrainConfig, section: Section) -> dict[str, int]:
     return {"train" if on_policy else "examples": section.batch_size}
 
 
-def _run(step: Run, section: Section, session: Session, at: Position) -> Numbers:
+def _run(step: Run, section: Section, session: Session, at: TrainProgress) -> StepMetrics:
     return step(session, section, at)

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parallel_rl import SequencePackingLossWrapper
 from parallel_rl.counts import valid_tokens
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.megatron import ModelInput, packed_bounds, packed_input, padded_input
+from parallel_rl.packing import SequencePackingLossWrapper
 from parallel_rl.training.tokenizer import PAD
 
 

@@ -22,7 +22,7 @@ from parallel_rl.megatron import unwrap
 from parallel_rl.training.agree import on_every_rank, on_first_rank
 from parallel_rl.training.checkpointing import manifest as files
 from parallel_rl.training.checkpointing import storage
-from parallel_rl.training.checkpointing.manifest import FileEntry, Manifest, Record, read_manifest
+from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, FileEntry, Manifest, read_manifest
 from parallel_rl.training.checkpointing.random_state import random_state
 from parallel_rl.training.checkpointing.recovery import verify
 from parallel_rl.training.checkpointing.sharded import State, bytes_of, load_sharded, save_sharded
@@ -81,7 +81,7 @@ class Contents:
         return ["model", *(name for name in names if getattr(self, name) is not None)]
 
 
-def save(folder: Path, number: int, contents: Contents, record: Record, keep: Retention) -> Path:
+def save(folder: Path, number: int, contents: Contents, metadata: CheckpointMetadata, keep: Retention) -> Path:
     """Writes `folder/step_<number>`, then removes what `keep` does not hold.
 
     Everything goes into a hidden folder first, is brought to the disk with a manifest of every file's checksum, and is renamed
@@ -91,7 +91,7 @@ def save(folder: Path, number: int, contents: Contents, record: Record, keep: Re
         folder: of the run's checkpoints.
         number: steps done in all phases.
         contents: what is written.
-        record: what is told of it; layout and parts are filled in.
+        metadata: of the checkpoint; layout and parts are filled in.
         keep: which checkpoints stay.
 
     Raises:
@@ -105,13 +105,13 @@ def save(folder: Path, number: int, contents: Contents, record: Record, keep: Re
     state["random"] = ShardedObject("random", random_state(), (dist.get_world_size(),), (dist.get_rank(),))
     state["extra"] = on_every_rank(lambda: _extra(contents), failed)
     named = [*(f"controllers.{name}" for name in contents.controllers), *(f"extra.{name}" for name in contents.extra)]
-    record = replace(record, layout=_layout(contents.engine), parts=(*contents.models, *named))
+    metadata = replace(metadata, layout=_layout(contents.engine), parts=(*contents.models, *named))
     needed = bytes_of(state, contents.engine.device)
     partial = on_first_rank(lambda: storage.make_partial(final, needed), failed)
     try:
         save_sharded(state, partial, failed)
         entries = _seal(partial, failed)
-        on_first_rank(lambda: files.write_manifest(partial, Manifest(record, entries)), failed)
+        on_first_rank(lambda: files.write_manifest(partial, Manifest(metadata, entries)), failed)
         on_first_rank(lambda: storage.publish(partial, final), failed)
     except RuntimeError:
         if dist.get_rank() == 0:
@@ -122,7 +122,7 @@ def save(folder: Path, number: int, contents: Contents, record: Record, keep: Re
     return final
 
 
-def load(path: Path, contents: Contents, record: Record) -> Mapping[str, object] | None:
+def load(path: Path, contents: Contents, metadata: CheckpointMetadata) -> Mapping[str, object] | None:
     """Fills `contents` from a checkpoint of any layout, whose files were verified.
 
     Returns:
@@ -132,15 +132,15 @@ def load(path: Path, contents: Contents, record: Record) -> Mapping[str, object]
         ValueError: it lacks a part, or does not fit this run; on all ranks.
     """
     for name in contents.models:
-        if name not in record.parts:
+        if name not in metadata.parts:
             raise ValueError(
-                f"the checkpoint {path} holds no {name}, which this run has; it holds {', '.join(record.parts)}"
+                f"the checkpoint {path} holds no {name}, which this run has; it holds {', '.join(metadata.parts)}"
             )
     wanted = _state(contents, loading=True)
-    same_layout = dict(record.layout) == _layout(contents.engine)
+    same_layout = dict(metadata.layout) == _layout(contents.engine)
     if same_layout:
         wanted["random"] = ShardedObject("random", None, (dist.get_world_size(),), (dist.get_rank(),))
-    ranks, extra = record.layout["data"], [name for name in contents.extra if f"extra.{name}" in record.parts]
+    ranks, extra = metadata.layout["data"], [name for name in contents.extra if f"extra.{name}" in metadata.parts]
     wanted["extra"] = {
         f"{name}.{rank}": ShardedObject(f"extra.{name}", None, (ranks,), (rank,), dist.get_rank())
         for name in extra
@@ -161,7 +161,7 @@ def load(path: Path, contents: Contents, record: Record) -> Mapping[str, object]
 
 
 def load_weights(
-    path: Path, model: torch.nn.Module, check: Callable[[Path, Record], None], *, scalar_head: bool = False
+    path: Path, model: torch.nn.Module, check: Callable[[Path, CheckpointMetadata], None], *, scalar_head: bool = False
 ) -> None:
     """Fills a model from the trained model of a checkpoint, after a look at its every file; a scalar head from a policy's
     checkpoint keeps its own head.
@@ -171,9 +171,9 @@ def load_weights(
     """
     with storage.reading(path) if dist.get_rank() == 0 else contextlib.nullcontext():
         manifest = on_first_rank(lambda: read_manifest(path), f"the checkpoint {path} cannot be read")
-        check(path, manifest.record)
+        check(path, manifest.metadata)
         verify(path, manifest)
-        bare, theirs = unwrap(model), bool(manifest.record.model["scalar_head"])
+        bare, theirs = unwrap(model), bool(manifest.metadata.model["scalar_head"])
         wanted = bare.sharded_state_dict()
         if scalar_head and not theirs:
             wanted = {name: value for name, value in wanted.items() if not name.startswith("output_layer.")}

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: where its run stood, of which model it is, and the checksum of each of its files."""
+"""The manifest of a checkpoint: its run's progress, the model it is of, and the checksum of each of its files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from parallel_rl.training.progress import TrainProgress
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
+_KEYS = {"progress": "position", "values": "facts"}  # as format 2 has them
 _CHUNK = 1 << 22
-Fact = float | int | str | bool | None
+Value = float | int | str | bool | None
 
 
 class DamagedCheckpoint(ValueError):
@@ -20,42 +23,20 @@ class DamagedCheckpoint(ValueError):
 
 
 @dataclass(frozen=True)
-class Position:
-    """Where a run stands: the phase ("warmup" or the objective), the steps done in it, and the records of each source that
-    they took, counted over all passes.
-
-    The next of a source with N records is record `taken[name] % N` of pass `taken[name] // N`, whatever the sizes of the steps
-    before were. The order of the data and the trainer's own draws follow from (seed, that number).
-    """
-
-    phase: str
-    step: int
-    taken: Mapping[str, int] = field(default_factory=dict)
-
-    def next(self, name: str) -> int:
-        """The number of the next record of a source."""
-        return self.taken.get(name, 0)
-
-    def after(self, takes: Mapping[str, int]) -> Position:
-        """One step later, which took so many records of each source."""
-        return Position(self.phase, self.step + 1, {name: self.next(name) + count for name, count in takes.items()})
-
-
-@dataclass(frozen=True)
-class Record:
-    """What can be known of a checkpoint without its tensors.
+class CheckpointMetadata:
+    """Everything known of a checkpoint without its tensors.
 
     Attributes:
-        position: where its run stood.
-        facts: numbers that the run goes on with.
+        progress: of its run.
+        values: numbers that the run continues with: fingerprints of its data, held-out rewards.
         model: what a run must share with it, by the names of the config.
         layout: the sizes of the parallel dimensions that wrote it: tensor, context, pipeline, data.
         parts: what it holds: "model", "optimizer", "reference", ..., "controllers.<name>", "extra.<name>".
     """
 
-    position: Position
-    facts: Mapping[str, float | int | str]
-    model: Mapping[str, Fact]
+    progress: TrainProgress
+    values: Mapping[str, float | int | str]
+    model: Mapping[str, Value]
     layout: Mapping[str, int]
     parts: tuple[str, ...]
 
@@ -70,15 +51,17 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record, and each file by its name."""
+    """The metadata of a checkpoint, and each of its files by name."""
 
-    record: Record
+    metadata: CheckpointMetadata
     files: Mapping[str, FileEntry]
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes `folder/manifest.json` and has it on the disk when this returns."""
-    body = json.dumps({"format": _FORMAT, **asdict(manifest)}, sort_keys=True)
+    record = {_KEYS.get(name, name): value for name, value in asdict(manifest.metadata).items()}
+    content = {"format": _FORMAT, "record": record, "files": asdict(manifest)["files"]}
+    body = json.dumps(content, sort_keys=True)
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body}))
         file.flush()
@@ -115,8 +98,9 @@ def _manifest(path: Path, content: dict[str, object]) -> Manifest:
         )
     record, files = content["record"], content["files"]
     assert isinstance(record, dict) and isinstance(files, dict)
-    fields = {**record, "position": Position(**record["position"]), "parts": tuple(record["parts"])}
-    return Manifest(Record(**fields), {name: FileEntry(**entry) for name, entry in files.items()})
+    progress = TrainProgress(**record["position"])
+    metadata = CheckpointMetadata(progress, record["facts"], record["model"], record["layout"], tuple(record["parts"]))
+    return Manifest(metadata, {name: FileEntry(**entry) for name, entry in files.items()})
 
 
 def checksum(path: Path, *, sync: bool = False) -> FileEntry:
@@ -176,8 +160,8 @@ def share(files: Mapping[str, FileEntry], rank: int, ranks: int) -> list[str]:
     return mine
 
 
-def differing(theirs: Mapping[str, Fact], ours: Mapping[str, Fact], names: Iterable[str]) -> str | None:
-    """The first of the named facts in which a checkpoint and a run differ, in words."""
+def differing(theirs: Mapping[str, Value], ours: Mapping[str, Value], names: Iterable[str]) -> str | None:
+    """The first of the named values in which a checkpoint and a run differ, in words."""
     for name in names:
         if name in theirs and theirs[name] != ours[name]:
             return f"{name} is {theirs[name]!r} there and {ours[name]!r} in this run"

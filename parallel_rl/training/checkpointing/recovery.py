@@ -9,12 +9,19 @@ import torch.distributed as dist
 
 from parallel_rl.training.agree import on_first_rank
 from parallel_rl.training.checkpointing import storage
-from parallel_rl.training.checkpointing.manifest import DamagedCheckpoint, Manifest, Record, fault, read_manifest, share
+from parallel_rl.training.checkpointing.manifest import (
+    CheckpointMetadata,
+    DamagedCheckpoint,
+    Manifest,
+    fault,
+    read_manifest,
+    share,
+)
 
 
 def newest_whole(
-    folder: Path, check: Callable[[Path, Record], None], say: Callable[[str], None]
-) -> tuple[Path, Record] | None:
+    folder: Path, check: Callable[[Path, CheckpointMetadata], None], say: Callable[[str], None]
+) -> tuple[Path, CheckpointMetadata] | None:
     """The newest checkpoint of a run whose every file is as it was written, or None where there is none at all.
 
     Newer ones that are not are set aside under another name. Every rank looks through its part of the files.
@@ -34,7 +41,7 @@ def newest_whole(
     for path in reversed(on_first_rank(lambda: storage.list_checkpoints(folder), unusable)):
         try:
             manifest = on_first_rank(lambda path=path: read_manifest(path), unusable)  # type: ignore[misc]
-            check(path, manifest.record)
+            check(path, manifest.metadata)
             verify(path, manifest)
         except DamagedCheckpoint as error:
             damaged.append((path, str(error)))
@@ -42,7 +49,7 @@ def newest_whole(
         for bad, why in damaged:
             aside = on_first_rank(lambda bad=bad: storage.set_aside(bad), unusable)  # type: ignore[misc]
             say(f"{why}; set aside as {aside.name}, {path.name} is taken instead")
-        return path, manifest.record
+        return path, manifest.metadata
     if damaged:
         raise ValueError(
             f"no checkpoint in {folder} is whole: {'; '.join(why for _, why in damaged)}. Nothing was changed; "

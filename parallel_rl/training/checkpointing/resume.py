@@ -1,4 +1,4 @@
-"""What the trainer keeps of a run in its checkpoints, and which checkpoints a run may go on from."""
+"""Where a run starts: at its newest checkpoint, or at its first step in a cleared folder."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from parallel_rl.losses.mix import MixLossFn
-from parallel_rl.megatron.model_config import default_ffn_hidden_size
 from parallel_rl.training.agree import on_first_rank
 from parallel_rl.training.checkpointing import storage
-from parallel_rl.training.checkpointing.checkpoint import Contents, Controllers, Stateful
-from parallel_rl.training.checkpointing.manifest import Fact, Position, Record, differing, fault, read_manifest
+from parallel_rl.training.checkpointing.contents import same_run, same_weights
+from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, fault, read_manifest
 from parallel_rl.training.checkpointing.recovery import newest_whole, verify
 from parallel_rl.training.checkpointing.sharded import bytes_of
 from parallel_rl.training.config.sections import DTYPES
@@ -19,73 +17,8 @@ from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.reporting.run_log import read_metrics
-from parallel_rl.training.session import Session
 
-_MODEL = "model."
-_WEIGHTS = "tokenizer.alphabet"
 _BEGUN_BY = ".begun_by"
-
-
-def contents(session: Session, position: Position) -> Contents:
-    """What a checkpoint of this moment holds: at the start of a phase, all but the weights follows from them."""
-    if not position.step:
-        return Contents(session.engine)
-    critic, loss_fn = session.critic, session.policy_loss
-    mu: Controllers = {"mu": loss_fn.mu_schedule} if isinstance(loss_fn, MixLossFn) else {}
-    kl: Controllers = {} if session.kl_controller is None else {"kl": session.kl_controller}
-    extra: dict[str, Stateful] = {} if session.served is None else {"served": session.served}
-    return Contents(
-        session.engine,
-        session.optimizer,
-        session.reference,
-        None if critic is None else critic.engine,
-        None if critic is None else critic.optimizer,
-        {**mu, **kl},
-        extra,
-    )
-
-
-def record(config: TrainConfig, position: Position, facts: Mapping[str, float | int | str]) -> Record:
-    """What a checkpoint tells of the run; `save` fills in the rest."""
-    return Record(position, facts, _identity(config), {}, ())
-
-
-def same_run(config: TrainConfig, phases: Mapping[str, int]) -> Callable[[Path, Record], None]:
-    """The check that a run may go on from a checkpoint: model, objective, precision and the steps of the phases before are its
-    own; `phases` are the run's, each with its steps, in order."""
-    ours = _identity(config)
-
-    def check(path: Path, found: Record) -> None:
-        difference = differing(found.model, ours, ours)
-        if difference is None and found.position.phase not in phases:
-            difference = f"it stands in the phase {found.position.phase!r} and this run has {', '.join(phases)}"
-        if difference is None:
-            before = sum(list(phases.values())[: list(phases).index(found.position.phase)])
-            if (number := before + found.position.step) != storage.number_of(path):
-                where = f"its {found.position.phase} step {found.position.step} is step {storage.number_of(path)} of all phases"
-                difference = f"{where} there and {number} in this run"
-        if difference is not None:
-            raise ValueError(
-                f"run.dir holds the checkpoint {path} of another run: {difference}. Nothing was changed; choose another "
-                "run.dir, or set run.resume = 'never' to replace it"
-            )
-
-    return check
-
-
-def same_weights(config: TrainConfig, key: str, *, scalar_head: bool = False) -> Callable[[Path, Record], None]:
-    """The check that a checkpoint's weights fit the model of a run; `key` of the config names it."""
-    ours = _identity(config)
-    names = [name for name in ours if name.startswith(_MODEL) or name == _WEIGHTS]
-
-    def check(path: Path, found: Record) -> None:
-        difference = differing(found.model, ours, names)
-        if difference is None and found.model["scalar_head"] and not scalar_head:
-            difference = "it is of a model with a scalar head and one with logits is needed"
-        if difference is not None:
-            raise ValueError(f"{key} = {str(path)!r} does not fit: {difference}")
-
-    return check
 
 
 def check_sources(config: TrainConfig) -> None:
@@ -104,7 +37,7 @@ def check_sources(config: TrainConfig) -> None:
             manifest = read_manifest(path)
         except ValueError as error:
             raise ValueError(f"{key} = {name!r} cannot be used: {error}") from None
-        same_weights(config, key, scalar_head=scalar_head)(path, manifest.record)
+        same_weights(config, key, scalar_head=scalar_head)(path, manifest.metadata)
         for file, entry in manifest.files.items():
             if found := fault(path / file, entry, contents=False):
                 raise ValueError(f"{key} = {name!r} is damaged: {found}")
@@ -128,7 +61,7 @@ def verify_sources(config: TrainConfig, *, begins: bool) -> None:
 
 def find_start(
     config: TrainConfig, phases: Mapping[str, int], data: Datasets, say: Callable[[str], None]
-) -> tuple[bool, tuple[Path, Record] | None]:
+) -> tuple[bool, tuple[Path, CheckpointMetadata] | None]:
     """Whether a run begins anew, and the checkpoint that it goes on from, if any; what does not fit is refused before anything
     is removed or written.
 
@@ -149,9 +82,9 @@ def find_start(
         metrics, same = folder / "metrics.jsonl", same_run(config, phases)
         on_first_rank(lambda: len(read_metrics(metrics)), f"{metrics} cannot be read")
 
-        def check(path: Path, record: Record) -> None:
-            same(path, record)
-            data.check_facts(record.facts, path)
+        def check(path: Path, metadata: CheckpointMetadata) -> None:
+            same(path, metadata)
+            data.check_metadata(metadata.values, path)
 
         latest = newest_whole(folder / "checkpoints", check, say)
     verify_sources(config, begins=latest is None)
@@ -219,23 +152,3 @@ def _sources(config: TrainConfig) -> list[tuple[str, str, bool]]:
     teacher = ("distillation" if config.distillation is not None else "rl") + ".teacher"
     named = [("run.init_from", config.run.init_from, config.scalar_head), (teacher, config.teacher, False)]
     return [(key, name, scalar_head) for key, name, scalar_head in named if name is not None]
-
-
-def _identity(config: TrainConfig) -> dict[str, Fact]:
-    """What makes two runs' checkpoints interchangeable, by the names of the config; defaults are written out."""
-    model = config.model
-    return {
-        "objective": config.objective,
-        "scalar_head": config.scalar_head,
-        "run.dtype": config.run.dtype,
-        _WEIGHTS: config.tokenizer.alphabet,
-        "model.layers": model.layers,
-        "model.hidden": model.hidden,
-        "model.heads": model.heads,
-        "model.query_groups": model.query_groups or model.heads,
-        "model.gated": model.gated,
-        "model.ffn_hidden": model.ffn_hidden or default_ffn_hidden_size(model.hidden, model.gated),
-        "model.position": model.position,
-        "model.max_positions": model.max_positions if model.position == "learned_absolute" else None,
-        "model.tie_embeddings": model.tie_embeddings,
-    }

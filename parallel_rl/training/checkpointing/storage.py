@@ -88,7 +88,7 @@ def prune(folder: Path, keep: Retention, written: Path) -> None:
 
 def _step_of(path: Path) -> int:
     try:
-        return read_manifest(path).record.position.step
+        return read_manifest(path).metadata.progress.step
     except ValueError:
         return 0  # nobody knows; it stays
 

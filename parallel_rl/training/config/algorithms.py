@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,7 +11,7 @@ from parallel_rl.advantages.grouped import GRPO
 from parallel_rl.experience import AdaptiveKLController, DynamicSampling, Overlong
 from parallel_rl.functional.kl import KLType
 from parallel_rl.losses import ClippedPGLossConfig, MixLossConfig
-from parallel_rl.losses.choice import LossConfig, check_fields_available
+from parallel_rl.losses.choice import LossConfig
 from parallel_rl.training.config.sections import OptimizerConfig, at_least
 from parallel_rl.training.config.server import ServerConfig
 
@@ -269,3 +270,39 @@ class DistillationConfig:
     def __post_init__(self) -> None:
         at_least(self, steps=1, batch_size=1)
         check_fields_available(self.loss, {"teacher_logits": ""})
+
+
+def rows_of_pair(config: PreferenceConfig) -> int:
+    """Rows that a pair gives: (chosen, rejected), or labelled ones and a mismatched one."""
+    return 3 if LABELS in config.loss.reads else 2
+
+
+def check_fields_available(
+    choice: LossConfig, fields: Mapping[str, str], *, paired: bool = False, scalar_head: bool = False
+) -> None:
+    """Refuses a loss that reads what the objective's data does not have.
+
+    Args:
+        choice: the loss.
+        fields: those that there are, each with what would have to be set for it ("" where nothing).
+        paired: whether rows come as (chosen, rejected).
+        scalar_head: whether the model may have a scalar head.
+
+    Raises:
+        ValueError: names the field, and what would give it.
+    """
+    if choice.loss_class.paired and not paired:
+        raise ValueError(
+            f"loss.name = {choice.name!r} reads (chosen, rejected) pairs; objective = 'preference' has them"
+        )
+    if choice.scalar_head and not scalar_head:
+        raise ValueError(f"loss.name = {choice.name!r} reads a scalar head, which the policy does not have")
+    for name in choice.reads:
+        if fields.get(name, "-") == "":
+            continue
+        what = fields.get(name, f"which this objective does not have ({_listed(fields)})")
+        raise ValueError(f"loss.name = {choice.name!r} reads {name!r}, {what}")
+
+
+def _listed(fields: Collection[str]) -> str:
+    return f"it has {', '.join(fields)}" if fields else "it has tokens and masks only"

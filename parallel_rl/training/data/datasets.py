@@ -61,31 +61,31 @@ class Datasets:
             if len(records):
                 yield name, records
 
-    def facts(self) -> dict[str, str]:
+    def metadata(self) -> dict[str, str]:
         """The fingerprints of all that is read and the seed of its order, for a checkpoint."""
         return {
             "data_seed": str(self.seed),
             **{f"data_{name}": records.fingerprint for name, records in self.sources()},
         }
 
-    def check_facts(self, facts: Mapping[str, object], where: object) -> None:
+    def check_metadata(self, metadata: Mapping[str, object], where: object) -> None:
         """Refuses to go on from a checkpoint that was made with other records, or with another order of them.
 
         Raises:
             ValueError: the seed, the sources or a fingerprint differ; the message names what.
         """
-        mine, then = self.facts(), f"when {where} was written, so the run cannot go on with the next record"
+        mine, then = self.metadata(), f"when {where} was written, so the run cannot go on with the next record"
         otherwise = "choose another run.dir, or set run.resume = 'never'"
-        if (seed := facts.get("data_seed")) != mine["data_seed"]:
+        if (seed := metadata.get("data_seed")) != mine["data_seed"]:
             raise ValueError(f"run.seed = {self.seed} was {seed} {then} of the same order. Restore it, {otherwise}")
         for name in (f"data_{source}" for source in SOURCES):
             key = f"data.{name.removeprefix('data_')}"
-            if name in mine and name in facts and mine[name] != facts[name]:
+            if name in mine and name in metadata and mine[name] != metadata[name]:
                 raise ValueError(
                     f"{key} is not what it was {then} (its content or order, or data.buffer_megabytes). Restore it, {otherwise}"
                 )
             # an evaluation may be added or left out: it takes no place in the order
-            if name != "data_held_out" and (name in mine) != (name in facts):
+            if name != "data_held_out" and (name in mine) != (name in metadata):
                 there, here = ("left out", "given") if name in mine else ("given", "left out")
                 raise ValueError(f"{key} is {here} and was {there} {then}. Restore it, {otherwise}")
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_rl import token_logprobs
 from parallel_rl.counts import valid_tokens
 from parallel_rl.megatron import broadcast_from_last_stage
 from parallel_rl.training.batching.micro_batches import MicroBatch
-from parallel_rl.training.models.engine import Engine, forward_batches, fused_head, loss_input
+from parallel_rl.training.models.engine import Engine
+from parallel_rl.training.models.forward import forward_batches, fused_head, loss_input
+from parallel_rl.vocab.logprobs import token_logprobs
 from parallel_rl.vocab.stats import IGNORE_INDEX
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
@@ -53,14 +54,14 @@ def values(critic: Engine, batches: Sequence[MicroBatch]) -> list[Tensor]:
     """[B, S] each, whole on every rank: column t is the value before token t, the head's output one position earlier."""
 
     def collect(output: Tensor, index: int) -> Tensor:
-        return batches[index].input.layout.unshard(output.flatten().to(critic.numbers), critic.groups.context)
+        return batches[index].input.layout.unshard(output.flatten().to(critic.float_dtype), critic.groups.context)
 
     return _shared(critic, batches, forward_batches(critic, critic.model, batches, collect))
 
 
 def with_teacher_logits(engine: Engine, teacher: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """The micro-batches with the teacher's logits of this rank's tokens and columns; as they are on the other stages."""
-    found = forward_batches(engine, teacher, batches, lambda logits, index: logits.to(engine.numbers))
+    found = forward_batches(engine, teacher, batches, lambda logits, index: logits.to(engine.float_dtype))
     if found is None:
         return list(batches)
     return [batch.with_data(teacher_logits=logits) for batch, logits in zip(batches, found, strict=True)]
@@ -72,7 +73,7 @@ def _shared(engine: Engine, batches: Sequence[MicroBatch], found: list[Tensor] |
     shapes = [batch.data["input_ids"].shape for batch in batches]
     return [
         broadcast_from_last_stage(
-            None if value is None else value.to(engine.numbers), shape=shape, dtype=engine.numbers
+            None if value is None else value.to(engine.float_dtype), shape=shape, dtype=engine.float_dtype
         )
         for value, shape in zip(values, shapes, strict=True)
     ]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel_rl.training.algorithms.phases import phases
-from parallel_rl.training.algorithms.supervised import rows_of_pair
 from parallel_rl.training.batching.bin_packing import Capacity, deal, pack
 from parallel_rl.training.batching.micro_batches import width_unit
+from parallel_rl.training.config.algorithms import rows_of_pair
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.data.examples import Example, Pair, Prompt, Rollout

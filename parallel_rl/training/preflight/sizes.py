@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from parallel_rl.training.algorithms.supervised import rows_of_pair
 from parallel_rl.training.batching.bin_packing import Capacity
 from parallel_rl.training.batching.micro_batches import width_unit
+from parallel_rl.training.config.algorithms import rows_of_pair
 from parallel_rl.training.config.sections import data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 

@@ -207,7 +207,7 @@ class RemoteRollouts:
         starts = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
         lengths = starts + drawn
         shape = len(prompts), int(lengths.max()) if len(prompts) else 0
-        tokens, logprobs = torch.full(shape, PAD), torch.zeros(shape, dtype=self._engine.numbers)
+        tokens, logprobs = torch.full(shape, PAD), torch.zeros(shape, dtype=self._engine.float_dtype)
         for row, (prompt, start, end) in enumerate(zip(prompts, starts.tolist(), lengths.tolist(), strict=True)):
             tokens[row, :start] = torch.tensor(prompt)
             tokens[row, start:end] = values[row, 0, : end - start].long()

@@ -63,7 +63,7 @@ def sample(
         tokens[row, : len(prompt)] = torch.tensor(prompt)
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
     ids = torch.tensor(sample_ids, dtype=torch.int64)
-    logprobs = torch.zeros(count, width, dtype=engine.numbers)
+    logprobs = torch.zeros(count, width, dtype=engine.float_dtype)
     lengths = prompt_lengths.clone()
     groups = engine.groups
     mine = range(groups.cp_rank * count // groups.cp_size, (groups.cp_rank + 1) * count // groups.cp_size)
@@ -129,7 +129,7 @@ def _draw(
         micro_batch_size=prefix.shape[0],
     )
     both = broadcast_from_last_stage(found[0] if found else None, shape=(2, len(last)), dtype=torch.float64).cpu()
-    return both[0].long(), both[1].to(engine.numbers)
+    return both[0].long(), both[1].to(engine.float_dtype)
 
 
 def _exchange(engine: Engine, mine: range, fields: Sequence[Tensor]) -> None:

@@ -43,31 +43,33 @@ class Small:
         self.contents = Contents(engine, optimizer, extra=extra or {})  # type: ignore[arg-type]
 
     def save(self, number: int, newest: int = 2, every: int = 0) -> Path:
-        from parallel_rl.training.checkpointing import checkpoint, resume
-        from parallel_rl.training.checkpointing.manifest import Position
+        from parallel_rl.training.checkpointing import checkpoint
+        from parallel_rl.training.checkpointing.contents import checkpoint_metadata
         from parallel_rl.training.checkpointing.storage import Retention
+        from parallel_rl.training.progress import TrainProgress
 
         with torch.no_grad():
             for parameter in self.contents.engine.bare.parameters():
                 parameter.fill_(number)
-        record = resume.record(self.config, Position("sft", number), {})
-        return checkpoint.save(self.folder, number, self.contents, record, Retention(newest, every))
+        metadata = checkpoint_metadata(self.config, TrainProgress("sft", number), {})
+        return checkpoint.save(self.folder, number, self.contents, metadata, Retention(newest, every))
 
     def newest(self) -> tuple[Path | None, list[str]]:
         """What a run would go on from, and what it would say."""
-        from parallel_rl.training.checkpointing import resume
+        from parallel_rl.training.checkpointing.contents import same_run
         from parallel_rl.training.checkpointing.recovery import newest_whole
 
         said: list[str] = []
-        found = newest_whole(self.folder, resume.same_run(self.config, {"sft": 10**6}), said.append)
+        found = newest_whole(self.folder, same_run(self.config, {"sft": 10**6}), said.append)
         return (None if found is None else found[0]), said
 
     def load(self) -> set[float]:
         """The values that the newest whole checkpoint holds."""
-        from parallel_rl.training.checkpointing import checkpoint, resume
+        from parallel_rl.training.checkpointing import checkpoint
+        from parallel_rl.training.checkpointing.contents import same_run
         from parallel_rl.training.checkpointing.recovery import newest_whole
 
-        found = newest_whole(self.folder, resume.same_run(self.config, {"sft": 10**6}), str)
+        found = newest_whole(self.folder, same_run(self.config, {"sft": 10**6}), str)
         assert found is not None
         checkpoint.load(found[0], self.contents, found[1])
         parameters = self.contents.engine.bare.parameters()

@@ -97,7 +97,7 @@ def test_without_a_whole_one_nothing_is_renamed_and_nothing_begins_anew(tmp_path
 
 
 def _other_models(rank: int, given: list[str]) -> list[str]:
-    from parallel_rl.training.checkpointing import resume
+    from parallel_rl.training.checkpointing.contents import same_run
     from parallel_rl.training.checkpointing.recovery import newest_whole
     from parallel_rl.training.config.load import load_config
 
@@ -113,7 +113,7 @@ def _other_models(rank: int, given: list[str]) -> list[str]:
         ["--tokenizer.alphabet=9876543210+="],
         ["--run.dtype=float64"],
     ):
-        check = resume.same_run(load_config(given[0], [*given[1:], *change]), {"sft": 10})
+        check = same_run(load_config(given[0], [*given[1:], *change]), {"sft": 10})
         with pytest.raises(ValueError) as refusal:
             newest_whole(small.folder, check, found.append)
         found.append(str(refusal.value))
@@ -231,12 +231,13 @@ def test_never_resuming_does_not_undo_a_requeued_jobs_work(tmp_path: Path) -> No
 
 def _folder(path: Path, steps: dict[int, int]) -> Path:
     """Checkpoints by their numbers, each with a manifest that says its step in its phase."""
-    from parallel_rl.training.checkpointing.manifest import Manifest, Position, Record, write_manifest
+    from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, Manifest, write_manifest
+    from parallel_rl.training.progress import TrainProgress
 
     for number, step in steps.items():
         final = storage.path_of(path, number)
         final.mkdir(parents=True)
-        write_manifest(final, Manifest(Record(Position("rl", step), {}, {}, {}, ()), {}))
+        write_manifest(final, Manifest(CheckpointMetadata(TrainProgress("rl", step), {}, {}, {}, ()), {}))
     return path
 
 

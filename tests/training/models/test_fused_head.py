@@ -24,13 +24,14 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
     from parallel_rl import NLLLoss, count_valid
     from parallel_rl.megatron import forward_logits
     from parallel_rl.training.batching.micro_batches import in_order, make_rows, micro_batches, width_unit
-    from parallel_rl.training.models.engine import build_engine, fused_head, loss_input, start_world
+    from parallel_rl.training.models.engine import build_engine, start_world
+    from parallel_rl.training.models.forward import fused_head, loss_input
 
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
     start_world(config)
     engine, sizes = build_engine(config, 15, 64), config.parallel
-    rows = make_rows([([1] * prompt, [4] * completion) for prompt, completion in LENGTHS], engine.numbers)
+    rows = make_rows([([1] * prompt, [4] * completion) for prompt, completion in LENGTHS], engine.float_dtype)
     rows.fields["sample_mask"][MASKED] = 0
     unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
     parts = sizes.tensor if sizes.sequence_parallel else 1

@@ -52,7 +52,7 @@ def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor,
     config, sizes = engine.config, engine.config.parallel
     samples = sample(engine, PROMPTS, [3, 9, 11, 12, 700], seed, config.sampling)
     pairs = [(prompt, drawn) for prompt, drawn in zip(PROMPTS, samples.completions(), strict=True)]
-    rows = make_rows(pairs, engine.numbers)
+    rows = make_rows(pairs, engine.float_dtype)
     unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
     batches = micro_batches(rows, in_order(len(rows), 2), packing=config.batch.packing, unit=unit, device=engine.device)
     width = rows.fields["input_ids"].shape[1]

@@ -8,15 +8,17 @@ import torch
 
 from parallel_rl.training.algorithms.rl.sampled import asked
 from parallel_rl.training.batching.micro_batches import Rows
-from parallel_rl.training.checkpointing import checkpoint, resume
+from parallel_rl.training.checkpointing import checkpoint
 from parallel_rl.training.checkpointing.checkpoint import Contents
-from parallel_rl.training.checkpointing.manifest import Position
+from parallel_rl.training.checkpointing.contents import checkpoint_metadata
 from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.algorithms import RLConfig
-from parallel_rl.training.session import Numbers, Session
+from parallel_rl.training.models.train_step import StepMetrics
+from parallel_rl.training.progress import TrainProgress
+from parallel_rl.training.session import Session
 
 
-def ask_ahead(session: Session, config: RLConfig, at: Position) -> None:
+def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
     """Sends the weights where they are due, then asks for the first round of this step and of `ahead` more.
 
     Raises:
@@ -36,7 +38,7 @@ def ask_ahead(session: Session, config: RLConfig, at: Position) -> None:
     served.forget(set(wanted))
 
 
-def mask_stale(session: Session, config: RLConfig, rows: Rows) -> tuple[Rows, Numbers]:
+def mask_stale(session: Session, config: RLConfig, rows: Rows) -> tuple[Rows, StepMetrics]:
     """The rows with those of a policy too far away masked, and the staleness over all of them.
 
     It comes after the advantages: groups stay whole, and what is too old for the gradient still counts in their means.
@@ -46,7 +48,7 @@ def mask_stale(session: Session, config: RLConfig, rows: Rows) -> tuple[Rows, Nu
     """
     staleness = rows.fields["staleness"]
     assert config.server is not None
-    numbers: Numbers = {
+    numbers: StepMetrics = {
         "staleness_mean": session.mean(staleness),
         "staleness_max": float(session.largest(int(staleness.abs().max()) if len(rows) else 0)),
     }
@@ -63,8 +65,8 @@ def mask_stale(session: Session, config: RLConfig, rows: Rows) -> tuple[Rows, Nu
     return rows.with_fields(sample_mask=mask), {**numbers, "stale": session.mean((~fresh).double())}
 
 
-def _write(session: Session, at: Position, version: int) -> Path:
+def _write(session: Session, at: TrainProgress, version: int) -> Path:
     engine = session.engine
     folder = Path(engine.config.run.dir) / "policy"
-    record = resume.record(engine.config, at, {})
-    return checkpoint.save(folder, version, Contents(engine), record, Retention(newest=2))
+    metadata = checkpoint_metadata(engine.config, at, {})
+    return checkpoint.save(folder, version, Contents(engine), metadata, Retention(newest=2))

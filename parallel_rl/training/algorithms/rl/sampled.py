@@ -9,15 +9,15 @@ import torch
 
 from parallel_rl.megatron import is_last_stage
 from parallel_rl.training.batching.micro_batches import Rows, join
-from parallel_rl.training.checkpointing.manifest import Position
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.examples import Prompt, Rollout, write_rollouts
 from parallel_rl.training.models.engine import Engine
+from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.rollouts.sampler import sample
 from parallel_rl.training.session import Session
 
 
-def sampled_rows(session: Session, config: RLConfig, at: Position) -> tuple[Rows, float]:
+def sampled_rows(session: Session, config: RLConfig, at: TrainProgress) -> tuple[Rows, float]:
     """This data rank's samples of the next prompts with their rewards, each update's part in order.
 
     With dynamic sampling the places of prompts that teach nothing are given to others, round after round.
@@ -81,10 +81,10 @@ def _draw(session: Session, config: RLConfig, step: int, places: Sequence[int]) 
     mask = (column >= drawn.prompt_lengths[:, None]) & (column < drawn.lengths[:, None])
     fields = {
         "input_ids": drawn.tokens,
-        "token_mask": mask.to(engine.numbers),
-        "sample_mask": torch.ones(len(ids), dtype=engine.numbers),
+        "token_mask": mask.to(engine.float_dtype),
+        "sample_mask": torch.ones(len(ids), dtype=engine.float_dtype),
         "generation_logprobs": drawn.logprobs,
-        "rewards": session.rewards(chosen, drawn.completions()).to(engine.numbers),
+        "rewards": session.rewards(chosen, drawn.completions()).to(engine.float_dtype),
         "group_ids": torch.tensor(places, dtype=torch.int64),
         "sample_ids": torch.tensor(ids, dtype=torch.int64),
     }
@@ -94,7 +94,7 @@ def _draw(session: Session, config: RLConfig, step: int, places: Sequence[int]) 
     if "greedy_rewards" in config.advantages.needs:
         greedy = sample(engine, tokens[::size], places, seed, settings, greedy=True)
         rewards = session.rewards(chosen[::size], greedy.completions())
-        fields["greedy_rewards"] = rewards.to(engine.numbers).repeat_interleave(size)
+        fields["greedy_rewards"] = rewards.to(engine.float_dtype).repeat_interleave(size)
     return Rows(fields, drawn.lengths)
 
 

@@ -11,20 +11,21 @@ from parallel_rl.training.algorithms.rl.prefetch import ask_ahead, mask_stale
 from parallel_rl.training.algorithms.rl.recorded import expert_rows, recorded_rows
 from parallel_rl.training.algorithms.rl.sampled import sampled_rows
 from parallel_rl.training.batching.micro_batches import Rows, join
-from parallel_rl.training.checkpointing.manifest import Position
 from parallel_rl.training.config.algorithms import RLConfig
-from parallel_rl.training.session import Numbers, Session, numbers_of
+from parallel_rl.training.models.train_step import StepMetrics
+from parallel_rl.training.progress import TrainProgress
+from parallel_rl.training.session import Session, numbers_of
 from parallel_rl.training.tokenizer import EOS
 
 
-def rl_step(session: Session, config: RLConfig, at: Position) -> Numbers:
+def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetrics:
     """`updates` optimizer steps on fresh samples or on the next recorded rollouts, each on its share of the prompts."""
     loss_fn, step = session.policy_loss, at.step
     assert loss_fn is not None
     if session.served is not None:
         ask_ahead(session, config, at)
     rows, reward = (recorded_rows if session.data.rollouts else sampled_rows)(session, config, at)
-    numbers: Numbers = {} if reward is None else {"reward": reward}
+    numbers: StepMetrics = {} if reward is None else {"reward": reward}
     rows, sizes = session.balance(rows, config.updates)
     rows, kl = _with_advantages(session, config, _scored(session, config, _shaped(config, rows)))
     numbers |= kl
@@ -85,12 +86,12 @@ def _scored(session: Session, config: RLConfig, rows: Rows) -> Rows:
     return rows
 
 
-def _with_advantages(session: Session, config: RLConfig, rows: Rows) -> tuple[Rows, Numbers]:
+def _with_advantages(session: Session, config: RLConfig, rows: Rows) -> tuple[Rows, StepMetrics]:
     """With the estimator's advantages, and returns for a critic (recorded advantages stay); and what a KL controller reads."""
-    fields, controller, numbers = rows.fields, session.kl_controller, session.engine.numbers
+    fields, controller, numbers = rows.fields, session.kl_controller, session.engine.float_dtype
     if "advantages" in fields:
         return rows, {}
-    batch, estimator, kl = dict(fields), config.advantages, Numbers()
+    batch, estimator, kl = dict(fields), config.advantages, StepMetrics()
     if "whole_logprobs" in fields:
         batch["prev_logprobs"] = fields["whole_logprobs"]
     if config.reward_kl is not None:

@@ -1,0 +1,51 @@
+"""One step on preference pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from parallel_rl.training.batching.micro_batches import Rows, make_rows
+from parallel_rl.training.config.algorithms import LABELS, PreferenceConfig, rows_of_pair
+from parallel_rl.training.data.examples import Pair
+from parallel_rl.training.models.train_step import StepMetrics
+from parallel_rl.training.progress import TrainProgress
+from parallel_rl.training.session import Session, numbers_of
+
+
+def preference_step(session: Session, config: PreferenceConfig, at: TrainProgress) -> StepMetrics:
+    """The next `pairs` pairs: rows (chosen, rejected), ..., or labelled ones for a loss that reads labels."""
+    together = rows_of_pair(config)
+    make = _paired if together == 2 else _labelled
+    rows, _ = session.balance(make(_pairs(session, at.next("pairs"), config.pairs), session), together=together)
+    if session.reference is not None:
+        # in the same micro-batches as the policy: as long as both are the same model, their log-probs are the same bits
+        logprobs = session.log_probs(session.reference, rows, together=together)
+        rows = rows.with_fields(reference_policy_logprobs=logprobs)
+    loss_fn = session.loss(config.loss)
+    batches = session.batches(rows, together)
+    return numbers_of([session.update(batches, loss_fn, config.optimizer, at.step, config.steps)])
+
+
+def _pairs(session: Session, first: int, count: int) -> list[tuple[Pair, Pair]]:
+    """This data rank's pairs, each with the one that follows it in the step (the first follows the last)."""
+    mine = session.local(range(count))
+    pairs = session.read(session.data.pairs, [first + place for place in mine])
+    following = session.read(session.data.pairs, [first + (place + 1) % count for place in mine])
+    return list(zip(pairs, following, strict=True))
+
+
+def _paired(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Rows:
+    sides = [(pair.prompt, side) for pair, _ in pairs for side in (pair.chosen, pair.rejected)]
+    return make_rows(sides, session.engine.float_dtype)
+
+
+def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Rows:
+    """(chosen, +1), (rejected, −1) and the mismatched row (prompt, chosen of the next pair; 0) of each pair."""
+    rows, labels = [], []
+    for pair, following in pairs:
+        rows += [(pair.prompt, pair.chosen), (pair.prompt, pair.rejected), (pair.prompt, following.chosen)]
+        labels += [1.0, -1.0, 0.0]
+    numbers = session.engine.float_dtype
+    return make_rows(rows, numbers).with_fields(**{LABELS: torch.tensor(labels, dtype=numbers)})

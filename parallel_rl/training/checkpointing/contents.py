@@ -1,0 +1,106 @@
+"""The contents of the trainer's checkpoints, and the metadata that says whether a run may continue from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from parallel_rl.losses.mix import MixLossFn
+from parallel_rl.megatron.model_config import default_ffn_hidden_size
+from parallel_rl.training.checkpointing import storage
+from parallel_rl.training.checkpointing.checkpoint import Contents, Controllers, Stateful
+from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, Value, differing
+from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.progress import TrainProgress
+from parallel_rl.training.session import Session
+
+_MODEL = "model."
+_WEIGHTS = "tokenizer.alphabet"
+
+
+def session_contents(session: Session, progress: TrainProgress) -> Contents:
+    """Everything that a checkpoint of this moment holds: at the start of a phase only weights, all else follows from them."""
+    if not progress.step:
+        return Contents(session.engine)
+    critic, loss_fn = session.critic, session.policy_loss
+    mu: Controllers = {"mu": loss_fn.mu_schedule} if isinstance(loss_fn, MixLossFn) else {}
+    kl: Controllers = {} if session.kl_controller is None else {"kl": session.kl_controller}
+    extra: dict[str, Stateful] = {} if session.served is None else {"served": session.served}
+    return Contents(
+        session.engine,
+        session.optimizer,
+        session.reference,
+        None if critic is None else critic.engine,
+        None if critic is None else critic.optimizer,
+        {**mu, **kl},
+        extra,
+    )
+
+
+def checkpoint_metadata(
+    config: TrainConfig, progress: TrainProgress, values: Mapping[str, float | int | str]
+) -> CheckpointMetadata:
+    """The metadata of a checkpoint of this run; `save` fills in layout and parts."""
+    return CheckpointMetadata(progress, values, _identity(config), {}, ())
+
+
+def same_run(config: TrainConfig, phases: Mapping[str, int]) -> Callable[[Path, CheckpointMetadata], None]:
+    """A check that a run may continue from a checkpoint: same model, objective, precision and steps of the phases before.
+
+    `phases` are the run's, each with its steps, in order.
+    """
+    ours = _identity(config)
+
+    def check(path: Path, found: CheckpointMetadata) -> None:
+        difference = differing(found.model, ours, ours)
+        if difference is None and found.progress.phase not in phases:
+            difference = f"it stands in the phase {found.progress.phase!r} and this run has {', '.join(phases)}"
+        if difference is None:
+            before = sum(list(phases.values())[: list(phases).index(found.progress.phase)])
+            if (number := before + found.progress.step) != storage.number_of(path):
+                where = f"its {found.progress.phase} step {found.progress.step} is step {storage.number_of(path)} of all phases"
+                difference = f"{where} there and {number} in this run"
+        if difference is not None:
+            raise ValueError(
+                f"run.dir holds the checkpoint {path} of another run: {difference}. Nothing was changed; choose another "
+                "run.dir, or set run.resume = 'never' to replace it"
+            )
+
+    return check
+
+
+def same_weights(
+    config: TrainConfig, key: str, *, scalar_head: bool = False
+) -> Callable[[Path, CheckpointMetadata], None]:
+    """A check that a checkpoint's weights fit the model of a run; `key` of the config names it."""
+    ours = _identity(config)
+    names = [name for name in ours if name.startswith(_MODEL) or name == _WEIGHTS]
+
+    def check(path: Path, found: CheckpointMetadata) -> None:
+        difference = differing(found.model, ours, names)
+        if difference is None and found.model["scalar_head"] and not scalar_head:
+            difference = "it is of a model with a scalar head and one with logits is needed"
+        if difference is not None:
+            raise ValueError(f"{key} = {str(path)!r} does not fit: {difference}")
+
+    return check
+
+
+def _identity(config: TrainConfig) -> dict[str, Value]:
+    """What makes two runs' checkpoints interchangeable, by the names of the config; defaults are written out."""
+    model = config.model
+    return {
+        "objective": config.objective,
+        "scalar_head": config.scalar_head,
+        "run.dtype": config.run.dtype,
+        _WEIGHTS: config.tokenizer.alphabet,
+        "model.layers": model.layers,
+        "model.hidden": model.hidden,
+        "model.heads": model.heads,
+        "model.query_groups": model.query_groups or model.heads,
+        "model.gated": model.gated,
+        "model.ffn_hidden": model.ffn_hidden or default_ffn_hidden_size(model.hidden, model.gated),
+        "model.position": model.position,
+        "model.max_positions": model.max_positions if model.position == "learned_absolute" else None,
+        "model.tie_embeddings": model.tie_embeddings,
+    }

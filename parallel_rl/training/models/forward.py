@@ -1,0 +1,59 @@
+"""Forward passes without gradient, and a model's output as losses take it: logits, or hidden states with the LM head."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from parallel_rl.cluster.heartbeat import tick
+from parallel_rl.megatron import FusedHead, ScalarHead, forward_logits, forward_only, fuse_head, unwrap
+from parallel_rl.training.batching.micro_batches import MicroBatch
+from parallel_rl.training.models.engine import Engine
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
+
+ResultT = TypeVar("ResultT")
+
+
+@contextlib.contextmanager
+def fused_head(engine: Engine, model: torch.nn.Module) -> Iterator[FusedHead | None]:
+    """Inside, the model gives hidden states where `model.fused_head` asks for it; yields what makes losses' input of them."""
+    bare = unwrap(model)
+    if not engine.config.model.fused_head or (bare.post_process and isinstance(bare.output_layer, ScalarHead)):
+        yield None
+        return
+    head = fuse_head(bare)
+    try:
+        yield head
+    finally:
+        head.remove()
+
+
+def loss_input(engine: Engine, head: FusedHead | None, batch: MicroBatch, output: Tensor) -> Tensor | LMHeadInput:
+    """The model's output as a loss takes it; a fused head projects only the rows that carry loss, which the host counts."""
+    if head is None:
+        return output
+    sizes = engine.config.parallel
+    return head(output, batch.carrying(sizes.tensor if sizes.sequence_parallel else 1))
+
+
+def forward_batches(
+    engine: Engine, model: torch.nn.Module, batches: Sequence[MicroBatch], collect: Callable[[Tensor, int], ResultT]
+) -> list[ResultT] | None:
+    """What `collect` makes of the output on each micro-batch, without gradient; None on all stages but the last."""
+
+    def forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+        tick("scoring")
+        return forward_logits(model, batch.input)
+
+    return forward_only(
+        forward,
+        [model],
+        batches,
+        collect,
+        seq_length=batches[0].input.tokens.shape[1] * engine.groups.cp_size,
+        micro_batch_size=batches[0].input.tokens.shape[0],
+    )
