@@ -75,9 +75,12 @@ class Case:
     def build(self, **layout: object) -> LossFn:
         return get_loss(self.loss)(self.config, **self.options, **layout)
 
+    @property
+    def truncated(self) -> bool:
+        return not {"top_k", "top_p", "kept_sets"}.isdisjoint(self.options)
+
     def batch(self, seed: int, half_masked: bool, dtype: torch.dtype, shift: float) -> Batch:
-        truncated = not {"top_k", "top_p", "kept_sets"}.isdisjoint(self.options)
-        return make_batch(seed, half_masked, self.loss, dtype, shift, truncated=truncated)
+        return make_batch(seed, half_masked, self.loss, dtype, shift, truncated=self.truncated)
 
 
 def _text(value: object) -> str:
@@ -109,8 +112,8 @@ _MIX = {
     "supervised": {"weighting": "phi"},
 }
 
-# One or two of each loss, rich in options: they run on every world. MORE run at world 4, the recipes at world 2, and all of
-# them on every world where slow tests run.
+# One or two of each loss, rich in options: they run on every world and layout, MORE on those of four ranks, the recipes on
+# some of these.
 CORE = [
     Case("nll"),
     Case("preference"),
@@ -369,16 +372,34 @@ class Layout(NamedTuple):
         return f"tp{self.tp}.cp{self.cp}.dp{self.dp}.{self.packing}.mb{self.micro_batches}.{self.cp_layout}"
 
 
-def layouts(world: int) -> list[Layout]:
-    """All of TP {1, 2, 4} x CP {1, 2} x DP {1, 2} of this many ranks x packing x {1, 3} micro-batches."""
+# Of the layouts of a world: those that come first where a run takes only some. The first two have every dimension, every
+# step of the packing and several micro-batches; the first six each value of each setting beside most of the others'.
+_FIRST = {
+    4: (
+        "tp2.cp2.dp1.packed+padding.mb3.zigzag",
+        "tp2.cp1.dp2.padded.mb3.zigzag",
+        "tp1.cp2.dp2.packed.mb3.contiguous",
+        "tp4.cp1.dp1.packed+padding.mb1.zigzag",
+        "tp2.cp2.dp1.packed.mb1.contiguous",
+        "tp1.cp2.dp2.padded.mb1.zigzag",
+    ),
+    8: ("tp2.cp2.dp2.packed+padding.mb3.zigzag", "tp4.cp2.dp1.packed.mb3.contiguous", "tp4.cp1.dp2.padded.mb3.zigzag"),
+}
+
+
+def layouts(world: int, number: int | None = None) -> list[Layout]:
+    """TP {1, 2, 4} x CP {1, 2} x DP {1, 2} of this many ranks x packing x {1, 3} micro-batches: all, or the first `number`."""
     grids = [(tp, cp, dp) for tp in (1, 2, 4) for cp in (1, 2) for dp in (1, 2) if tp * cp * dp == world]
-    return [
+    found = [
         Layout(*grid, packing, micro_batches, cp_layout)
         for grid in grids
         for packing in ("padded", "packed", "packed+padding")
         for micro_batches in (1, 3)
         for cp_layout in (("zigzag", "contiguous") if grid[1] > 1 else ("zigzag",))
     ]
+    first = _FIRST.get(world, ())
+    found.sort(key=lambda layout: first.index(layout.name) if layout.name in first else len(first))
+    return found[:number]
 
 
 def make_groups(rank: int, world: int, tp: int, cp: int) -> tuple[ParallelGroups, tuple[int, int, int]]:
@@ -571,20 +592,18 @@ def _local_logits(
 
 
 def check_world(
-    rank: int, world: int, seed: int, half_masked: bool, dtype: torch.dtype, cases: list[Case], shift: float
-) -> list:
-    """(case, layout) → Outcome, for every case on every layout of this many ranks."""
+    rank: int, of_world: list[Layout], given: list[tuple[Case, Batch, Expected]], dtype: torch.dtype
+) -> list[tuple[str, str, Outcome]]:
+    """(case, layout, outcome), for every case on every one of these layouts."""
+    world = dist.get_world_size()
     outcomes = []
-    batches = {case.name: case.batch(seed, half_masked, dtype, shift) for case in cases}
-    wants = {case.name: expected(case, batches[case.name]) for case in cases}
     groups_of: dict[tuple[int, int], tuple] = {}
-    for layout in layouts(world):
+    for layout in of_world:
         key = (layout.tp, layout.cp)
         if key not in groups_of:
             groups_of[key] = make_groups(rank, world, layout.tp, layout.cp)
-        for case in cases:
-            outcome = run_layout(layout, case, batches[case.name], wants[case.name], *groups_of[key], dtype)
-            outcomes.append((case.name, layout.name, outcome))
+        for case, batch, want in given:
+            outcomes.append((case.name, layout.name, run_layout(layout, case, batch, want, *groups_of[key], dtype)))
     return outcomes
 
 

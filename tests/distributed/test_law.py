@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,15 +15,46 @@ from tests.distributed.pool import preload, run_world
 
 preload("parallel_rl", "tests.distributed.law")
 
-TIERS = (law.CORE, law.MORE, law.TRUNCATED, law.RECIPES)
+TIERS = {"core": law.CORE, "more": law.MORE, "truncated": law.TRUNCATED, "recipes": law.RECIPES}
+
+
+class Run(NamedTuple):
+    """The cases of a tier on the layouts of a world: all, or the first `number`."""
+
+    tier: str
+    world: int
+    number: int | None = None
+
+    @property
+    def layouts(self) -> list[law.Layout]:
+        return law.layouts(self.world, self.number)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The batch of a run."""
+
+    half_masked: bool = False
+    dtype: torch.dtype = torch.float64
+    shift: float = 0.0
 
 
 @cache
-def _outcomes(
-    world: int, half_masked: bool, dtype: torch.dtype, shift: float, tier: int
-) -> dict[str, dict[str, list[law.Outcome]]]:
+def _truths(tier: str, setting: Setting) -> dict[str, tuple[law.Case, law.Batch, law.Expected]]:
+    found, batches = {}, {}
+    for case in TIERS[tier]:
+        kind = law.has_scalar_head(case.loss), case.truncated
+        if kind not in batches:
+            batches[kind] = case.batch(5, setting.half_masked, setting.dtype, setting.shift)
+        found[case.name] = case, batches[kind], law.expected(case, batches[kind])
+    return found
+
+
+@cache
+def _outcomes(run: Run, setting: Setting) -> dict[str, dict[str, list[law.Outcome]]]:
     """case → layout → an outcome a rank; one run of a world serves all of its cases."""
-    per_rank = run_world(world, law.check_world, world, 5, half_masked, dtype, TIERS[tier], shift, timeout=600)
+    given = list(_truths(run.tier, setting).values())
+    per_rank = run_world(run.world, law.check_world, run.layouts, given, setting.dtype, timeout=600)
     found: dict[str, dict[str, list[law.Outcome]]] = {}
     for entries in zip(*per_rank, strict=True):
         case, layout, _ = entries[0]
@@ -29,75 +62,59 @@ def _outcomes(
     return found
 
 
-def _of(
-    case: law.Case, world: int, half_masked: bool, dtype: torch.dtype, shift: float
-) -> dict[str, list[law.Outcome]]:
-    return _outcomes(world, half_masked, dtype, shift, _tier(case))[case.name]
+def _assert_law(case: law.Case, run: Run, setting: Setting, tolerance: float) -> None:
+    found = _outcomes(run, setting)[case.name]
+    assert len(found) == len(run.layouts)
+    *_, want = _truths(run.tier, setting)[case.name]
+    assert law.faults(case, want, found, tolerance) == []
 
 
-def _tier(case: law.Case) -> int:
-    return next(number for number, cases in enumerate(TIERS) if case in cases)
-
-
-def _assert_law(
-    case: law.Case, world: int, half_masked: bool, dtype: torch.dtype, shift: float, tolerance: float
-) -> None:
-    batch = case.batch(5, half_masked, dtype, shift)
-    found = _of(case, world, half_masked, dtype, shift)
-    assert len(found) == len(law.layouts(world))
-    assert law.faults(case, law.expected(case, batch), found, tolerance) == []
-
-
-def _runs(*worlds: tuple[int, ...], fast: tuple[tuple[int, ...], ...]) -> pytest.MarkDecorator:
-    """The cases of each tier at its worlds; `fast` names those that are not slow. Recipes are options of the losses that the
-    other tiers hold: they run in float64 only."""
+def _runs(*fast: Run, slow: tuple[Run, ...] = ()) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
-        ("case", "world"),
+        ("case", "run"),
         [
-            pytest.param(case, world, id=f"{world}-{case.name}", marks=() if world in quick else pytest.mark.slow)
-            for cases, mine, quick in zip(TIERS, worlds, fast, strict=False)
-            for world in mine
-            for case in cases
+            pytest.param(case, run, id=f"{run.world}-{run.number or 'all'}-{case.name}", marks=marks)
+            for runs, marks in ((fast, ()), (slow, pytest.mark.slow))
+            for run in runs
+            for case in TIERS[run.tier]
         ],
     )
 
 
-@_runs((1, 2, 4, 8), (1, 2, 8), (1, 2, 8), (2,), fast=((2, 4), (2,), (2,), (2,)))
-def test_float64(case: law.Case, world: int) -> None:
-    _assert_law(case, world, False, torch.float64, 0.0, 1e-10)
+@_runs(
+    Run("core", 4, 6), Run("more", 4, 2), Run("truncated", 4, 2),
+    slow=(
+        *(Run("core", world) for world in (1, 2, 4)), Run("core", 8, 3), Run("more", 4), Run("truncated", 4),
+        Run("recipes", 4, 2),
+    ),
+)  # fmt: skip
+def test_float64(case: law.Case, run: Run) -> None:
+    _assert_law(case, run, Setting(), 1e-10)
 
 
-@_runs((2, 4), (2,), (2,), fast=((2,), (), ()))
-def test_a_masked_data_rank(case: law.Case, world: int) -> None:
-    _assert_law(case, world, True, torch.float64, 0.0, 1e-10)
+@_runs(Run("core", 4, 3), slow=(Run("core", 4), Run("more", 4, 3), Run("truncated", 4, 3)))
+def test_a_masked_data_rank(case: law.Case, run: Run) -> None:
+    _assert_law(case, run, Setting(half_masked=True), 1e-10)
 
 
-@_runs((1, 4), (1,), (1,), fast=((1,), (1,), ()))
-def test_float32(case: law.Case, world: int) -> None:
-    _assert_law(case, world, False, torch.float32, 0.0, 1e-5)
+@_runs(Run("core", 1), slow=(Run("core", 4, 6), Run("more", 1), Run("truncated", 1)))
+def test_float32(case: law.Case, run: Run) -> None:
+    _assert_law(case, run, Setting(dtype=torch.float32), 1e-5)
 
 
-@_runs((2,), (2,), fast=((2,), ()))
-def test_float32_with_logits_far_from_zero(case: law.Case, world: int) -> None:
-    _assert_law(case, world, False, torch.float32, 300.0, 1e-5)
+@_runs(Run("core", 4, 2), slow=(Run("more", 4, 2),))
+def test_float32_with_logits_far_from_zero(case: law.Case, run: Run) -> None:
+    _assert_law(case, run, Setting(dtype=torch.float32, shift=300.0), 1e-5)
 
 
-@_runs((4,), fast=((),))
-def test_bfloat16_logits(case: law.Case, world: int) -> None:
-    _assert_no_worse_than_dense(case, world, torch.bfloat16)
-
-
-@_runs((4,), fast=((),))
-def test_float16_logits(case: law.Case, world: int) -> None:
-    _assert_no_worse_than_dense(case, world, torch.float16)
-
-
-def _assert_no_worse_than_dense(case: law.Case, world: int, dtype: torch.dtype) -> None:
+@_runs(slow=(Run("core", 4, 6),))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_low_precision_logits(case: law.Case, run: Run, dtype: torch.dtype) -> None:
     """Against the float64 oracle of the same rounded logits: at most twice the error of one process that holds them whole."""
-    batch = case.batch(5, False, dtype, 0.0)
-    want = law.expected(case, batch)
+    setting = Setting(dtype=dtype)
+    _, batch, want = _truths(run.tier, setting)[case.name]
     alone = law.dense_error(case, batch, want, dtype)
-    for layout, outcomes in _of(case, world, False, dtype, 0.0).items():
+    for layout, outcomes in _outcomes(run, setting)[case.name].items():
         loss, gradient = law.errors(case, want, outcomes)
         assert loss <= 2 * alone[0] + 1e-6, f"{layout}: loss off by {loss:.1e}, dense {alone[0]:.1e}"
         assert gradient <= 2 * alone[1], f"{layout}: gradient off by {gradient:.1e}, dense {alone[1]:.1e}"
