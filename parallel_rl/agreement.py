@@ -1,15 +1,20 @@
-"""A fault on one rank is an error on all of its group, so that none waits for another."""
+"""A fault on one rank is an error on all, so that none waits for another: the one implementation.
+
+The error is the same on every rank: a ValueError where `work` refused what it was given, else a RuntimeError. It names
+the ranks with their causes: "rank 1: sequence length 10 is not divisible by 4".
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from parallel_rl.groups import ParallelGroups, all_gather, group_size
-from parallel_rl.validation import checks_values, get_validation, validation
+from parallel_rl.groups import all_gather, group_rank, group_size
+from parallel_rl.validation import checks_values, get_validation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,53 +23,84 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 
 _ROUNDING = 1e-4  # what nondeterministic sums on a GPU may differ in
+_CAUSES = 4  # different ones in a message
 
 
 def raise_on_all_ranks(
-    check: Callable[[], None],
-    groups: Sequence[ProcessGroup | None],
-    like: Tensor,
+    work: Callable[[], ResultT],
+    groups: Sequence[ProcessGroup | None] | None = None,
+    like: Tensor | None = None,
     same: Mapping[str, int] | None = None,
-) -> None:
-    """Runs `check`; where values are checked, its error is raised on every rank of `groups`, and nothing hangs.
+    what: str = "",
+) -> ResultT:
+    """Return `work()` of this rank, unless it failed on any rank of `groups`; then raise on all of them.
+
+    Costs one MAX all-reduce a group. Every rank calls it; `work` must not communicate, unless it fails on all ranks alike.
+
+    >>> raise_on_all_ranks(lambda: 3)
+    3
 
     Args:
-        check: raises where this rank's input is bad.
-        groups: the groups whose collectives come next; None entries are groups of one.
-        like: a tensor on the device that the groups communicate from.
+        work: a check of this rank's input, or anything that may fail on one rank alone.
+        groups: whose collectives come next; None entries are groups of one. None: the world, if there is one.
+        like: input that `work` checks the values of; where the mode does not look at them (`set_validation`), `work` runs
+            without a collective. None: ranks always hear of each other.
         same: numbers by name that all ranks of the groups must agree in, such as the number of tokens; the names are
             the same everywhere.
+        what: put before the causes.
 
     Raises:
-        ValueError: what `check` found on any rank, or a number in which ranks differ.
+        ValueError: raised by `work` on any rank, or a number in which ranks differ.
+        RuntimeError: any other failure.
     """
-    real = [group for group in groups if group is not None and dist.get_world_size(group) > 1]
-    if not real or not checks_values(like):
-        return check()
-    fault: str | None = None
-    try:
-        check()
-    except ValueError as error:
-        fault = f"rank {dist.get_rank()}: {error}"
-    except Exception as error:  # what torch raises of an input that no check foresaw; alone it would hang the others
-        fault = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-    same = same or {}
+    groups = [dist.group.WORLD] if groups is None else groups
+    real = [group for group in groups if group is not None and group_size(group) > 1]
+    if not (real or what) or (like is not None and not checks_values(like)):
+        return work()
+    result, error = _attempt(work)
     # One group after the other: whoever heard of a fault over the first passes it on over the second.
+    faults = {group_rank(dist.group.WORLD): None if error is None else _Fault.of(error)}
     for group in real:
-        numbers = [int(fault is not None), *same.values(), *(-x for x in same.values())]
-        flag = torch.tensor(numbers, dtype=torch.int64, device=like.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-        found, *bounds = flag.tolist()
-        if found:
-            told: list[str | None] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, fault, group=group)
-            fault = next(text for text in told if text is not None)
-            continue
-        for name, high, low in zip(same, bounds, bounds[len(same) :], strict=False):
-            if high != -low:
-                fault = f"the ranks of a group differ in {name}: it is {-low} on one and {high} on another"
-    if fault is not None:
-        raise ValueError(fault)
+        faults |= _faults_of_group(faults, group, torch.device("cpu") if like is None else like.device, same or {})
+    if any(faults.values()):
+        refused = all(fault is None or fault.refused for fault in faults.values())
+        raise (ValueError if refused else RuntimeError)(_message(what, faults)) from error
+    return cast(ResultT, result)
+
+
+def gather_results(work: Callable[[], ResultT], what: str = "") -> list[ResultT]:
+    """Return `work()` of every rank of the world, in order (pickled), on every rank; without a world, of this process.
+
+    >>> gather_results(lambda: "a")
+    ['a']
+
+    Raises:
+        ValueError, RuntimeError: it failed anywhere, see `raise_on_all_ranks`.
+    """
+    result = raise_on_all_ranks(work, what=what)
+    results = [result] * group_size(dist.group.WORLD)
+    if len(results) > 1:
+        dist.all_gather_object(results, result)
+    return results
+
+
+def on_first_rank(work: Callable[[], ResultT], what: str) -> ResultT:
+    """Return `work()` of rank 0, where alone it runs, on every rank of the world (pickled); one broadcast.
+
+    Raises:
+        ValueError: the one that `work` raised, as it is.
+        RuntimeError: `what` and any other cause.
+    """
+    result, error = _attempt(work) if dist.get_rank() == 0 else (None, None)
+    refusal = error if isinstance(error, ValueError) else None
+    outcome = [(result, refusal, None if error is None else describe(error))]
+    dist.broadcast_object_list(outcome, src=0)
+    result, refusal, cause = outcome[0]
+    if refusal is not None:
+        raise refusal
+    if cause is not None:
+        raise RuntimeError(f"{what}: rank 0: {cause}") from error
+    return cast(ResultT, result)
 
 
 def check_replicated(gradients: Sequence[Tensor | None], group: ProcessGroup | None, like: Tensor) -> None:
@@ -103,20 +139,6 @@ def shape_facts(logits: Tensor, vocab_size: int | None) -> dict[str, int]:
     }
 
 
-def check_on_all(check: Callable[[], None], groups: Sequence[ProcessGroup | None], like: Tensor) -> None:
-    """`raise_on_all_ranks` for inputs on the host of ranks that communicate from their GPUs, too.
-
-    Raises:
-        ValueError: what `check` found on any rank of the groups.
-    """
-    device = like.device
-    for group in groups:
-        device = communication_device(group, device)
-    always = get_validation() == "auto" and checks_values(like)
-    with validation("always" if always else get_validation()):
-        raise_on_all_ranks(check, groups, torch.empty(0, device=device))
-
-
 def communication_device(group: ProcessGroup | None, home: torch.device) -> torch.device:
     """Where the collectives of `group` find their tensors; `home` without NCCL."""
     if group_size(group) > 1 and dist.get_backend(group) == "nccl":
@@ -124,12 +146,71 @@ def communication_device(group: ProcessGroup | None, home: torch.device) -> torc
     return home
 
 
-def on_all_ranks(work: Callable[[], ResultT], groups: ParallelGroups) -> ResultT:
-    """What `work` returns; what it raises on one data rank is raised on all, so that none waits for it.
+def describe(error: BaseException) -> str:
+    """Render an error's kind and message in one line.
 
-    Raises:
-        ValueError: what `work` raised on any rank.
+    >>> describe(OSError("disk full"))
+    'OSError: disk full'
     """
-    results: list[ResultT] = []
-    check_on_all(lambda: results.append(work()), [groups.data], torch.empty(0))
-    return results[0]
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    if not isinstance(error, Exception):  # a CheckpointException is a stack of tracebacks; what went wrong stands last
+        return lines[-1] if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+@dataclass(frozen=True)
+class _Fault:
+    cause: str
+    refused: bool  # by a ValueError
+
+    @classmethod
+    def of(cls, error: BaseException) -> _Fault:
+        refused = isinstance(error, ValueError)
+        return cls(str(error) if refused else describe(error), refused)
+
+
+_Faults = Mapping[int, _Fault | None]  # of each rank that was heard of
+
+
+def _attempt(work: Callable[[], ResultT]) -> tuple[ResultT | None, BaseException | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+    except BaseException as error:
+        from torch.distributed.checkpoint import CheckpointException  # is no Exception, and takes 1 s to import
+
+        if isinstance(error, CheckpointException):
+            return None, error
+        raise
+
+
+def _faults_of_group(faults: _Faults, group: ProcessGroup, home: torch.device, same: Mapping[str, int]) -> _Faults:
+    """Return the faults that the ranks of `group` know of; nothing is gathered where there is none."""
+    numbers = [int(any(faults.values())), *same.values(), *(-x for x in same.values())]
+    flags = torch.tensor(numbers, dtype=torch.int64, device=communication_device(group, home))
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    faulty, *bounds = flags.tolist()
+    if faulty:
+        heard: list[_Faults] = [{}] * group_size(group)
+        dist.all_gather_object(heard, faults, group=group)
+        return {rank: fault for part in heard for rank, fault in part.items()}
+    for name, high, low in zip(same, bounds, bounds[len(same) :], strict=False):
+        if high != -low:
+            text = f"the ranks of a group differ in {name}: it is {-low} on one and {high} on another"
+            return dict.fromkeys(dist.get_process_group_ranks(group), _Fault(text, True))
+    return {}
+
+
+def _message(what: str, faults: _Faults) -> str:
+    """Each cause once, with its ranks, unless all have the same."""
+    ranks: dict[str, list[str]] = {}
+    for rank, fault in sorted(faults.items()):
+        if fault is not None:
+            ranks.setdefault(fault.cause, []).append(str(rank))
+    causes = [f"rank {', '.join(found)}: {cause}" for cause, found in ranks.items()]
+    if len(ranks) == 1 and all(faults.values()):
+        causes = [*ranks]
+    if len(causes) > _CAUSES:
+        causes[_CAUSES:] = [f"and {len(causes) - _CAUSES} more"]
+    return (f"{what}: " if what else "") + "; ".join(causes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.groups import group_size
 
 if TYPE_CHECKING:
@@ -53,7 +53,8 @@ def count_valid(
     """
     batches = [batches] if isinstance(batches, Mapping) else batches
     masks = [data["token_mask"] for data in batches if isinstance(data.get("token_mask"), torch.Tensor)]
-    counts = torch.zeros(2, dtype=torch.int64, device=_device_of(data_parallel_group, masks))
+    home = masks[0].device if masks else torch.device("cpu")
+    counts = torch.zeros(2, dtype=torch.int64, device=communication_device(data_parallel_group, home))
     raise_on_all_ranks(lambda: _check_masks(batches), [data_parallel_group], counts)
     for data in batches:
         counts += torch.stack([data["sample_mask"].bool().sum(), valid_tokens(data).sum()]).to(counts.device)
@@ -61,13 +62,6 @@ def count_valid(
         dist.all_reduce(counts, group=data_parallel_group)
     seqs, toks = counts.clamp_(min=1).unbind()
     return ValidCounts(seqs, toks)
-
-
-def _device_of(group: ProcessGroup | None, masks: Sequence[Tensor]) -> torch.device:
-    """Where the counts are: on the GPU if the group communicates from there, whatever device the masks are still on."""
-    if group_size(group) > 1 and dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return masks[0].device if masks else torch.device("cpu")
 
 
 def _check_masks(batches: Sequence[Mapping[str, Tensor]]) -> None:

@@ -10,7 +10,7 @@ import torch
 from parallel_rl.advantages import stepwise, tokenwise, weighted  # noqa: F401  (they register the estimators)
 from parallel_rl.advantages.base import AdvantageEstimator, Advantages
 from parallel_rl.advantages.table import by_group
-from parallel_rl.agreement import check_on_all
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.config.strict import configure
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def estimate(
     estimator = estimator_config(config)
     group = None if groups is None else groups.data
     like = next((x for x in batch.values() if isinstance(x, torch.Tensor)), torch.empty(0))
-    check_on_all(lambda: _check(estimator, batch), [group], like)
+    raise_on_all_ranks(lambda: _check(estimator, batch), [group], like)
     keep, mask = _masks(batch)
     clean: dict[str, Tensor] = {}
     for name in estimator.needs:

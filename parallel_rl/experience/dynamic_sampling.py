@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl.agreement import communication_device, on_all_ranks
+from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.experience.maker_config import DynamicSampling
 from parallel_rl.experience.rewards import RewardFunction
 from parallel_rl.experience.samples import Samples
@@ -82,7 +82,8 @@ def draw(
     asked, tried, rounds = list(prompts), 0, dynamic.max_rounds if dynamic else 1
     for index in range(rounds):
         # a rank that has all it needs only keeps the others company, but for the first round
-        found = on_all_ranks(partial(_round, sources, asked, count) if asked or not index else lambda: None, groups)
+        work = partial(_round, sources, asked, count) if asked or not index else lambda: None
+        found = raise_on_all_ranks(work, [groups.data])
         lacking, tried = 0, tried + len(asked)
         if found is not None:
             samples, rewards = found
@@ -97,7 +98,7 @@ def draw(
             if found is not None:
                 parts.append((samples.select((~good).nonzero()[:, 0]), rewards[~good], False))
             break
-        asked = on_all_ranks(partial(_others, sources, lacking), groups)
+        asked = raise_on_all_ranks(partial(_others, sources, lacking), [groups.data])
     samples = Samples.concat([part for part, _, _ in parts])
     if samples.group_ids is None:
         own = torch.arange(len(samples)) // count + (groups.dp_rank << 40)  # ids of no other rank

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_rl.advantages import estimate, moments
 from parallel_rl.advantages.table import by_group
-from parallel_rl.agreement import on_all_ranks
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.config.strict import configure
 from parallel_rl.experience.dynamic_sampling import Drawn, Sources, draw
 from parallel_rl.experience.kl_control import kl_controller
@@ -82,7 +82,7 @@ class ExperienceMaker(Generic[PromptT]):
         config = self.config
         drawn = draw(self.sources, prompts, config.samples_per_prompt, config.dynamic_sampling, self.groups)
         samples, keep = drawn.samples, drawn.keep
-        looked = on_all_ranks(lambda: self._look(samples), self.groups)
+        looked = raise_on_all_ranks(lambda: self._look(samples), [self.groups.data])
         mask = samples.token_mask.bool() & keep[:, None]
         total = drawn.rewards if drawn.rewards.dim() == 1 else drawn.rewards.sum(1)
         rewards, clipped = self._shape(samples, total, keep)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_rl.agreement import check_on_all, communication_device
+from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.config.strict import configure, nearest
 from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig
 from parallel_rl.groups import group_rank, group_size
@@ -124,14 +124,13 @@ def score_once(
     device = torch.device("cpu")
     for group in sharing:
         device = communication_device(group, device)
-    rewards = torch.zeros(count, dtype=torch.float64, device=device)
     first = all(group_rank(group) == 0 for group in sharing)
 
-    def ask() -> None:
-        if first:
-            rewards.copy_(score())
+    def ask() -> Tensor:
+        rewards = torch.zeros(count, dtype=torch.float64, device=device)
+        return rewards.copy_(score()) if first else rewards
 
-    check_on_all(ask, [*sharing, data], torch.empty(0))
+    rewards = raise_on_all_ranks(ask, [*sharing, data])
     for group in sharing:
         if group_size(group) > 1:
             dist.all_reduce(rewards, group=group)

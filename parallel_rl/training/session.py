@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.kl_control import AdaptiveKLController
 from parallel_rl.experience.rewards import reward_function, score_once
@@ -32,7 +33,6 @@ from parallel_rl.training.batching.micro_batches import (
 from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.data.examples import Prompt
-from parallel_rl.training.data.records.agree import read_together
 from parallel_rl.training.data.records.source import Records, RecordT
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.models.lr_schedule import learning_rate
@@ -168,7 +168,7 @@ class Session:
 
     def read(self, records: Records[RecordT], numbers: Sequence[int]) -> list[RecordT]:
         """Records `numbers` of the shuffled stream; what is wrong with them on any rank is an error on all."""
-        return read_together(lambda: records.stream(numbers, self.data.seed), self.engine.device)
+        return raise_on_all_ranks(lambda: records.stream(numbers, self.data.seed))
 
     def local(self, items: Sequence[int]) -> list[int]:
         """This data rank's share of a list that every rank knows."""

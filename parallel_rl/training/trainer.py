@@ -12,10 +12,10 @@ import torch.distributed as dist
 import yaml
 from megatron.core.optimizer import MegatronOptimizer
 
+from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
 from parallel_rl.cluster import preemption
 from parallel_rl.cluster.heartbeat import enter_step, tick
 from parallel_rl.experience.rewards import reward_function
-from parallel_rl.training.agree import on_every_rank, on_first_rank
 from parallel_rl.training.algorithms.evaluation import held_out_reward
 from parallel_rl.training.algorithms.phases import Phase, phases
 from parallel_rl.training.checkpointing import checkpoint, resume
@@ -93,7 +93,7 @@ class _Run:
         resume.check_room(config, engine, left)
         if self.anew:
             resume.start_anew(self.folder, left)
-        self.log = on_every_rank(self._open_log, f"run.dir = {config.run.dir!r} cannot be written")
+        self.log = raise_on_all_ranks(self._open_log, what=f"run.dir = {config.run.dir!r} cannot be written")
         for text in said:
             self.log.say(text)
         self.session = Session(engine, tokenizer, data, build_optimizer(engine, self.phases[0].optimizer))
@@ -187,7 +187,7 @@ class _Run:
             failure = error
         found = preemption.agree(self.session.engine.device, failure is not None)
         if found.failed:
-            on_every_rank(partial(_raise, failure), why)
+            raise_on_all_ranks(partial(_raise, failure), what=why)
         self.stop = found.stop
 
     def _halt(self, cause: str, phase: Phase) -> None:

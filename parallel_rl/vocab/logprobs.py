@@ -60,10 +60,9 @@ def token_logprobs(
     Raises:
         ValueError: shapes that do not fit; what `token_stats` raises; on all ranks of both groups, see `set_validation`.
     """
-    read: list[tuple[SequenceLayout, Tensor, ShardRange, Truncation]] = []
     head, logits = split_output(next_token_logits, vocab_parallel_group)
 
-    def check() -> None:
+    def check() -> tuple[SequenceLayout, Tensor, ShardRange, Truncation]:
         if head is not None:
             head.check(vocab_parallel_group)
         ids = data.get("input_ids")
@@ -97,11 +96,10 @@ def token_logprobs(
             check_kept_ids(
                 kept, valid_tokens(data) if masked else torch.ones_like(ids, dtype=torch.bool), span.vocab_size
             )
-        read.append((of, of.shard(ids, fill=IGNORE_INDEX), span, truncation))
+        return of, of.shard(ids, fill=IGNORE_INDEX), span, truncation
 
     groups = [vocab_parallel_group, context_parallel_group]
-    raise_on_all_ranks(check, groups, logits, shape_facts(logits, vocab_size))
-    of, targets, span, truncation = read[0]
+    of, targets, span, truncation = raise_on_all_ranks(check, groups, logits, shape_facts(logits, vocab_size))
     valid = (targets >= 0) & (targets < span.vocab_size)
     args = (
         logits.flatten(0, -2),

@@ -66,10 +66,8 @@ def sample_tokens(
 
     Gumbel-max: Maddison, Tarlow, Minka, "A* sampling", NeurIPS 2014.
     """
-    span, truncation = ShardRange(0, 0, 0), Truncation()
 
-    def check() -> None:
-        nonlocal span, truncation
+    def check() -> tuple[ShardRange, Truncation]:
         truncation = Truncation(top_k, top_p)
         if logits.dim() < 1 or not logits.is_floating_point():
             raise ValueError(f"logits must be floating point [..., V/tp], got {logits.dtype} {list(logits.shape)}")
@@ -84,8 +82,9 @@ def sample_tokens(
             )
         span = shard_range(logits.shape[-1], group, vocab_size, vocab_start)
         truncation.check(span.vocab_size)
+        return span, truncation
 
-    raise_on_all_ranks(check, [group], logits)
+    span, truncation = raise_on_all_ranks(check, [group], logits)
     flat, row_keys = logits.reshape(keys.numel(), logits.shape[-1])[:, : span.valid], keys.reshape(-1)
     floor = None
     if truncation:

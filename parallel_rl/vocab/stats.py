@@ -75,15 +75,14 @@ def token_stats(
             ranks of the group. In the backward of mode "always": upstream gradients in which the ranks differ.
         RuntimeError: in a backward, logits that were written over since the forward.
     """
-    span = ShardRange(0, 0, 0)
 
-    def check() -> None:
-        nonlocal span
+    def check() -> ShardRange:
         check_logits(logits, consume_logits, backend, temperature)
         span = shard_range(logits.shape[-1], group, vocab_size, vocab_start)
         check_tokens(targets, temperature, logits.shape[:-1], span.vocab_size, ignore_index)
+        return span
 
-    raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size))
+    span = raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size))
     keep = targets != ignore_index
     return stats_of_shard(logits, targets, keep, span, group, temperature, entropy, consume_logits, backend)
 

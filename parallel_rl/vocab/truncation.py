@@ -108,10 +108,8 @@ def truncated_token_stats(
 
     Nucleus sampling: Holtzman et al., "The curious case of neural text degeneration", arXiv 1904.09751.
     """
-    span, truncation = ShardRange(0, 0, 0), Truncation()
 
-    def check() -> None:
-        nonlocal span, truncation
+    def check() -> tuple[ShardRange, Truncation]:
         check_logits(logits, consume_logits, backend, temperature)
         span = shard_range(logits.shape[-1], group, vocab_size, vocab_start)
         truncation = Truncation(top_k, top_p, kept_ids is not None)
@@ -121,8 +119,9 @@ def truncated_token_stats(
         check_tokens(targets, temperature, logits.shape[:-1], span.vocab_size, ignore_index)
         if kept_ids is not None:
             check_kept_ids(kept_ids, targets != ignore_index, span.vocab_size)
+        return span, truncation
 
-    raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size))
+    span, truncation = raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size))
     return truncated_stats_of_shard(
         logits, targets, targets != ignore_index, span, group, temperature, entropy, consume_logits, backend, truncation,
         kept_ids,

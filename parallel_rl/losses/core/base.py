@@ -209,11 +209,10 @@ class LossFn(ABC, Generic[ConfigT]):
         statistics: Statistics | None,
         packed_sequences: PackedSequences | None,
     ) -> TokenBatch:
-        layouts: list[SequenceLayout] = []
         head, logits = split_output(output, tensor_group)
         data = self._complete(logits, data)
 
-        def check() -> None:
+        def check() -> SequenceLayout:
             if head is not None:
                 check_fused_head(self, head, tensor_group)
             check_statistics(type(self).__name__, self.needs_statistics, statistics)
@@ -224,18 +223,20 @@ class LossFn(ABC, Generic[ConfigT]):
                 raise ValueError(
                     f"preference pairs are (even, odd) rows, so their number must be even; got {rows} rows"
                 )
-            layouts.append(self._layout(logits, rows, width, context_group, packed_sequences))
+            layout = self._layout(logits, rows, width, context_group, packed_sequences)
             if packed_sequences is not None:
-                check_lengths(data, layouts[0])
+                check_lengths(data, layout)
             self._check_head(logits, data, tensor_group)
             if head is not None:
-                head.check_rows(layouts[0].shard(valid_tokens(data), fill=False), tensor_group)
+                head.check_rows(layout.shard(valid_tokens(data), fill=False), tensor_group)
+            return layout
 
-        raise_on_all_ranks(check, [tensor_group, context_group], logits, shape_facts(logits, self.options.vocab_size))
+        same = shape_facts(logits, self.options.vocab_size)
+        layout = raise_on_all_ranks(check, [tensor_group, context_group], logits, same)
         given = (torch.as_tensor(n) for n in (global_valid_seqs, global_valid_toks))
         counts = ValidCounts(*(n.to(logits.device, non_blocking=True) for n in given))
         batch = TokenBatch(
-            data, layouts[0], counts, context_group, statistics=statistics, shift=self.shift, together=self._together
+            data, layout, counts, context_group, statistics=statistics, shift=self.shift, together=self._together
         )
         return (
             self._read_head(batch, logits, tensor_group) if head is None else project(self, batch, head, tensor_group)

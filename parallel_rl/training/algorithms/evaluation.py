@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.training.data.examples import Prompt
-from parallel_rl.training.data.records.agree import read_together
 from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.rollouts.sampler import ROWS_AT_A_TIME, sample
 from parallel_rl.training.session import Session
@@ -22,7 +22,7 @@ def held_out_reward(session: Session, samples: int) -> float:
     size, most, rewards = ROWS_AT_A_TIME * groups.cp_size, -(-count // groups.dp_size), []
     for first in range(0, most, size):  # as often on every rank
         ids = mine[first : first + size]
-        chosen = read_together(partial(_each, prompts, [index // samples for index in ids]), engine.device)
+        chosen = raise_on_all_ranks(partial(_each, prompts, [index // samples for index in ids]))
         completions: list[list[int]] = []
         if chosen:
             seed = 2 * engine.config.run.seed + 1  # even seeds are training's

@@ -18,8 +18,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from parallel_rl.agreement import gather_results, on_first_rank, raise_on_all_ranks
 from parallel_rl.megatron import unwrap
-from parallel_rl.training.agree import on_every_rank, on_first_rank
 from parallel_rl.training.checkpointing import manifest as files
 from parallel_rl.training.checkpointing import storage
 from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, FileEntry, Manifest, read_manifest
@@ -103,7 +103,7 @@ def save(folder: Path, number: int, contents: Contents, metadata: CheckpointMeta
     state = _state(contents, loading=False)
     state["controllers"] = {name: dict(one.state_dict()) for name, one in contents.controllers.items()}
     state["random"] = ShardedObject("random", random_state(), (dist.get_world_size(),), (dist.get_rank(),))
-    state["extra"] = on_every_rank(lambda: _extra(contents), failed)
+    state["extra"] = raise_on_all_ranks(lambda: _extra(contents), what=failed)
     named = [*(f"controllers.{name}" for name in contents.controllers), *(f"extra.{name}" for name in contents.extra)]
     metadata = replace(metadata, layout=_layout(contents.engine), parts=(*contents.models, *named))
     needed = bytes_of(state, contents.engine.device)
@@ -186,10 +186,8 @@ def _seal(partial: Path, failed: str) -> Mapping[str, FileEntry]:
     names = on_first_rank(lambda: sorted(path.name for path in partial.iterdir()), failed)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = [name for name in names if files.written_by(name, ranks) == rank]
-    found = on_every_rank(lambda: {name: files.checksum(partial / name, sync=True) for name in mine}, failed)
-    told: list[dict[str, FileEntry]] = [{}] * ranks
-    dist.all_gather_object(told, found)
-    return {name: entry for part in told for name, entry in part.items()}
+    parts = gather_results(lambda: {name: files.checksum(partial / name, sync=True) for name in mine}, failed)
+    return {name: entry for part in parts for name, entry in part.items()}
 
 
 def _load(path: Path, wanted: State) -> State:
@@ -201,7 +199,7 @@ def _load(path: Path, wanted: State) -> State:
 
 def _or_refuse(fill: Callable[[], object], path: Path) -> None:
     try:
-        on_every_rank(fill, f"the checkpoint {path} does not fit this run")
+        raise_on_all_ranks(fill, what=f"the checkpoint {path} does not fit this run")
     except RuntimeError as error:
         raise ValueError(str(error)) from error
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parallel_rl.training.agree import on_first_rank
+from parallel_rl.agreement import gather_results, on_first_rank
 from parallel_rl.training.checkpointing import storage
 from parallel_rl.training.checkpointing.manifest import (
     CheckpointMetadata,
@@ -64,11 +64,8 @@ def verify(path: Path, manifest: Manifest) -> None:
     Raises:
         DamagedCheckpoint: names the first file that is not as it was written, and the fault; on all ranks.
     """
-    ranks = dist.get_world_size()
-    mine = share(manifest.files, dist.get_rank(), ranks)
-    faults = [found for name in mine if (found := fault(path / name, manifest.files[name]))]
-    told: list[list[str]] = [[]] * ranks
-    dist.all_gather_object(told, faults)
-    if everywhere := sorted(found for part in told for found in part):
+    mine = share(manifest.files, dist.get_rank(), dist.get_world_size())
+    parts = gather_results(lambda: [found for name in mine if (found := fault(path / name, manifest.files[name]))])
+    if everywhere := sorted(found for part in parts for found in part):
         more = f" (and {len(everywhere) - 1} more)" if len(everywhere) > 1 else ""
         raise DamagedCheckpoint(f"{path.absolute()} is damaged: {everywhere[0]}{more}")

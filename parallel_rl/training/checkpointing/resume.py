@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from parallel_rl.training.agree import on_first_rank
+from parallel_rl.agreement import on_first_rank
 from parallel_rl.training.checkpointing import storage
 from parallel_rl.training.checkpointing.contents import same_run, same_weights
 from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, fault, read_manifest

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveSt
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from parallel_rl.training.agree import describe, on_every_rank
+from parallel_rl.agreement import describe, raise_on_all_ranks
 from parallel_rl.training.checkpointing.storage import free_bytes, in_words
 
 State = dict[str, Any]
@@ -45,12 +45,12 @@ def save_sharded(state: State, folder: Path, what: str) -> None:
         request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
     finally:
         register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, TorchCommonSaveStrategy("torch", 1))
-    on_every_rank(lambda: _write_to(folder, request.async_fn), what)
+    raise_on_all_ranks(lambda: _write_to(folder, request.async_fn), what=what)
     failures: list[Exception] = []
     request.finalize_fns[0](failures)
-    on_every_rank(lambda: _raise(failures), what)
+    raise_on_all_ranks(lambda: _raise(failures), what=what)
     settings = CheckpointingConfig(strategy.backend, strategy.version)
-    on_every_rank(lambda: save_config(settings, str(folder)) if dist.get_rank() == 0 else None, what)
+    raise_on_all_ranks(lambda: save_config(settings, str(folder)) if dist.get_rank() == 0 else None, what=what)
 
 
 def load_sharded(wanted: State, folder: Path, what: str) -> State:
@@ -60,8 +60,8 @@ def load_sharded(wanted: State, folder: Path, what: str) -> State:
         RuntimeError: `what`, with each rank that failed and the cause; on all ranks.
     """
     # each rank reads the common part alone, before the first collective
-    on_every_rank(lambda: dist_checkpointing.load_common_state_dict(str(folder)), what)
-    return on_every_rank(lambda: dist_checkpointing.load(wanted, str(folder)), what)
+    raise_on_all_ranks(lambda: dist_checkpointing.load_common_state_dict(str(folder)), what=what)
+    return raise_on_all_ranks(lambda: dist_checkpointing.load(wanted, str(folder)), what=what)
 
 
 def bytes_of(state: State, device: torch.device) -> int:
@@ -104,7 +104,7 @@ class _CommonOnEveryRank(TorchCommonSaveStrategy):
     def save_common(self, common_state_dict: State, checkpoint_dir: str | Path) -> None:
         save = super().save_common
         write = partial(_write_to, Path(checkpoint_dir), lambda: save(common_state_dict, checkpoint_dir))
-        on_every_rank(write, self.what)
+        raise_on_all_ranks(write, what=self.what)
 
 
 class _ShardedOnEveryRank(TorchDistSaveShardedStrategy):

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel_rl.agreement import gather_results
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.config.sections import DataConfig
 from parallel_rl.training.config.train import TrainConfig
@@ -23,7 +24,6 @@ from parallel_rl.training.data.examples import (
     parse_prompt,
     parse_rollout,
 )
-from parallel_rl.training.data.records.agree import from_all
 from parallel_rl.training.data.records.check import TextSet, check, keys_of
 from parallel_rl.training.data.records.paths import DataFile, find_files
 from parallel_rl.training.data.records.source import Records, index_of
@@ -190,7 +190,7 @@ class _Reader:
         records, mine = self._open("held_out", parse), list[NDArray[np.uint64]]()
         if len(records):
             self._check("held_out", records, float("inf"), lambda _, batch: mine.append(keys_of(p.text for p in batch)))
-        found = from_all(lambda: np.concatenate([np.empty(0, np.uint64), *mine]))
+        found = gather_results(lambda: np.concatenate([np.empty(0, np.uint64), *mine]))
         return records, TextSet(np.concatenate(found))
 
     def rollouts(self, parse: Callable[[Mapping[str, object]], Rollout]) -> Records[Rollout]:
@@ -200,7 +200,7 @@ class _Reader:
             return records
         count = rl.prompts * rl.group_size
         _check_number(len(records), count, rl.steps)
-        first = from_all(lambda: records[0])[0]
+        first = gather_results(lambda: records[0])[0]
         _check_rewards(first, rl)
         records = self._open("rollouts", partial(_uniform, parse=parse, rewarded=first.reward is not None), records)
         end = min(len(records), rl.steps * count)

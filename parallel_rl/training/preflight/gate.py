@@ -15,12 +15,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from parallel_rl.agreement import describe, raise_on_all_ranks
 from parallel_rl.cluster.heartbeat import doing, tick
 from parallel_rl.counts import count_valid
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses import ClippedPGLossFn
 from parallel_rl.megatron import initialize, padded_input
-from parallel_rl.training.agree import describe, on_every_rank
 from parallel_rl.training.config.sections import ParallelConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.models.engine import start_world
@@ -145,7 +145,7 @@ def tiny_step(config: ParallelConfig) -> None:
             if not float(error) <= _TOLERANCE:
                 raise RuntimeError(f"the {what} of a tiny step is {float(error):.1e} off a single process's")
 
-    on_every_rank(verdict, "the gate before the run")
+    raise_on_all_ranks(verdict, what="the gate before the run")
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from parallel_rl.agreement import check_on_all, communication_device
+from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.completion_server import CompletionServer, Sampling
 from parallel_rl.experience.completions import Completion
@@ -92,17 +92,15 @@ class RemoteRollouts:
         self.request(prompts, sample_ids)
         taken = [self._asked.pop(sample) for sample in sample_ids] if self._asks else []
         well = self._wait([asked.future for asked in taken])
-        found: list[Completion] = []
 
-        def read() -> None:
+        def read() -> list[Completion]:
             failed = (asked.future.exception() for asked in taken if asked.future.done())
             if error := next((error for error in failed if error is not None), None):
                 raise ValueError(str(error))
-            if well:
-                found.extend(_known(asked) for asked in taken)
+            return [_known(asked) for asked in taken] if well else []
 
         try:
-            check_on_all(read, [*self._sharing, self._engine.groups.data], torch.empty(0))
+            found = raise_on_all_ranks(read, [*self._sharing, self._engine.groups.data])
             if not well:
                 raise ValueError("the completion server failed another rank")
         except ValueError:
@@ -138,7 +136,7 @@ class RemoteRollouts:
                 if order.done() and (error := order.exception()) is not None:
                     raise ValueError(str(error))
 
-        check_on_all(read, [dist.group.WORLD], torch.empty(0))
+        raise_on_all_ranks(read)
         self._version, self.updated = version, True
 
     def state_dict(self) -> Mapping[str, Tensor]:

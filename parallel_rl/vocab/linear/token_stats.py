@@ -99,22 +99,22 @@ def linear_token_stats(
     head = LMHeadInput(
         hidden, weight, bias, softcap, False, sequence_parallel, mode, budget, rows, main_grad_factor
     )  # fmt: skip
-    read: list[ShardRange] = []
 
-    def check() -> None:
+    def check() -> ShardRange:
         head.check(group)
         if mode == "in_forward" and objective is None:
             raise ValueError("mode = 'in_forward' needs an objective: its gradient is computed in forward")
         like = hidden.new_zeros(()).expand(1, weight.shape[0])
         check_logits(like, False, backend, temperature)
-        read.append(shard_range(weight.shape[0], group, vocab_size, vocab_start))
+        span = shard_range(weight.shape[0], group, vocab_size, vocab_start)
         parts = head.parts(group)
         wanted = (hidden.shape[0] * parts, *hidden.shape[1:-1])
-        check_tokens(targets, temperature, wanted, read[0].vocab_size, ignore_index)
+        check_tokens(targets, temperature, wanted, span.vocab_size, ignore_index)
         replace(head, hidden=hidden.flatten(0, -2)).check_rows((targets != ignore_index).reshape(-1), group)
+        return span
 
     same = {"the number of hidden rows": hidden[..., 0].numel(), "the hidden size": hidden.shape[-1]}
-    raise_on_all_ranks(check, [group], hidden, same)
+    span = raise_on_all_ranks(check, [group], hidden, same)
 
     def shaped(stats: TokenStats) -> TokenStats:
         return TokenStats(*(None if x is None else x.view(targets.shape) for x in stats))  # type: ignore[arg-type]
@@ -122,7 +122,7 @@ def linear_token_stats(
     # Split over its first dimension, whatever the others are; the losses' own batches are split along the sequence.
     flat = replace(head, hidden=hidden.flatten(0, -2))
     stats, zero = stats_of_head(
-        flat, targets.reshape(-1), (targets != ignore_index).reshape(-1), read[0], group, temperature, entropy, backend,
+        flat, targets.reshape(-1), (targets != ignore_index).reshape(-1), span, group, temperature, entropy, backend,
         None if objective is None else lambda stats: objective(shaped(stats)),
     )  # fmt: skip
     stats = shaped(stats)

@@ -6,11 +6,11 @@ from functools import partial
 
 import torch
 
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.training.batching.micro_batches import Rows, make_rows, spread
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.datasets import check_cut
 from parallel_rl.training.data.examples import Rollout
-from parallel_rl.training.data.records.agree import read_together
 from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.session import Session
@@ -22,7 +22,7 @@ def recorded_rows(session: Session, config: RLConfig, at: TrainProgress) -> tupl
     """This data rank's part of the next recorded rollouts; the mean reward, unless the file has advantages in its place."""
     engine, records = session.engine, session.data.rollouts
     first, count = at.next("rollouts"), config.prompts * config.group_size
-    batch = read_together(partial(_recorded, records, first, count), engine.device)
+    batch = raise_on_all_ranks(partial(_recorded, records, first, count))
     places = session.places(count, config.updates)
     mine = [batch[place] for place in places]
     starts = [len(record.tokens) - len(record.logprobs) for record in mine]

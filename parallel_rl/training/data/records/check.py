@@ -7,9 +7,11 @@ from hashlib import blake2b
 from typing import TypeVar
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
-from parallel_rl.training.data.records.agree import from_all, world
+from parallel_rl.agreement import gather_results
+from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.data.records.index import Entries
 from parallel_rl.training.data.records.source import Records
 
@@ -36,17 +38,17 @@ def check(
     Raises:
         ValueError: something is wrong; the same on every rank.
     """
-    blocks = spread_blocks(records.index, budget)
+    blocks, world = spread_blocks(records.index, budget), dist.group.WORLD
 
     def work() -> int:
         longest = 0
-        for block in _share(records.index, blocks, *world()).tolist():
+        for block in _share(records.index, blocks, group_rank(world), group_size(world)).tolist():
             for place, batch in records.batches(block):
                 longest = max(longest, max(map(length, batch)))
                 each(place, batch)
         return longest
 
-    longest = max(from_all(work))
+    longest = max(gather_results(work))
     return longest, int(records.index["size"][blocks].sum()) / max(records.bytes, 1)
 
 

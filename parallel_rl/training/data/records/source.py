@@ -8,8 +8,10 @@ from functools import lru_cache, partial
 from typing import Generic, TypeVar
 
 import numpy as np
+import torch.distributed as dist
 
-from parallel_rl.training.data.records.agree import from_all, world
+from parallel_rl.agreement import gather_results
+from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.data.records.index import Entries, entries, fingerprint, stretch
 from parallel_rl.training.data.records.jsonl import Lines
 from parallel_rl.training.data.records.order import Order
@@ -145,8 +147,8 @@ def index_of(files: Sequence[DataFile], name: str) -> Entries:
     Raises:
         ValueError: a file that is empty, damaged, or differs between ranks; on every rank.
     """
-    rank, size = world()
-    parts = from_all(lambda: (_facts(files), _part(files, rank, size)))
+    rank, size = group_rank(dist.group.WORLD), group_size(dist.group.WORLD)
+    parts = gather_results(lambda: (_facts(files), _part(files, rank, size)))
     for other, (facts, _) in enumerate(parts):
         if facts != parts[0][0]:
             path, size = min({*facts} ^ {*parts[0][0]})
