@@ -35,7 +35,9 @@ from parallel_rl.losses import (
     ValueLossConfig,
     ValueLossFn,
 )
-from parallel_rl.losses.registry import get_loss, losses, register_objective
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.registry import ObjectiveConfig, get_loss, losses, register_loss, register_objective
 from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.packing import SequencePackingLossWrapper
 from parallel_rl.statistics import Statistics
@@ -62,6 +64,7 @@ __all__ = [
     "KTOLossFn",
     "LMHeadInput",
     "LinearTokenStats",
+    "LossFn",
     "Metrics",
     "MixLossConfig",
     "MixLossFn",
@@ -71,6 +74,7 @@ __all__ = [
     "NLLLossConfig",
     "ORPOLossConfig",
     "ORPOLossFn",
+    "ObjectiveConfig",
     "PRMLossConfig",
     "PRMLossFn",
     "ParallelGroups",
@@ -83,6 +87,7 @@ __all__ = [
     "SimPOLossConfig",
     "SimPOLossFn",
     "Statistics",
+    "TokenBatch",
     "TokenStats",
     "ValidCounts",
     "ValueLossConfig",
@@ -92,6 +97,7 @@ __all__ = [
     "linear_token_stats",
     "losses",
     "reduce_metrics",
+    "register_loss",
     "register_objective",
     "set_validation",
     "token_logprobs",

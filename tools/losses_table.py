@@ -68,7 +68,7 @@ def document() -> str:
 
 def built_in() -> dict[str, type[LossFn]]:
     """The registered losses of the package, without a user's or a test's."""
-    return {name: cls for name, cls in losses().items() if cls.__module__.startswith("parallel_rl.")}
+    return {name: cls for name, cls in sorted(losses().items()) if cls.__module__.startswith("parallel_rl.")}
 
 
 def _recipes() -> str:

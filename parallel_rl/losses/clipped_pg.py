@@ -13,9 +13,11 @@ from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.off_policy import importance_weight
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.losses.policy_config import ImportanceConfig, PolicyLossConfig
+from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 
 
+@register_loss("clipped_pg")
 class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
     """Clipped policy gradient with KL to a reference and off-policy correction; this rank's share.
 
@@ -42,6 +44,10 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
     @property
     def policy(self) -> PolicyLossConfig:
         return self.config.policy
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.config.use_kl_in_reward
 
     @property
     def token_fields(self) -> tuple[str, ...]:  # type: ignore[override]

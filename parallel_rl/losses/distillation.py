@@ -12,6 +12,7 @@ from parallel_rl.counts import Aggregation, check_aggregation, token_weights, va
 from parallel_rl.functional.distillation import Divergence, ForwardKL, mixed_kl, reverse_tail, with_tail
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import Alignment, TokenBatch
+from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.divergence import divergence_of_shards
@@ -60,6 +61,7 @@ class FullDistillationLossConfig:
         _check_temperature(self.teacher_temperature)
 
 
+@register_loss("full_distillation")
 class FullDistillationLossFn(LossFn[FullDistillationLossConfig]):
     """Divergence of the student from the teacher over the whole vocabulary; this rank's share.
 
@@ -146,6 +148,7 @@ class DistillationLossConfig:
         return {"forward": 1.0, "reverse": 0.0, "mixed": self.mixed_kl_weight}[self.kl_type]
 
 
+@register_loss("distillation")
 class DistillationLossFn(LossFn[DistillationLossConfig]):
     """KL between a teacher's top-k distribution and the student's; this rank's share.
 

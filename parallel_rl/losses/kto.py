@@ -13,6 +13,7 @@ from parallel_rl.functional.preference import kto_desirable, kto_undesirable
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.pairs import response_sum
+from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
@@ -46,6 +47,7 @@ class KTOLossConfig:
             raise ValueError("desirable_weight and undesirable_weight are both 0; the loss would be nothing")
 
 
+@register_loss("kto")
 class KTOLossFn(LossFn[KTOLossConfig]):
     """KTO on unpaired, labelled responses; this rank's share.
 

@@ -16,6 +16,7 @@ from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import PolicyLossConfig
+from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.vocab.stats import TokenStats
@@ -81,13 +82,13 @@ class MuSchedule:
         """{"steps": the number of optimizer steps made}."""
         return {"steps": self.steps}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Goes on from where `state_dict` was taken.
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from where `state_dict` was taken.
 
         Raises:
             ValueError: anything but what `state_dict` gives.
         """
-        steps = state.get("steps")
+        steps: object = state.get("steps")
         if set(state) != {"steps"} or not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
             raise ValueError(f"the state of a MuSchedule is {{'steps': a number ≥ 0}}, got {dict(state)}")
         self.steps = steps
@@ -114,6 +115,7 @@ class MixLossConfig:
         return self.mu if isinstance(self.mu, MuScheduleConfig) else MuScheduleConfig(self.mu, self.mu)
 
 
+@register_loss("mix")
 class MixLossFn(LossFn[MixLossConfig]):
     """A policy loss on the policy's own rows and a supervised one on an expert's, each a mean over its own rows of the step.
 
@@ -121,7 +123,7 @@ class MixLossFn(LossFn[MixLossConfig]):
 
     `data["expert_mask"]` [B] bool says which rows are an expert's; the fields of the policy loss are not read there, but must
     hold numbers. Both sides are normalised by their own counts over the whole step, which is what `statistics` brings; a
-    side without a row contributes an exact 0. μ moves with `mu_schedule.step()`, called after each optimizer step.
+    side without a row contributes an exact 0. μ moves with `after_step()`, called after each optimizer step.
 
     Metrics: loss, mu, usual/... of `PolicyLossFn`, expert/... of `NLLLoss`. Call and errors: see `LossFn`.
 
@@ -143,8 +145,21 @@ class MixLossFn(LossFn[MixLossConfig]):
 
     @cached_property
     def mu_schedule(self) -> MuSchedule:
-        """Where μ comes from; its state belongs into a checkpoint."""
+        """The schedule of μ; its state is the loss's."""
         return MuSchedule(self.config.schedule)
+
+    @property
+    def on_policy(self) -> bool:
+        return self.usual.on_policy
+
+    def after_step(self) -> None:
+        self.mu_schedule.step()
+
+    def state_dict(self) -> dict[str, float]:
+        return {**self.mu_schedule.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.mu_schedule.load_state_dict(state)
 
     @property
     def token_fields(self) -> tuple[str, ...]:  # type: ignore[override]

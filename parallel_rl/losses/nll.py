@@ -11,6 +11,7 @@ from parallel_rl.counts import Aggregation, check_aggregation, token_weights
 from parallel_rl.functional.supervised import NLLWeighting, weighted_nll
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 
 
@@ -38,6 +39,7 @@ class NLLLossConfig:
             )
 
 
+@register_loss("nll")
 class NLLLoss(LossFn[NLLLossConfig]):
     """Negative log-likelihood of the valid tokens, plain or weighed by the probability; this rank's share.
 

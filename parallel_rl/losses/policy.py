@@ -18,6 +18,7 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.off_policy import entropy_threshold, importance_weight, kept_tokens, off_policy_keep
 from parallel_rl.losses.policy_config import PolicyLossConfig
+from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 
@@ -49,6 +50,10 @@ class PolicyLoss(LossFn[ConfigT]):
     @abstractmethod
     def policy(self) -> PolicyLossConfig:
         """The options in the terms of the algebra."""
+
+    @property
+    def on_policy(self) -> bool:
+        return self.policy.on_policy
 
     @property
     def token_fields(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -204,6 +209,7 @@ class PolicyLoss(LossFn[ConfigT]):
         return straight_through(estimate, clamped("k2")) if kl.gradient == "straight-through" else estimate
 
 
+@register_loss("policy")
 class PolicyLossFn(PolicyLoss[PolicyLossConfig]):
     """The policy-gradient loss of every recipe; this rank's share.
 

@@ -13,6 +13,7 @@ from parallel_rl.functional import preference
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import Alignment, TokenBatch
 from parallel_rl.losses.pairs import chosen_nll, pair_mean, pair_metrics, response_sum
+from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 
 PairKind = Literal[
@@ -93,6 +94,7 @@ def check_smoothing(label_smoothing: float) -> None:
         raise ValueError(f"label_smoothing = {label_smoothing} must lie in [0, 0.5)")
 
 
+@register_loss("dpo")
 class DPOLossFn(LossFn[DPOLossConfig]):
     """Direct preference optimization with a supervised term on the chosen responses; this rank's share.
 

@@ -13,6 +13,7 @@ from parallel_rl.counts import valid_tokens
 from parallel_rl.functional.reward import cross_entropy
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
@@ -54,6 +55,7 @@ class PRMLossConfig:
             raise ValueError(f"ignore_index = {self.ignore_index} is a label too; choose a negative number")
 
 
+@register_loss("prm")
 class PRMLossFn(LossFn[PRMLossConfig]):
     """Cross-entropy of step rewards at the placeholders; this rank's share.
 

@@ -11,6 +11,7 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.pairs import chosen_nll, pair_mean, pair_metrics, response_sum
 from parallel_rl.losses.preference import check_smoothing
+from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 
 
@@ -32,6 +33,7 @@ class SimPOLossConfig:
         check_smoothing(self.label_smoothing)
 
 
+@register_loss("simpo")
 class SimPOLossFn(LossFn[SimPOLossConfig]):
     """Simple preference optimization; this rank's share.
 
@@ -77,6 +79,7 @@ class CPOLossConfig:
             raise ValueError("sft_average_log_probs = True has no effect with sft_loss_weight = 0")
 
 
+@register_loss("cpo")
 class CPOLossFn(LossFn[CPOLossConfig]):
     """Contrastive preference optimization; this rank's share.
 
@@ -110,6 +113,7 @@ class ORPOLossConfig:
         _check_beta(self.beta)
 
 
+@register_loss("orpo")
 class ORPOLossFn(LossFn[ORPOLossConfig]):
     """Odds ratio preference optimization; this rank's share.
 

@@ -1,48 +1,24 @@
-"""Losses by name, and a decorator that makes a loss of a user's own objective."""
+"""The one table of losses by name: classes and functions, the package's and users' alike."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
 from parallel_rl.config.strict import nearest
 from parallel_rl.counts import Aggregation, check_aggregation, token_weights
-from parallel_rl.losses.clipped_pg import ClippedPGLossFn
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.options import NoConfig
-from parallel_rl.losses.distillation import DistillationLossFn, FullDistillationLossFn
-from parallel_rl.losses.kto import KTOLossFn
-from parallel_rl.losses.mix import MixLossFn
-from parallel_rl.losses.nll import NLLLoss
-from parallel_rl.losses.policy import PolicyLossFn
-from parallel_rl.losses.preference import DPOLossFn
-from parallel_rl.losses.prm import PRMLossFn
-from parallel_rl.losses.reference_free import CPOLossFn, ORPOLossFn, SimPOLossFn
-from parallel_rl.losses.reward import PreferenceLoss
-from parallel_rl.losses.value import ValueLossFn
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 
-_LOSSES: dict[str, type[LossFn]] = {
-    "policy": PolicyLossFn,
-    "clipped_pg": ClippedPGLossFn,
-    "nll": NLLLoss,
-    "mix": MixLossFn,
-    "distillation": DistillationLossFn,
-    "full_distillation": FullDistillationLossFn,
-    "preference": PreferenceLoss,
-    "dpo": DPOLossFn,
-    "simpo": SimPOLossFn,
-    "cpo": CPOLossFn,
-    "orpo": ORPOLossFn,
-    "kto": KTOLossFn,
-    "prm": PRMLossFn,
-    "value": ValueLossFn,
-}
+LossT = TypeVar("LossT", bound=type[LossFn])
+
+_LOSSES: dict[str, type[LossFn]] = {}
 
 Objective = Callable[..., Tensor]  # (logprobs, batch), or with options (logprobs, batch, config)
 
@@ -72,6 +48,40 @@ def get_loss(name: str) -> type[LossFn]:
     if name not in _LOSSES:
         raise ValueError(f"no loss is registered as {name!r}; {nearest(name, _LOSSES)}")
     return _LOSSES[name]
+
+
+def register_loss(name: str) -> Callable[[LossT], LossT]:
+    """Register a loss class, so that `get_loss`, the trainer's `loss: {name: ...}` and the law harness find it.
+
+        @register_loss("my_loss")
+        class MyLoss(LossFn[MyConfig]): ...
+
+    Args:
+        name: in the registry.
+
+    Returns:
+        A decorator that gives the class back.
+
+    Raises:
+        ValueError: a name that is taken, or anything but a subclass of `LossFn`.
+    """
+
+    def decorate(loss_class: LossT) -> LossT:
+        if not (isinstance(loss_class, type) and issubclass(loss_class, LossFn)):
+            raise ValueError(
+                f"@register_loss({name!r}) takes a subclass of LossFn, got {loss_class!r}; a function is registered with "
+                "@register_objective"
+            )
+        _check_free(name)
+        _LOSSES[name] = loss_class
+        return loss_class
+
+    return decorate
+
+
+def _check_free(name: str) -> None:
+    if name in _LOSSES:
+        raise ValueError(f"a loss is registered as {name!r} already")
 
 
 def register_objective(
@@ -114,8 +124,7 @@ def register_objective(
     Raises:
         ValueError: a name that is taken, an unknown level, options that do not fit the level.
     """
-    if name in _LOSSES:
-        raise ValueError(f"a loss is registered as {name!r} already")
+    _check_free(name)
     if level not in ("token", "sequence", "pair"):
         raise ValueError(f"level = {level!r} is not valid; choose 'token', 'sequence' or 'pair'")
     if token_separable and level != "token":
@@ -156,7 +165,7 @@ def register_objective(
         }
         if collect is not None:
             members |= {"needs_statistics": True, "collect_from": lambda self, batch: collect(batch)}
-        _LOSSES[name] = type(objective.__name__, (LossFn,), members)
-        return _LOSSES[name]
+        loss_class: type[LossFn] = type(objective.__name__, (LossFn,), members)
+        return register_loss(name)(loss_class)
 
     return decorate

@@ -11,6 +11,7 @@ from parallel_rl.functional.reward import hps, log_exp, log_sigmoid
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.scalar_head import PooledHeadLoss
 from parallel_rl.losses.pairs import pair_mean, pair_metrics
+from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 
 
@@ -44,6 +45,7 @@ class PreferenceLossConfig:
             )
 
 
+@register_loss("preference")
 class PreferenceLoss(PooledHeadLoss[PreferenceLossConfig]):
     """Bradley-Terry loss of a reward model; this rank's share.
 

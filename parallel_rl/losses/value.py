@@ -11,6 +11,7 @@ from parallel_rl.counts import Aggregation, check_aggregation, token_weights
 from parallel_rl.functional.value import clipped_squared_error, squared_error
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
+from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 
 
@@ -38,6 +39,7 @@ class ValueLossConfig:
         check_aggregation(self.aggregation, self.max_length)
 
 
+@register_loss("value")
 class ValueLossFn(ScalarHeadLoss[ValueLossConfig]):
     """Squared error of a value head, clipped or not; this rank's share.
 

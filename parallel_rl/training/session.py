@@ -49,12 +49,13 @@ class Critic:
 
     engine: Engine
     optimizer: MegatronOptimizer
+    loss_fn: LossFn
 
 
 @dataclass(frozen=True)
 class Session:
     """`reference` is the frozen policy that the objective began with, `teacher` another frozen one, `critic` a value function,
-    `policy_loss` that of RL, which may keep a state, `served` the source of its samples,
+    `loss_fn` that of the present phase, which may keep a state, `served` the source of its samples,
     `kl_controller` the coefficient of the KL in its reward: each where the objective has one."""
 
     engine: Engine
@@ -64,7 +65,7 @@ class Session:
     reference: torch.nn.Module | None = None
     teacher: torch.nn.Module | None = None
     critic: Critic | None = None
-    policy_loss: LossFn | None = None
+    loss_fn: LossFn | None = None
     served: RemoteRollouts | None = None
     kl_controller: AdaptiveKLController | None = None
 
@@ -136,6 +137,7 @@ class Session:
         """One optimizer step on this data rank's micro-batches; `done` of `total` were made in this phase before."""
         rate = learning_rate(optimizer, done, total)
         result = train_step(self.engine, self.optimizer, batches, loss_fn, lr=rate, clip=optimizer.clip)
+        loss_fn.after_step()
         return self._filled(batches, result)
 
     def update_critic(
@@ -146,6 +148,7 @@ class Session:
         rate = learning_rate(optimizer, done, total)
         engine, moments = self.critic.engine, self.critic.optimizer
         result = train_step(engine, moments, batches, loss_fn, lr=rate, clip=optimizer.clip)
+        loss_fn.after_step()
         return self._filled(batches, result)
 
     def log_probs(

@@ -96,7 +96,8 @@ class _Run:
         self.log = raise_on_all_ranks(self._open_log, what=f"run.dir = {config.run.dir!r} cannot be written")
         for text in said:
             self.log.say(text)
-        self.session = Session(engine, tokenizer, data, build_optimizer(engine, self.phases[0].optimizer))
+        session = Session(engine, tokenizer, data, build_optimizer(engine, self.phases[0].optimizer))
+        self.session = replace(session, loss_fn=session.loss(self.phases[0].loss))
 
     def _open_log(self) -> RunLog:
         """The run's record; it keeps the rows up to the checkpoint that is continued from."""
@@ -228,9 +229,10 @@ class _Run:
             checkpoint.load_weights(Path(config.teacher), teacher, same_weights(config, "teacher"))
         if config.rl is not None and config.rl.critic is not None:
             values = build_critic(engine)
-            critic = Critic(values, build_optimizer(values, config.rl.critic.optimizer))
-        rl = config.rl
-        loss_fn = None if rl is None else self.session.loss(rl.loss, self.session.temperature, self.session.truncation)
+            value_loss = self.session.loss(config.rl.critic.loss)
+            critic = Critic(values, build_optimizer(values, config.rl.critic.optimizer), value_loss)
+        rl, loss = config.rl, self.phases[-1].loss
+        drawn = () if rl is None else (self.session.temperature, self.session.truncation)
         served = None if rl is None or rl.server is None else RemoteRollouts(engine, rl.server)
         controller = None if rl is None else rl.build_kl_controller()
         return replace(
@@ -239,7 +241,7 @@ class _Run:
             reference=reference,
             teacher=teacher,
             critic=critic,
-            policy_loss=loss_fn,
+            loss_fn=self.session.loss(loss, *drawn),
             served=served,
             kl_controller=controller,
         )

@@ -11,20 +11,23 @@ from torch import Tensor
 from parallel_rl import (
     ClippedPGLossFn,
     DPOLossFn,
+    LossFn,
+    Metrics,
     NLLLoss,
+    ObjectiveConfig,
     PreferenceLoss,
     SequencePackingLossWrapper,
     Statistics,
+    TokenBatch,
     count_valid,
     get_loss,
     losses,
     reduce_metrics,
+    register_loss,
     register_objective,
 )
-from parallel_rl.losses.core.base import LossFn
-from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.core.options import NoConfig
-from parallel_rl.losses.registry import ObjectiveConfig
 from tests.losses import test_golden as golden
 
 ROWS, WIDTH, VOCAB = 5, 9, 7
@@ -167,6 +170,25 @@ def test_a_field_that_it_declares_is_asked_for() -> None:
         run(Reinforce(), logits, {name: value for name, value in data.items() if name != "advantages"})
     with pytest.raises(ValueError, match="data lacks the field 'rewards'"):
         run(Likelihood(), logits, {name: value for name, value in data.items() if name != "rewards"})
+
+
+def test_a_class_of_a_user_is_registered_as_ours_are() -> None:
+    @register_loss("doc_doubled")
+    class Doubled(NLLLoss):
+        def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+            loss, metrics = super().compute(batch)
+            return 2 * loss, metrics
+
+    assert get_loss("doc_doubled") is Doubled and losses()["doc_doubled"] is Doubled
+    logits, data = make()
+    assert run(LossConfig("doc_doubled").build(), logits, data)[0] == 2 * run(NLLLoss(), logits, data)[0]
+    with pytest.raises(ValueError, match="a loss is registered as 'doc_doubled' already"):
+        register_loss("doc_doubled")(Doubled)
+    with pytest.raises(
+        ValueError, match=r"takes a subclass of LossFn, got .*; a function is registered with @register_obj"
+    ):
+        register_loss("doc_function")(make)  # type: ignore[type-var]
+    assert "doc_function" not in losses()
 
 
 def test_names_and_levels_that_do_not_do() -> None:

@@ -132,6 +132,32 @@ class LossFn(ABC, Generic[ConfigT]):
         """
         raise ValueError(f"{type(self).__name__} in this configuration needs no statistics of the step")
 
+    @property
+    def on_policy(self) -> bool:
+        """Whether it is right only for the policy that drew the samples, so that a second update on them is refused."""
+        return False
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether it leaves the KL to the reference out because the advantages hold it already."""
+        return False
+
+    def after_step(self) -> None:
+        """Move on by one optimizer step; the trainer calls it after each. A loss with a schedule overrides it."""
+
+    def state_dict(self) -> dict[str, float]:
+        """The numbers that change over the steps, for a checkpoint; equal on all ranks, empty without a state."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Continue from where `state_dict` was taken.
+
+        Raises:
+            ValueError: a state that this loss does not have.
+        """
+        if state:
+            raise ValueError(f"{type(self).__name__} has no state, got {dict(state)}")
+
     def __call__(
         self,
         next_token_logits: Tensor | LMHeadInput,

@@ -18,8 +18,8 @@ def distillation_step(session: Session, config: DistillationConfig, at: TrainPro
     make, source = (example_rows, "examples") if config.rows == "examples" else (_completions, "train")
     rows, _ = session.balance(make(session, at.next(source), config.batch_size))
     batches = with_teacher_logits(session.engine, session.teacher, session.batches(rows))
-    loss_fn = session.loss(config.loss)
-    return numbers_of([session.update(batches, loss_fn, config.optimizer, at.step, config.steps)])
+    assert session.loss_fn is not None
+    return numbers_of([session.update(batches, session.loss_fn, config.optimizer, at.step, config.steps)])
 
 
 def _completions(session: Session, first: int, count: int) -> Rows:

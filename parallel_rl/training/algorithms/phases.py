@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+from parallel_rl.losses.choice import LossConfig
 from parallel_rl.training.algorithms.distillation import distillation_step
 from parallel_rl.training.algorithms.preference import preference_step
 from parallel_rl.training.algorithms.rl.step import rl_step
@@ -23,10 +24,14 @@ Run = Callable[..., StepMetrics]  # (session, its section, where the run stands)
 
 @dataclass(frozen=True)
 class Phase:
-    """`steps` calls of `run`, each of which `takes` so many records of a source, with one optimizer; the main phase is last."""
+    """`steps` calls of `run`, each of which `takes` so many records of a source, with one loss and one optimizer.
+
+    The main phase is last.
+    """
 
     name: str
     steps: int
+    loss: LossConfig
     optimizer: OptimizerConfig
     takes: Mapping[str, int]
     run: Callable[[Session, TrainProgress], StepMetrics]
@@ -46,6 +51,7 @@ def phases(config: TrainConfig) -> list[Phase]:
         Phase(
             name,
             section.steps,
+            section.loss,
             section.optimizer,
             _takes(config, section),
             partial(_run, step, section),

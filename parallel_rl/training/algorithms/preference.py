@@ -23,9 +23,9 @@ def preference_step(session: Session, config: PreferenceConfig, at: TrainProgres
         # in the same micro-batches as the policy: as long as both are the same model, their log-probs are the same bits
         logprobs = session.log_probs(session.reference, rows, together=together)
         rows = rows.with_fields(reference_policy_logprobs=logprobs)
-    loss_fn = session.loss(config.loss)
+    assert session.loss_fn is not None
     batches = session.batches(rows, together)
-    return numbers_of([session.update(batches, loss_fn, config.optimizer, at.step, config.steps)])
+    return numbers_of([session.update(batches, session.loss_fn, config.optimizer, at.step, config.steps)])
 
 
 def _pairs(session: Session, first: int, count: int) -> list[tuple[Pair, Pair]]:

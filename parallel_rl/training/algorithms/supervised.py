@@ -12,8 +12,8 @@ from parallel_rl.training.session import Session, numbers_of
 def supervised_step(session: Session, config: SupervisedConfig, at: TrainProgress) -> StepMetrics:
     """The next `batch_size` examples."""
     rows, _ = session.balance(example_rows(session, at.next("examples"), config.batch_size))
-    loss_fn = session.loss(config.loss)
-    return numbers_of([session.update(session.batches(rows), loss_fn, config.optimizer, at.step, config.steps)])
+    assert session.loss_fn is not None
+    return numbers_of([session.update(session.batches(rows), session.loss_fn, config.optimizer, at.step, config.steps)])
 
 
 def example_rows(session: Session, first: int, count: int) -> Rows:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from parallel_rl.losses.mix import MixLossFn
 from parallel_rl.megatron.model_config import default_ffn_hidden_size
 from parallel_rl.training.checkpointing import storage
 from parallel_rl.training.checkpointing.checkpoint import Contents, Controllers, Stateful
@@ -22,8 +21,9 @@ def session_contents(session: Session, progress: TrainProgress) -> Contents:
     """Everything that a checkpoint of this moment holds: at the start of a phase only weights, all else follows from them."""
     if not progress.step:
         return Contents(session.engine)
-    critic, loss_fn = session.critic, session.policy_loss
-    mu: Controllers = {"mu": loss_fn.mu_schedule} if isinstance(loss_fn, MixLossFn) else {}
+    critic = session.critic
+    losses = {"loss": session.loss_fn, "critic_loss": None if critic is None else critic.loss_fn}
+    scheduled: Controllers = {name: one for name, one in losses.items() if one is not None and one.state_dict()}
     kl: Controllers = {} if session.kl_controller is None else {"kl": session.kl_controller}
     extra: dict[str, Stateful] = {} if session.served is None else {"served": session.served}
     return Contents(
@@ -32,7 +32,7 @@ def session_contents(session: Session, progress: TrainProgress) -> Contents:
         session.reference,
         None if critic is None else critic.engine,
         None if critic is None else critic.optimizer,
-        {**mu, **kl},
+        {**scheduled, **kl},
         extra,
     )
 

@@ -10,7 +10,6 @@ from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.advantages.grouped import GRPO
 from parallel_rl.experience import AdaptiveKLController, DynamicSampling, Overlong
 from parallel_rl.functional.kl import KLType
-from parallel_rl.losses import ClippedPGLossConfig, MixLossConfig
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.training.config.sections import OptimizerConfig, at_least
 from parallel_rl.training.config.server import ServerConfig
@@ -218,14 +217,13 @@ class RLConfig:
             raise ValueError(
                 f"experts = {self.experts} has no effect with loss.name = {self.loss.name!r}, which reads no expert_mask"
             )
-        config = self.loss.build().config
-        if isinstance(config, ClippedPGLossConfig) and config.use_kl_in_reward and self.reward_kl is None:
+        loss_fn = self.loss.build()
+        if loss_fn.kl_in_reward and self.reward_kl is None:
             raise ValueError(
-                "loss.options.use_kl_in_reward = True says that the advantages hold the KL; set advantages.kl_coefficient"
+                f"loss.name = {self.loss.name!r} with these options expects the KL in the reward; set "
+                "advantages.kl_coefficient and reward_kl"
             )
-        policy = config.policy if isinstance(config, MixLossConfig) else config
-        on_policy = getattr(policy, "force_on_policy_ratio", False) or getattr(policy, "on_policy", False)
-        if on_policy and self.updates > 1:
+        if loss_fn.on_policy and self.updates > 1:
             raise ValueError(
                 f"loss {self.loss.name!r} on policy does not go with updates = {self.updates}: the second is off-policy"
             )

@@ -80,7 +80,7 @@ def test_overrides() -> None:
         ({"rl__updates": 3}, "rl: prompts = 64 does not divide by updates = 3"),
         (
             {"rl__loss__options__use_kl_in_reward": "true"},
-            "use_kl_in_reward = True says that the advantages hold the KL",
+            "loss.name = 'clipped_pg' with these options expects the KL in the reward",
         ),
         ({"rl__optimizer__lr": 0}, "rl.optimizer: lr = 0.0 must be above 0"),
         (

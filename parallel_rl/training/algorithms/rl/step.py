@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from parallel_rl.advantages import estimate
 from parallel_rl.functional.kl import kl_estimate
-from parallel_rl.losses.mix import MixLossFn
 from parallel_rl.training.algorithms.rl.prefetch import ask_ahead, mask_stale
 from parallel_rl.training.algorithms.rl.recorded import expert_rows, recorded_rows
 from parallel_rl.training.algorithms.rl.sampled import sampled_rows
@@ -20,7 +19,7 @@ from parallel_rl.training.tokenizer import EOS
 
 def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetrics:
     """`updates` optimizer steps on fresh samples or on the next recorded rollouts, each on its share of the prompts."""
-    loss_fn, step = session.policy_loss, at.step
+    loss_fn, step = session.loss_fn, at.step
     assert loss_fn is not None
     if session.served is not None:
         ask_ahead(session, config, at)
@@ -38,7 +37,8 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
         parts = [join(part, beside) for part, beside in zip(parts, experts.split(sizes), strict=True)]
     done, total = step * config.updates, config.steps * config.updates
     if config.critic is not None:
-        value_loss, optimizer = session.loss(config.critic.loss), config.critic.optimizer
+        assert session.critic is not None
+        value_loss, optimizer = session.critic.loss_fn, config.critic.optimizer
         results = [
             session.update_critic(session.batches(part), value_loss, optimizer, done + index, total)
             for index, part in enumerate(parts)
@@ -49,8 +49,6 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
     results = []
     for index, part in enumerate(parts):
         results.append(session.update(session.batches(part), loss_fn, config.optimizer, done + index, total))
-        if isinstance(loss_fn, MixLossFn):
-            loss_fn.mu_schedule.step()
     if session.kl_controller is not None:
         session.kl_controller.update(kl["reward_kl"], config.prompts * config.group_size)
     return {**numbers_of(results), **numbers}
