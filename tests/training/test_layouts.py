@@ -58,11 +58,7 @@ def compare(
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name.startswith("TP 2 × CP 2") else ())
-        for name in LAYOUTS
-        if name != "one process"
-    ],
+    [pytest.param(name, marks=() if name == "PP 2" else pytest.mark.slow) for name in LAYOUTS if name != "one process"],
 )
 def test_twenty_steps_in_float64(layout: str, tmp_path: Path) -> None:
     expected = twenty_steps("one process", "float64", tmp_path / "one")

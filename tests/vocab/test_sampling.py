@@ -299,7 +299,8 @@ TRUNCATIONS = ({"top_k": 5}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.8})
 @pytest.mark.parametrize("rule", TRUNCATIONS, ids=str)
 def test_truncated_draws_follow_the_truncated_softmax(rule: dict) -> None:
     draws, row = 30_000, _logits(1, 12, scale=0.7)
-    tokens = sample_tokens(row.expand(draws, -1), _keys(draws), temperature=0.8, **rule)
+    parts = _keys(draws).chunk(2)  # each too small to be compiled for
+    tokens = torch.cat([sample_tokens(row.expand(len(keys), -1), keys, temperature=0.8, **rule) for keys in parts])
     keep = kept_by_sorting(row, temperature=0.8, **rule)
     assert 1 < int(keep.sum()) < 12
     expected = torch.where(keep, row.double() / 0.8, -math.inf).softmax(-1)[0] * draws

@@ -17,6 +17,8 @@ from tests.collectives import recorded
 from tests.distributed.pool import run_world
 
 T, V = 24, 37
+# in seconds, what is compiled is held by test_consumed_logits_hold_the_gradient_in_place
+BACKENDS = ["eager", pytest.param("compiled", marks=pytest.mark.slow)]
 
 
 def make(dtype: torch.dtype, shift: float = 0.0, seed: int = 0) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -44,7 +46,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize("shift", [0.0, 300.0])
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
 def test_against_dense_float64(dtype: torch.dtype, tolerance: float, backend: Backend, shift: float) -> None:
     logits, targets, upstream = make(dtype, shift)
@@ -58,7 +60,7 @@ def test_against_dense_float64(dtype: torch.dtype, tolerance: float, backend: Ba
         assert error(value, want) < tolerance
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_no_worse_than_dense_on_the_same_logits(dtype: torch.dtype, backend: Backend) -> None:
     logits, targets, upstream = make(dtype)
@@ -87,7 +89,10 @@ def test_gradcheck(options: dict) -> None:
     assert torch.autograd.gradcheck(outputs, z)
 
 
-@pytest.mark.parametrize(("per_token", "backend"), [(False, "eager"), (True, "eager"), (True, "compiled")])
+@pytest.mark.parametrize(
+    ("per_token", "backend"),
+    [(False, "eager"), (True, "eager"), pytest.param(True, "compiled", marks=pytest.mark.slow)],
+)
 def test_temperature(per_token: bool, backend: Backend) -> None:
     logits, targets, upstream = make(torch.float64)
     temperature = torch.linspace(0.5, 2, T, dtype=torch.float64) if per_token else 0.6
@@ -98,8 +103,15 @@ def test_temperature(per_token: bool, backend: Backend) -> None:
         assert_close(value, want, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "backend"),
+    [
+        (torch.float32, "eager"),
+        (torch.bfloat16, "eager"),
+        (torch.float32, "compiled"),
+        pytest.param(torch.bfloat16, "compiled", marks=pytest.mark.slow),
+    ],
+)
 def test_consumed_logits_hold_the_gradient_in_place(dtype: torch.dtype, backend: Backend) -> None:
     logits, targets, upstream = make(dtype)
     gradients = []
@@ -145,7 +157,7 @@ def test_double_backward_is_refused() -> None:
         torch.autograd.grad(token_stats(z, targets).logprobs.sum(), z, create_graph=True)
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_ignored_tokens_are_zero_whatever_the_logits_hold(backend: Backend) -> None:
     logits, targets, upstream = make(torch.float64)
     want = dense(logits, targets, upstream)
@@ -161,7 +173,7 @@ def test_ignored_tokens_are_zero_whatever_the_logits_hold(backend: Backend) -> N
         assert_close(value[~ignored], truth[~ignored], rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_minus_infinity_logits(backend: Backend) -> None:
     """Columns forbidden by −inf: as if they were not there; a forbidden target has log-prob −inf and a finite gradient."""
     logits, targets, upstream = make(torch.float64)
@@ -225,7 +237,7 @@ def shard_cases(rank: int, backend: Backend) -> dict[tuple, dict[str, Tensor]]:
     }
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_give_what_one_gives(backend: Backend) -> None:
     first, second = run_world(2, shard_cases, backend, timeout=300)
     for (split, dtype, shift), mine in first.items():

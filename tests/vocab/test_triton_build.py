@@ -23,7 +23,7 @@ from parallel_rl.vocab.backends.triton import kernels, operators  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-ARCHITECTURES = [90, 100]
+ARCHITECTURES = [90, pytest.param(100, marks=pytest.mark.slow)]
 
 
 def build(kernel: Any, architecture: int, warps: int, of_16: set[str], constants: dict[str, Any], types: dict) -> Any:

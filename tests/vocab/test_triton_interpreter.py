@@ -15,7 +15,7 @@ CASES = Path(__file__).parent / "triton_cases"
 
 @pytest.mark.parametrize(
     "cases",
-    ["kernels", "traps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("operators", "ranks", "law"))],
+    ["traps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kernels", "operators", "ranks", "law"))],
 )
 def test_under_the_interpreter(cases: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-p", "no:cacheprovider", "-W", "ignore"]

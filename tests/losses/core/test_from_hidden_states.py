@@ -206,6 +206,7 @@ def peaks(rank: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own count of peak memory")
 def test_extra_memory() -> None:
     """The budget is 0.125 bytes a logit; whole float32 logits would be 4."""

@@ -143,7 +143,8 @@ def test_every_loss_has_a_recipe_or_is_a_face() -> None:
     assert used >= {name for name in losses() if not name.startswith(("doc_", "test_"))} - {"clipped_pg"}
 
 
-@pytest.mark.parametrize("name", ["ppo", pytest.param("chord", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ppo", "chord"])
 def test_a_stopped_run_continues_the_same_curve(name: str, tmp_path: Path) -> None:
     """With the critic and its moments, and with the state of the schedule."""
     more = {
@@ -232,7 +233,7 @@ def test_two_steps_with_a_teacher(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[] if name in ("ppo", "chord") else pytest.mark.slow)
+        pytest.param(name, marks=[] if name == "ppo" else pytest.mark.slow)
         for name in (
             "ppo",
             "chord",

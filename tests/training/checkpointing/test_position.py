@@ -98,8 +98,7 @@ def _train_and_tell(rank: int, given: list[str]) -> list[str]:
     return taken
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(("name", "kind"), zip(RUNS, ["jsonl", "parquet"] * 2, strict=True))
 def test_a_restart_with_other_sizes_takes_the_next_record(name: str, kind: str, tmp_path: Path) -> None:
     *_, records, _, smaller = RUNS[name]
     files = write(tmp_path / "data", kind, records)

@@ -91,6 +91,7 @@ RESHARDED = {
 }
 
 
+@pytest.mark.slow
 def test_a_float32_run_stays_on_its_curve_at_other_layouts(tmp_path: Path) -> None:
     """Within 1e-5 of the uninterrupted run, on recorded rollouts: a draw could fall otherwise for a last bit."""
     whole = tmp_path / "whole"

@@ -73,6 +73,7 @@ def test_sampled_rl_agrees_on_every_layout(tmp_path: Path) -> None:
             assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12), layout
 
 
+@pytest.mark.slow
 def test_truncated_sampling_agrees_on_every_layout(tmp_path: Path) -> None:
     """Draws, old log-probs and the loss follow one rule; what is compared with the reference policy follows none."""
     more = {
@@ -97,6 +98,7 @@ def test_truncated_sampling_agrees_on_every_layout(tmp_path: Path) -> None:
     assert whole[-2]["entropy"] > first["entropy"] + 0.1  # that of the truncated policy
 
 
+@pytest.mark.slow
 def test_kl_in_the_reward_and_nll_of_good_samples(tmp_path: Path) -> None:
     """What reaches over the whole step: returns with the KL, whitened over it, and the count of the good samples' tokens."""
     more = {
