@@ -32,9 +32,9 @@ from benchmarks.common import (
 )
 from benchmarks.report import Growth, add_report_options, report
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
-from parallel_rl.vocab.shards import shard_range
+from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.topk import top_columns
-from parallel_rl.vocab.truncation import truncated_token_stats
+from parallel_rl.vocab.truncated_stats import truncated_token_stats
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RULES: dict[str, dict] = {
@@ -262,7 +262,7 @@ def measure_memory(method: Method, name: str, case: Case, work: Tensor, passes: 
 def _draws(case: Case) -> dict[str, Callable[[], object]]:
     """What else shards give without being gathered, beside the way that gathers."""
     group, width = dist.group.WORLD, case.logits.shape[1]
-    span = shard_range(width, group)
+    shard = VocabShard.of(width, group)
 
     def gathered_draw() -> Tensor:
         z = _Gather.apply(case.logits).float()
@@ -273,7 +273,7 @@ def _draws(case: Case) -> dict[str, Callable[[], object]]:
         "draw, top-p 0.95: gather, sort, multinomial": gathered_draw,
         "draw: ours": lambda: sample_tokens(case.logits, case.keys, group=group),
         "draw: gather, multinomial": lambda: torch.multinomial(_Gather.apply(case.logits).float().softmax(-1), 1),
-        "50 largest, with ids: ours": lambda: top_columns(case.logits, 50, span, group),
+        "50 largest, with ids: ours": lambda: top_columns(case.logits, 50, shard),
         "50 largest, with ids: gather, topk": lambda: _Gather.apply(case.logits).topk(50, dim=1),
     }
 

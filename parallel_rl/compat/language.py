@@ -18,7 +18,7 @@ from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.divergence import divergence_of_shards
-from parallel_rl.vocab.shards import shard_range
+from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.stats import IGNORE_INDEX, token_stats
 from parallel_rl.vocab.topk import gather_columns, top_columns
 
@@ -126,8 +126,7 @@ class KDLoss(nn.Module):
             teacher_logits.detach().flatten(0, -2),
             mask,
             FiniteCrossEntropy(),
-            shard_range(logits.shape[-1], vocab_parallel_group),
-            vocab_parallel_group,
+            VocabShard.of(logits.shape[-1], vocab_parallel_group),
         )
         return token_mean(divergence, mask, global_valid_toks, context_parallel_group)
 
@@ -195,7 +194,7 @@ class PRMLoss(nn.Module):
         """[T] cross-entropy, and whether the largest logit is the label's."""
         if not labels.numel():
             return _nothing(logits).expand(0), scored
-        logits, labels, span = logits.flatten(0, -2), labels.flatten(), shard_range(logits.shape[-1], group)
+        logits, labels, shard = logits.flatten(0, -2), labels.flatten(), VocabShard.of(logits.shape[-1], group)
         ids = self.reward_token_ids or []
         if labels.is_floating_point() and len(ids) != 2:
             raise ValueError(
@@ -203,9 +202,9 @@ class PRMLoss(nn.Module):
             )
         if not ids:
             stats = token_stats(logits, torch.where(scored, labels, IGNORE_INDEX), group=group, entropy=False)
-            return -stats.logprobs, top_columns(logits.detach(), 1, span, group)[1][:, 0] == labels
+            return -stats.logprobs, top_columns(logits.detach(), 1, shard)[1][:, 0] == labels
         columns = torch.stack([torch.full_like(labels, token, dtype=torch.int64) for token in ids], 1)
-        scores = gather_columns(logits, columns, span, group, keep=places)
+        scores = gather_columns(logits, columns, places, shard)
         target = torch.where(scored[:, None], self._target(labels, scores.dtype), 0)
         if checks_values(labels) and bool((scored & ~target.any(1)).any()):
             wrong = labels[scored & ~target.any(1)].unique().tolist()

@@ -16,7 +16,6 @@ from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.divergence import divergence_of_shards
-from parallel_rl.vocab.shards import shard_range
 from parallel_rl.vocab.topk import check_columns, column_log_probs, gather_columns
 
 if TYPE_CHECKING:
@@ -97,11 +96,8 @@ class FullDistillationLossFn(LossFn[FullDistillationLossConfig]):
             batch.local("teacher_logits"),
             batch.mask,
             cfg.divergence,
-            shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start),
-            tensor_group,
-            temperatures=(options.temperature, cfg.teacher_temperature or options.temperature),
-            consume_logits=options.consume_logits,
-            backend=options.backend,
+            options.shard(logits.shape[-1], tensor_group),
+            cfg.teacher_temperature or options.temperature,
         )
         return replace(batch, head=divergence * options.temperature**2 if cfg.squared_temperature else divergence)
 
@@ -187,8 +183,8 @@ class DistillationLossFn(LossFn[DistillationLossConfig]):
             )
         valid = valid_tokens(data)
         valid = valid.roll(-1, 1) if self.config.topk_alignment == "predictor" else valid
-        span = shard_range(logits.shape[-1], tensor_group, self.options.vocab_size, self.options.vocab_start)
-        check_columns("teacher_topk_indices", torch.where(valid[..., None], ids, 0), span.vocab_size)
+        vocab_size = self.options.shard(logits.shape[-1], tensor_group).vocab_size
+        check_columns("teacher_topk_indices", torch.where(valid[..., None], ids, 0), vocab_size)
         if checks_values(ids):
             ordered = ids.sort(-1).values
             twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & valid
@@ -202,16 +198,12 @@ class DistillationLossFn(LossFn[DistillationLossConfig]):
     def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         """The divergence of each position becomes the head."""
         cfg, options = self.config, self.options
-        span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
+        shard = options.shard(logits.shape[-1], tensor_group)
         flat, ids = logits.flatten(0, -2), batch.field("teacher_topk_indices", cfg.topk_alignment)
         if cfg.zero_outside_topk or cfg.bucket_tail:
-            log_q, entropy = column_log_probs(
-                flat, ids, batch.mask, span, tensor_group, temperature=options.temperature,
-                consume_logits=options.consume_logits, backend=options.backend,
-            )  # fmt: skip
+            log_q, entropy = column_log_probs(flat, ids, batch.mask, shard)
         else:
-            columns = gather_columns(flat, ids, span, tensor_group, keep=batch.mask, temperature=options.temperature)
-            log_q, entropy = columns.log_softmax(-1), None
+            log_q, entropy = gather_columns(flat, ids, batch.mask, shard).log_softmax(-1), None
         teacher = batch.field("teacher_topk_logits", cfg.topk_alignment).to(log_q.dtype)
         teacher = teacher / (cfg.teacher_temperature or options.temperature)
         if cfg.bucket_tail:

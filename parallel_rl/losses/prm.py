@@ -17,7 +17,6 @@ from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
-from parallel_rl.vocab.shards import ShardRange, shard_range
 from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
 from parallel_rl.vocab.topk import gather_columns, top_columns
 
@@ -119,8 +118,8 @@ class PRMLossFn(LossFn[PRMLossConfig]):
 
     def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         cfg, options = self.config, self.options
-        check_logits(logits, options.consume_logits, options.backend, options.temperature)
-        vocab_size = self._span(logits, tensor_group).vocab_size
+        check_logits(logits, options.consume_logits, options.backend)
+        vocab_size = options.shard(logits.shape[-1], tensor_group).vocab_size
         if cfg.reward_token_ids is not None and max(cfg.reward_token_ids) >= vocab_size:
             raise ValueError(
                 f"reward_token_ids = {list(cfg.reward_token_ids)} must lie in the vocabulary [0, {vocab_size})"
@@ -142,9 +141,6 @@ class PRMLossFn(LossFn[PRMLossConfig]):
                 f"ignore_index = {cfg.ignore_index}"
             )
 
-    def _span(self, logits: Tensor, tensor_group: ProcessGroup | None) -> ShardRange:
-        return shard_range(logits.shape[-1], tensor_group, self.options.vocab_size, self.options.vocab_start)
-
     def _narrowed(self, batch: TokenBatch) -> TokenBatch:
         return replace(batch, data={**batch.data, "token_mask": self._scored(batch.data)})
 
@@ -153,17 +149,13 @@ class PRMLossFn(LossFn[PRMLossConfig]):
 
     def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         """The batch whose tokens are the scored placeholders; `head` holds the K rewards' logits, or the likeliest token."""
-        cfg, options, span = self.config, self.options, self._span(logits, tensor_group)
+        cfg, shard = self.config, self.options.shard(logits.shape[-1], tensor_group)
         batch = self._narrowed(batch)
         flat = logits.flatten(0, 1)
         if cfg.reward_token_ids is not None:
             ids = torch.stack([torch.full_like(batch.layout.positions, token) for token in cfg.reward_token_ids], 1)
-            head = gather_columns(flat, ids, span, tensor_group, keep=batch.mask, temperature=options.temperature)
-            return replace(batch, head=head)
+            return replace(batch, head=gather_columns(flat, ids, batch.mask, shard))
         labels = batch.layout.shard(batch.data["reward_labels"], shift=False)
-        best = top_columns(flat.detach(), 1, span, tensor_group)[1][:, 0]
-        stats = stats_of_shard(
-            flat, labels, batch.mask, span, tensor_group, options.temperature, False, options.consume_logits,
-            options.backend,
-        )  # fmt: skip
+        best = top_columns(flat.detach(), 1, shard)[1][:, 0]
+        stats = stats_of_shard(flat, labels, batch.mask, shard)
         return replace(batch, token_stats=stats, head=best)

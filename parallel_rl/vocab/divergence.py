@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,11 +24,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.autograd.function import FunctionCtx
-    from torch.distributed import ProcessGroup
 
     from parallel_rl.functional.distillation import Divergence
     from parallel_rl.vocab.backends.choice import Backend
-    from parallel_rl.vocab.shards import ShardRange
+    from parallel_rl.vocab.shards import VocabShard
 
 
 def divergence_of_shards(
@@ -35,12 +35,8 @@ def divergence_of_shards(
     teacher: Tensor,
     keep: Tensor,
     divergence: Divergence,
-    span: ShardRange,
-    group: ProcessGroup | None = None,
-    *,
-    temperatures: tuple[float, float] = (1.0, 1.0),
-    consume_logits: bool = False,
-    backend: Backend = "auto",
+    shard: VocabShard,
+    teacher_temperature: float = 1.0,
 ) -> Tensor:
     """D(p, q) of each token, p = softmax(teacher / T_p) and q = softmax(student / T_q), differentiable in the student.
 
@@ -48,19 +44,16 @@ def divergence_of_shards(
     collective backward, where the shards are read once more, a block of rows at a time.
 
     Args:
-        student, teacher: [T, V/tp] this rank's columns, any float dtypes; columns beyond `span.valid` are never read. −inf
+        student, teacher: [T, V/tp] this rank's columns, any float dtypes; columns beyond `shard.valid` are never read. −inf
             excludes a word.
         keep: [T] bool; a row without it is 0 with gradient 0, whatever stands there.
-        temperatures: of the student and of the teacher.
-        consume_logits: the backward writes the gradient over the student's logits.
+        shard: of both; its temperature T_q is the student's, and `consume_logits` gives up the student's logits.
 
     Returns:
         [T] in max(float32, the student's dtype).
     """
-    found: Tensor = _DivergenceOfShards.apply(
-        student, teacher, keep, divergence, span.valid, group, temperatures, consume_logits, backend
-    )
-    return found
+    value: Tensor = _DivergenceOfShards.apply(student, teacher, keep, divergence, shard, teacher_temperature)
+    return value
 
 
 class _DivergenceOfShards(torch.autograd.Function):
@@ -71,28 +64,25 @@ class _DivergenceOfShards(torch.autograd.Function):
         teacher: Tensor,
         keep: Tensor,
         divergence: Divergence,
-        valid: int,
-        group: ProcessGroup | None,
-        temperatures: tuple[float, float],
-        consume: bool,
-        backend: Backend,
+        shard: VocabShard,
+        teacher_temperature: float,
     ) -> Tensor:
-        z, w = student[:, :valid], teacher[:, :valid]
+        z, w = student[:, : shard.valid], teacher[:, : shard.valid]
         nowhere = torch.full((z.shape[0],), -1, device=z.device)
-        inv = [torch.full((1, 1), 1 / t, dtype=math_dtype(student.dtype), device=z.device) for t in temperatures]
+        of_teacher = replace(shard, temperature=teacher_temperature)
+        inv = [x.inverse_temperature(math_dtype(student.dtype), z.device) for x in (shard, of_teacher)]
         parts = [
-            shard_stats(x, nowhere, inv_t, entropy=False, backend=backend).to(inv_t.dtype)
+            shard_stats(x, nowhere, inv_t, entropy=False, backend=shard.backend).to(inv_t.dtype)
             for x, inv_t in zip((z, w), inv, strict=True)
         ]
-        both = all_gather(torch.cat([part[:, :2] for part in parts], 1), group)
+        both = all_gather(torch.cat([part[:, :2] for part in parts], 1), shard.group)
         rows = torch.cat([_normaliser(part, inv_t) for part, inv_t in zip(both.split(2, -1), inv, strict=True)], 1)
         sums = rows.new_zeros(len(z), 2)
-        for part, of_rows in _over_rows(_sums_of_block, divergence, backend, z, w, rows):
+        for part, of_rows in _over_rows(_sums_of_block, divergence, shard.backend, z, w, rows):
             sums[part] = of_rows
-        sums = all_gather(sums, group).sum(0)
+        sums = all_gather(sums, shard.group).sum(0)
         ctx.save_for_backward(student, teacher, keep, rows, sums[:, 1])
-        ctx.divergence, ctx.valid, ctx.consume = divergence, valid, consume  # type: ignore[attr-defined]
-        ctx.backend, ctx.consumed, ctx.group = backend, False, group  # type: ignore[attr-defined]
+        ctx.divergence, ctx.shard, ctx.consumed = divergence, shard, False  # type: ignore[attr-defined]
         return torch.where(keep, sums[:, 0], 0.0)
 
     @staticmethod
@@ -104,17 +94,18 @@ class _DivergenceOfShards(torch.autograd.Function):
                 "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
             )
         student, teacher, keep, rows, total = saved_logits(ctx)
-        check_replicated([grad], ctx.group, grad)  # type: ignore[attr-defined]
-        valid, ctx.consumed = ctx.valid, ctx.consume  # type: ignore[attr-defined]
+        shard: VocabShard = ctx.shard  # type: ignore[attr-defined]
+        check_replicated([grad], shard.group, grad)
+        valid, ctx.consumed = shard.valid, shard.consume_logits  # type: ignore[attr-defined]
         z, slope = student.detach(), torch.stack([total, grad * rows[:, 2]], 1)
         dz = z if ctx.consumed else torch.empty_like(z, memory_format=torch.contiguous_format)  # type: ignore[attr-defined]
         read = z[:, :valid], teacher[:, :valid], rows, slope, keep
-        for part, of_rows in _over_rows(_grad_of_block, ctx.divergence, ctx.backend, *read):  # type: ignore[attr-defined]
+        for part, of_rows in _over_rows(_grad_of_block, ctx.divergence, shard.backend, *read):  # type: ignore[attr-defined]
             dz[part, :valid] = of_rows
         dz[:, valid:] = 0
         if ctx.consumed:  # type: ignore[attr-defined]
             mark_consumed(dz)
-        return dz, *(None,) * 8
+        return dz, *(None,) * 5
 
 
 def _normaliser(parts: Tensor, inv_t: Tensor) -> Tensor:

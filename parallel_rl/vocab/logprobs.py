@@ -13,9 +13,10 @@ from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.token_stats import stats_of_head
-from parallel_rl.vocab.shards import ShardRange, shard_range
-from parallel_rl.vocab.stats import IGNORE_INDEX, check_logits, check_targets, stats_of_shard
-from parallel_rl.vocab.truncation import Truncation, check_kept_ids, truncated_stats_of_shard
+from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.stats import IGNORE_INDEX, check_logits, check_targets
+from parallel_rl.vocab.truncated_stats import check_kept_ids, truncated_stats_of_shard
+from parallel_rl.vocab.truncation import Truncation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +63,7 @@ def token_logprobs(
     """
     head, logits = split_output(next_token_logits, vocab_parallel_group)
 
-    def check() -> tuple[SequenceLayout, Tensor, ShardRange, Truncation]:
+    def check() -> tuple[SequenceLayout, Tensor, VocabShard]:
         if head is not None:
             head.check(vocab_parallel_group)
         ids = data.get("input_ids")
@@ -83,40 +84,28 @@ def token_logprobs(
                 f"the logits have shape {list(logits.shape)}; the layout needs [{of.local_shape[0]}, "
                 f"{of.local_shape[1]}, V/tp]"
             )
-        check_logits(logits, False, backend, temperature)
-        span = shard_range(logits.shape[-1], vocab_parallel_group, vocab_size, vocab_start)
+        check_logits(logits, False, backend)
+        shard = VocabShard.of(
+            logits.shape[-1], vocab_parallel_group, vocab_size, vocab_start,
+            temperature=temperature, truncation=Truncation(top_k, top_p, kept_sets), backend=backend,
+        )  # fmt: skip
         masked = "token_mask" in data and "sample_mask" in data
-        check_targets(torch.where(valid_tokens(data), ids, 0) if masked else ids, span.vocab_size)
-        truncation = Truncation(top_k, top_p, kept_sets)
-        truncation.check(span.vocab_size)
+        check_targets(torch.where(valid_tokens(data), ids, 0) if masked else ids, shard.vocab_size)
         if kept_sets:
             kept = data.get("kept_ids")
             if not isinstance(kept, torch.Tensor):
                 raise ValueError("kept_sets = True needs the field 'kept_ids', integers [B, S, K]")
             check_kept_ids(
-                kept, valid_tokens(data) if masked else torch.ones_like(ids, dtype=torch.bool), span.vocab_size
+                kept, valid_tokens(data) if masked else torch.ones_like(ids, dtype=torch.bool), shard.vocab_size
             )
-        return of, of.shard(ids, fill=IGNORE_INDEX), span, truncation
+        return of, of.shard(ids, fill=IGNORE_INDEX), shard
 
     groups = [vocab_parallel_group, context_parallel_group]
-    of, targets, span, truncation = raise_on_all_ranks(check, groups, logits, shape_facts(logits, vocab_size))
-    valid = (targets >= 0) & (targets < span.vocab_size)
-    args = (
-        logits.flatten(0, -2),
-        targets,
-        valid,
-        span,
-        vocab_parallel_group,
-        temperature,
-        False,
-        False,
-        backend,
-    )
+    of, targets, shard = raise_on_all_ranks(check, groups, logits, shape_facts(logits, vocab_size))
+    valid = (targets >= 0) & (targets < shard.vocab_size)
     kept_ids = of.shard(data["kept_ids"], fill=-1) if kept_sets else None
     if head is not None:
-        stats, _ = stats_of_head(head, *args[1:7], backend, truncation=truncation, kept_ids=kept_ids)
-    elif truncation:
-        stats = truncated_stats_of_shard(*args, truncation, kept_ids)
+        stats, _ = stats_of_head(head, targets, valid, shard, kept_ids)
     else:
-        stats = stats_of_shard(*args)
+        stats = truncated_stats_of_shard(logits.flatten(0, -2), targets, valid, shard, kept_ids)
     return of.unshard(stats.logprobs, context_parallel_group)

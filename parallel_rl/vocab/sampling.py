@@ -10,7 +10,7 @@ import torch
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.groups import all_gather
 from parallel_rl.validation import checks_values
-from parallel_rl.vocab.shards import ShardRange, shard_range
+from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.truncation import Truncation
 
@@ -67,7 +67,7 @@ def sample_tokens(
     Gumbel-max: Maddison, Tarlow, Minka, "A* sampling", NeurIPS 2014.
     """
 
-    def check() -> tuple[ShardRange, Truncation]:
+    def check() -> VocabShard:
         truncation = Truncation(top_k, top_p)
         if logits.dim() < 1 or not logits.is_floating_point():
             raise ValueError(f"logits must be floating point [..., V/tp], got {logits.dtype} {list(logits.shape)}")
@@ -80,21 +80,18 @@ def sample_tokens(
             raise ValueError(
                 f"top_k = {top_k} and top_p = {top_p} have no effect with temperature = 0, which takes the largest logit"
             )
-        span = shard_range(logits.shape[-1], group, vocab_size, vocab_start)
-        truncation.check(span.vocab_size)
-        return span, truncation
+        return VocabShard.of(
+            logits.shape[-1], group, vocab_size, vocab_start, temperature=temperature or 1.0, truncation=truncation
+        )
 
-    span, truncation = raise_on_all_ranks(check, [group], logits)
-    flat, row_keys = logits.reshape(keys.numel(), logits.shape[-1])[:, : span.valid], keys.reshape(-1)
-    floor = None
-    if truncation:
-        inv_t = torch.full((1, 1), 1.0 / temperature, dtype=torch.float64, device=logits.device)
-        floor = kept_floor(flat, top_k, top_p, inv_t, span.vocab_size, group, "auto")
+    shard = raise_on_all_ranks(check, [group], logits)
+    flat, row_keys = logits.reshape(keys.numel(), logits.shape[-1])[:, : shard.valid], keys.reshape(-1)
+    floor = kept_floor(flat, shard) if shard.truncation else None
     best = flat.new_empty(flat.shape[0], 2, dtype=torch.float64)  # value, id
-    if span.valid == 0:
-        best[:, 0], best[:, 1] = -math.inf, span.vocab_size
+    if shard.valid == 0:
+        best[:, 0], best[:, 1] = -math.inf, shard.vocab_size
     else:
-        _best_of_shard(flat, floor, row_keys, temperature, span.start, best)
+        _best_of_shard(flat, floor, row_keys, temperature, shard.start, best)
     value, token = _best_of_group(best, group)
     if checks_values(logits) and not bool(value.isfinite().all()):
         row = int((~value.isfinite()).nonzero()[0])

@@ -1,42 +1,105 @@
-"""Which vocabulary columns this rank's shard holds."""
+"""This rank's columns of the vocabulary, and how they are read."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 
 from parallel_rl.groups import group_rank, group_size
+from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from parallel_rl.vocab.backends.choice import Backend
 
-class ShardRange(NamedTuple):
-    """Global id of the shard's first column, how many of its columns are real, and the true vocabulary size."""
+
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's columns of the vocabulary, and how they are read.
+
+    Attributes:
+        start: global id of the first column.
+        valid: number of real columns; those at or beyond it are padding, outside every softmax and with gradient 0.
+        vocab_size: true size V, over all shards.
+        group: tensor-parallel group; None is one shard.
+        temperature: of softmax(z / temperature): a positive number, or [...] one for each token.
+        entropy: whether the entropy is computed too.
+        truncation: the words that each row keeps.
+        consume_logits: whether the backward writes the gradient over the logits.
+        backend: of the passes over the logits, see `token_stats`.
+
+    Raises:
+        ValueError: a temperature that is not positive and finite; k > V.
+    """
 
     start: int
     valid: int
     vocab_size: int
+    group: ProcessGroup | None = None
+    temperature: float | Tensor = 1.0
+    entropy: bool = False
+    truncation: Truncation = KEEP_ALL
+    consume_logits: bool = False
+    backend: Backend = "auto"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.temperature, torch.Tensor) and not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature = {self.temperature} must be positive and finite")
+        self.truncation.check(self.vocab_size)
+
+    @classmethod
+    def of(
+        cls,
+        width: int,
+        group: ProcessGroup | None = None,
+        vocab_size: int | None = None,
+        vocab_start: int | None = None,
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = False,
+        truncation: Truncation = KEEP_ALL,
+        consume_logits: bool = False,
+        backend: Backend = "auto",
+    ) -> VocabShard:
+        """The shard of `width` columns that this rank holds, found on the host without communication.
+
+        Even shards, padded or not (`width · tp >= vocab_size`, Megatron), start at `rank · width`. Narrower ones follow
+        `torch.chunk` (DTensor): `ceil(vocab_size / tp)` columns a rank, the last ranks fewer. Any other split names its
+        `vocab_start`.
+
+        Args:
+            vocab_size: true size V; None: no padding, even shards.
+
+        Raises:
+            ValueError: a width that fits neither rule, `vocab_size` < 1 or `vocab_start` outside [0, vocab_size]; what the
+                class raises.
+        """
+        start, valid, size = _span(width, group, vocab_size, vocab_start)
+        return cls(start, valid, size, group, temperature, entropy, truncation, consume_logits, backend)
+
+    def inverse_temperature(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """1 / temperature: [1, 1], or [T, 1] one for each token."""
+        if isinstance(self.temperature, torch.Tensor):
+            return self.temperature.to(dtype).reciprocal().reshape(-1, 1)
+        return torch.full((1, 1), 1.0 / self.temperature, dtype=dtype, device=device)
 
 
-def shard_range(
-    width: int, group: ProcessGroup | None = None, vocab_size: int | None = None, vocab_start: int | None = None
-) -> ShardRange:
-    """The columns of a shard of `width` columns, told on the host without communication.
-
-    Even shards, padded or not (`width · tp >= vocab_size`, Megatron), start at `rank · width`. Narrower ones follow
-    `torch.chunk` (DTensor): `ceil(vocab_size / tp)` columns a rank, the last ranks fewer. Any other split names its
-    `vocab_start`. Columns at or beyond `vocab_size` are padding: they never enter a softmax and get no gradient.
-
-    Raises:
-        ValueError: a width that fits neither rule, `vocab_size` < 1 or `vocab_start` outside [0, vocab_size].
-    """
+def _span(
+    width: int, group: ProcessGroup | None, vocab_size: int | None, vocab_start: int | None
+) -> tuple[int, int, int]:
+    """(first column's id, real columns, V), see `VocabShard.of`."""
     tp, rank = group_size(group), group_rank(group)
     if vocab_size is None:
         if vocab_start is not None:
             raise ValueError(
                 f"vocab_start = {vocab_start} needs vocab_size, the true number of columns over all shards"
             )
-        return ShardRange(rank * width, width, tp * width)
+        return rank * width, width, tp * width
     if vocab_size < 1:
         raise ValueError(f"vocab_size = {vocab_size} must be at least 1")
     if vocab_start is not None:
@@ -53,4 +116,4 @@ def shard_range(
                 f"the logits' last dimension is {width} on tensor rank {rank} of {tp}, but vocab_size = {vocab_size} splits "
                 f"into {chunk} columns a rank ({min(chunk, vocab_size - start)} here); give vocab_start for another split"
             )
-    return ShardRange(start, max(0, min(width, vocab_size - start)), vocab_size)
+    return start, max(0, min(width, vocab_size - start)), vocab_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,7 +14,7 @@ from parallel_rl.vocab.backends.choice import Backend, check_backend
 from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.consumed import check_not_consumed, mark_consumed, saved_logits
-from parallel_rl.vocab.shards import ShardRange, shard_range
+from parallel_rl.vocab.shards import VocabShard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,64 +75,39 @@ def token_stats(
         RuntimeError: in a backward, logits that were written over since the forward.
     """
 
-    def check() -> ShardRange:
-        check_logits(logits, consume_logits, backend, temperature)
-        span = shard_range(logits.shape[-1], group, vocab_size, vocab_start)
-        check_tokens(targets, temperature, logits.shape[:-1], span.vocab_size, ignore_index)
-        return span
+    def check() -> VocabShard:
+        check_logits(logits, consume_logits, backend)
+        shard = VocabShard.of(
+            logits.shape[-1], group, vocab_size, vocab_start,
+            temperature=temperature, entropy=entropy, consume_logits=consume_logits, backend=backend,
+        )  # fmt: skip
+        check_tokens(targets, logits.shape[:-1], shard, ignore_index)
+        return shard
 
-    span = raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size))
-    keep = targets != ignore_index
-    return stats_of_shard(logits, targets, keep, span, group, temperature, entropy, consume_logits, backend)
+    shard = raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size))
+    return stats_of_shard(logits, targets, targets != ignore_index, shard)
 
 
-def stats_of_shard(
-    logits: Tensor,
-    targets: Tensor,
-    keep: Tensor,
-    span: ShardRange,
-    group: ProcessGroup | None,
-    temperature: float | Tensor,
-    entropy: bool,
-    consume_logits: bool,
-    backend: Backend,
-) -> TokenStats:
-    """`token_stats` after its checks; `keep` [...] says which tokens count."""
+def stats_of_shard(logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabShard) -> TokenStats:
+    """`token_stats` after its checks, of the untruncated policy; `keep` [...] says which tokens count."""
     size = targets.numel(), logits.shape[-1]  # not −1: an empty shard of an uneven split has no column
-    flat = logits.view(size) if consume_logits else logits.reshape(size)
-    dtype = math_dtype(logits.dtype)
-    if isinstance(temperature, torch.Tensor):
-        inv_t = temperature.to(dtype).reciprocal().reshape(-1, 1)
-    else:
-        inv_t = torch.full((1, 1), 1.0 / temperature, dtype=dtype, device=logits.device)
-    logp, ent, lse = _TokenStats.apply(
-        flat, targets.reshape(-1), keep.reshape(-1), inv_t, span.start, span.valid, group, entropy, consume_logits, backend
-    )  # fmt: skip
+    flat = logits.view(size) if shard.consume_logits else logits.reshape(size)
+    inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
+    logp, ent, lse = _TokenStats.apply(flat, targets.reshape(-1), keep.reshape(-1), inv_t, shard)
     shape = targets.shape
-    return TokenStats(logp.view(shape), ent.view(shape) if entropy else None, lse.view(shape))
+    return TokenStats(logp.view(shape), ent.view(shape) if shard.entropy else None, lse.view(shape))
 
 
 class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        z: Tensor,
-        targets: Tensor,
-        keep: Tensor,
-        inv_t: Tensor,
-        start: int,
-        valid: int,
-        group: ProcessGroup | None,
-        entropy: bool,
-        consume: bool,
-        backend: Backend,
+        ctx: FunctionCtx, z: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, shard: VocabShard
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        spec = RowSpec(targets, keep, inv_t, start, valid)
-        parts = row_parts(z, spec, entropy, backend)
-        logp, ent, lse, rows = combine_rows(all_gather(parts, group), spec, backend)
+        spec = RowSpec(targets, keep, inv_t, shard.start, shard.valid)
+        parts = row_parts(z, spec, shard.entropy, shard.backend)
+        logp, ent, lse, rows = combine_rows(all_gather(parts, shard.group), spec, shard.backend)
         ctx.save_for_backward(z, targets, keep, inv_t, rows)
-        ctx.span, ctx.group = (start, valid), group  # type: ignore[attr-defined]
-        ctx.consume, ctx.backend, ctx.consumed = consume, backend, False  # type: ignore[attr-defined]
+        ctx.shard, ctx.consumed = shard, False  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         return logp, ent, lse
 
@@ -148,19 +122,20 @@ class _TokenStats(torch.autograd.Function):
                 "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
             )
         z, targets, keep, inv_t, rows = saved_logits(ctx)
-        check_replicated([g_logp, g_ent, g_lse], ctx.group, rows[:, 0])  # type: ignore[attr-defined]
+        shard: VocabShard = ctx.shard  # type: ignore[attr-defined]
+        check_replicated([g_logp, g_ent, g_lse], shard.group, rows[:, 0])
         if g_logp is None and g_ent is None and g_lse is None:
-            return (None,) * 10
-        spec = RowSpec(targets, keep, inv_t, *ctx.span)  # type: ignore[attr-defined]
-        if ctx.consume:  # type: ignore[attr-defined]
+            return (None,) * 5
+        spec = RowSpec(targets, keep, inv_t, shard.start, shard.valid)
+        if shard.consume_logits:
             ctx.consumed, z = True, z.detach()  # type: ignore[attr-defined]
-        dz = row_gradient(z, spec, rows, g_logp, g_ent, g_lse, z if ctx.consume else None, ctx.backend)  # type: ignore[attr-defined]
-        if ctx.consume:  # type: ignore[attr-defined]
+        dz = row_gradient(z, spec, rows, g_logp, g_ent, g_lse, z if shard.consume_logits else None, shard.backend)
+        if shard.consume_logits:
             mark_consumed(z)
-        return dz, *(None,) * 9
+        return dz, *(None,) * 4
 
 
-def check_logits(logits: Tensor, consume_logits: bool, backend: Backend, temperature: float | Tensor) -> None:
+def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None:
     """What shapes, dtypes and options can tell."""
     if not logits.is_floating_point() or logits.dim() < 2:
         raise ValueError(
@@ -174,13 +149,9 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend, tempera
         )
     check_not_consumed(logits)
     check_backend(backend, logits.device)
-    if not isinstance(temperature, torch.Tensor) and not 0 < temperature < math.inf:
-        raise ValueError(f"temperature = {temperature} must be positive and finite")
 
 
-def check_tokens(
-    targets: Tensor, temperature: float | Tensor, shape: Sequence[int], vocab_size: int, ignore_index: int
-) -> None:
+def check_tokens(targets: Tensor, shape: Sequence[int], shard: VocabShard, ignore_index: int) -> None:
     """[...] targets and, where it is a tensor, the temperature of each; values where they are checked.
 
     Raises:
@@ -189,7 +160,8 @@ def check_tokens(
     """
     if list(targets.shape) != list(shape) or targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(f"targets must be integers {list(shape)}, got {targets.dtype} {list(targets.shape)}")
-    check_targets(targets, vocab_size, ignore_index)
+    check_targets(targets, shard.vocab_size, ignore_index)
+    temperature = shard.temperature
     if not isinstance(temperature, torch.Tensor):
         return
     if temperature.shape not in (targets.shape, torch.Size([])) or not temperature.is_floating_point():

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from parallel_rl.vocab.backends.choice import Backend
+    from parallel_rl.vocab.shards import VocabShard
 
 _DIGIT = 3  # bits of the threshold that one pass finds
 # A search makes several passes, and eager ones are slow: compiling pays from fewer logits on than for one pass.
@@ -40,20 +41,14 @@ _PATTERNS = {
 }
 
 
-def kept_floor(
-    z: Tensor,
-    top_k: int | None,
-    top_p: float | None,
-    inv_t: Tensor,
-    vocab_size: int,
-    group: ProcessGroup | None,
-    backend: Backend,
-) -> Tensor:
+def kept_floor(z: Tensor, shard: VocabShard) -> Tensor:
     """[T, 1] the smallest logit that each row keeps, of z's dtype; −inf where all stay. The same on every split.
 
     Args:
-        z: [T, W] the shard's real columns. inv_t: [T, 1] or [1, 1] inverse temperatures. vocab_size: columns of all shards.
+        z: [T, W] the shard's real columns.
     """
+    top_k, top_p, vocab_size = shard.truncation.top_k, shard.truncation.top_p, shard.vocab_size
+    group, backend = shard.group, shard.backend
     floor = torch.full((z.shape[0], 1), -torch.inf, dtype=math_dtype(z.dtype), device=z.device)
     if top_k is not None and top_k < vocab_size:
         floor = _search(partial(_held, _counts, z, backend, ()), lambda total: torch.full_like(total, top_k), z, group)
@@ -64,7 +59,8 @@ def kept_floor(
         top = torch.where(top == -torch.inf, 0.0, top)
         bits = 62 - max(1, (vocab_size - 1).bit_length())  # the sum of V masses of at most 2^bits fits
         scale = torch.full((1, 1), 2.0**bits, dtype=torch.float64, device=z.device)
-        rest = (floor, top, inv_t.double().expand(len(z), 1).contiguous(), scale)
+        inv_t = shard.inverse_temperature(torch.float64, z.device).expand(len(z), 1).contiguous()
+        rest = (floor, top, inv_t, scale)
 
         def target(total: Tensor) -> Tensor:
             return (total.double() * top_p).ceil().to(torch.int64).minimum(total).clamp(min=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,21 +22,11 @@ from parallel_rl.vocab.consumed import mark_consumed, saved_logits
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.function import FunctionCtx
-    from torch.distributed import ProcessGroup
 
-    from parallel_rl.vocab.backends.choice import Backend
-    from parallel_rl.vocab.shards import ShardRange
+    from parallel_rl.vocab.shards import VocabShard
 
 
-def gather_columns(
-    logits: Tensor,
-    ids: Tensor,
-    span: ShardRange,
-    group: ProcessGroup | None = None,
-    *,
-    keep: Tensor | None = None,
-    temperature: float = 1.0,
-) -> Tensor:
+def gather_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> Tensor:
     """Each row's logits at its own global columns, over the temperature, from vocabulary shards; differentiable.
 
         out[t, k] = z[t, ids[t, k]] / temperature
@@ -48,42 +37,28 @@ def gather_columns(
     Args:
         logits: [T, V/tp] this rank's columns, any float dtype.
         ids: [T, K] integers, the same on all ranks of the group.
-        span: which columns these are, see `shard_range`.
-        group: tensor-parallel group; None is one shard.
-        keep: [T] bool; a row without it is 0 with gradient 0, whatever its logits and ids hold. None keeps all.
+        keep: [T] bool; a row without it is 0 with gradient 0, whatever its logits and ids hold.
 
     Returns:
         [T, K] in max(float32, the logits' dtype).
 
     Raises:
-        ValueError: shapes or dtypes; a temperature that is not positive and finite; an id outside the vocabulary in a kept row
-            (where values are checked).
+        ValueError: shapes or dtypes; an id outside the vocabulary in a kept row (where values are checked).
     """
-    keep = torch.ones(ids.shape[:1], dtype=torch.bool, device=ids.device) if keep is None else keep
-    place, here = _local(logits, ids, keep, span)
-    gathered: Tensor = _Columns.apply(logits, place, here, _inverse(temperature), group)
+    columns, here = _local(logits, ids, keep, shard)
+    inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
+    gathered: Tensor = _Columns.apply(logits, columns, here, inv_t, shard)
     return gathered
 
 
-def column_log_probs(
-    logits: Tensor,
-    ids: Tensor,
-    keep: Tensor,
-    span: ShardRange,
-    group: ProcessGroup | None = None,
-    *,
-    temperature: float = 1.0,
-    consume_logits: bool = False,
-    backend: Backend = "auto",
-) -> tuple[Tensor, Tensor]:
+def column_log_probs(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """Log-probs of each row's own columns under softmax(z / temperature) over the whole vocabulary, and its entropy.
 
     One all-gather of [T, 4] and one all-reduce of [T, K] floats forward. Backward: no collective; the gradient of both is
     summed before it is rounded to the logits' dtype.
 
     Args:
-        logits: [T, V/tp]. ids: [T, K]. keep: [T] bool. span, group: all as of `gather_columns`.
-        consume_logits: the backward writes the gradient over the logits.
+        logits: [T, V/tp]. ids: [T, K]. keep: [T] bool, as for `gather_columns`.
 
     Returns:
         [T, K] and [T] in max(float32, the logits' dtype), both 0 with gradient 0 in rows that are not kept.
@@ -91,28 +66,20 @@ def column_log_probs(
     Raises:
         ValueError: as `gather_columns`.
     """
-    place, here = _local(logits, ids, keep, span)
-    inv_t = torch.full((1, 1), _inverse(temperature), dtype=math_dtype(logits.dtype), device=logits.device)
-    columns, entropy = _ColumnLogProbs.apply(
-        logits, place, here, keep, inv_t, span.valid, group, consume_logits, backend
-    )
-    return columns, entropy
+    columns, here = _local(logits, ids, keep, shard)
+    inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
+    log_probs, entropy = _ColumnLogProbs.apply(logits, columns, here, keep, inv_t, shard)
+    return log_probs, entropy
 
 
-def _local(logits: Tensor, ids: Tensor, keep: Tensor, span: ShardRange) -> tuple[Tensor, Tensor]:
+def _local(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """Each id's column of this shard (0 where it is not here), and whether it is here, in a kept row."""
     if logits.dim() != 2 or ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
         raise ValueError(f"logits [T, V/tp] and ids [T, K] must agree, got {list(logits.shape)} and {list(ids.shape)}")
-    check_columns("ids", torch.where(keep[:, None], ids, 0), span.vocab_size)
-    local = ids.to(torch.int64) - span.start
-    here = (local >= 0) & (local < span.valid) & keep[:, None]
+    check_columns("ids", torch.where(keep[:, None], ids, 0), shard.vocab_size)
+    local = ids.to(torch.int64) - shard.start
+    here = (local >= 0) & (local < shard.valid) & keep[:, None]
     return torch.where(here, local, 0), here
-
-
-def _inverse(temperature: float) -> float:
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature = {temperature} must be positive and finite")
-    return 1.0 / temperature
 
 
 def check_columns(name: str, ids: Tensor, vocab_size: int) -> None:
@@ -132,14 +99,14 @@ def check_columns(name: str, ids: Tensor, vocab_size: int) -> None:
 
 
 @torch.no_grad()
-def top_columns(logits: Tensor, k: int, span: ShardRange, group: ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+def top_columns(logits: Tensor, k: int, shard: VocabShard) -> tuple[Tensor, Tensor]:
     """The k largest logits of each row and their global ids: what a teacher's forward pass stores for distillation.
 
     Each shard's own largest, then two all-gathers of [T, k]. Of equal logits the one with the smaller id comes first, so that
     every split of the vocabulary gives the same.
 
     Args:
-        logits: [T, V/tp]. k: at most `span.vocab_size`. span, group: as of `gather_columns`.
+        logits: [T, V/tp], whatever the temperature. k: at most `shard.vocab_size`.
 
     Returns:
         Values [T, k] in max(float32, the logits' dtype), falling, and ids [T, k] int64; the same on all ranks.
@@ -147,15 +114,15 @@ def top_columns(logits: Tensor, k: int, span: ShardRange, group: ProcessGroup | 
     Raises:
         ValueError: k outside [1, vocab_size].
     """
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= span.vocab_size:
-        raise ValueError(f"k = {k!r} must lie in [1, vocab_size = {span.vocab_size}] and be whole")
-    rows, mine = logits.shape[0], min(k, span.valid)
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= shard.vocab_size:
+        raise ValueError(f"k = {k!r} must lie in [1, vocab_size = {shard.vocab_size}] and be whole")
+    rows, mine = logits.shape[0], min(k, shard.valid)
     best = logits.new_full((rows, k), -torch.inf, dtype=math_dtype(logits.dtype))
-    ids = torch.full((rows, k), span.vocab_size, dtype=torch.int64, device=logits.device)
+    ids = torch.full((rows, k), shard.vocab_size, dtype=torch.int64, device=logits.device)
     if mine > 0:
-        values, columns = _top_of_shard(logits[:, : span.valid], mine)
-        best[:, :mine], ids[:, :mine] = values.to(best.dtype), columns + span.start
-    best, ids = (all_gather(part, group).transpose(0, 1).flatten(1) for part in (best, ids))
+        values, columns = _top_of_shard(logits[:, : shard.valid], mine)
+        best[:, :mine], ids[:, :mine] = values.to(best.dtype), columns + shard.start
+    best, ids = (all_gather(part, shard.group).transpose(0, 1).flatten(1) for part in (best, ids))
     # a shard's filling may tie with a real −inf: the smaller id is the real one
     order = ids.argsort(dim=1, stable=True)
     best, ids = best.gather(1, order), ids.gather(1, order)
@@ -183,58 +150,46 @@ def _top_of_shard(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, z: Tensor, place: Tensor, here: Tensor, scale: float, group: ProcessGroup | None
-    ) -> Tensor:
-        ctx.save_for_backward(place, here)
-        ctx.shape, ctx.dtype, ctx.scale = z.shape, z.dtype, scale  # type: ignore[attr-defined]
-        dtype = math_dtype(z.dtype)
+    def forward(ctx: FunctionCtx, z: Tensor, place: Tensor, here: Tensor, inv_t: Tensor, shard: VocabShard) -> Tensor:
+        ctx.save_for_backward(place, here, inv_t)
+        ctx.shape, ctx.dtype = z.shape, z.dtype  # type: ignore[attr-defined]
         if z.shape[1] == 0:  # an empty shard of an uneven split
-            values = torch.zeros(place.shape, dtype=dtype, device=z.device)
+            values = torch.zeros(place.shape, dtype=inv_t.dtype, device=z.device)
         else:
-            values = torch.where(here, z.gather(1, place).to(dtype) * scale, 0.0)
-        if group_size(group) > 1:
-            dist.all_reduce(values, group=group)
+            values = torch.where(here, z.gather(1, place).to(inv_t.dtype) * inv_t, 0.0)
+        if group_size(shard.group) > 1:
+            dist.all_reduce(values, group=shard.group)
         return values
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # create_graph=True
             raise RuntimeError("gathered columns have no second derivative; call backward without create_graph=True")
-        place, here = ctx.saved_tensors  # type: ignore[attr-defined]
+        place, here, inv_t = ctx.saved_tensors  # type: ignore[attr-defined]
         dz = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)  # type: ignore[attr-defined]
         if dz.shape[1] > 0:
             # a column that is not here adds 0 to column 0
-            dz.scatter_add_(1, place, torch.where(here, grad * ctx.scale, 0.0).to(dz.dtype))  # type: ignore[attr-defined]
+            dz.scatter_add_(1, place, torch.where(here, grad * inv_t, 0.0).to(dz.dtype))
         return dz, None, None, None, None
 
 
 class _ColumnLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
-        z: Tensor,
-        place: Tensor,
-        here: Tensor,
-        keep: Tensor,
-        inv_t: Tensor,
-        valid: int,
-        group: ProcessGroup | None,
-        consume: bool,
-        backend: Backend,
+        ctx: FunctionCtx, z: Tensor, place: Tensor, here: Tensor, keep: Tensor, inv_t: Tensor, shard: VocabShard
     ) -> tuple[Tensor, Tensor]:
         nowhere = torch.full((z.shape[0],), -1, device=z.device)
-        parts = shard_stats(z[:, :valid], nowhere, inv_t, entropy=True, backend=backend)
-        top, log_a, _, entropy = combine_parts(all_gather(parts, group), inv_t, entropy=True)
+        parts = shard_stats(z[:, : shard.valid], nowhere, inv_t, entropy=True, backend=shard.backend)
+        top, log_a, _, entropy = combine_parts(all_gather(parts, shard.group), inv_t, entropy=True)
         assert entropy is not None
         values = torch.zeros(place.shape, dtype=inv_t.dtype, device=z.device)
-        if valid > 0:
+        if shard.valid > 0:
             log_p = (z.gather(1, place).to(inv_t.dtype) - top[:, None]) * inv_t - log_a[:, None]
             values = torch.where(here, log_p, 0.0)
-        if group_size(group) > 1:
-            dist.all_reduce(values, group=group)
+        if group_size(shard.group) > 1:
+            dist.all_reduce(values, group=shard.group)
         ctx.save_for_backward(z, place, here, keep, inv_t, top, log_a, entropy)
-        ctx.valid, ctx.consume, ctx.consumed, ctx.group = valid, consume, False, group  # type: ignore[attr-defined]
+        ctx.shard, ctx.consumed = shard, False  # type: ignore[attr-defined]
         return values, torch.where(keep, entropy, 0.0)
 
     @staticmethod
@@ -246,8 +201,9 @@ class _ColumnLogProbs(torch.autograd.Function):
                 "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
             )
         z, place, here, keep, inv_t, top, log_a, entropy = saved_logits(ctx)
-        check_replicated([*g_columns.unbind(1), g_entropy], ctx.group, g_entropy)  # type: ignore[attr-defined]
-        valid, ctx.consumed = ctx.valid, ctx.consume  # type: ignore[attr-defined]
+        shard: VocabShard = ctx.shard  # type: ignore[attr-defined]
+        check_replicated([*g_columns.unbind(1), g_entropy], shard.group, g_entropy)
+        valid, ctx.consumed = shard.valid, shard.consume_logits  # type: ignore[attr-defined]
         scale = inv_t[:, 0]
         c0, c1 = (-g_columns.sum(1) - g_entropy * entropy) * scale, -g_entropy * scale
         rows = torch.stack([top, log_a, c0, c1], 1)
@@ -263,4 +219,4 @@ class _ColumnLogProbs(torch.autograd.Function):
             dz[part, :valid] = both.scatter_add_(1, place[part], at_columns[part]).to(dz.dtype)
         if ctx.consumed:  # type: ignore[attr-defined]
             mark_consumed(dz)
-        return dz, *(None,) * 8
+        return dz, *(None,) * 5

@@ -20,8 +20,8 @@ from parallel_rl import (
 from parallel_rl.functional.distillation import ForwardKL
 from parallel_rl.validation import validation
 from parallel_rl.vocab.divergence import divergence_of_shards
-from parallel_rl.vocab.shards import ShardRange
-from parallel_rl.vocab.truncation import truncated_token_stats
+from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.truncated_stats import truncated_token_stats
 from tests.collectives import recorded
 from tests.distributed.law import make_groups
 from tests.distributed.pool import WorldError, preload, run_world
@@ -202,8 +202,8 @@ def upstream_loss(path: str, factor: float, group: dist.ProcessGroup | None) -> 
     if path == "top-k":
         return truncated_token_stats(z, targets, top_k=4, group=group).lse.sum() * factor
     if path == "divergence":
-        span = ShardRange(6 * dist.get_rank(group), 6, 12)
-        return divergence_of_shards(z, z.detach() / 2, keep, ForwardKL(), span, group).sum() * factor
+        shard = VocabShard(6 * dist.get_rank(group), 6, 12, group)
+        return divergence_of_shards(z, z.detach() / 2, keep, ForwardKL(), shard).sum() * factor
     hidden, weight = torch.ones(3, 2, requires_grad=True), z[:, :2].repeat(2, 1)
     stats = linear_token_stats(
         hidden, weight, targets, group=group, mode="in_forward" if path == "in_forward" else "recompute",

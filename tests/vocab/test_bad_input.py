@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_rl import linear_token_stats, token_stats
 from parallel_rl.validation import validation
-from parallel_rl.vocab.truncation import truncated_token_stats
+from parallel_rl.vocab.truncated_stats import truncated_token_stats
 
 T, V, D = 4, 11, 3
 LOGITS, TARGETS = torch.zeros(T, V), torch.arange(T)

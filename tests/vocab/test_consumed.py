@@ -14,9 +14,9 @@ from parallel_rl import token_logprobs, token_stats
 from parallel_rl.functional.distillation import ForwardKL
 from parallel_rl.validation import validation
 from parallel_rl.vocab.divergence import divergence_of_shards
-from parallel_rl.vocab.shards import ShardRange
+from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.topk import column_log_probs
-from parallel_rl.vocab.truncation import truncated_token_stats
+from parallel_rl.vocab.truncated_stats import truncated_token_stats
 
 T, V = 4, 37
 TARGETS = torch.arange(T)
@@ -29,7 +29,7 @@ def make() -> Tensor:
 
 
 def columns(z: Tensor) -> Tensor:
-    values, _ = column_log_probs(z, TARGETS[:, None], KEEP, ShardRange(0, V, V), consume_logits=True)
+    values, _ = column_log_probs(z, TARGETS[:, None], KEEP, VocabShard(0, V, V, consume_logits=True))
     return values
 
 
@@ -39,7 +39,7 @@ READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "top-k": lambda z: truncated_token_stats(z, TARGETS, top_k=V - 1, consume_logits=True).lse,
     "kept sets": lambda z: truncated_token_stats(z, TARGETS, kept_ids=TARGETS[:, None] + 1, consume_logits=True).lse,
     "divergence": lambda z: divergence_of_shards(
-        z, make() * 0.5, KEEP, ForwardKL(), ShardRange(0, V, V), consume_logits=True
+        z, make() * 0.5, KEEP, ForwardKL(), VocabShard(0, V, V, consume_logits=True)
     ),
     "columns": columns,
 }

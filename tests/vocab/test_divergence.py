@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from parallel_rl.functional.distillation import Divergence, mixed_kl, with_tail
 from parallel_rl.vocab.backends import torch_backend
 from parallel_rl.vocab.divergence import divergence_of_shards
-from parallel_rl.vocab.shards import ShardRange
+from parallel_rl.vocab.shards import VocabShard
 
 VOCAB = 9
 
@@ -49,7 +49,7 @@ def test_gradcheck(divergence: dict) -> None:
     keep = torch.tensor([True] * 6 + [False])
 
     def of(z: Tensor) -> Tensor:
-        return divergence_of_shards(z, w, keep, chosen, ShardRange(0, VOCAB - 1, VOCAB - 1), temperatures=(0.7, 1.2))
+        return divergence_of_shards(z, w, keep, chosen, VocabShard(0, VOCAB - 1, VOCAB - 1, temperature=0.7), 1.2)
 
     assert torch.autograd.gradcheck(of, z)
     with pytest.raises(RuntimeError, match="no second derivative"):
@@ -63,7 +63,7 @@ def value_of(divergence: dict, teacher: list[float], student: list[float], dtype
     chosen = make_divergence(divergence)
     p, q = (torch.tensor([z], dtype=dtype) for z in (teacher, student))
     keep = torch.ones(1, dtype=torch.bool)
-    return divergence_of_shards(q, p, keep, chosen, ShardRange(0, VOCAB, VOCAB), backend="eager").item()
+    return divergence_of_shards(q, p, keep, chosen, VocabShard(0, VOCAB, VOCAB, backend="eager")).item()
 
 
 @settings(deadline=None, max_examples=50)
@@ -116,7 +116,7 @@ def test_no_second_shard_is_ever_in_memory() -> None:
             return out
 
     with patch.dict(torch_backend._BLOCK, {"cpu": 3 * 400}), Watch():
-        loss = divergence_of_shards(z, w, keep, chosen, ShardRange(0, 400, 400)).sum()
+        loss = divergence_of_shards(z, w, keep, chosen, VocabShard(0, 400, 400)).sum()
         assert large <= known
         loss.backward()
     assert z.grad is not None and large - known == {z.grad.untyped_storage().data_ptr()}

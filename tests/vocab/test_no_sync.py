@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,13 +17,13 @@ from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.linear.plan import LinearMode
 from parallel_rl.vocab.logprobs import token_logprobs
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
-from parallel_rl.vocab.shards import shard_range
+from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.topk import column_log_probs, gather_columns, top_columns
-from parallel_rl.vocab.truncation import truncated_token_stats
+from parallel_rl.vocab.truncated_stats import truncated_token_stats
 from tests.watch import Watch
 
 N, V, D, K = 12, 40, 16, 3  # the last 4 columns are padding
-SPAN = shard_range(V, vocab_size=V - 4)
+SHARD = VocabShard.of(V, vocab_size=V - 4, temperature=0.7)
 DTYPES = [torch.bfloat16, torch.float32]
 Call = Callable[[Tensor], object]
 
@@ -75,17 +76,17 @@ def test_draws(dtype: torch.dtype, options: dict) -> None:
 
 
 READERS: dict[str, Call] = {
-    "gathered columns": lambda z: gather_columns(z, ids(N, K), SPAN, temperature=0.7),
+    "gathered columns": lambda z: gather_columns(z, ids(N, K), on_device(N, dtype=torch.bool), SHARD),
     "log-probs of columns": lambda z: column_log_probs(
-        z, ids(N, K), on_device(N, dtype=torch.bool), SPAN, consume_logits=True
+        z, ids(N, K), on_device(N, dtype=torch.bool), replace(SHARD, consume_logits=True)
     ),
-    "largest": lambda z: top_columns(z, 1, SPAN),
-    "largest columns": lambda z: top_columns(z, K, SPAN),
+    "largest": lambda z: top_columns(z, 1, SHARD),
+    "largest columns": lambda z: top_columns(z, K, SHARD),
     "divergence": lambda z: divergence_of_shards(
-        z, on_device(N, V, dtype=torch.bfloat16), on_device(N, dtype=torch.bool), JSD(), SPAN, temperatures=(0.7, 2.0)
+        z, on_device(N, V, dtype=torch.bfloat16), on_device(N, dtype=torch.bool), JSD(), SHARD, 2.0
     ),
     "divergence in place": lambda z: divergence_of_shards(
-        z, on_device(N, V), on_device(N, dtype=torch.bool), ForwardKL(), SPAN, consume_logits=True
+        z, on_device(N, V), on_device(N, dtype=torch.bool), ForwardKL(), replace(SHARD, consume_logits=True)
     ),
 }
 

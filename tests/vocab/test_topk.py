@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.validation import validation
-from parallel_rl.vocab.shards import ShardRange, shard_range
+from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.topk import check_columns, column_log_probs, gather_columns, top_columns
 from tests.collectives import recorded
 from tests.distributed.pool import run_world
 
 T, V, K = 9, 11, 4
+ALL = torch.ones(T, dtype=torch.bool)
 
 
 def make(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -30,19 +32,19 @@ def make(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def shard(logits: Tensor, rank: int, world: int, kind: str) -> tuple[Tensor, ShardRange]:
+def shard(logits: Tensor, rank: int, world: int, kind: str) -> tuple[Tensor, VocabShard]:
     """Padded to even widths, cut as `torch.chunk` does, or one column on rank 0 and all others on rank 1."""
     if kind == "named":
         bounds = [0, *([1] if world > 1 else []), *[V] * world]
         start, stop = bounds[rank], bounds[rank + 1]
-        return logits[:, start:stop].contiguous(), ShardRange(start, stop - start, V)
+        return logits[:, start:stop].contiguous(), VocabShard(start, stop - start, V)
     width = -(-V // world)
     if kind == "even":
         padded = torch.cat([logits, torch.full((T, (width + 2) * world - V), 1e4).to(logits)], 1)
-        return padded[:, rank * (width + 2) : (rank + 1) * (width + 2)].contiguous(), ShardRange(
+        return padded[:, rank * (width + 2) : (rank + 1) * (width + 2)].contiguous(), VocabShard(
             rank * (width + 2), max(0, min(width + 2, V - rank * (width + 2))), V
         )
-    return logits[:, rank * width : (rank + 1) * width].contiguous(), ShardRange(
+    return logits[:, rank * width : (rank + 1) * width].contiguous(), VocabShard(
         rank * width, max(0, min(width, V - rank * width)), V
     )
 
@@ -50,16 +52,17 @@ def shard(logits: Tensor, rank: int, world: int, kind: str) -> tuple[Tensor, Sha
 def gathered(rank: int, world: int, kind: str, dtype: torch.dtype) -> tuple:
     logits, ids, upstream = make()
     keep = torch.arange(T) != 3
-    local, span = shard(logits.to(dtype), rank, world, kind)
+    local, read = shard(logits.to(dtype), rank, world, kind)
+    read = replace(read, group=dist.group.WORLD if world > 1 else None, temperature=0.7)
     local[3] = math.nan
     ids[3] = torch.tensor([-7, 10**6, V, 2])
     leaf = local.requires_grad_()
     with validation("never"), recorded() as forward:
-        out = gather_columns(leaf, ids, span, dist.group.WORLD if world > 1 else None, keep=keep, temperature=0.7)
+        out = gather_columns(leaf, ids, keep, read)
     with recorded() as backward:
         torch.where(keep[:, None], out, 1.0).backward(upstream.to(out.dtype))
-    best = top_columns(torch.where(keep[:, None], leaf.detach(), 0), 5, span, dist.group.WORLD)
-    return out.detach(), leaf.grad[:, : span.valid], forward, backward, best
+    best = top_columns(torch.where(keep[:, None], leaf.detach(), 0), 5, read)
+    return out.detach(), leaf.grad[:, : read.valid], forward, backward, best
 
 
 @pytest.mark.parametrize("kind", ["even", "chunk", "named"])
@@ -85,7 +88,7 @@ def test_on_shards(world: int, kind: str) -> None:
 def test_low_precision_logits_are_read_as_float32() -> None:
     logits, ids, _ = make()
     z = logits.to(torch.bfloat16).requires_grad_()
-    out = gather_columns(z, ids, shard_range(V))
+    out = gather_columns(z, ids, ALL, VocabShard.of(V))
     assert out.dtype == torch.float32 and torch.equal(out, z.detach().float().gather(1, ids))
     out.sum().backward()
     assert z.grad is not None and z.grad.dtype == torch.bfloat16 and z.grad[2, 0] == 2
@@ -94,9 +97,9 @@ def test_low_precision_logits_are_read_as_float32() -> None:
 def test_gradcheck() -> None:
     logits, ids, _ = make()
     z = logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda z: gather_columns(z, ids, shard_range(V), temperature=1.3), z)
+    assert torch.autograd.gradcheck(lambda z: gather_columns(z, ids, ALL, VocabShard.of(V, temperature=1.3)), z)
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(gather_columns(z, ids, shard_range(V)).sum(), z, create_graph=True)
+        torch.autograd.grad(gather_columns(z, ids, ALL, VocabShard.of(V)).sum(), z, create_graph=True)
 
 
 @pytest.mark.parametrize("consume", [False, True])
@@ -111,9 +114,8 @@ def test_column_log_probs_against_dense(consume: bool) -> None:
     z = torch.cat([logits, torch.full((T, 2), 1e4)], 1)
     z[3], ids[3] = math.nan, 10**6
     leaf = z.requires_grad_()
-    columns, entropy = column_log_probs(
-        leaf * 1.0, ids, keep, ShardRange(0, V, V), temperature=0.7, consume_logits=consume
-    )
+    read = VocabShard(0, V, V, temperature=0.7, consume_logits=consume)
+    columns, entropy = column_log_probs(leaf * 1.0, ids, keep, read)
     torch.testing.assert_close(columns[keep], want[0][keep].detach(), rtol=1e-13, atol=0)
     torch.testing.assert_close(entropy[keep], want[1][keep].detach(), rtol=1e-13, atol=0)
     ((columns * upstream).sum(1) + entropy * upstream[:, 0]).sum().backward()
@@ -125,28 +127,24 @@ def test_log_probs_of_columns_keep_their_digits_far_from_zero() -> None:
     """Subtracting a log-sum-exp of 3e4 in float32 would leave two digits."""
     logits, ids, _ = make()
     far = (logits.float() + 3e4).double()
-    columns, _ = column_log_probs(far.float(), ids, torch.ones(T, dtype=torch.bool), shard_range(V))
+    columns, _ = column_log_probs(far.float(), ids, ALL, VocabShard.of(V))
     torch.testing.assert_close(columns.double(), far.log_softmax(1).gather(1, ids), rtol=1e-6, atol=1e-7)
 
 
 def test_bad_input() -> None:
     logits, ids, _ = make()
-    span = shard_range(V)
+    read = VocabShard.of(V)
     with pytest.raises(ValueError, match=r"ids = 11 at \[0, 0\] lies outside the vocabulary \[0, 11\)"):
-        gather_columns(logits, torch.full_like(ids, V), span)
+        gather_columns(logits, torch.full_like(ids, V), ALL, read)
     with pytest.raises(ValueError, match=r"wide = -1 at \[1, 2\] lies outside the vocabulary \[0, 11\)"):
         check_columns("wide", torch.tensor([[0, 0, 0], [0, 0, -1]]), V)
     with pytest.raises(ValueError, match=r"ids must hold integers, got torch\.float32"):
-        gather_columns(logits, ids.float(), span)
+        gather_columns(logits, ids.float(), ALL, read)
     with pytest.raises(ValueError, match=r"logits \[T, V/tp\] and ids \[T, K\] must agree, got \[9, 11\] and \[8, 4\]"):
-        gather_columns(logits, ids[1:], span)
+        gather_columns(logits, ids[1:], ALL, read)
     for temperature in (0.0, -1.0, math.inf, math.nan):
-        for columns in (
-            lambda heat: gather_columns(logits, ids, span, temperature=heat),
-            lambda heat: column_log_probs(logits, ids, torch.ones(T).bool(), span, temperature=heat),
-        ):
-            with pytest.raises(ValueError, match=f"temperature = {temperature} must be positive and finite"):
-                columns(temperature)
+        with pytest.raises(ValueError, match=f"temperature = {temperature} must be positive and finite"):
+            VocabShard.of(V, temperature=temperature)
     for k in (0, V + 1, True, 2.0):
         with pytest.raises(ValueError, match=rf"k = {k} must lie in \[1, vocab_size = 11\]"):
-            top_columns(logits, k, span)
+            top_columns(logits, k, read)

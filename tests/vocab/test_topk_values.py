@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from parallel_rl.vocab.shards import ShardRange, shard_range
+from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.topk import top_columns
 from tests.collectives import recorded
 from tests.distributed.pool import run_world
@@ -38,7 +38,7 @@ def by_sorting(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_ties_go_to_the_smaller_id(k: int, dtype: torch.dtype) -> None:
     z = make(dtype)
-    values, ids = top_columns(z, k, shard_range(V))
+    values, ids = top_columns(z, k, VocabShard.of(V))
     want = by_sorting(z, k)
     assert values.dtype == torch.promote_types(dtype, torch.float32)
     assert torch.equal(values, want[0].to(values.dtype)) and torch.equal(ids, want[1])
@@ -48,7 +48,7 @@ def test_ties_go_to_the_smaller_id(k: int, dtype: torch.dtype) -> None:
 @given(row=st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 1.0, 2.5]), min_size=1, max_size=9), data=st.data())
 def test_any_row(row: list[float], data: st.DataObject) -> None:
     z, k = torch.tensor([row]), data.draw(st.integers(1, len(row)))
-    assert torch.equal(top_columns(z, k, shard_range(len(row)))[1], by_sorting(z, k)[1])
+    assert torch.equal(top_columns(z, k, VocabShard.of(len(row)))[1], by_sorting(z, k)[1])
 
 
 def _on_shards(rank: int, world: int) -> list[tuple[Tensor, Tensor, int]]:
@@ -60,7 +60,7 @@ def _on_shards(rank: int, world: int) -> list[tuple[Tensor, Tensor, int]]:
                 z, (start, stop) = make(dtype), bounds[rank : rank + 2]
                 local = torch.cat([z[:, start:stop], torch.full((T, 2), 1e4).to(dtype)], 1)  # padding is never taken
                 with recorded() as collectives:
-                    best = top_columns(local, k, ShardRange(start, stop - start, V), dist.group.WORLD)
+                    best = top_columns(local, k, VocabShard(start, stop - start, V, dist.group.WORLD))
                 found.append((*best, len(collectives)))
     return found
 

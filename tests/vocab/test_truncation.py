@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from torch import Tensor
 from parallel_rl import token_stats
 from parallel_rl.validation import validation
 from parallel_rl.vocab.backends.choice import Backend
+from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.threshold import kept_floor
-from parallel_rl.vocab.truncation import Truncation, truncated_token_stats
+from parallel_rl.vocab.truncated_stats import truncated_token_stats
+from parallel_rl.vocab.truncation import Truncation
 from tests.collectives import recorded
 from tests.distributed.pool import WorldError, run_world
 from tests.vocab.sorted_rows import kept_by_sorting
@@ -92,8 +95,8 @@ def test_against_sorted_rows(rule: dict, dtype: torch.dtype, tolerance: float) -
 )
 def test_the_compiled_search_finds_the_same_floors(dtype: torch.dtype) -> None:
     z, _, _ = make(dtype)
-    inv_t = torch.full((1, 1), 1.25, dtype=torch.float64)
-    floors = [kept_floor(z, 9, 0.8, inv_t, V, None, backend) for backend in ("eager", "compiled")]
+    read = VocabShard(0, V, V, temperature=0.8, truncation=Truncation(9, 0.8), backend="eager")
+    floors = [kept_floor(z, shard) for shard in (read, replace(read, backend="compiled"))]
     assert torch.equal(*floors)
 
 
@@ -117,7 +120,7 @@ def test_any_row(row: list[float], data: st.DataObject) -> None:
         held = torch.stack([mass[z[0] > x].sum() for x in z[0]])
         if bool(((held - p).abs() < 1e-6).any()):
             return
-    floor = kept_floor(z, k, p, torch.ones(1, 1), len(row), None, "eager")
+    floor = kept_floor(z, VocabShard(0, len(row), len(row), truncation=Truncation(k, p), backend="eager"))
     assert torch.equal(z >= floor, kept_by_sorting(z, k, p))
 
 

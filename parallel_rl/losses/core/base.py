@@ -19,14 +19,14 @@ from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.checks import Fields, check_counts, check_data, check_lengths, check_statistics
 from parallel_rl.losses.core.from_hidden_states import check_fused_head, project
 from parallel_rl.losses.core.options import PackedSequences, VocabOptions, layout_of_logits
-from parallel_rl.losses.core.truncated_policy import check_truncated_head, read_truncated_head, with_dropped
+from parallel_rl.losses.core.truncated_policy import read_truncated_head, with_dropped
 from parallel_rl.metrics import Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import Backend
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
-from parallel_rl.vocab.shards import shard_range
 from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
+from parallel_rl.vocab.truncated_stats import check_kept_ids
 from parallel_rl.vocab.truncation import Truncation
 
 if TYPE_CHECKING:
@@ -302,12 +302,12 @@ class LossFn(ABC, Generic[ConfigT]):
 
     def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         options = self.options
-        check_logits(logits, options.consume_logits, options.backend, options.temperature)
-        span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
+        check_logits(logits, options.consume_logits, options.backend)
+        shard = options.shard(logits.shape[-1], tensor_group)
         if checks_values(data["input_ids"]):
-            check_targets(torch.where(valid_tokens(data), data["input_ids"], 0), span.vocab_size, ignore_index=None)
-        if options.truncation:
-            check_truncated_head(self, data, valid_tokens(data), span)
+            check_targets(torch.where(valid_tokens(data), data["input_ids"], 0), shard.vocab_size, ignore_index=None)
+        if options.truncation.kept_sets:
+            check_kept_ids(data["kept_ids"], valid_tokens(data), shard.vocab_size)
 
     def _rows_read(self, batch: TokenBatch) -> Tensor:
         """[T_local] bool: the positions whose output matters."""
@@ -318,10 +318,7 @@ class LossFn(ABC, Generic[ConfigT]):
         options = self.options
         if options.truncation:
             return read_truncated_head(self, batch, logits, tensor_group)
-        span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
+        shard = options.shard(logits.shape[-1], tensor_group, entropy=self.needs_entropy)
         targets = batch.layout.take(batch.data["input_ids"])
-        stats = stats_of_shard(
-            logits.flatten(0, -2), targets, batch.mask, span, tensor_group, options.temperature,
-            self.needs_entropy, options.consume_logits, options.backend,
-        )  # fmt: skip
+        stats = stats_of_shard(logits.flatten(0, -2), targets, batch.mask, shard)
         return replace(batch, token_stats=stats).sharing(batch)

@@ -9,7 +9,6 @@ from parallel_rl.losses.core.truncated_policy import without_dropped
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.linear.logits import check_whole, whole_logits
 from parallel_rl.vocab.linear.token_stats import stats_of_head
-from parallel_rl.vocab.shards import shard_range
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -56,8 +55,7 @@ def project(loss_fn: LossFn, batch: TokenBatch, head: LMHeadInput, tensor_group:
     if not loss_fn.reads_log_probs():
         return loss_fn._read_head(batch, whole_logits(head, loss_fn._rows_read(batch), tensor_group), tensor_group)
     options = loss_fn.options
-    span = shard_range(head.weight.shape[0], tensor_group, options.vocab_size, options.vocab_start)
-
+    shard = options.shard(head.weight.shape[0], tensor_group, entropy=loss_fn.needs_entropy)
     kept_ids = batch.layout.shard(batch.data["kept_ids"], fill=-1) if options.truncation.kept_sets else None
 
     def with_stats(stats: TokenStats) -> TokenBatch:
@@ -66,10 +64,9 @@ def project(loss_fn: LossFn, batch: TokenBatch, head: LMHeadInput, tensor_group:
         return replace(batch, token_stats=stats).sharing(batch)
 
     stats, carrier = stats_of_head(
-        head, batch.layout.take(batch.data["input_ids"]), batch.mask, span, tensor_group, options.temperature,
-        loss_fn.needs_entropy, options.backend,
-        (lambda stats: loss_fn.compute(with_stats(stats))[0]) if loss_fn.token_separable else None,
-        batch.context_group, options.truncation, kept_ids,
+        head, batch.layout.take(batch.data["input_ids"]), batch.mask, shard, kept_ids,
+        objective=(lambda stats: loss_fn.compute(with_stats(stats))[0]) if loss_fn.token_separable else None,
+        context_group=batch.context_group,
     )  # fmt: skip
     done = with_stats(stats)
     return replace(done, carrier=carrier).sharing(done)

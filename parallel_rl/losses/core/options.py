@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
-from parallel_rl.vocab.truncation import Truncation
+from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,14 @@ class VocabOptions:
     temperature: float = 1.0
     consume_logits: bool = False
     backend: Backend = "auto"
-    truncation: Truncation = Truncation()  # noqa: RUF009 (frozen)
+    truncation: Truncation = KEEP_ALL
+
+    def shard(self, width: int, group: ProcessGroup | None, *, entropy: bool = False) -> VocabShard:
+        """How this rank's `width` columns are read."""
+        return VocabShard.of(
+            width, group, self.vocab_size, self.vocab_start, temperature=self.temperature, entropy=entropy,
+            truncation=self.truncation, consume_logits=self.consume_logits, backend=self.backend,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.metrics import Metric, Metrics
-from parallel_rl.vocab.shards import ShardRange, shard_range
 from parallel_rl.vocab.stats import TokenStats, stats_of_shard
-from parallel_rl.vocab.truncation import check_kept_ids, truncated_stats_of_shard
+from parallel_rl.vocab.truncated_stats import truncated_stats_of_shard
+from parallel_rl.vocab.truncation import KEEP_ALL
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
@@ -25,32 +23,22 @@ if TYPE_CHECKING:
 _TRUNCATED_FIELDS = ("prev_logprobs", "generation_logprobs")
 
 
-def check_truncated_head(loss_fn: LossFn, data: Mapping[str, Tensor], valid: Tensor, span: ShardRange) -> None:
-    """Raises ValueError for k > V, and for recorded ids outside the vocabulary."""
-    loss_fn.options.truncation.check(span.vocab_size)
-    if loss_fn.options.truncation.kept_sets:
-        check_kept_ids(data["kept_ids"], valid, span.vocab_size)
-
-
 def read_truncated_head(
     loss_fn: LossFn, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None
 ) -> TokenBatch:
     """The batch with statistics of the truncated policy, without the tokens that it, or an earlier one, does not keep."""
     options, layout, flat = loss_fn.options, batch.layout, logits.flatten(0, -2)
-    span = shard_range(logits.shape[-1], tensor_group, options.vocab_size, options.vocab_start)
     targets, both = layout.shard(batch.data["input_ids"]), loss_fn.needs_untruncated
     kept_ids = layout.shard(batch.data["kept_ids"], fill=-1) if options.truncation.kept_sets else None
+    shard = options.shard(logits.shape[-1], tensor_group, entropy=loss_fn.needs_entropy)
     # `collect` reads the same logits before the loss does: a truncation in place would be truncated again
     consume = options.consume_logits and torch.is_grad_enabled()
-    stats = truncated_stats_of_shard(
-        flat, targets, batch.mask, span, tensor_group, options.temperature, loss_fn.needs_entropy, consume and not both,
-        options.backend, options.truncation, kept_ids,
-    )  # fmt: skip
+    truncated = replace(shard, consume_logits=consume and not both)
+    stats = truncated_stats_of_shard(flat, targets, batch.mask, truncated, kept_ids)
     untruncated = None
     if both:
-        untruncated = stats_of_shard(
-            flat, targets, batch.mask, span, tensor_group, options.temperature, False, consume, options.backend
-        )  # fmt: skip
+        whole = replace(shard, entropy=False, truncation=KEEP_ALL, consume_logits=consume)
+        untruncated = stats_of_shard(flat, targets, batch.mask, whole)
     return without_dropped(loss_fn, batch, stats, untruncated)
 
 

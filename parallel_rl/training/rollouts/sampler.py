@@ -17,7 +17,7 @@ from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.tokenizer import EOS, PAD
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
 from parallel_rl.vocab.stats import token_stats
-from parallel_rl.vocab.truncation import truncated_token_stats
+from parallel_rl.vocab.truncated_stats import truncated_token_stats
 
 ROWS_AT_A_TIME = 1024  # bounds the logits that one decoding position holds
 

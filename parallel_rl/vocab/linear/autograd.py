@@ -117,7 +117,7 @@ class _InBackward(torch.autograd.Function):
         _refuse_second_derivative()
         upstream = g_logprobs, g_entropy, g_lse
         hidden, weight, bias, table = ctx.saved_tensors  # type: ignore[attr-defined]
-        check_replicated(upstream, ctx.case.group, table[:, 0])  # type: ignore[attr-defined]
+        check_replicated(upstream, ctx.case.shard.group, table[:, 0])  # type: ignore[attr-defined]
         if all(g is None for g in upstream):
             return (None,) * 5
         kept: list = ctx.kept  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ class _InForward(torch.autograd.Function):
 
         def then(chunks: Chunks, so_far: Forward) -> None:
             upstream = coefficients(so_far.stats)
-            check_replicated(upstream, case.group, so_far.stats[0])
+            check_replicated(upstream, case.shard.group, so_far.stats[0])
             used.append((chunks.spans, upstream))
             if any(g is not None for g in upstream):
                 logits = lambda _: (chunks.logits, None)  # noqa: E731
@@ -172,10 +172,10 @@ class _InForward(torch.autograd.Function):
             coefficients(forward.stats)
         if checks_values(hidden) and (calls or len(used) > 1):
             known = coefficients(forward.stats)
-            groups = [case.group, context_group]
+            groups = [case.shard.group, context_group]
             raise_on_all_ranks(lambda: _check_separable(case, used, known), groups, hidden)
         ctx.summed, ctx.target = gradients.close(), target  # type: ignore[attr-defined]
-        ctx.shape, ctx.bias, ctx.group = hidden.shape, bias, case.group  # type: ignore[attr-defined]
+        ctx.shape, ctx.bias, ctx.group = hidden.shape, bias, case.shard.group  # type: ignore[attr-defined]
         stats = [s for s in forward.stats if s is not None]
         ctx.mark_non_differentiable(*stats)
         return torch.zeros((), dtype=case.dtype, device=hidden.device), *forward.stats
@@ -226,7 +226,7 @@ def _check_separable(case: LinearParams, used: list[tuple[list[slice], OutputGra
 
 def with_operands(case: LinearParams, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearParams:
     """The case with its operands: flat hidden states, and the real columns of weight and bias."""
-    valid = case.valid
+    valid = case.shard.valid
     flat = hidden.detach().reshape(-1, hidden.shape[-1])
     return replace(
         case, hidden=flat, weight=weight.detach()[:valid], bias=None if bias is None else bias.detach()[:valid]

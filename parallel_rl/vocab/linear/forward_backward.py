@@ -15,9 +15,10 @@ import torch
 
 from parallel_rl.groups import Pending, all_gather_start, group_size, sum_start
 from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
+from parallel_rl.vocab.backends.torch_backend import _rows_per_block
 from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient
 from parallel_rl.vocab.linear.params import LinearParams, OutputGrads
-from parallel_rl.vocab.linear_truncation import drop_
+from parallel_rl.vocab.threshold import kept_floor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,16 +65,16 @@ def run_forward(case: LinearParams, then: Callable[[Chunks, Forward], None] | No
             rows: it may write over the logits.
     """
     total, plan, whole = case.targets.shape[0], case.plan, case.columns
-    zeros = torch.zeros(3 if case.entropy else 2, total, dtype=case.dtype, device=case.hidden.device)
-    stats = zeros[0], zeros[2] if case.entropy else None, zeros[1]
-    table = torch.zeros(total, 3 if case.entropy else 2, dtype=case.dtype, device=case.hidden.device)
+    zeros = torch.zeros(3 if case.shard.entropy else 2, total, dtype=case.dtype, device=case.hidden.device)
+    stats = zeros[0], zeros[2] if case.shard.entropy else None, zeros[1]
+    table = torch.zeros(total, 3 if case.shard.entropy else 2, dtype=case.dtype, device=case.hidden.device)
     out = Forward(stats, table, [])
 
     def finish(chunks: list[_Chunk]) -> None:
         for chunk in chunks:
-            gathered = chunk.parts.wait().view(-1, chunk.logits.shape[0], 4 if case.entropy else 3)
+            gathered = chunk.parts.wait().view(-1, chunk.logits.shape[0], 4 if case.shard.entropy else 3)
             places = case.rows.every(chunk.span)
-            *values, rows = combine_rows(gathered, case.spec(places, whole), case.backend)
+            *values, rows = combine_rows(gathered, case.spec(places, whole), case.shard.backend)
             for target, part in zip((*out.stats, table), (*values, rows), strict=True):
                 if target is not None and part is not None:
                     target.index_copy_(0, places, part)
@@ -82,26 +83,44 @@ def run_forward(case: LinearParams, then: Callable[[Chunks, Forward], None] | No
             then(Chunks([chunk.span for chunk in chunks], hidden, buffer[: len(hidden)]), out)
 
     spans = case.rows.spans(plan.size)
-    overlap = group_size(case.group) > 1 and len(spans) > 1
+    overlap = group_size(case.shard.group) > 1 and len(spans) > 1
     count = 1 + overlap  # one is projected while the other's numbers travel
     in_place = plan.resident and case.kept_dtype == case.dtype  # they are projected where they are kept
-    buffer = case.buffer(0 if in_place else count * plan.size, case.valid)
+    buffer = case.buffer(0 if in_place else count * plan.size, case.shard.valid)
     half = plan.size * case.rows.order.shape[0]
     waiting: list[_Chunk] = []
     for index, (span, hidden) in enumerate(case.fetched(spans)):
         kept = _place_to_keep(case, out.kept, span) if plan.resident else None
         place = kept.values if kept is not None and kept.top is None else buffer[index % count * half :]
         z, places = case.logits(hidden, place, whole), case.rows.every(span)
-        drop_(z, case, places)
+        _drop_(z, case, places)
         if kept is not None and kept.top is not None:
             _keep(z, kept.values, kept.top)
-        parts = row_parts(z, case.spec(places, whole), case.entropy, case.backend)
-        waiting.append(_Chunk(span, hidden, z, all_gather_start(parts, case.group)))
+        parts = row_parts(z, case.spec(places, whole), case.shard.entropy, case.shard.backend)
+        waiting.append(_Chunk(span, hidden, z, all_gather_start(parts, case.shard.group)))
         ready = len(waiting) - count + 1 if then is None else len(waiting) // count * count
         finish(waiting[:ready])
         waiting = waiting[ready:]
     finish(waiting)
     return out
+
+
+def _drop_(z: Tensor, case: LinearParams, places: Tensor) -> None:
+    """Writes −inf over the logits [n, W] of some rows that the policy does not keep. A row's target counts as recorded."""
+    shard = case.shard
+    if not shard.truncation:
+        return
+    if case.kept_ids is None:
+        floor = kept_floor(z, shard)
+        block = _rows_per_block(z) if z.shape[1] else max(1, len(z))
+        for i in range(0, len(z), block):  # the mask is never whole
+            z[i : i + block].masked_fill_(z[i : i + block] < floor[i : i + block], -torch.inf)
+    elif z.shape[1]:
+        local = torch.cat([case.kept_ids[places], case.targets[places, None]], 1).to(torch.int64) - shard.start
+        here = (local >= 0) & (local < z.shape[1]) & (local + shard.start >= 0)
+        column = torch.where(here, local, 0)
+        kept = torch.where(here, z.gather(1, column), -torch.inf)
+        z.fill_(-torch.inf).scatter_reduce_(1, column, kept, "amax")
 
 
 def _place_to_keep(case: LinearParams, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
@@ -110,7 +129,7 @@ def _place_to_keep(case: LinearParams, kept: list[KeptLogits | None], span: slic
     last = kept[-1] if kept else None
     if last is None or span.start >= last.span.stop:
         end = min(span.start + plan.group, case.rows.order.shape[1])
-        values = case.buffer(end - span.start, case.valid, case.kept_dtype)
+        values = case.buffer(end - span.start, case.shard.valid, case.kept_dtype)
         low = case.kept_dtype != case.dtype
         last = KeptLogits(slice(span.start, end), values, case.buffer(end - span.start, 1) if low else None)
         kept.append(last)
@@ -185,7 +204,7 @@ class Gradients:
                     at = 0
                     for span in spans:
                         rows = len(case.rows.order) * (span.stop - span.start)
-                        of_span = sum_start(of_hidden[at : at + rows], case.group, case.scatter)
+                        of_span = sum_start(of_hidden[at : at + rows], case.shard.group, case.scatter)
                         sending.append((case.rows.own(span), of_span))
                         at += rows
             if self.weight is not None:
@@ -218,9 +237,9 @@ def _logits_gradient(
     if case.grad_in_operand_dtype:
         out = z.view(low) if z.element_size() == low.itemsize else torch.empty_like(z, dtype=low)
         table = table if top is None else torch.cat([table[:, :1] - top, table[:, 1:]], 1)
-        return row_gradient(z, spec, table, *upstream, out, case.backend)
+        return row_gradient(z, spec, table, *upstream, out, case.shard.backend)
     if case.softcap is None:
-        row_gradient(z, spec, table, *upstream, z, case.backend)
+        row_gradient(z, spec, table, *upstream, z, case.shard.backend)
     else:
         block = max(1, _SLOPE_BLOCK.get(z.device.type, _SLOPE_BLOCK["cuda"]) // max(z.shape[1], 1))
         for start in range(0, z.shape[0], block):
@@ -229,7 +248,7 @@ def _logits_gradient(
             of_part = spec._replace(targets=spec.targets[part], keep=spec.keep[part], inv_t=inv_t)
             some = z[part]
             slope = (1 - (some / case.softcap).square_()).clamp_(min=0)  # 0 where a logit was dropped
-            row_gradient(some, of_part, table[part], *_rows_of(upstream, part), some, case.backend).mul_(slope)
+            row_gradient(some, of_part, table[part], *_rows_of(upstream, part), some, case.shard.backend).mul_(slope)
     return z if z.device.type == "cpu" else z.to(low)
 
 
@@ -241,7 +260,7 @@ def _rows_of(upstream: OutputGrads, rows: Tensor | slice) -> OutputGrads:
 def run_backward(case: LinearParams, forward: Forward, upstream: OutputGrads, gradients: Gradients) -> Summed:
     """What `gradients` sums up over all rows; kept logits are used up, the others projected again."""
     rows, columns = case.plan.tile
-    slices = [slice(at, min(at + columns, case.valid)) for at in range(0, max(case.valid, 1), columns)]
+    slices = [slice(at, min(at + columns, case.shard.valid)) for at in range(0, max(case.shard.valid, 1), columns)]
     buffer = None if case.plan.resident else case.buffer(rows, columns)
     for index, (span, hidden) in enumerate(case.fetched(backward_spans(case))):
         if buffer is None:

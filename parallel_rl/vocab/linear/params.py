@@ -16,10 +16,8 @@ from parallel_rl.vocab.linear.plan import Plan, Rows, kept_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
-    from parallel_rl.vocab.backends.choice import Backend
-    from parallel_rl.vocab.linear_truncation import HeadTruncation
+    from parallel_rl.vocab.shards import VocabShard
 
 OutputGrads = tuple[
     "Tensor | None", "Tensor | None", "Tensor | None"
@@ -36,17 +34,13 @@ class LinearParams:
     targets: Tensor  # [N]
     keep: Tensor  # [N] bool
     inv_t: Tensor  # [N, 1] or [1, 1]
-    start: int
+    kept_ids: Tensor | None  # [N, K] the sampler's recorded sets
+    shard: VocabShard
     softcap: float | None
-    group: ProcessGroup | None
     scatter: bool  # sequence parallelism: the hidden states are split over the group's ranks
-    entropy: bool
-    backend: Backend
     rows: Rows
     plan: Plan
     grad_in_operand_dtype: bool  # the gradient of the logits is written in the dtype of the operands, over kept ones
-    valid: int  # W
-    cut: HeadTruncation | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,12 +52,12 @@ class LinearParams:
 
     @property
     def columns(self) -> slice:
-        return slice(0, self.valid)
+        return slice(0, self.shard.valid)
 
     def spec(self, places: Tensor, columns: slice) -> RowSpec:
         inv_t = self.inv_t if self.inv_t.shape[0] == 1 else self.inv_t[places]
         start, stop = columns.start, columns.stop
-        return RowSpec(self.targets[places], self.keep[places], inv_t, self.start + start, stop - start)
+        return RowSpec(self.targets[places], self.keep[places], inv_t, self.shard.start + start, stop - start)
 
     def fetched(self, spans: Sequence[slice]) -> Iterator[tuple[slice, Tensor]]:
         """Hidden states span by span, the next ones on their way; rows without loss are 0, whatever they hold."""
@@ -72,7 +66,7 @@ class LinearParams:
             own = self.rows.own(span)
             keep = self.keep[own + self.rows.rank * self.rows.of_part]
             hidden = torch.where(keep[:, None], self.hidden[own], 0)
-            return all_gather_start(hidden, self.group) if self.scatter else Pending(hidden, None)
+            return all_gather_start(hidden, self.shard.group) if self.scatter else Pending(hidden, None)
 
         on_its_way: Pending | None = None
         for index, span in enumerate(spans):

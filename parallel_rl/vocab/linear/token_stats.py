@@ -23,10 +23,8 @@ from parallel_rl.vocab.linear.autograd import (
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.linear.params import LinearParams, OutputGrads
 from parallel_rl.vocab.linear.plan import LinearMode, Rows, make_plan
-from parallel_rl.vocab.linear_truncation import HeadTruncation
-from parallel_rl.vocab.shards import ShardRange, shard_range
+from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens
-from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,21 +98,23 @@ def linear_token_stats(
         hidden, weight, bias, softcap, False, sequence_parallel, mode, budget, rows, main_grad_factor
     )  # fmt: skip
 
-    def check() -> ShardRange:
+    def check() -> VocabShard:
         head.check(group)
         if mode == "in_forward" and objective is None:
             raise ValueError("mode = 'in_forward' needs an objective: its gradient is computed in forward")
         like = hidden.new_zeros(()).expand(1, weight.shape[0])
-        check_logits(like, False, backend, temperature)
-        span = shard_range(weight.shape[0], group, vocab_size, vocab_start)
+        check_logits(like, False, backend)
+        shard = VocabShard.of(
+            weight.shape[0], group, vocab_size, vocab_start, temperature=temperature, entropy=entropy, backend=backend
+        )
         parts = head.parts(group)
         wanted = (hidden.shape[0] * parts, *hidden.shape[1:-1])
-        check_tokens(targets, temperature, wanted, span.vocab_size, ignore_index)
+        check_tokens(targets, wanted, shard, ignore_index)
         replace(head, hidden=hidden.flatten(0, -2)).check_rows((targets != ignore_index).reshape(-1), group)
-        return span
+        return shard
 
     same = {"the number of hidden rows": hidden[..., 0].numel(), "the hidden size": hidden.shape[-1]}
-    span = raise_on_all_ranks(check, [group], hidden, same)
+    shard = raise_on_all_ranks(check, [group], hidden, same)
 
     def shaped(stats: TokenStats) -> TokenStats:
         return TokenStats(*(None if x is None else x.view(targets.shape) for x in stats))  # type: ignore[arg-type]
@@ -122,8 +122,8 @@ def linear_token_stats(
     # Split over its first dimension, whatever the others are; the losses' own batches are split along the sequence.
     flat = replace(head, hidden=hidden.flatten(0, -2))
     stats, zero = stats_of_head(
-        flat, targets.reshape(-1), (targets != ignore_index).reshape(-1), span, group, temperature, entropy, backend,
-        None if objective is None else lambda stats: objective(shaped(stats)),
+        flat, targets.reshape(-1), (targets != ignore_index).reshape(-1), shard,
+        objective=None if objective is None else lambda stats: objective(shaped(stats)),
     )  # fmt: skip
     stats = shaped(stats)
     if objective is None:
@@ -138,41 +138,37 @@ def stats_of_head(
     head: LMHeadInput,
     targets: Tensor,
     keep: Tensor,
-    span: ShardRange,
-    group: ProcessGroup | None,
-    temperature: float | Tensor,
-    entropy: bool,
-    backend: Backend,
+    shard: VocabShard,
+    kept_ids: Tensor | None = None,
+    *,
     objective: Callable[[TokenStats], Tensor] | None = None,
     context_group: ProcessGroup | None = None,
-    truncation: Truncation = KEEP_ALL,
-    kept_ids: Tensor | None = None,
 ) -> tuple[TokenStats, Tensor | None]:
     """`linear_token_stats` after its checks: [N] statistics, and the exact 0 that carries an objective's gradient.
 
     Args:
         targets, keep: [N] in the order of logits, as the statistics are.
+        shard: with a truncation its temperature is one number. kept_ids: [N, K], see `truncated_token_stats`.
         objective: a sum over tokens; where it is given the mode may be in_forward, and the second result is not None then.
         context_group: over which the objective may communicate, with ranks that have another number of rows that carry loss.
-        truncation, kept_ids: of the policy, see `truncated_token_stats`; with it the temperature is one number.
 
     Raises:
         ValueError: a truncation whose gradient is not computed in forward, and logits that are not kept: projected again, the
             last kept one could round to another side of its threshold.
     """
+    group, backend, truncation = shard.group, shard.backend, shard.truncation
     hidden, parts = head.hidden.reshape(-1, head.hidden.shape[-1]), head.parts(group)
     targets, keep = head.to_rows(targets, group), head.to_rows(keep, group)
     dtype = math_dtype(hidden.dtype)
-    if isinstance(temperature, torch.Tensor):
-        inv_t = temperature.to(dtype).reciprocal().reshape(-1, 1)
-    else:
-        inv_t = torch.full((1, 1), 1.0 / temperature, dtype=dtype, device=hidden.device)
+    inv_t = shard.inverse_temperature(dtype, hidden.device)
+    if kept_ids is not None:
+        kept_ids = kept_ids[head.to_rows(torch.arange(len(kept_ids), device=kept_ids.device), group)]
     trains = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (head.hidden, head.weight, head.bias)
     )
     early = trains and head.mode in ("auto", "in_forward") and objective is not None and hidden.dtype != torch.float16
     mode = head.mode if trains and not early else "recompute"
-    width = max(-(-span.vocab_size // group_size(group)), 1)  # not the shard's own, which may differ between ranks
+    width = max(-(-shard.vocab_size // group_size(group)), 1)  # not the shard's own, which may differ between ranks
     # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
     grad_in_operand_dtype = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, backend)
     plan = make_plan(hidden, width, group, parts, mode, head.budget, grad_in_operand_dtype or hidden.dtype == dtype)
@@ -183,11 +179,9 @@ def stats_of_head(
         )
     rows = Rows.of(keep, parts, head.rows, group)
     blank = LinearParams(
-        hidden, head.weight, None, targets, keep, inv_t, span.start, head.softcap, group, head.sequence_parallel, entropy,
-        backend, rows, plan, grad_in_operand_dtype, span.valid,
+        hidden, head.weight, None, targets, keep, inv_t, kept_ids, shard, head.softcap, head.sequence_parallel, rows, plan,
+        grad_in_operand_dtype,
     )  # fmt: skip
-    if truncation:
-        blank = replace(blank, cut=_cut(head, span, group, truncation, temperature, kept_ids))
     case = with_operands(blank, hidden, head.weight, head.bias)
     target = WeightTarget(head.weight, head.main_grad_factor)
     zero = None
@@ -210,22 +204,6 @@ def stats_of_head(
     else:
         raw = no_gradient(case)
     return ordered(raw), zero
-
-
-def _cut(
-    head: LMHeadInput,
-    span: ShardRange,
-    group: ProcessGroup | None,
-    truncation: Truncation,
-    temperature: float | Tensor,
-    kept_ids: Tensor | None,
-) -> HeadTruncation:
-    assert not isinstance(temperature, torch.Tensor)
-    if kept_ids is not None:
-        order = torch.arange(len(kept_ids), device=kept_ids.device)
-        kept_ids = kept_ids[head.to_rows(order, group)]
-    inv_t = torch.full((1, 1), 1.0 / temperature, dtype=torch.float64, device=head.device)
-    return HeadTruncation(truncation, kept_ids, inv_t, span.vocab_size)
 
 
 def _coefficients(
