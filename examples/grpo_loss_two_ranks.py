@@ -10,13 +10,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from parallel_rl import (
-    ClippedPGLossConfig,
     ClippedPGLossFn,
     ParallelGroups,
     count_valid,
     reduce_metrics,
     token_logprobs,
 )
+from parallel_rl.losses import ClippedPGLossConfig
 
 B, S, V = 4, 12, 32
 

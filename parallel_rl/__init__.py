@@ -1,105 +1,122 @@
-"""Loss functions for RL post-training: one loss, any layout, the same numbers."""
+"""Loss functions for RL post-training: one loss, any layout, the same numbers.
 
-from parallel_rl.counts import ValidCounts, count_valid
-from parallel_rl.groups import ParallelGroups
-from parallel_rl.layout import SequenceLayout
-from parallel_rl.losses import (
-    ClippedPGLossConfig,
-    ClippedPGLossFn,
-    CPOLossConfig,
-    CPOLossFn,
-    DistillationLossConfig,
-    DistillationLossFn,
-    DPOLossConfig,
-    DPOLossFn,
-    FullDistillationLossConfig,
-    FullDistillationLossFn,
-    KTOLossConfig,
-    KTOLossFn,
-    MixLossConfig,
-    MixLossFn,
-    MuSchedule,
-    MuScheduleConfig,
-    NLLLoss,
-    NLLLossConfig,
-    ORPOLossConfig,
-    ORPOLossFn,
-    PolicyLossConfig,
-    PolicyLossFn,
-    PreferenceLoss,
-    PreferenceLossConfig,
-    PRMLossConfig,
-    PRMLossFn,
-    SimPOLossConfig,
-    SimPOLossFn,
-    ValueLossConfig,
-    ValueLossFn,
-)
-from parallel_rl.losses.core.base import LossFn
-from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.losses.registry import ObjectiveConfig, get_loss, losses, register_loss, register_objective
-from parallel_rl.metrics import Metrics, reduce_metrics
-from parallel_rl.packing import SequencePackingLossWrapper
-from parallel_rl.statistics import Statistics
-from parallel_rl.validation import set_validation
-from parallel_rl.vocab.linear.lm_head import LMHeadInput
-from parallel_rl.vocab.linear.token_stats import LinearTokenStats, linear_token_stats
-from parallel_rl.vocab.logprobs import token_logprobs
-from parallel_rl.vocab.stats import TokenStats, token_stats
+Names are imported on first use. The options of the losses (`...Config`) are in `parallel_rl.losses`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parallel_rl.counts import ValidCounts, count_valid
+    from parallel_rl.groups import ParallelGroups
+    from parallel_rl.layout import SequenceLayout
+    from parallel_rl.losses import (
+        ClippedPGLossFn,
+        CPOLossFn,
+        DistillationLossFn,
+        DPOLossFn,
+        FullDistillationLossFn,
+        KTOLossFn,
+        MixLossFn,
+        MuSchedule,
+        NLLLoss,
+        ORPOLossFn,
+        PolicyLossFn,
+        PreferenceLoss,
+        PRMLossFn,
+        SimPOLossFn,
+        ValueLossFn,
+    )
+    from parallel_rl.losses.core.base import LossFn
+    from parallel_rl.losses.core.batch import TokenBatch
+    from parallel_rl.losses.registry import ObjectiveConfig, get_loss, register_loss, register_objective
+    from parallel_rl.metrics import Metrics, reduce_metrics
+    from parallel_rl.packing import SequencePackingLossWrapper
+    from parallel_rl.recipes import load_recipe
+    from parallel_rl.statistics import Statistics
+    from parallel_rl.validation import set_validation
+    from parallel_rl.vocab.linear.lm_head import LMHeadInput
+    from parallel_rl.vocab.linear.token_stats import LinearTokenStats, linear_token_stats
+    from parallel_rl.vocab.logprobs import token_logprobs
+    from parallel_rl.vocab.stats import TokenStats, token_stats
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "CPOLossConfig",
-    "CPOLossFn",
-    "ClippedPGLossConfig",
+    # call a loss
+    "PolicyLossFn",
     "ClippedPGLossFn",
-    "DPOLossConfig",
-    "DPOLossFn",
-    "DistillationLossConfig",
-    "DistillationLossFn",
-    "FullDistillationLossConfig",
-    "FullDistillationLossFn",
-    "KTOLossConfig",
-    "KTOLossFn",
-    "LMHeadInput",
-    "LinearTokenStats",
-    "LossFn",
-    "Metrics",
-    "MixLossConfig",
     "MixLossFn",
     "MuSchedule",
-    "MuScheduleConfig",
-    "NLLLoss",
-    "NLLLossConfig",
-    "ORPOLossConfig",
-    "ORPOLossFn",
-    "ObjectiveConfig",
-    "PRMLossConfig",
-    "PRMLossFn",
-    "ParallelGroups",
-    "PolicyLossConfig",
-    "PolicyLossFn",
-    "PreferenceLoss",
-    "PreferenceLossConfig",
-    "SequenceLayout",
-    "SequencePackingLossWrapper",
-    "SimPOLossConfig",
-    "SimPOLossFn",
-    "Statistics",
-    "TokenBatch",
-    "TokenStats",
-    "ValidCounts",
-    "ValueLossConfig",
     "ValueLossFn",
-    "count_valid",
+    "DPOLossFn",
+    "SimPOLossFn",
+    "CPOLossFn",
+    "ORPOLossFn",
+    "KTOLossFn",
+    "PreferenceLoss",
+    "PRMLossFn",
+    "NLLLoss",
+    "DistillationLossFn",
+    "FullDistillationLossFn",
     "get_loss",
-    "linear_token_stats",
-    "losses",
-    "reduce_metrics",
-    "register_loss",
-    "register_objective",
+    "load_recipe",
+    "count_valid",
+    "ValidCounts",
+    "ParallelGroups",
+    "SequencePackingLossWrapper",
+    "LMHeadInput",
+    "Statistics",
     "set_validation",
+    # write one
+    "register_objective",
+    "ObjectiveConfig",
+    "TokenBatch",
+    "register_loss",
+    "LossFn",
+    # reduce
+    "Metrics",
+    "reduce_metrics",
+    # the parts below
     "token_logprobs",
     "token_stats",
+    "TokenStats",
+    "linear_token_stats",
+    "LinearTokenStats",
+    "SequenceLayout",
 ]
+
+_ROOMS = {
+    "counts": ("ValidCounts", "count_valid"),
+    "groups": ("ParallelGroups",),
+    "layout": ("SequenceLayout",),
+    "losses.core.base": ("LossFn",),
+    "losses.core.batch": ("TokenBatch",),
+    "losses.registry": ("ObjectiveConfig", "get_loss", "register_loss", "register_objective"),
+    "metrics": ("Metrics", "reduce_metrics"),
+    "packing": ("SequencePackingLossWrapper",),
+    "recipes": ("load_recipe",),
+    "statistics": ("Statistics",),
+    "validation": ("set_validation",),
+    "vocab.linear.lm_head": ("LMHeadInput",),
+    "vocab.linear.token_stats": ("LinearTokenStats", "linear_token_stats"),
+    "vocab.logprobs": ("token_logprobs",),
+    "vocab.stats": ("TokenStats", "token_stats"),
+}
+_ROOM = {name: room for room, names in _ROOMS.items() for name in names}  # of all others: losses
+
+
+if not TYPE_CHECKING:  # a checker would take every name for known
+
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_ROOM.get(name, 'losses')}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from parallel_rl.config.strict import configure, nearest
 from parallel_rl.config.yaml_files import read_tree
-from parallel_rl.losses.choice import LossConfig
-from parallel_rl.losses.core.base import LossFn
+
+if TYPE_CHECKING:
+    from parallel_rl.losses.core.base import LossFn
 
 # In a checkout a link to /configs, in a wheel a copy of it.
 _FOLDER = Path(__file__).parent / "configs" / "recipes"
@@ -43,6 +45,8 @@ def load_recipe(name: str) -> tuple[type[LossFn], object]:
     Raises:
         ValueError: an unknown name, with the nearest one; options that do not fit.
     """
+    from parallel_rl.losses.choice import LossConfig  # and with it torch, which a list of names does without
+
     path = find_recipe(name)
     choice = configure(LossConfig, loss_of(read_tree(path)), f"{path.stem}.loss")
     return choice.loss_class, choice.build().config

@@ -1,45 +1,60 @@
-"""What `import parallel_rl` brings, and what it leaves alone."""
+"""What `import parallel_rl` and the command bring, what they leave alone, and what is public."""
 
 from __future__ import annotations
 
+import ast
 import inspect
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 import parallel_rl
 
-HEAVY = ("megatron", "transformer_engine", "triton", "tensorboard", "matplotlib", "rich", "yaml")
-PEEK = """
-import json, sys, torch
-before = set(sys.modules)
-import parallel_rl
-print(json.dumps([sorted(before), sorted(sys.modules)]))
-"""
+HEAVY = ("torch", "numpy", "megatron", "transformer_engine", "triton", "tensorboard", "matplotlib", "rich")
 
 
-def test_a_fresh_process_imports_nothing_heavy() -> None:
-    out = subprocess.run([sys.executable, "-c", PEEK], capture_output=True, text=True, check=True, timeout=300)
-    before, after = (set(names) for names in json.loads(out.stdout))
-    assert "parallel_rl.losses.clipped_pg" in after
-    brought = {name.partition(".")[0] for name in after - before}
-    assert brought.isdisjoint(HEAVY)
-    assert not any(name.startswith(("parallel_rl.megatron", "parallel_rl.training")) for name in after)
+def brought(code: str) -> set[str]:
+    """The modules that a fresh process holds after `code`."""
+    code += "\nimport sys; print(*sys.modules)"
+    run = [sys.executable, "-c", code]
+    out = subprocess.run(run, capture_output=True, text=True, check=True, timeout=300, cwd=Path(__file__).parents[1])
+    return set(out.stdout.splitlines()[-1].split())
 
 
-def test_the_public_names_exist_and_are_all_there_is() -> None:
-    assert len(set(parallel_rl.__all__)) == len(parallel_rl.__all__)
-    for name in parallel_rl.__all__:
-        assert hasattr(parallel_rl, name), name
-    own = {
-        name
-        for name, value in vars(parallel_rl).items()
-        if not name.startswith("_") and getattr(value, "__module__", "").startswith("parallel_rl.")
-    }
-    assert own == set(parallel_rl.__all__)
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import parallel_rl\nassert 'get_loss' in dir(parallel_rl) and parallel_rl.__version__",
+        "from parallel_rl.cli import main\nassert main(['recipes']) == 0",
+        "from parallel_rl.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass",
+    ],
+    ids=["import", "recipes", "help"],
+)
+def test_names_and_help_come_without_torch(code: str) -> None:
+    assert {name.partition(".")[0] for name in brought(code)}.isdisjoint(HEAVY)
+
+
+def test_losses_come_without_what_only_some_need() -> None:
+    found = brought("from parallel_rl import ClippedPGLossFn")
+    assert "parallel_rl.losses.clipped_pg" in found
+    tops = {name.partition(".")[0] for name in found - brought("import torch")}
+    assert tops.isdisjoint({*HEAVY, "yaml"} - {"torch", "numpy"})
+    assert not any(name.startswith(("parallel_rl.megatron", "parallel_rl.training")) for name in found)
+
+
+def test_the_public_names_exist_for_readers_type_checkers_and_at_run_time() -> None:
+    public_names = parallel_rl.__all__
+    assert len(set(public_names)) == len(public_names) and set(dir(parallel_rl)) == {*public_names, "__version__"}
+    source = ast.parse(inspect.getsource(parallel_rl))
+    typed = {alias.name for node in ast.walk(source) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert typed - {"annotations", "import_module", "TYPE_CHECKING"} == set(public_names)
+    for name in public_names:
+        assert getattr(parallel_rl, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'PolicyLoss'"):
+        parallel_rl.PolicyLoss  # type: ignore[attr-defined]  # noqa: B018
 
 
 def public() -> Iterator[tuple[str, Callable]]:
@@ -62,6 +77,8 @@ def test_docstrings_say_what_raises(name: str, value: Callable) -> None:
 
 
 def test_every_loss_says_where_its_errors_are_told() -> None:
-    for name, loss in parallel_rl.losses().items():
+    from parallel_rl.losses.registry import losses
+
+    for name, loss in losses().items():
         if loss.__module__.startswith("parallel_rl."):
             assert "Raises:" in (loss.__doc__ or "") or "errors: see `LossFn`" in (loss.__doc__ or ""), name

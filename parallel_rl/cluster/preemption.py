@@ -13,9 +13,10 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _CAUSES = ("", "the file STOP", *(name.name for name in _SIGNALS))  # the later wins
@@ -59,6 +60,9 @@ def agree(device: torch.device, failed: bool) -> Boundary:
         device: where the world communicates.
         failed: something went wrong on this rank since the last boundary.
     """
+    import torch  # seconds, which `listen` must not wait for
+    import torch.distributed as dist
+
     rank, world = dist.get_rank(), dist.get_world_size()
     cause = _seen or int(_asked_by_file())
     found = [cause * world + rank if cause else 0, int(failed)]

@@ -8,8 +8,9 @@ from typing import Literal
 
 import pytest
 
-from parallel_rl import ClippedPGLossConfig, ClippedPGLossFn, DPOLossConfig, DPOLossFn, NLLLoss, get_loss
+from parallel_rl import ClippedPGLossFn, DPOLossFn, NLLLoss, get_loss
 from parallel_rl.config.strict import configure, nearest
+from parallel_rl.losses import ClippedPGLossConfig, DPOLossConfig
 from parallel_rl.losses.registry import ObjectiveConfig
 
 # `configure`

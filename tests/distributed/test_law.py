@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from parallel_rl import losses
+from parallel_rl.losses.registry import losses
 from tests.distributed import law
 from tests.distributed.pool import preload, run_world
 

@@ -12,10 +12,10 @@ from parallel_rl import (
     ParallelGroups,
     SequencePackingLossWrapper,
     count_valid,
-    losses,
     set_validation,
     token_logprobs,
 )
+from parallel_rl.losses.registry import losses
 from parallel_rl.validation import get_validation, validation
 from tests.losses.faults import FAULTS, LENGTHS, PRM, Fault, S, V, make_call, make_data
 

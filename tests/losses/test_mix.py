@@ -12,12 +12,12 @@ from torch.testing import assert_close
 from parallel_rl import (
     MixLossFn,
     MuSchedule,
-    MuScheduleConfig,
     NLLLoss,
     PolicyLossFn,
     count_valid,
     reduce_metrics,
 )
+from parallel_rl.losses import MuScheduleConfig
 from tests.losses.test_golden import MASK, OLD, L, coefficients, make
 
 CHORD = {"peak": 0.9, "valley": 0.05, "warmup_steps": 10, "decay_steps": 10}

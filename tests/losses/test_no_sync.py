@@ -17,10 +17,10 @@ from parallel_rl import (
     SequencePackingLossWrapper,
     count_valid,
     get_loss,
-    losses,
     reduce_metrics,
 )
 from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.registry import losses
 from parallel_rl.validation import validation
 from parallel_rl.vocab.linear.plan import LinearMode
 from tests.distributed.law import CORE, MORE, REWARD_IDS, Case, has_scalar_head

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import PolicyLossConfig, PolicyLossFn, Statistics, count_valid, register_objective
-from parallel_rl.losses import ImportanceConfig
+from parallel_rl import PolicyLossFn, Statistics, count_valid, register_objective
+from parallel_rl.losses import ImportanceConfig, PolicyLossConfig
 from parallel_rl.losses.core.batch import TokenBatch
 from tests.losses import test_user_objectives as twin
 from tests.losses.test_golden import coefficients, make

@@ -21,13 +21,13 @@ from parallel_rl import (
     TokenBatch,
     count_valid,
     get_loss,
-    losses,
     reduce_metrics,
     register_loss,
     register_objective,
 )
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.core.options import NoConfig
+from parallel_rl.losses.registry import losses
 from tests.losses import test_golden as golden
 
 ROWS, WIDTH, VOCAB = 5, 9, 7

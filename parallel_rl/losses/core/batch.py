@@ -204,6 +204,7 @@ class TokenBatch:
     # Metrics: shares of tokens live on their owner, numbers of whole sequences on context rank 0.
 
     def token_mean(self, x: Tensor) -> Metric:
+        """[T_local] to its mean over the valid tokens of the step."""
         return self.token_means({"": x})[""]
 
     def token_means(self, values: Mapping[str, Tensor]) -> dict[str, Metric]:
@@ -213,11 +214,13 @@ class TokenBatch:
         return {name: Metric("share", mean) for name, mean in zip(values, means.unbind(), strict=True)}
 
     def sequence_mean(self, x: Tensor, mask: Tensor | None = None, count: Tensor | None = None) -> Metric:
+        """One value a sequence (or, with their mask and global count, a pair) to its mean over the step."""
         mask = self.sequence_mask if mask is None else mask
         count = self.counts.seqs if count is None else count
         return Metric("share", self._owned(torch.where(mask, x.detach(), 0).sum(dtype=torch.float64) / count))
 
     def count(self, mask: Tensor) -> Metric:
+        """The number of True entries of a mask of sequences, over the step."""
         return Metric("count", self._owned(mask.sum(dtype=torch.float64)))
 
     def token_ranges(self, values: Mapping[str, Tensor]) -> dict[str, Metric]:
