@@ -7,17 +7,19 @@ from parallel_rl.experience.completion_server import (
     Sampling,
 )
 from parallel_rl.experience.completions import Completion
-from parallel_rl.experience.dynamic_sampling import Sources, text_rewards
+from parallel_rl.experience.dynamic_sampling import Drawn, DynamicSampling, draw_groups
 from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig, RewardServerError
 from parallel_rl.experience.kl_control import AdaptiveKLController, FixedKLController, kl_controller
-from parallel_rl.experience.maker import ExperienceMaker, Made
-from parallel_rl.experience.maker_config import DynamicSampling, ExperienceConfig
+from parallel_rl.experience.maker import ExperienceMaker, Made, Sources, text_rewards
+from parallel_rl.experience.maker_config import ExperienceConfig
+from parallel_rl.experience.pipeline import Models, ask_models, compute_advantages, shape_rewards
 from parallel_rl.experience.rewards import register_reward, reward_function
 from parallel_rl.experience.running_moments import RunningMoments
 from parallel_rl.experience.samples import Experience, Samples, padded_samples
 from parallel_rl.experience.shaping import (
     Overlong,
     RewardScale,
+    RewardShaping,
     SoftOverlong,
     StopProperly,
     clip_filter_like_weight,
@@ -30,6 +32,7 @@ __all__ = [
     "CompletionServer",
     "CompletionServerConfig",
     "CompletionServerError",
+    "Drawn",
     "DynamicSampling",
     "Experience",
     "ExperienceConfig",
@@ -38,20 +41,26 @@ __all__ = [
     "HTTPReward",
     "HTTPRewardConfig",
     "Made",
+    "Models",
     "Overlong",
     "RewardScale",
     "RewardServerError",
+    "RewardShaping",
     "RunningMoments",
     "Samples",
     "Sampling",
     "SoftOverlong",
     "Sources",
     "StopProperly",
+    "ask_models",
     "clip_filter_like_weight",
+    "compute_advantages",
     "compute_reward",
+    "draw_groups",
     "kl_controller",
     "padded_samples",
     "register_reward",
     "reward_function",
+    "shape_rewards",
     "text_rewards",
 ]

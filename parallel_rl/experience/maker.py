@@ -1,30 +1,58 @@
-"""From prompts to experience: draw, score, look at the models, shape, compare."""
+"""The experience maker: the functions of `pipeline` behind the face of LightRFT's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from parallel_rl.advantages import estimate, moments
+from parallel_rl.advantages import moments
 from parallel_rl.advantages.table import by_group
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.config.strict import configure
-from parallel_rl.experience.dynamic_sampling import Drawn, Sources, draw
+from parallel_rl.experience.dynamic_sampling import Drawn, draw_groups
 from parallel_rl.experience.kl_control import kl_controller
 from parallel_rl.experience.maker_config import ExperienceConfig
+from parallel_rl.experience.pipeline import Models, ask_models, compute_advantages, is_truncated, shape_rewards
+from parallel_rl.experience.rewards import RewardFunction
 from parallel_rl.experience.running_moments import RunningMoments
 from parallel_rl.experience.samples import Experience, Samples
-from parallel_rl.functional.kl import kl_estimate
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.metrics import Metric, Metrics
 
 PromptT = TypeVar("PromptT")
 
 _MADE_HERE = ("rewards", "reward_components", "group_ids", "token_mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sources(Models, Generic[PromptT]):
+    """Where experience comes from: a sampler, a score, and the models that `Models` describes.
+
+    Attributes:
+        generate: (prompts, n) -> n samples of each prompt, those of a prompt together. It does not communicate over data ranks,
+            which may call it a different number of times.
+        score: samples -> [N] raw rewards, or [N, K] for an estimator that reads `reward_components`; see `text_rewards`.
+        more: how many -> that many other prompts, for dynamic sampling.
+    """
+
+    generate: Callable[[Sequence[PromptT], int], Samples]
+    score: Callable[[Samples], Tensor]
+    more: Callable[[int], Sequence[PromptT]] | None = None
+
+
+def text_rewards(reward: RewardFunction) -> Callable[[Samples], Tensor]:
+    """A score for `Sources` from a reward function on texts: of `prompts`, `completions` and `answers` (none: empty ones)."""
+
+    def score(samples: Samples) -> Tensor:
+        if samples.prompts is None or samples.completions is None:
+            raise ValueError("rewards of texts need samples with prompts and completions, which are missing")
+        return reward(samples.prompts, samples.completions, samples.answers or ("",) * len(samples))
+
+    return score
 
 
 class Made(NamedTuple):
@@ -79,42 +107,36 @@ class ExperienceMaker(Generic[PromptT]):
             ValueError: what a source raised on any rank, or gave in a wrong shape; no prompts; what `estimate` refuses; dynamic
                 sampling that ran out of rounds. On all data ranks alike.
         """
-        config = self.config
-        drawn = draw(self.sources, prompts, config.samples_per_prompt, config.dynamic_sampling, self.groups)
-        samples, keep = drawn.samples, drawn.keep
-        looked = raise_on_all_ranks(lambda: self._look(samples), [self.groups.data])
-        mask = samples.token_mask.bool() & keep[:, None]
-        total = drawn.rewards if drawn.rewards.dim() == 1 else drawn.rewards.sum(1)
-        rewards, clipped = self._shape(samples, total, keep)
-        fields = {**looked, "rewards": rewards, "token_mask": mask, "sample_mask": keep}
-        assert samples.group_ids is not None
-        fields |= {"group_ids": samples.group_ids, "reward_components": drawn.rewards}
-        estimator = config.advantages
-        if estimator.kl_coefficient:
-            estimator = replace(estimator, kl_coefficient=self.controller.value)
-        found = estimate(estimator, {name: fields[name] for name in (*estimator.needs, "sample_mask")}, self.groups)
+        config, groups = self.config, self.groups
+        drawn = self._draw(prompts)
+        keep, total = drawn.keep, drawn.rewards if drawn.rewards.dim() == 1 else drawn.rewards.sum(1)
+        made = replace(Experience.of(drawn.samples), sample_mask=keep)
+        made = made.with_fields(
+            **raise_on_all_ranks(lambda: ask_models(made, self.sources, config.kl_estimator), [groups.data])
+        )
+        rewards, clipped = shape_rewards(made, total, config, self.running, keep, groups.data)
+        fields = {**made.data(), "rewards": rewards, "reward_components": drawn.rewards}
+        found = compute_advantages(fields, config.advantages, groups, self.controller)
         weights = torch.ones_like(total)
         if config.weight_clip is not None:
-            limit, columns = config.weight_clip, {"rewards": total, "group_ids": samples.group_ids}
-            weights = by_group(lambda table: table.informative_weight(limit), columns, keep, self.groups.data)
-        advantages = found.advantages * weights[:, None].to(found.advantages.dtype)
-        kl = looked.get("kl", torch.zeros_like(advantages))
-        self._control(kl, mask, keep)
-
-        trained = keep & ~_truncated(samples) if config.mask_truncated else keep
+            limit, columns = config.weight_clip, {"rewards": total, "group_ids": fields["group_ids"]}
+            weights = by_group(lambda table: table.informative_weight(limit), columns, keep, groups.data)
+        mask = made.token_mask.bool() & keep[:, None]
+        kl = torch.zeros_like(found.advantages) if made.kl is None else torch.where(mask, made.kl, 0.0)
+        if config.kl_target is not None:
+            samples = moments(keep.double(), keep, groups.data).number
+            self.controller.update(float(moments(kl, mask, groups.data).mean), int(samples))
         made = replace(
-            Experience.of(samples),
-            kl=torch.where(mask, kl, 0.0),
-            advantages=advantages,
+            made,
+            kl=kl,
+            advantages=found.advantages * weights[:, None].to(found.advantages.dtype),
             returns=found.returns,
             rewards=rewards,
-            sample_mask=trained,
-            info=_info(samples, total, torch.where(mask, kl, 0.0)),
-            prev_logprobs=looked.get("prev_logprobs"),
-            reference_policy_logprobs=looked.get("reference_policy_logprobs"),
-            values=looked.get("values"),
+            sample_mask=keep & ~is_truncated(made) if config.mask_truncated else keep,
+            info=_info(made, total, kl),
+            others={},
         )
-        return Made(made, _metrics(made, drawn, clipped))
+        return Made(made, _metrics(made, drawn, clipped & keep))
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """What a checkpoint keeps: the KL controller and the running moments of the rewards."""
@@ -139,68 +161,59 @@ class ExperienceMaker(Generic[PromptT]):
         # whether the sampler gives log-probs is known when it has sampled
         return f"others[{name!r}]", name in (*_MADE_HERE, "prev_logprobs", *self.sources.others)
 
-    def _look(self, samples: Samples) -> dict[str, Tensor]:
-        """What the models say of the samples, and the KL."""
-        sources, wide = self.sources, samples.input_ids.shape
-        policy = sources.policy_logprobs
-        found = {} if samples.generation_logprobs is None else {"prev_logprobs": samples.generation_logprobs}
-        asked = {
-            "prev_logprobs": policy,
-            "reference_policy_logprobs": sources.reference_logprobs,
-            "values": sources.values,
-            **sources.others,
-        }
-        for name, source in asked.items():
-            if source is not None:
-                found[name] = source(samples)
-                if found[name].shape[:2] not in (wide, wide[:1]):
-                    raise ValueError(f"{name} must be {list(wide)} or {list(wide[:1])}, got {list(found[name].shape)}")
-        if sources.reference_logprobs is not None:
-            if "prev_logprobs" not in found:
-                raise ValueError(
-                    "the KL needs sources.policy_logprobs or samples with generation_logprobs; both are missing"
-                )
-            mask = samples.token_mask.bool()
-            prev, reference = (
-                torch.where(mask, found[name], 0.0) for name in ("prev_logprobs", "reference_policy_logprobs")
-            )
-            found["kl"] = kl_estimate(prev, reference, self.config.kl_estimator)
-        return found
+    def _draw(self, prompts: Sequence[PromptT]) -> Drawn:
+        """Samples of these prompts, and of others in place of those that do not stay, with group ids."""
+        sources, size, groups = self.sources, self.config.samples_per_prompt, self.groups
 
-    def _shape(self, samples: Samples, rewards: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-        """[N] shaped rewards, and which of them the clip changed."""
-        config = self.config
-        if config.reward_scale is not None:
-            rewards = config.reward_scale(rewards)
-        if config.overlong is not None:
-            rewards = config.overlong(rewards, samples.token_mask.bool().sum(1), _truncated(samples))
-        if config.running_norm:
-            self.running.update(rewards, keep, self.groups.data)
-            rewards = self.running.normalize(rewards, minus_mean=config.running_minus_mean)
-        if config.reward_clip is None:
-            return rewards, torch.zeros_like(keep)
-        within = rewards.clamp(*config.reward_clip)
-        return within, (within != rewards) & keep
+        def draw(missing: Sequence[int], number: int) -> tuple[Samples, Tensor] | None:
+            def work() -> tuple[Samples, Tensor] | None:
+                asked = _others(sources, len(missing)) if number else prompts
+                # a rank that has all it needs only keeps the others company, but for the first round
+                return _generate(sources, asked, size) if asked or not number else None
 
-    def _control(self, kl: Tensor, mask: Tensor, keep: Tensor) -> None:
-        if self.config.kl_target is None:
-            return
-        samples = moments(keep.double(), keep, self.groups.data).number
-        self.controller.update(float(moments(kl, mask, self.groups.data).mean), int(samples))
+            return raise_on_all_ranks(work, [groups.data])
+
+        drawn = draw_groups(draw, len(prompts), size, self.config.dynamic_sampling, groups, in_place=False)
+        samples = drawn.samples
+        if samples.group_ids is None:
+            own = torch.arange(len(samples)) // size + (groups.dp_rank << 40)  # ids of no other rank
+            samples = replace(samples, group_ids=own.to(samples.lengths.device))
+        return drawn._replace(samples=samples)
 
 
-def _truncated(samples: Samples) -> Tensor:
-    if samples.truncated is None:
-        return torch.zeros_like(samples.lengths, dtype=torch.bool)
-    return samples.truncated.bool()
+def _generate(sources: Sources[PromptT], prompts: Sequence[PromptT], count: int) -> tuple[Samples, Tensor]:
+    if not prompts:
+        raise ValueError("there are no prompts to make experience of")
+    samples = sources.generate(prompts, count)
+    if len(samples) != len(prompts) * count or samples.packed:
+        layout = "packed" if samples.packed else "padded"
+        raise ValueError(
+            f"generate gave {len(samples)} {layout} samples for {len(prompts)} prompts; {count} padded ones of each are needed"
+        )
+    rewards = sources.score(samples)
+    if not isinstance(rewards, Tensor) or rewards.dim() not in (1, 2) or len(rewards) != len(samples):
+        got = list(rewards.shape) if isinstance(rewards, Tensor) else type(rewards).__name__
+        raise ValueError(f"score must give [N] or [N, K] rewards of N = {len(samples)} samples, got {got}")
+    if not bool(rewards.isfinite().all()):
+        raise ValueError(
+            f"score gave a reward that is not finite, of sample {int((~rewards.isfinite()).nonzero()[0, 0])}"
+        )
+    return samples, rewards.double().to(samples.lengths.device)
+
+
+def _others(sources: Sources[PromptT], count: int) -> list[PromptT]:
+    assert sources.more is not None
+    found = list(sources.more(count)) if count else []
+    if len(found) != count:
+        raise ValueError(f"sources.more gave {len(found)} prompts where {count} were asked for")
+    return found
 
 
 def _info(samples: Samples, rewards: Tensor, kl: Tensor) -> dict[str, Tensor]:
-    lengths = samples.token_mask.bool().sum(1)
     return {
         "reward": rewards,
-        "kl": kl.sum(1) / lengths.clamp(min=1),
-        "response_length": lengths,
+        "kl": kl.sum(1) / samples.response_lengths.clamp(min=1),
+        "response_length": samples.response_lengths,
         "total_length": samples.lengths,
     }
 
@@ -219,7 +232,7 @@ def _metrics(made: Experience, drawn: Drawn, clipped: Tensor) -> Metrics:
             **{name: mean(made.info[name]) for name in ("reward", "response_length", "total_length")},
             "shaped_reward": mean(made.rewards),
             "reward_clip_fraction": mean(clipped),
-            "truncated_fraction": mean(_truncated(made)),
+            "truncated_fraction": mean(is_truncated(made)),
             "kl": Metric("ratio", made.kl.double().sum(), tokens),
             "samples": Metric("count", count),
             "prompts_tried": Metric("count", torch.tensor(float(drawn.tried), device=keep.device)),

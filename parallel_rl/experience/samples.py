@@ -1,8 +1,9 @@
-"""What was sampled, and what was made of it: N sequences whose fields travel, split, join, pack and pad together."""
+"""Samples and experience: N sequences whose fields move, split, join, pack and pad together."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -15,25 +16,27 @@ SamplesT = TypeVar("SamplesT", bound="Samples")
 
 _TOKEN = {"per": "token"}
 _SAMPLE = {"per": "sample"}
+_EITHER = {"per": "token or sample"}  # by the number of dimensions
 
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """N sequences of prompt and response, token-aligned: padded behind to [N, S], or packed one after the other as [1, T].
+    """N sequences of prompt and response, token-aligned: right-padded [N, S], or packed one after the other [1, T].
 
     Attributes:
         input_ids: [N, S] or [1, T].
-        token_mask: [N, S] or [1, T] bool: the tokens of the response that the policy sampled.
+        token_mask: [N, S] or [1, T] bool: the response tokens that the policy sampled.
         lengths: [N] tokens of prompt and response; T is their sum.
         packed: which of the two layouts.
-        generation_logprobs: as `input_ids`: what the sampler said of each token.
+        generation_logprobs: as `input_ids`: the sampler's log-prob of each sampled token.
         truncated: [N] bool: the response was cut off, it has no end token.
-        group_ids: [N] the prompt that a sample belongs to, the same for no other prompt of the step on any rank.
+        group_ids: [N] the prompt of each sample, the same for no other prompt of the step on any rank.
         sample_ids: [N] names of the samples over the whole run.
         prompts, completions, answers: N texts each, for rewards.
+        others: more fields by name, each [N] or as `input_ids`.
 
     Raises:
-        ValueError: fields that do not fit each other.
+        ValueError: fields whose shapes do not match.
     """
 
     input_ids: Tensor = field(metadata=_TOKEN)
@@ -47,6 +50,7 @@ class Samples:
     prompts: tuple[str, ...] | None = field(default=None, metadata=_SAMPLE)
     completions: tuple[str, ...] | None = field(default=None, metadata=_SAMPLE)
     answers: tuple[str, ...] | None = field(default=None, metadata=_SAMPLE)
+    others: Mapping[str, Tensor] = field(default_factory=dict, metadata=_EITHER)
 
     def __post_init__(self) -> None:
         if self.input_ids.dim() != 2 or self.lengths.dim() != 1:
@@ -71,29 +75,60 @@ class Samples:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """[N + 1] int32: where each sequence begins when packed, and where the last ends."""
+        """[N + 1] int32: the start of each sequence when packed, and the end of the last."""
         zero = torch.zeros(1, dtype=torch.int32, device=self.lengths.device)
         return torch.cat([zero, self.lengths.cumsum(0).to(torch.int32)])
 
     @property
     def attention_mask(self) -> Tensor:
-        """[N, S] or [1, T] bool: what is not padding."""
+        """[N, S] or [1, T] bool: everything but padding."""
         if self.packed:
             return torch.ones_like(self.input_ids, dtype=torch.bool)
         return torch.arange(self.input_ids.shape[1], device=self.input_ids.device) < self.lengths[:, None]
+
+    @property
+    def response_lengths(self) -> Tensor:
+        """[N] sampled tokens of each padded sequence."""
+        return self.token_mask.bool().sum(1)
+
+    def responses(self) -> list[list[int]]:
+        """The sampled token ids of each padded sequence."""
+        return [ids[mask].tolist() for ids, mask in zip(self.input_ids, self.token_mask.bool(), strict=True)]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor that is there, by name."""
+        named = ((spec.name, getattr(self, spec.name)) for spec in dataclasses.fields(self))
+        return {**{name: value for name, value in named if isinstance(value, Tensor)}, **self.others}
+
+    def data(self) -> dict[str, Tensor]:
+        """The mapping that losses take as `data`: whole padded tensors by name.
+
+        Raises:
+            ValueError: the sequences are packed.
+        """
+        if self.packed:
+            raise ValueError("losses read padded data, also when the logits are packed; call pad() first")
+        return {"sample_mask": torch.ones_like(self.lengths), **self.tensors()}
+
+    def with_fields(self: SamplesT, **fields: Tensor) -> SamplesT:
+        """The same sequences with these fields set or replaced; names that are no attribute go to `others`."""
+        own = {spec.name for spec in dataclasses.fields(self)}
+        others = {**self.others, **{name: value for name, value in fields.items() if name not in own}}
+        mine = {name: value for name, value in fields.items() if name in own}
+        return dataclasses.replace(self, **mine, others=others)  # type: ignore[arg-type]
 
     def to_device(self: SamplesT, device: torch.device | str, *, non_blocking: bool = False) -> SamplesT:
         """Every tensor on `device`."""
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self: SamplesT) -> SamplesT:
-        """Every tensor of the host in pinned memory, for copies that do not block; as it is where there is no accelerator."""
+        """Host tensors in pinned memory, for copies that do not block; unchanged without an accelerator."""
         if not torch.accelerator.is_available():
             return self
         return self._map(lambda x: x.pin_memory() if x.device.type == "cpu" else x)
 
     def select(self: SamplesT, rows: Sequence[int] | Tensor) -> SamplesT:
-        """The sequences with these numbers, in this order."""
+        """The sequences at these indices, in this order."""
         picked = torch.as_tensor(rows, device=self.lengths.device, dtype=torch.int64)
         if not self.packed:
             return self._rebuild(lambda per, x: x.index_select(0, picked.to(x.device)), picked.tolist())
@@ -107,55 +142,59 @@ class Samples:
 
         return self._rebuild(take, picked.tolist())
 
-    def split(self: SamplesT, size: int) -> list[SamplesT]:
-        """In order, `size` sequences each; the last may have fewer.
+    def split(self: SamplesT, size: int | Sequence[int]) -> list[SamplesT]:
+        """Parts in order: `size` sequences each, the last one perhaps fewer; or as many in each as a list says.
 
         Raises:
             ValueError: `size` below 1.
         """
-        if size < 1:
-            raise ValueError(f"size = {size} must be at least 1")
-        return [self.select(range(first, min(first + size, len(self)))) for first in range(0, len(self), size)]
+        if isinstance(size, int):
+            if size < 1:
+                raise ValueError(f"size = {size} must be at least 1")
+            size = [min(size, len(self) - first) for first in range(0, len(self), size)]
+        ends = itertools.accumulate(size)
+        return [self.select(range(end - count, end)) for end, count in zip(ends, size, strict=True)]
 
     @classmethod
-    def concat(cls: type[SamplesT], parts: Sequence[SamplesT]) -> SamplesT:
+    def concat(cls: type[SamplesT], parts: Sequence[SamplesT], *, fill: bool = False) -> SamplesT:
         """All sequences of the parts, in order; padded ones to the widest.
 
+        Args:
+            fill: a tensor that a part lacks is 0 there.
+
         Raises:
-            ValueError: no part, padded and packed parts, or a field that some parts have and some lack.
+            ValueError: no part, padded and packed parts, or, unless `fill`, a field that some parts lack.
         """
         if not parts or len({part.packed for part in parts}) > 1:
             raise ValueError("concat needs at least one part, all of them padded or all packed")
-        width = max(part.input_ids.shape[1] for part in parts)
         joined: dict[str, object] = {}
         for spec in dataclasses.fields(cls):
-            values = [getattr(part, spec.name) for part in parts]
-            per = spec.metadata.get("per")
-            if len({value is None for value in values}) > 1:
-                raise ValueError(f"some parts have {spec.name} and some lack it")
-            if per is None or values[0] is None:
+            values, per = [getattr(part, spec.name) for part in parts], spec.metadata.get("per")
+            if per is None or all(value is None for value in values):
                 joined[spec.name] = values[0]
-            elif isinstance(values[0], Mapping):
-                if any(set(value) != set(values[0]) for value in values):
+            elif any(isinstance(value, Mapping) for value in values):
+                names = list(dict.fromkeys(name for value in values for name in value or ()))
+                if not fill and any(set(value or ()) != set(names) for value in values):
                     raise ValueError(f"the parts differ in the names of {spec.name}")
-                joined[spec.name] = {key: torch.cat([value[key] for value in values]) for key in values[0]}
+                columns = {name: [(value or {}).get(name) for value in values] for name in names}
+                joined[spec.name] = {name: _join(parts, column, per) for name, column in columns.items()}
+            elif any(value is None for value in values) and (not fill or isinstance(values[0], tuple)):
+                raise ValueError(f"some parts have {spec.name} and some lack it")
             elif isinstance(values[0], tuple):
                 joined[spec.name] = sum(values, ())
-            elif per == "token" and parts[0].packed:
-                joined[spec.name] = torch.cat(values, 1)
             else:
-                joined[spec.name] = torch.cat([_widen(x, width) if per == "token" else x for x in values])
+                joined[spec.name] = _join(parts, values, per)
         return cls(**joined)  # type: ignore[arg-type]
 
     def pack(self: SamplesT) -> SamplesT:
-        """The same sequences as [1, T], without padding; packed ones as they are."""
+        """The same sequences as [1, T], without padding; packed ones unchanged."""
         if self.packed:
             return self
         keep = self.attention_mask
         return self._rebuild(lambda per, x: x[keep.to(x.device)][None] if per == "token" else x, None, packed=True)
 
     def pad(self: SamplesT) -> SamplesT:
-        """The same sequences as [N, S], zeros behind; padded ones as they are."""
+        """The same sequences as [N, S], right-padded with 0; padded ones unchanged."""
         if not self.packed:
             return self
         sizes = self.lengths.tolist()
@@ -168,13 +207,13 @@ class Samples:
         return self._rebuild(spread, None, packed=False)
 
     def _items(self) -> list[tuple[str, str, Tensor | tuple[str, ...]]]:
-        """(name, token or sample, value) of what is there, mappings opened."""
+        """(name, "token" or "sample", value) of each field that is there, mappings opened."""
         items = []
         for spec in dataclasses.fields(self):
             value, per = getattr(self, spec.name), spec.metadata.get("per")
             if per is not None and value is not None:
                 opened = value.items() if isinstance(value, Mapping) else [(spec.name, value)]
-                items += [(name, per, part) for name, part in opened]
+                items += [(name, _unit(per, part), part) for name, part in opened]
         return items
 
     def _map(self: SamplesT, change: Callable[[Tensor], Tensor]) -> SamplesT:
@@ -183,14 +222,14 @@ class Samples:
     def _rebuild(
         self: SamplesT, change: Callable[[str, Tensor], Tensor], rows: list[int] | None, **others: bool
     ) -> SamplesT:
-        """Every tensor changed, whatever field it is in, and the texts of `rows`."""
+        """Every tensor changed, and the texts of `rows`."""
         fields: dict[str, object] = {}
         for spec in dataclasses.fields(self):
             value, per = getattr(self, spec.name), spec.metadata.get("per", "")
             if isinstance(value, Tensor):
                 value = change(per, value)
             elif isinstance(value, Mapping):
-                value = {key: change(per, part) for key, part in value.items()}
+                value = {key: change(_unit(per, part), part) for key, part in value.items()}
             elif isinstance(value, tuple) and rows is not None:
                 value = tuple(value[row] for row in rows)
             fields[spec.name] = value
@@ -207,7 +246,7 @@ class Experience(Samples):
         kl: as `input_ids`: the estimate of the KL to the reference.
         advantages, returns: as `input_ids`.
         rewards: [N] shaped.
-        sample_mask: [N] which samples are trained on.
+        sample_mask: [N] bool: the samples to train on.
         info: [N] each: raw reward, KL, lengths, ... of each sample, to log.
     """
 
@@ -223,23 +262,9 @@ class Experience(Samples):
 
     @classmethod
     def of(cls, samples: Samples) -> Experience:
-        """The samples, with nothing made of them yet."""
-        return cls(**{spec.name: getattr(samples, spec.name) for spec in dataclasses.fields(Samples)})
-
-    def data(self) -> dict[str, Tensor]:
-        """What the losses take as `data`: the whole padded tensors by name.
-
-        Raises:
-            ValueError: the sequences are packed.
-        """
-        if self.packed:
-            raise ValueError("losses read padded data, also when the logits are packed; call pad() first")
-        own = {
-            spec.name: value
-            for spec in dataclasses.fields(self)
-            if isinstance(value := getattr(self, spec.name), Tensor)
-        }
-        return {"sample_mask": torch.ones_like(self.lengths), **own}
+        """The samples, all of them to train on, with nothing made of them yet."""
+        fields = {spec.name: getattr(samples, spec.name) for spec in dataclasses.fields(Samples)}
+        return cls(**fields, sample_mask=torch.ones_like(samples.lengths, dtype=torch.bool))
 
 
 def padded_samples(
@@ -248,16 +273,22 @@ def padded_samples(
     *,
     logprobs: Sequence[Sequence[float]] | None = None,
     pad: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Samples:
     """`Samples` from token lists: prompt, response, then `pad` up to the widest.
 
+    >>> samples = padded_samples([[5, 6], [7]], [[8], [9, 10, 11]])
+    >>> samples.input_ids.tolist(), samples.token_mask.sum(1).tolist()
+    ([[5, 6, 8, 0], [7, 9, 10, 11]], [1, 3])
+
     Args:
         prompts, responses: N token lists each.
-        logprobs: what the sampler said of each token of the responses.
-        pad: the token behind.
+        logprobs: the sampler's log-prob of each response token.
+        pad: the token id of the padding.
+        dtype: of the log-probs.
 
     Raises:
-        ValueError: lists that are not as many or as long.
+        ValueError: lists of different lengths.
     """
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses; they must be as many")
@@ -266,15 +297,30 @@ def padded_samples(
     lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=torch.int64)
     starts = torch.tensor([len(p) for p in prompts], dtype=torch.int64)
     shape = len(prompts), int(lengths.max()) if len(prompts) else 0
-    ids, scores = torch.full(shape, pad), torch.zeros(shape) if logprobs is not None else None
+    ids, scores = torch.full(shape, pad), torch.zeros(shape, dtype=dtype) if logprobs is not None else None
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids[row, : lengths[row]] = torch.tensor([*prompt, *response], dtype=torch.int64)
         if scores is not None and logprobs is not None:
-            scores[row, starts[row] : lengths[row]] = torch.tensor(logprobs[row])
+            scores[row, starts[row] : lengths[row]] = torch.tensor(logprobs[row], dtype=dtype)
     column = torch.arange(shape[1])
     mask = (column >= starts[:, None]) & (column < lengths[:, None])
     return Samples(ids, mask, lengths, generation_logprobs=scores)
 
 
-def _widen(x: Tensor, width: int) -> Tensor:
-    return torch.cat([x, x.new_zeros(x.shape[0], width - x.shape[1], *x.shape[2:])], 1)
+def _unit(per: str, value: object) -> str:
+    """ "token" or "sample"."""
+    if per != _EITHER["per"]:
+        return per
+    return "token" if isinstance(value, Tensor) and value.dim() > 1 else "sample"
+
+
+def _join(parts: Sequence[Samples], values: Sequence[Tensor | None], per: str) -> Tensor:
+    """One field of all parts, 0 in those that lack it."""
+    like = next(value for value in values if value is not None)
+    token = _unit(per, like) == "token"
+    shapes = [(*part.input_ids.shape, *like.shape[2:]) if token else (len(part), *like.shape[1:]) for part in parts]
+    filled = [like.new_zeros(shape) if x is None else x for x, shape in zip(values, shapes, strict=True)]
+    if token and not parts[0].packed:
+        width = max(part.input_ids.shape[1] for part in parts)
+        filled = [torch.cat([x, x.new_zeros(len(x), width - x.shape[1], *x.shape[2:])], 1) for x in filled]
+    return torch.cat(filled, 1 if token and parts[0].packed else 0)

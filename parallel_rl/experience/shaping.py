@@ -84,6 +84,33 @@ class StopProperly(Overlong, name="stop_properly"):
         return torch.where(truncated.bool(), changed, rewards)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RewardShaping:
+    """What happens to raw rewards, from the top to the bottom; see `pipeline.shape_rewards`.
+
+    Attributes:
+        reward_scale: clipped and mapped raw rewards.
+        overlong: what becomes of the rewards of long or truncated responses.
+        running_norm: rewards are divided by the standard deviation of all rewards of the run so far, this step's included.
+        running_minus_mean: their mean is taken off before.
+        reward_clip: bounds of the rewards.
+    """
+
+    reward_scale: RewardScale | None = None
+    overlong: Overlong | None = None
+    running_norm: bool = False
+    running_minus_mean: bool = False
+    reward_clip: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.running_minus_mean and not self.running_norm:
+            raise ValueError(
+                "running_minus_mean = True has no effect with running_norm = False; set it, or leave this out"
+            )
+        if self.reward_clip is not None and not self.reward_clip[0] < self.reward_clip[1]:
+            raise ValueError(f"reward_clip = {list(self.reward_clip)} must be two numbers, the smaller first")
+
+
 def clip_filter_like_weight(rewards: Tensor, clip: float = 3.0, lamda: float = 1.0) -> Tensor:
     """Weights that make up for prompts whose samples are all alike: min(P/P', clip) for the P' others, `lamda` for those.
 

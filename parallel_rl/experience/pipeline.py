@@ -1,0 +1,137 @@
+"""From samples to advantages: what models say of them, shaped rewards, the KL in the reward.
+
+The trainer's RL step and `ExperienceMaker` are made of these functions, in this order; before them come `draw_groups` and a
+score. Nothing here knows who samples, who scores, or what is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_rl.advantages import AdvantageEstimator, Advantages, estimate
+from parallel_rl.experience.kl_control import FixedKLController
+from parallel_rl.experience.running_moments import RunningMoments
+from parallel_rl.experience.samples import Experience, Samples
+from parallel_rl.experience.shaping import RewardShaping
+from parallel_rl.functional.kl import KLType, kl_estimate
+from parallel_rl.groups import ParallelGroups
+
+PerSample = Callable[[Experience], Tensor]
+
+_WHOLE = "untruncated_logprobs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Models:
+    """Models that are asked about whole, padded samples, without gradient.
+
+    Attributes:
+        policy_logprobs: samples -> [N, S]; None: the sampler's `generation_logprobs`, if there are any.
+        untruncated_logprobs: samples -> [N, S] of the policy without the sampler's truncation, to compare with models that have
+            none; None: `policy_logprobs` are not truncated.
+        reference_logprobs: samples -> [N, S] of the frozen reference.
+        values: samples -> [N, S] of the critic; column t is the value before token t.
+        others: what else an estimator reads, by name, such as greedy_rewards [N], teacher_token_logprobs [N, S].
+    """
+
+    policy_logprobs: PerSample | None = None
+    untruncated_logprobs: PerSample | None = None
+    reference_logprobs: PerSample | None = None
+    values: PerSample | None = None
+    others: Mapping[str, PerSample] = field(default_factory=dict)
+
+
+def ask_models(samples: Experience, models: Models, kl_estimator: KLType | None) -> dict[str, Tensor]:
+    """The fields that the models give, and `kl` [N, S], the estimated KL to the reference (`kl_estimator` None: not).
+
+    Raises:
+        ValueError: a field of another shape, or a KL without log-probs of the policy.
+    """
+    found = {} if samples.generation_logprobs is None else {"prev_logprobs": samples.generation_logprobs}
+    asked = {
+        "prev_logprobs": models.policy_logprobs,
+        _WHOLE: models.untruncated_logprobs,
+        "reference_policy_logprobs": models.reference_logprobs,
+        "values": models.values,
+        **models.others,
+    }
+    wide = samples.input_ids.shape
+    for name, model in asked.items():
+        if model is not None:
+            found[name] = model(samples)
+            if found[name].shape[:2] not in (wide, wide[:1]):
+                raise ValueError(f"{name} must be {list(wide)} or {list(wide[:1])}, got {list(found[name].shape)}")
+    if models.reference_logprobs is not None and kl_estimator is not None:
+        if "prev_logprobs" not in found:
+            raise ValueError(
+                "the KL needs sources.policy_logprobs or samples with generation_logprobs; both are missing"
+            )
+        mask, policy = samples.token_mask.bool(), found.get(_WHOLE, found["prev_logprobs"])
+        policy, reference = (torch.where(mask, x, 0.0) for x in (policy, found["reference_policy_logprobs"]))
+        found["kl"] = kl_estimate(policy, reference, kl_estimator)
+    return found
+
+
+def shape_rewards(
+    samples: Samples,
+    rewards: Tensor,
+    shaping: RewardShaping,
+    running: RunningMoments | None = None,
+    keep: Tensor | None = None,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """[N] shaped rewards in the dtype of the raw ones [N], and [N] bool: those that the clip changed.
+
+    >>> from parallel_rl.experience import padded_samples
+    >>> samples = padded_samples([[1], [1]], [[2], [3]])
+    >>> shape_rewards(samples, torch.tensor([0.5, 3.0]), RewardShaping(reward_clip=(0.0, 1.0)))
+    (tensor([0.5000, 1.0000]), tensor([False,  True]))
+
+    Args:
+        running: moments of all rewards of the run so far, updated here; needed for `running_norm`.
+        keep: [N] bool: samples that count in them; None: all.
+        group: the data ranks, each of which calls it.
+    """
+    shaped = rewards if shaping.reward_scale is None else shaping.reward_scale(rewards)
+    if shaping.overlong is not None:
+        shaped = shaping.overlong(shaped, samples.response_lengths, is_truncated(samples)).to(rewards.dtype)
+    if shaping.running_norm:
+        assert running is not None
+        running.update(shaped, keep, group)
+        shaped = running.normalize(shaped, minus_mean=shaping.running_minus_mean)
+    within = shaped if shaping.reward_clip is None else shaped.clamp(*shaping.reward_clip)
+    return within, within != shaped
+
+
+def compute_advantages(
+    fields: Mapping[str, Tensor],
+    estimator: AdvantageEstimator,
+    groups: ParallelGroups | None = None,
+    controller: FixedKLController | None = None,
+) -> Advantages:
+    """`estimate` with the KL in the reward, whose coefficient is the controller's where there is one.
+
+    Args:
+        fields: of an `Experience`, see `Samples.data`; what the estimator reads, and `sample_mask`.
+
+    Raises:
+        ValueError: what `estimate` refuses; on all data ranks alike.
+    """
+    if controller is not None and estimator.kl_coefficient:
+        estimator = replace(estimator, kl_coefficient=controller.value)
+    if _WHOLE in fields:
+        fields = {**fields, "prev_logprobs": fields[_WHOLE]}
+    names = (*estimator.needs, "sample_mask")
+    return estimate(estimator, {name: fields[name] for name in names if name in fields}, groups)
+
+
+def is_truncated(samples: Samples) -> Tensor:
+    """[N] bool: cut off responses; none where the samples do not say."""
+    if samples.truncated is None:
+        return torch.zeros_like(samples.lengths, dtype=torch.bool)
+    return samples.truncated.bool()
