@@ -91,6 +91,45 @@ def group_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
     return summed
 
 
+def sum_over_ranks(number: int, group: ProcessGroup | None, device: torch.device | None = None) -> int:
+    """Σ of an integer over the ranks of `group`, which communicates from `device`.
+
+    >>> sum_over_ranks(3, None)
+    3
+    """
+    return _reduce_integer(number, dist.ReduceOp.SUM, group, device)
+
+
+def max_over_ranks(number: int, group: ProcessGroup | None, device: torch.device | None = None) -> int:
+    """The largest of the integers of the ranks of `group`, which communicates from `device`.
+
+    >>> max_over_ranks(3, None)
+    3
+    """
+    return _reduce_integer(number, dist.ReduceOp.MAX, group, device)
+
+
+def mean_over_ranks(values: Tensor, group: ProcessGroup | None, device: torch.device | None = None) -> float:
+    """The mean of the values of all ranks of `group`, which communicates from `device`; NaN if there are none.
+
+    >>> mean_over_ranks(torch.tensor([1.0, 2.0]), None)
+    1.5
+    """
+    total = torch.tensor([float(values.sum()), float(values.numel())], dtype=torch.float64, device=device)
+    if group_size(group) > 1:
+        dist.all_reduce(total, group=group)
+    return float(total[0] / total[1])
+
+
+def _reduce_integer(
+    number: int, op: dist.ReduceOp.RedOpType, group: ProcessGroup | None, device: torch.device | None
+) -> int:
+    value = torch.tensor(number, device=device)
+    if group_size(group) > 1:
+        dist.all_reduce(value, op, group=group)
+    return int(value)
+
+
 class _GroupSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, group: ProcessGroup) -> Tensor:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 import yaml
-from megatron.core.optimizer import MegatronOptimizer
 
 from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
 from parallel_rl.cluster import preemption
@@ -27,13 +26,14 @@ from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.load import as_mapping
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
-from parallel_rl.training.models.engine import build_critic, build_engine, build_optimizer, freeze_copy, start_world
+from parallel_rl.training.models.engine import Engine, build_critic, build_engine, freeze_copy, start_world
+from parallel_rl.training.models.learner import Learner, build_loss
 from parallel_rl.training.preflight.sizes import check_layout, length_check
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.reporting.curves import draw_curves
 from parallel_rl.training.reporting.run_log import RunLog, read_metrics, write_whole
 from parallel_rl.training.rollouts.remote import RemoteRollouts
-from parallel_rl.training.session import Critic, Session
+from parallel_rl.training.session import Session
 from parallel_rl.training.tokenizer import CharTokenizer
 
 
@@ -96,8 +96,7 @@ class _Run:
         self.log = raise_on_all_ranks(self._open_log, what=f"run.dir = {config.run.dir!r} cannot be written")
         for text in said:
             self.log.say(text)
-        session = Session(engine, tokenizer, data, build_optimizer(engine, self.phases[0].optimizer))
-        self.session = replace(session, loss_fn=session.loss(self.phases[0].loss))
+        self.session = Session(self._learner(engine, self.phases[0]), tokenizer, data)
 
     def _open_log(self) -> RunLog:
         """The run's record; it keeps the rows up to the checkpoint that is continued from."""
@@ -118,7 +117,7 @@ class _Run:
             check = same_weights(self.config, "run.init_from", scalar_head=scalar_head)
             checkpoint.load_weights(start, engine.model, check, scalar_head=scalar_head)
             # master weights of what was just loaded
-            self.session = replace(self.session, optimizer=build_optimizer(engine, self.phases[0].optimizer))
+            self.session = replace(self.session, policy=self._learner(engine, self.phases[0]))
         self._describe()
         for phase in self.phases[names.index(self.progress.phase) :]:
             if phase.is_main and self.progress.step == 0:
@@ -209,8 +208,7 @@ class _Run:
     def _enter_main(self, phase: Phase) -> None:
         """Fresh moments, the other models, the first evaluation, and a checkpoint to start again from."""
         tick("entering the main phase")
-        engine = self.session.engine
-        self.session = self._with_models(build_optimizer(engine, phase.optimizer))
+        self.session = self._with_models(self._learner(self.session.engine, phase))
         if self.config.evaluation is not None and self.before is None:
             self.before = self._evaluate()
             self.log.say(
@@ -219,7 +217,7 @@ class _Run:
         if self.rows:
             self._save()
 
-    def _with_models(self, optimizer: MegatronOptimizer) -> Session:
+    def _with_models(self, policy: Learner) -> Session:
         """The session of the main phase: reference and critic begin as copies of the present policy."""
         config, engine = self.config, self.session.engine
         reference = freeze_copy(engine) if config.needs_reference else None
@@ -228,34 +226,35 @@ class _Run:
             teacher = freeze_copy(engine)
             checkpoint.load_weights(Path(config.teacher), teacher, same_weights(config, "teacher"))
         if config.rl is not None and config.rl.critic is not None:
-            values = build_critic(engine)
-            value_loss = self.session.loss(config.rl.critic.loss)
-            critic = Critic(values, build_optimizer(values, config.rl.critic.optimizer), value_loss)
-        rl, loss = config.rl, self.phases[-1].loss
-        drawn = () if rl is None else (self.session.temperature, self.session.truncation)
+            value_loss, critic_optimizer = build_loss(engine, config.rl.critic.loss), config.rl.critic.optimizer
+            critic = Learner.start(build_critic(engine), value_loss, critic_optimizer, policy.updates)
+        rl = config.rl
         served = None if rl is None or rl.server is None else RemoteRollouts(engine, rl.server)
         controller = None if rl is None else rl.build_kl_controller()
         return replace(
             self.session,
-            optimizer=optimizer,
+            policy=policy,
             reference=reference,
             teacher=teacher,
             critic=critic,
-            loss_fn=self.session.loss(loss, *drawn),
             served=served,
             kl_controller=controller,
         )
 
+    def _learner(self, engine: Engine, phase: Phase) -> Learner:
+        sampling = self.config.sampling if self.config.rl is not None and phase.is_main else None
+        return Learner.start(engine, build_loss(engine, phase.loss, sampling), phase.optimizer, phase.updates)
+
     def _restore(self, path: Path, metadata: CheckpointMetadata) -> Mapping[str, object] | None:
         """Goes on from a checkpoint; gives the random states to go on from, in the layout that wrote them."""
         engine, phase = self.session.engine, next(p for p in self.phases if p.name == self.progress.phase)
-        optimizer = build_optimizer(engine, phase.optimizer)
+        policy = self._learner(engine, phase)
         if not self.progress.step:
             random = checkpoint.load(path, Contents(engine), metadata)
-            optimizer = build_optimizer(engine, phase.optimizer)  # master weights of what was just loaded
-            self.session = replace(self.session, optimizer=optimizer)
+            policy = self._learner(engine, phase)  # master weights of what was just loaded
+            self.session = replace(self.session, policy=policy)
         else:
-            began = self._with_models(optimizer) if phase.is_main else replace(self.session, optimizer=optimizer)
+            began = self._with_models(policy) if phase.is_main else replace(self.session, policy=policy)
             self.session = began
             random = checkpoint.load(path, session_contents(began, self.progress), metadata)
         data = self.session.data.describe_next(self.progress.taken)

@@ -8,6 +8,8 @@ from functools import partial
 import torch
 
 from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.groups import mean_over_ranks
+from parallel_rl.training.algorithms.rewards import completion_rewards
 from parallel_rl.training.data.examples import Prompt
 from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.rollouts.sampler import ROWS_AT_A_TIME, sample
@@ -28,8 +30,8 @@ def held_out_reward(session: Session, samples: int) -> float:
             seed = 2 * engine.config.run.seed + 1  # even seeds are training's
             drawn = sample(engine, [prompt.tokens for prompt in chosen], ids, seed, engine.config.sampling)
             completions = drawn.completions()
-        rewards.append(session.rewards(chosen, completions))
-    return session.mean(torch.cat(rewards))
+        rewards.append(completion_rewards(session, chosen, completions))
+    return mean_over_ranks(torch.cat(rewards), groups.data, engine.device)
 
 
 def _each(prompts: Records[Prompt], places: Sequence[int]) -> list[Prompt]:

@@ -24,15 +24,16 @@ Run = Callable[..., StepMetrics]  # (session, its section, where the run stands)
 
 @dataclass(frozen=True)
 class Phase:
-    """`steps` calls of `run`, each of which `takes` so many records of a source, with one loss and one optimizer.
+    """`steps` calls of `run` with one loss and one optimizer, whose rate is scheduled over `updates`.
 
-    The main phase is last.
+    `takes` is how many records of each source a step takes. The main phase is last.
     """
 
     name: str
     steps: int
     loss: LossConfig
     optimizer: OptimizerConfig
+    updates: int
     takes: Mapping[str, int]
     run: Callable[[Session, TrainProgress], StepMetrics]
     is_main: bool
@@ -53,6 +54,7 @@ def phases(config: TrainConfig) -> list[Phase]:
             section.steps,
             section.loss,
             section.optimizer,
+            section.steps * (section.updates if isinstance(section, RLConfig) else 1),
             _takes(config, section),
             partial(_run, step, section),
             name != "warmup",

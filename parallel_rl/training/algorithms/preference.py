@@ -6,33 +6,33 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel_rl.training.batching.micro_batches import Rows, make_rows
+from parallel_rl.training.batching.micro_batches import Rows, local_share, make_rows
 from parallel_rl.training.config.algorithms import LABELS, PreferenceConfig, rows_of_pair
 from parallel_rl.training.data.examples import Pair
+from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
-from parallel_rl.training.session import Session, numbers_of
+from parallel_rl.training.session import Session
 
 
 def preference_step(session: Session, config: PreferenceConfig, at: TrainProgress) -> StepMetrics:
     """The next `pairs` pairs: rows (chosen, rejected), ..., or labelled ones for a loss that reads labels."""
-    together = rows_of_pair(config)
+    policy, together = session.policy, rows_of_pair(config)
     make = _paired if together == 2 else _labelled
-    rows, _ = session.balance(make(_pairs(session, at.next("pairs"), config.pairs), session), together=together)
+    rows, _ = policy.balance(make(_pairs(session, at.next("pairs"), config.pairs), session), together=together)
     if session.reference is not None:
         # in the same micro-batches as the policy: as long as both are the same model, their log-probs are the same bits
-        logprobs = session.log_probs(session.reference, rows, together=together)
+        logprobs = policy.log_probs(rows, session.reference, together=together)
         rows = rows.with_fields(reference_policy_logprobs=logprobs)
-    assert session.loss_fn is not None
-    batches = session.batches(rows, together)
-    return numbers_of([session.update(batches, session.loss_fn, config.optimizer, at.step, config.steps)])
+    return combine_updates([policy.update(policy.batches(rows, together), at.step)])
 
 
 def _pairs(session: Session, first: int, count: int) -> list[tuple[Pair, Pair]]:
     """This data rank's pairs, each with the one that follows it in the step (the first follows the last)."""
-    mine = session.local(range(count))
-    pairs = session.read(session.data.pairs, [first + place for place in mine])
-    following = session.read(session.data.pairs, [first + (place + 1) % count for place in mine])
+    data = session.data
+    mine = local_share(range(count), session.engine.groups)
+    pairs = data.read(data.pairs, [first + place for place in mine])
+    following = data.read(data.pairs, [first + (place + 1) % count for place in mine])
     return list(zip(pairs, following, strict=True))
 
 

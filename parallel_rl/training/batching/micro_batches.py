@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.counts import valid_tokens
+from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.megatron import ModelInput, packed_bounds, packed_input, padded_input
 from parallel_rl.packing import SequencePackingLossWrapper
@@ -99,15 +100,22 @@ def spread(values: Sequence[Sequence[float]], starts: Sequence[int], width: int,
     return out
 
 
-def share(count: int, rank: int, size: int) -> slice:
-    """The rows that data parallel rank `rank` of `size` trains on.
+def local_share(items: Sequence[int], groups: ParallelGroups) -> list[int]:
+    """This data rank's equal share of a list that every rank knows.
 
     Raises:
-        ValueError: the rows do not divide evenly.
+        ValueError: the data ranks do not divide it evenly.
     """
-    if count % size:
-        raise ValueError(f"{count} sequences do not divide by the {size} data parallel ranks")
-    return slice(rank * count // size, (rank + 1) * count // size)
+    size, rest = divmod(len(items), groups.dp_size)
+    if rest:
+        raise ValueError(f"{len(items)} sequences are not divisible by the {groups.dp_size} data parallel ranks")
+    return list(items[groups.dp_rank * size : (groups.dp_rank + 1) * size])
+
+
+def local_shares(count: int, parts: int, groups: ParallelGroups) -> list[int]:
+    """This data rank's share of each of `parts` equal parts of range(count), one after the other."""
+    size = count // parts
+    return [index for part in range(parts) for index in local_share(range(part * size, (part + 1) * size), groups)]
 
 
 def in_order(count: int, size: int) -> list[list[int]]:

@@ -22,13 +22,13 @@ def session_contents(session: Session, progress: TrainProgress) -> Contents:
     if not progress.step:
         return Contents(session.engine)
     critic = session.critic
-    losses = {"loss": session.loss_fn, "critic_loss": None if critic is None else critic.loss_fn}
+    losses = {"loss": session.policy.loss_fn, "critic_loss": None if critic is None else critic.loss_fn}
     scheduled: Controllers = {name: one for name, one in losses.items() if one is not None and one.state_dict()}
     kl: Controllers = {} if session.kl_controller is None else {"kl": session.kl_controller}
     extra: dict[str, Stateful] = {} if session.served is None else {"served": session.served}
     return Contents(
         session.engine,
-        session.optimizer,
+        session.policy.optimizer,
         session.reference,
         None if critic is None else critic.engine,
         None if critic is None else critic.optimizer,

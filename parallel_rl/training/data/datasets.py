@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from parallel_rl.agreement import gather_results
+from parallel_rl.agreement import gather_results, raise_on_all_ranks
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.config.sections import DataConfig
 from parallel_rl.training.config.train import TrainConfig
@@ -60,6 +60,18 @@ class Datasets:
             records: Records = getattr(self, name)
             if len(records):
                 yield name, records
+
+    def read(self, records: Records[RecordT], numbers: Sequence[int]) -> list[RecordT]:
+        """Records `numbers` of a shuffled source.
+
+        Args:
+            records: one of the sources.
+            numbers: counted over all passes.
+
+        Raises:
+            ValueError: a record of any rank is malformed; on all ranks.
+        """
+        return raise_on_all_ranks(lambda: records.stream(numbers, self.seed))
 
     def metadata(self) -> dict[str, str]:
         """The fingerprints of all that is read and the seed of its order, for a checkpoint."""

@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -34,6 +35,13 @@ class Engine:
     @property
     def bare(self) -> GPTModel:
         return unwrap(self.model)
+
+    @property
+    def replica_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """The groups whose ranks hold the same sequences: tensor, context and pipeline."""
+        tensor, context = self.groups.tensor, self.groups.context
+        assert tensor is not None and context is not None
+        return tensor, context, parallel_state.get_pipeline_model_parallel_group()
 
     @property
     def float_dtype(self) -> torch.dtype:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from torch import Tensor
 
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
@@ -45,9 +44,9 @@ class RemoteRollouts:
     """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
-        run, sampling, groups = engine.config.run, engine.config.sampling, engine.groups
+        run, sampling = engine.config.run, engine.config.sampling
         self.config, self._engine = config, engine
-        self._sharing = [groups.tensor, groups.context, parallel_state.get_pipeline_model_parallel_group()]
+        self._sharing = engine.replica_groups
         self._asks = all(group_rank(group) == 0 for group in self._sharing)
         wanted = Sampling(
             sampling.max_new_tokens,

@@ -110,20 +110,20 @@ def arguments(case: str, folder: Path, run: str, **more: object) -> list[str]:
 
 def train_and_count(rank: int, arguments: list[str]) -> tuple[list[dict[str, float | int | str]], list[int]]:
     """The rows, and how many micro-batches this rank had in each optimizer step."""
-    from parallel_rl.training import session
+    from parallel_rl.training.models import learner
 
     counts: list[int] = []
-    train_step = session.train_step
+    train_step = learner.train_step
 
     def counted(engine, optimizer, batches, *args, **kwargs):  # type: ignore[no-untyped-def]
         counts.append(len(batches))
         return train_step(engine, optimizer, batches, *args, **kwargs)
 
-    session.train_step = counted
+    learner.train_step = counted
     try:
         return train_rows(rank, arguments), counts
     finally:
-        session.train_step = train_step
+        learner.train_step = train_step
 
 
 def in_one_process(case: str, folder: Path) -> list[dict[str, float | int | str]]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
+from parallel_rl.groups import max_over_ranks, mean_over_ranks, sum_over_ranks
 from parallel_rl.training.algorithms.rl.sampled import asked
-from parallel_rl.training.batching.micro_batches import Rows
+from parallel_rl.training.batching.micro_batches import Rows, local_shares
 from parallel_rl.training.checkpointing import checkpoint
 from parallel_rl.training.checkpointing.checkpoint import Contents
 from parallel_rl.training.checkpointing.contents import checkpoint_metadata
@@ -29,7 +30,7 @@ def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
     if server.update_path is not None and (step % server.update_every == 0 or not served.updated):
         version = config.policy_version(step)
         served.update(version, lambda: _write(session, at, version))
-    places, wanted = session.places(config.prompts, config.updates), []
+    places, wanted = local_shares(config.prompts, config.updates, session.engine.groups), []
     for later in range(min(server.ahead + 1, config.steps - step)):
         first = at.next("train") + later * config.rounds * config.prompts
         prompts, ids = asked(session, config, [first + place for place in places])
@@ -46,23 +47,23 @@ def mask_stale(session: Session, config: RLConfig, rows: Rows) -> tuple[Rows, St
     Raises:
         ValueError: no sample is left.
     """
-    staleness = rows.fields["staleness"]
+    staleness, group, device = rows.fields["staleness"], session.engine.groups.data, session.engine.device
     assert config.server is not None
     numbers: StepMetrics = {
-        "staleness_mean": session.mean(staleness),
-        "staleness_max": float(session.largest(int(staleness.abs().max()) if len(rows) else 0)),
+        "staleness_mean": mean_over_ranks(staleness, group, device),
+        "staleness_max": float(max_over_ranks(int(staleness.abs().max()) if len(rows) else 0, group, device)),
     }
     most = config.server.max_staleness
     if most is None:
         return rows, numbers
     fresh = staleness.abs() <= most
-    if not session.total(int(fresh.sum())):
+    if not sum_over_ranks(int(fresh.sum()), group, device):
         raise ValueError(
             f"all samples of the step are further than rl.server.max_staleness = {most} optimizer steps from the policy (mean "
             f"{numbers['staleness_mean']:g}); raise it, or see that the servers get new weights (rl.server.update_path)"
         )
     mask = torch.where(fresh, rows.fields["sample_mask"], 0.0)
-    return rows.with_fields(sample_mask=mask), {**numbers, "stale": session.mean((~fresh).double())}
+    return rows.with_fields(sample_mask=mask), {**numbers, "stale": mean_over_ranks((~fresh).double(), group, device)}
 
 
 def _write(session: Session, at: TrainProgress, version: int) -> Path:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from parallel_rl.agreement import raise_on_all_ranks
-from parallel_rl.training.batching.micro_batches import Rows, make_rows, spread
+from parallel_rl.training.batching.micro_batches import Rows, local_shares, make_rows, spread
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.datasets import check_cut
 from parallel_rl.training.data.examples import Rollout
@@ -23,7 +23,7 @@ def recorded_rows(session: Session, config: RLConfig, at: TrainProgress) -> tupl
     engine, records = session.engine, session.data.rollouts
     first, count = at.next("rollouts"), config.prompts * config.group_size
     batch = raise_on_all_ranks(partial(_recorded, records, first, count))
-    places = session.places(count, config.updates)
+    places = local_shares(count, config.updates, engine.groups)
     mine = [batch[place] for place in places]
     starts = [len(record.tokens) - len(record.logprobs) for record in mine]
     pairs = [(record.tokens[:start], record.tokens[start:]) for record, start in zip(mine, starts, strict=True)]
@@ -50,8 +50,8 @@ def _recorded(records: Records[Rollout], first: int, count: int) -> list[Rollout
 def expert_rows(session: Session, config: RLConfig, at: TrainProgress) -> Rows:
     """This data rank's part of the next demonstrations, each update's part in order."""
     engine, first = session.engine, at.next("examples")
-    places = [first + place for place in session.places(config.experts, config.updates)]
-    chosen = session.read(session.data.examples, places)
+    places = [first + place for place in local_shares(config.experts, config.updates, engine.groups)]
+    chosen = session.data.read(session.data.examples, places)
     rows = make_rows([(example.prompt, example.completion) for example in chosen], engine.float_dtype)
     ids = torch.tensor([_EXPERTS + place for place in places])
     return rows.with_fields(expert_mask=torch.ones(len(places), dtype=torch.bool), sample_ids=ids)

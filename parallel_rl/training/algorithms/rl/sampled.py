@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
+from parallel_rl.groups import mean_over_ranks, sum_over_ranks
 from parallel_rl.megatron import is_last_stage
-from parallel_rl.training.batching.micro_batches import Rows, join
+from parallel_rl.training.algorithms.rewards import completion_rewards
+from parallel_rl.training.batching.micro_batches import Rows, join, local_shares
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.examples import Prompt, Rollout, write_rollouts
 from parallel_rl.training.models.engine import Engine
@@ -28,16 +30,17 @@ def sampled_rows(session: Session, config: RLConfig, at: TrainProgress) -> tuple
     Raises:
         ValueError: places without a prompt that teaches something after the last round, unless they are to be masked.
     """
+    engine = session.engine
     # A group stays on one data rank, and each update has the same prompts in every layout.
-    places = [at.next("train") + place for place in session.places(config.prompts, config.updates)]
+    places = [at.next("train") + place for place in local_shares(config.prompts, config.updates, engine.groups)]
     size, keep = config.group_size, config.dynamic_sampling
     rows = _draw(session, config, at.step, places)
-    reward = session.mean(rows.fields["rewards"])
+    reward = mean_over_ranks(rows.fields["rewards"], engine.groups.data, engine.device)
     for number in range(1, config.rounds + 1):
         assert keep is not None or config.rounds == 1
         means = rows.fields["rewards"].view(len(places), size).double().mean(1)
         missing = [] if keep is None else (~((keep.low < means) & (means < keep.high))).nonzero()[:, 0].tolist()
-        left = session.total(len(missing))
+        left = sum_over_ranks(len(missing), engine.groups.data, engine.device)
         if not left:
             break
         if number < config.rounds:
@@ -56,14 +59,14 @@ def sampled_rows(session: Session, config: RLConfig, at: TrainProgress) -> tuple
             mask[missing] = 0
             rows = rows.with_fields(sample_mask=mask.repeat_interleave(size))
     if config.record:
-        _record(session.engine, rows, at.step)
+        _record(engine, rows, at.step)
     return rows, reward
 
 
 def asked(session: Session, config: RLConfig, places: Sequence[int]) -> tuple[list[Prompt], list[int]]:
     """The prompt of each sample for these places of the stream, `group_size` times each, and the samples' ids."""
-    size = config.group_size
-    chosen = [prompt for prompt in session.read(session.data.train, places) for _ in range(size)]
+    size, data = config.group_size, session.data
+    chosen = [prompt for prompt in data.read(data.train, places) for _ in range(size)]
     return chosen, [place * size + index for place in places for index in range(size)]
 
 
@@ -84,7 +87,7 @@ def _draw(session: Session, config: RLConfig, step: int, places: Sequence[int]) 
         "token_mask": mask.to(engine.float_dtype),
         "sample_mask": torch.ones(len(ids), dtype=engine.float_dtype),
         "generation_logprobs": drawn.logprobs,
-        "rewards": session.rewards(chosen, drawn.completions()).to(engine.float_dtype),
+        "rewards": completion_rewards(session, chosen, drawn.completions()).to(engine.float_dtype),
         "group_ids": torch.tensor(places, dtype=torch.int64),
         "sample_ids": torch.tensor(ids, dtype=torch.int64),
     }
@@ -93,7 +96,7 @@ def _draw(session: Session, config: RLConfig, step: int, places: Sequence[int]) 
         fields["staleness"] = config.policy_version(step) - versions
     if "greedy_rewards" in config.advantages.needs:
         greedy = sample(engine, tokens[::size], places, seed, settings, greedy=True)
-        rewards = session.rewards(chosen[::size], greedy.completions())
+        rewards = completion_rewards(session, chosen[::size], greedy.completions())
         fields["greedy_rewards"] = rewards.to(engine.float_dtype).repeat_interleave(size)
     return Rows(fields, drawn.lengths)
 

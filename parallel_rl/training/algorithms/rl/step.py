@@ -6,26 +6,27 @@ from dataclasses import replace
 
 from parallel_rl.advantages import estimate
 from parallel_rl.functional.kl import kl_estimate
+from parallel_rl.groups import mean_over_ranks
 from parallel_rl.training.algorithms.rl.prefetch import ask_ahead, mask_stale
 from parallel_rl.training.algorithms.rl.recorded import expert_rows, recorded_rows
 from parallel_rl.training.algorithms.rl.sampled import sampled_rows
 from parallel_rl.training.batching.micro_batches import Rows, join
 from parallel_rl.training.config.algorithms import RLConfig
+from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
-from parallel_rl.training.session import Session, numbers_of
+from parallel_rl.training.session import Session
 from parallel_rl.training.tokenizer import EOS
 
 
 def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetrics:
     """`updates` optimizer steps on fresh samples or on the next recorded rollouts, each on its share of the prompts."""
-    loss_fn, step = session.loss_fn, at.step
-    assert loss_fn is not None
+    policy, step = session.policy, at.step
     if session.served is not None:
         ask_ahead(session, config, at)
     rows, reward = (recorded_rows if session.data.rollouts else sampled_rows)(session, config, at)
     numbers: StepMetrics = {} if reward is None else {"reward": reward}
-    rows, sizes = session.balance(rows, config.updates)
+    rows, sizes = policy.balance(rows, config.updates)
     rows, kl = _with_advantages(session, config, _scored(session, config, _shaped(config, rows)))
     numbers |= kl
     if session.served is not None:
@@ -33,25 +34,22 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
         numbers |= staleness
     parts = rows.split(sizes)
     if config.experts:
-        experts, sizes = session.balance(expert_rows(session, config, at), config.updates, beside=parts)
+        experts, sizes = policy.balance(expert_rows(session, config, at), config.updates, beside=parts)
         parts = [join(part, beside) for part, beside in zip(parts, experts.split(sizes), strict=True)]
-    done, total = step * config.updates, config.steps * config.updates
+    done = step * config.updates
     if config.critic is not None:
-        assert session.critic is not None
-        value_loss, optimizer = session.critic.loss_fn, config.critic.optimizer
-        results = [
-            session.update_critic(session.batches(part), value_loss, optimizer, done + index, total)
-            for index, part in enumerate(parts)
-        ]
-        numbers |= {f"critic_{name}": value for name, value in numbers_of(results).items() if name != "tokens"}
+        critic = session.critic
+        assert critic is not None
+        results = [critic.update(critic.batches(part), done + index) for index, part in enumerate(parts)]
+        numbers |= {f"critic_{name}": value for name, value in combine_updates(results).items() if name != "tokens"}
         if step < config.critic.warmup_steps:
-            return {**numbers, "tokens": numbers_of(results)["tokens"]}
+            return {**numbers, "tokens": combine_updates(results)["tokens"]}
     results = []
     for index, part in enumerate(parts):
-        results.append(session.update(session.batches(part), loss_fn, config.optimizer, done + index, total))
+        results.append(policy.update(policy.batches(part), done + index))
     if session.kl_controller is not None:
         session.kl_controller.update(kl["reward_kl"], config.prompts * config.group_size)
-    return {**numbers_of(results), **numbers}
+    return {**combine_updates(results), **numbers}
 
 
 def _shaped(config: RLConfig, rows: Rows) -> Rows:
@@ -66,21 +64,23 @@ def _shaped(config: RLConfig, rows: Rows) -> Rows:
 
 def _scored(session: Session, config: RLConfig, rows: Rows) -> Rows:
     """With the log-probs and values that the loss or the estimator reads."""
-    temperature, truncation, needs = session.temperature, session.truncation, config.advantages.needs
-    policy, read = session.engine.model, {*config.loss.reads, *needs}
+    policy, sampling, needs = session.policy, session.engine.config.sampling, config.advantages.needs
+    temperature, truncation, read = sampling.temperature, sampling.truncation, {*config.loss.reads, *needs}
     if "prev_logprobs" in read or "kl" in read:
         prev = rows.fields["generation_logprobs"]
         if config.prev_logprobs == "recompute":
-            prev = session.log_probs(policy, rows, temperature, truncation=truncation)
+            prev = policy.log_probs(rows, temperature=temperature, truncation=truncation)
         rows = rows.with_fields(prev_logprobs=prev)
     if truncation and ("prev_logprobs" in needs or "kl" in needs):  # compared with models that are not truncated
-        rows = rows.with_fields(whole_logprobs=session.log_probs(policy, rows, temperature))
+        rows = rows.with_fields(whole_logprobs=policy.log_probs(rows, temperature=temperature))
     if session.reference is not None:
-        rows = rows.with_fields(reference_policy_logprobs=session.log_probs(session.reference, rows, temperature))
+        rows = rows.with_fields(
+            reference_policy_logprobs=policy.log_probs(rows, session.reference, temperature=temperature)
+        )
     if session.teacher is not None:
-        rows = rows.with_fields(teacher_token_logprobs=session.log_probs(session.teacher, rows, temperature))
+        rows = rows.with_fields(teacher_token_logprobs=policy.log_probs(rows, session.teacher, temperature=temperature))
     if session.critic is not None:
-        rows = rows.with_fields(values=session.values(rows))
+        rows = rows.with_fields(values=session.critic.values(rows))
     return rows
 
 
@@ -96,7 +96,8 @@ def _with_advantages(session: Session, config: RLConfig, rows: Rows) -> tuple[Ro
         batch["kl"] = kl_estimate(batch["prev_logprobs"], fields["reference_policy_logprobs"], config.reward_kl)
     if controller is not None:
         valid = (fields["token_mask"] * fields["sample_mask"][:, None]).bool()
-        kl = {"reward_kl": session.mean(batch["kl"][valid]), "kl_coefficient": controller.value}
+        mean = mean_over_ranks(batch["kl"][valid], session.engine.groups.data, session.engine.device)
+        kl = {"reward_kl": mean, "kl_coefficient": controller.value}
         estimator = replace(estimator, kl_coefficient=controller.value)
     read = {name: batch[name] for name in (*estimator.needs, "sample_mask")}
     found = estimate(estimator, read, session.engine.groups)

@@ -1,0 +1,156 @@
+"""A model in training, the policy or a critic: rows to micro-batches, scores of them, and optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from parallel_rl.groups import all_gather
+from parallel_rl.losses.choice import LossConfig
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.training.batching.balance import balance
+from parallel_rl.training.batching.bin_packing import Capacity, pack
+from parallel_rl.training.batching.micro_batches import MicroBatch, Rows, fit, in_order, micro_batches, width_unit
+from parallel_rl.training.config.sections import OptimizerConfig, SamplingConfig
+from parallel_rl.training.models.engine import Engine, build_optimizer
+from parallel_rl.training.models.lr_schedule import learning_rate
+from parallel_rl.training.models.scoring import log_probs, values
+from parallel_rl.training.models.train_step import StepMetrics, StepResult, train_step
+from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
+
+
+@dataclass(frozen=True)
+class Learner:
+    """A model, its loss and its optimizer in one phase of a run.
+
+    Attributes:
+        loss_fn: of the phase; it may keep a state.
+        config: of the optimizer and its learning rate.
+        updates: optimizer steps of the whole phase, over which the learning rate is scheduled.
+    """
+
+    engine: Engine
+    optimizer: MegatronOptimizer
+    loss_fn: LossFn
+    config: OptimizerConfig
+    updates: int
+
+    @classmethod
+    def start(cls, engine: Engine, loss_fn: LossFn, config: OptimizerConfig, updates: int) -> Learner:
+        """A learner with fresh moments, and master weights copied from the model's present ones."""
+        return cls(engine, build_optimizer(engine, config), loss_fn, config, updates)
+
+    @property
+    def capacity(self) -> Capacity | None:
+        """The capacity of a micro-batch, if `batch.tokens` is set."""
+        return Capacity.of_config(self.engine.config.batch, self.engine.config.parallel)
+
+    def balance(
+        self, rows: Rows, parts: int = 1, together: int = 1, beside: Sequence[Rows] = ()
+    ) -> tuple[Rows, list[int]]:
+        """If `batch.tokens` is set, rebalance rows across data ranks (see `balance`); otherwise return them unchanged.
+
+        Args:
+            rows: equal parts, one for each optimizer step.
+            parts: how many.
+            together: rows that stay on one rank and in one micro-batch.
+            beside: rows that this rank trains on beside them in each part.
+
+        Returns:
+            the rows, part after part, and how many there are in each.
+        """
+        if self.capacity is None:
+            return rows, [len(rows) // parts] * parts
+        loads = [int(part.lengths.sum()) for part in beside]
+        group, device = self.engine.groups.data, self.engine.device
+        return balance(rows, self.capacity, group, device, parts=parts, together=together, loads=loads)
+
+    def batches(self, rows: Rows, together: int = 1) -> list[MicroBatch]:
+        """The micro-batches of one optimizer step; if `batch.tokens` is set, `together` rows stay in one."""
+        config, sizes, capacity = self.engine.config, self.engine.config.parallel, self.capacity
+        unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
+        if capacity is None:
+            bins, row_unit = in_order(len(rows), config.batch.sequences), None
+        else:
+            bins, row_unit = pack(rows.lengths.tolist(), capacity, together), capacity.row
+        packing, device = config.batch.packing, self.engine.device
+        return micro_batches(rows, bins, packing=packing, unit=unit, device=device, row_unit=row_unit)
+
+    def update(self, batches: Sequence[MicroBatch], done: int) -> StepResult:
+        """One optimizer step on this data rank's micro-batches, after `done` of this phase's `updates`."""
+        rate = learning_rate(self.config, done, self.updates)
+        result = train_step(self.engine, self.optimizer, batches, self.loss_fn, lr=rate, clip=self.config.clip)
+        self.loss_fn.after_step()
+        return replace(result, metrics={**result.metrics, **self._fill_metrics(batches)})
+
+    def log_probs(
+        self,
+        rows: Rows,
+        model: torch.nn.Module | None = None,
+        *,
+        temperature: float = 1.0,
+        truncation: Truncation = KEEP_ALL,
+        together: int = 1,
+    ) -> Tensor:
+        """[N, S] log-probs of this data rank's rows under the model, or under a frozen one of the same shape.
+
+        They are computed in the micro-batches that `batches` makes with `together`, so that equal models give equal bits.
+        """
+        scored = self.engine.model if model is None else model
+        return self._score(
+            rows, lambda batches: log_probs(self.engine, scored, batches, temperature, truncation), together
+        )
+
+    def values(self, rows: Rows) -> Tensor:
+        """[N, S] values of this data rank's rows, if the model has a scalar head."""
+        return self._score(rows, lambda batches: values(self.engine, batches))
+
+    def _fill_metrics(self, batches: Sequence[MicroBatch]) -> StepMetrics:
+        """If `batch.tokens` is set: how full the micro-batches are, and how uneven the data ranks."""
+        if self.capacity is None:
+            return {}
+        groups = self.engine.groups
+        tokens = sum(batch.tokens for batch in batches)
+        padded = sum(batch.input.tokens.numel() for batch in batches) * groups.cp_size
+        local = torch.tensor([tokens, padded, len(batches)], device=self.engine.device)
+        by_rank = all_gather(local, groups.data).double().cpu()
+        total_tokens, total_padded, packed_rows = by_rank.sum(0).tolist()
+        return {
+            "packing_efficiency": total_tokens / (packed_rows * self.capacity.usable),
+            "padding_fraction": 1 - total_tokens / total_padded,
+            "data_imbalance": float(by_rank[:, 0].max() / by_rank[:, 0].mean()),
+        }
+
+    def _score(self, rows: Rows, score: Callable[[list[MicroBatch]], list[Tensor]], together: int = 1) -> Tensor:
+        batches = self.batches(rows, together)
+        out = torch.zeros(rows.fields["input_ids"].shape, dtype=self.engine.float_dtype)
+        for batch, part in zip(batches, score(batches), strict=True):
+            out[batch.places] = fit(part, out.shape[1]).cpu()
+        return out
+
+
+def build_loss(engine: Engine, config: LossConfig, sampling: SamplingConfig | None = None) -> LossFn:
+    """The loss on a model's output; with `sampling` on the policy that samples, with its temperature and truncation."""
+    return config.build(
+        vocab_size=engine.vocab_size,
+        temperature=1.0 if sampling is None else sampling.temperature,
+        consume_logits=not engine.config.model.fused_head,  # a fused head has no logits to give up
+        truncation=KEEP_ALL if sampling is None else sampling.truncation,
+    )
+
+
+def combine_updates(results: Sequence[StepResult]) -> StepMetrics:
+    """The metrics of one step from those of its updates: extrema of extrema, the sum of tokens, means of everything else."""
+    combined: StepMetrics = {}
+    extrema = {"_min": min, "_max": max}
+    for name in results[0].metrics:
+        of_updates = [result.metrics[name] for result in results]
+        extremum = next((pick for suffix, pick in extrema.items() if name.endswith(suffix)), None)
+        combined[name] = sum(of_updates) / len(of_updates) if extremum is None else extremum(of_updates)
+    combined["grad_norm"] = sum(result.grad_norm for result in results) / len(results)
+    combined["tokens"] = float(sum(result.tokens for result in results))
+    return combined
