@@ -1,4 +1,4 @@
-"""The plan of the house: imports, type-only and late ones too, run to lower floors, without a circle; rooms and files are small."""
+"""The plan of the house: imports, type-only and late ones too, run downwards, without a circle; rooms and files are small."""
 
 from __future__ import annotations
 
