@@ -275,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--tp is of processes on a CPU")
     parts = 4 * tp if options.growth and not gpu else tp
     if shape.vocab % parts or (options.sequence_parallel and shape.tokens % parts):
-        parser.error(f"--vocab, and with --sequence-parallel --tokens, must divide by {parts}")
+        parser.error(f"--vocab, and with --sequence-parallel --tokens, must be divisible by {parts}")
     if tp > 1 and find_spec("megatron") is None:
         parser.error("the peers that know shards are missing: pip install -r benchmarks/peers.txt")
     dtype, layout = getattr(torch, name), Layout(tp, options.sequence_parallel)

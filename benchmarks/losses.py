@@ -355,9 +355,9 @@ def main(arguments: list[str] | None = None) -> int:
     device = options.device
     tokens = options.tokens or (32768 if device == "cuda" else 8192)
     if min(tokens, options.vocab, options.whole_vocab, options.repeats) < 1 or tokens % max(SEQUENCES):
-        parser.error(f"sizes must be positive, and --tokens must divide by {max(SEQUENCES)}")
+        parser.error(f"sizes must be positive, and --tokens must be divisible by {max(SEQUENCES)}")
     if options.whole_tokens % 16 or options.whole_tokens < 0:
-        parser.error("--whole-tokens must divide by 16")
+        parser.error("--whole-tokens must be divisible by 16")
     torch.set_num_threads(1)
     sequences = measure_sequences(tokens, options.vocab, options.repeats, device)
     size = options.whole_tokens, options.whole_vocab

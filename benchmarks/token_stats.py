@@ -277,7 +277,7 @@ def main(arguments: list[str] | None = None) -> int:
     options.tokens = tokens if options.tokens is None else options.tokens
     options.vocab = vocab if options.vocab is None else options.vocab
     if min(options.tokens, options.vocab, options.tp, options.repeats) < 1 or options.vocab % options.tp:
-        parser.error("sizes must be positive, and --vocab must divide by --tp")
+        parser.error("sizes must be positive, and --vocab must be divisible by --tp")
     if options.device == "cuda":
         return token_stats_gpu.run(options, options.tokens, options.vocab, options.repeats)
     if find_spec("megatron") is None:

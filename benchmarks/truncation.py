@@ -415,7 +415,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     size = (options.tokens, options.vocab, options.tp)
     if min(*size, options.repeats) < 1 or options.vocab % options.tp or options.tokens % options.tp:
-        parser.error("sizes must be positive, and --vocab and --tokens must divide by --tp")
+        parser.error("sizes must be positive, and --vocab and --tokens must be divisible by --tp")
     if options.vocab < 1000:
         parser.error("--vocab must be at least 1000, the largest top-k here")
     results, draws = run(*size, options.repeats, tuple(m.name for m in METHODS))

@@ -61,14 +61,14 @@ class SequenceLayout:
         """Rows of one length: the logits are [B, S/cp, V/tp].
 
         Raises:
-            ValueError: `seq_len` does not divide by 2·cp (zigzag) or cp (contiguous), a rank outside the group, an
+            ValueError: `seq_len` is not divisible by 2·cp (zigzag) or cp (contiguous), a rank outside the group, an
                 unknown layout.
         """
         _check_cp(cp_size, cp_rank, cp_layout)
         parts = _parts(cp_size, cp_layout)
         if seq_len % parts:
             raise ValueError(
-                f"the sequence length {seq_len} does not divide by {parts} ({_parts_text(cp_size, cp_layout)})"
+                f"sequence length {seq_len} is not divisible by {parts} ({_parts_text(cp_size, cp_layout)})"
             )
         local = seq_len // cp_size
         place = torch.arange(local, device=device)
@@ -112,7 +112,7 @@ class SequenceLayout:
 
         Raises:
             ValueError: shapes or dtypes; on host tensors also: not starting at 0, not increasing, a true length above
-                its padded one, padded lengths that do not divide, a last bound that is not `total`.
+                its padded one, padded lengths that are not divisible by it, a last bound that is not `total`.
         """
         _check_cp(cp_size, cp_rank, cp_layout)
         padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
@@ -285,7 +285,7 @@ def _check_cu_seqlens(cu: Tensor, padded: Tensor, total: int, parts: int, cp_siz
             f"cu_seqlens is on {cu.device}, cu_seqlens_padded on {padded.device}; they must be on one device"
         )
     if total % cp_size:
-        raise ValueError(f"the packed row has {total} positions, which does not divide by cp = {cp_size}")
+        raise ValueError(f"the packed row has {total} positions, which is not divisible by cp = {cp_size}")
     if not checks_values(cu):
         return
     for name, bounds in (("cu_seqlens", cu), ("cu_seqlens_padded", padded)):
@@ -302,5 +302,5 @@ def _check_cu_seqlens(cu: Tensor, padded: Tensor, total: int, parts: int, cp_siz
         )
     if cp_layout == "zigzag" and bool((padded.diff() % parts != 0).any()):
         raise ValueError(
-            f"padded lengths {padded.diff().tolist()} do not divide by {parts} ({_parts_text(cp_size, cp_layout)})"
+            f"padded lengths {padded.diff().tolist()} are not divisible by {parts} ({_parts_text(cp_size, cp_layout)})"
         )

@@ -33,8 +33,8 @@ class SequencePackingLossWrapper:
         cu_seqlens_q_padded: [B + 1] integer, with each sequence's padding; None where there is none.
 
     Raises:
-        ValueError: at the call, on all ranks: bounds that do not increase or do not end at T, padded lengths that do
-            not divide by 2·cp, as many sequences as the data has no rows; what `loss_fn` raises.
+        ValueError: at the call, on all ranks: bounds that do not increase or do not end at T, padded lengths that are
+            not divisible by 2·cp, a number of sequences other than the data's rows; what `loss_fn` raises.
     """
 
     def __init__(self, loss_fn: LossFn, cu_seqlens_q: Tensor, cu_seqlens_q_padded: Tensor | None = None) -> None:

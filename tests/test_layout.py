@@ -254,8 +254,11 @@ def test_over_context_ranks(cp: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"cp_size": 2, "seq_len": 6}, r"the sequence length 6 does not divide by 4 \(2·cp = 4 chunks of the zigzag"),
-        ({"cp_size": 2, "cp_layout": "contiguous", "seq_len": 5}, r"length 5 does not divide by 2 \(cp = 2 contiguous"),
+        ({"cp_size": 2, "seq_len": 6}, r"sequence length 6 is not divisible by 4 \(2·cp = 4 chunks of the zigzag"),
+        (
+            {"cp_size": 2, "cp_layout": "contiguous", "seq_len": 5},
+            r"length 5 is not divisible by 2 \(cp = 2 contiguous",
+        ),
         ({"cp_layout": "ring"}, "cp_layout = 'ring' is not valid; choose 'zigzag' or 'contiguous'"),
         ({"cp_size": 2, "cp_rank": 2}, r"cp_rank = 2 must lie in \[0, cp_size = 2\)"),
         ({"cp_rank": -1}, r"cp_rank = -1 must lie in \[0, cp_size = 1\)"),
@@ -277,9 +280,9 @@ def test_padded_rows_that_do_not_fit(arguments: dict, message: str) -> None:
         ([0, 5, 8], [0, 4, 8], {}, r"longer than its padded room: cu_seqlens \[0, 5, 8\], padded \[0, 4, 8\]"),
         ([0, 4, 8], None, {"total": 16}, "cu_seqlens ends at 8; the packed row has 16 positions"),
         ([0, 3, 7], [0, 4, 8], {"total": 12}, "cu_seqlens_padded ends at 8; the packed row has 12 positions"),
-        ([0, 6, 8], None, {"cp_size": 2}, r"padded lengths \[6, 2\] do not divide by 4 \(2·cp = 4 chunks"),
+        ([0, 6, 8], None, {"cp_size": 2}, r"padded lengths \[6, 2\] are not divisible by 4 \(2·cp = 4 chunks"),
         ([0, 4, 8], [0, 8], {}, "cu_seqlens_padded has 2 bounds, cu_seqlens 3"),
-        ([0, 4, 9], None, {"total": 9, "cp_size": 2, "cp_layout": "contiguous"}, "9 positions, .* divide by cp = 2"),
+        ([0, 4, 9], None, {"total": 9, "cp_size": 2, "cp_layout": "contiguous"}, "9 positions, .* divisible by cp = 2"),
         ([0], None, {}, r"cu_seqlens must be integers \[B \+ 1\] with B ≥ 1, got torch.int64 \[1\]"),
         ([[0, 8]], None, {}, r"cu_seqlens must be integers \[B \+ 1\] .* got torch.int64 \[1, 2\]"),
         ([0.0, 8.0], None, {}, r"cu_seqlens must be integers .* got torch.float32 \[2\]"),

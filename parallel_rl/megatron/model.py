@@ -43,7 +43,7 @@ def initialize(
         timeout: seconds that a rank waits in one collective of these groups.
 
     Raises:
-        ValueError: a size below 1, or a world that tp·cp·pp does not divide.
+        ValueError: a size below 1, or a world that is not divisible by tp·cp·pp.
         RuntimeError: torch.distributed is not initialised.
     """
     for name, size in (("tp", tp), ("cp", cp), ("pp", pp)):
@@ -54,7 +54,7 @@ def initialize(
     world = dist.get_world_size()
     if world % (tp * cp * pp):
         raise ValueError(
-            f"the world has {world} ranks, which tp {tp} × cp {cp} × pp {pp} = {tp * cp * pp} does not divide"
+            f"the world has {world} ranks, which is not divisible by tp {tp} × cp {cp} × pp {pp} = {tp * cp * pp}"
         )
     on_host = enable_cpu()
     destroy()
@@ -97,7 +97,7 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
 
 
 def padded_vocab_size(vocab_size: int, multiple: int = 1) -> int:
-    """The smallest size ≥ `vocab_size` that divides by `multiple` × the tensor parallel size."""
+    """The smallest multiple of `multiple` × the tensor parallel size that is ≥ `vocab_size`."""
     unit = multiple * parallel_state.get_tensor_model_parallel_world_size()
     return -(-vocab_size // unit) * unit
 
@@ -120,7 +120,7 @@ def build_model(
 
     Args:
         config: from `build_config`.
-        vocab_size: V. The embedding and the head are padded so that they divide by `vocab_multiple` × tp; hand the
+        vocab_size: V. The embedding and the head are padded to a multiple of `vocab_multiple` × tp; hand the
             true V to the losses as `vocab_size=`, they then leave the padding out.
         max_sequence_length: the longest sequence (learned positions have as many rows).
         position_embedding: rotary or learned.

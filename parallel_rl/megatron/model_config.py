@@ -62,7 +62,7 @@ def build_config(
         overrides: further fields of TransformerConfig by name.
 
     Raises:
-        ValueError: dropout above 0, sizes that the layout does not divide, an unknown field in `overrides`.
+        ValueError: dropout above 0, sizes that are not divisible as the layout needs, an unknown field in `overrides`.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     pp = parallel_state.get_pipeline_model_parallel_world_size()
@@ -139,7 +139,7 @@ def _check_fields(fields: Mapping[str, object], tp: int, pp: int, virtual_pp: in
         if name == "num_query_groups" and 0 < value < tp:
             continue  # Megatron repeats them
         if value < 1 or value % parts:
-            raise ValueError(f"{name} = {value} does not divide by {parts} {what}")
+            raise ValueError(f"{name} = {value} is not divisible by {parts} {what}")
     heads, groups = sizes["num_attention_heads"], sizes["num_query_groups"]
     if heads % groups:
-        raise ValueError(f"num_attention_heads = {heads} does not divide by num_query_groups = {groups}")
+        raise ValueError(f"num_attention_heads = {heads} is not divisible by num_query_groups = {groups}")

@@ -33,7 +33,7 @@ def padded_input(input_ids: Tensor, *, context_parallel: bool = True) -> ModelIn
         context_parallel: False while context ranks are data replicas (`replicas`).
 
     Raises:
-        ValueError: S does not divide by 2·cp, or by what sequence parallelism needs.
+        ValueError: S is not divisible by 2·cp, or by what sequence parallelism needs.
     """
     size, rank = _context(context_parallel)
     layout = SequenceLayout.padded(*input_ids.shape, cp_size=size, cp_rank=rank, device=input_ids.device)
@@ -52,7 +52,7 @@ def packed_input(
         context_parallel: False while context ranks are data replicas (`replicas`).
 
     Raises:
-        ValueError: bounds that do not fit the rows, or lengths that do not divide by 2·cp.
+        ValueError: bounds that do not fit the rows, or lengths that are not divisible by 2·cp.
     """
     size, rank = _context(context_parallel)
     bounds = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
@@ -89,17 +89,17 @@ def packed_bounds(
 ) -> tuple[Tensor, Tensor]:
     """`cu_seqlens` and `cu_seqlens_padded` (int32, on the host) with the padding that the layout needs.
 
-    Each padded length divides by 2·cp under context parallelism, the row by cp·tp (sequence parallelism); the last
+    Each padded length is a multiple of 2·cp under context parallelism, the row of cp·tp (sequence parallelism); the last
     sequence takes what the row needs.
 
     Args:
         lengths: [B] true lengths.
-        multiple: what each padded length shall divide by besides.
+        multiple: of each padded length, besides.
         total: T, where the row shall have a fixed length.
         context_parallel: False while context ranks are data replicas (`replicas`): no padding but `multiple`.
 
     Raises:
-        ValueError: lengths that are not [B] integers ≥ 1, or a `total` that does not hold them or does not divide.
+        ValueError: lengths that are not [B] integers ≥ 1, or a `total` that does not hold them or is no such multiple.
     """
     if lengths.dim() != 1 or lengths.is_floating_point() or lengths.numel() == 0 or int(lengths.min()) < 1:
         raise ValueError(f"lengths must be [B] integers ≥ 1, got {lengths.dtype} {lengths.tolist()}")
@@ -112,7 +112,7 @@ def packed_bounds(
     needed = int(rooms.sum())
     whole = -(-needed // row) * row if total is None else total
     if whole < needed or whole % row:
-        raise ValueError(f"total = {total} must be at least {needed} and divide by {row}")
+        raise ValueError(f"total = {total} must be at least {needed} and divisible by {row}")
     rooms[-1] += whole - needed
     return _cumulate(host), _cumulate(rooms)
 
@@ -121,7 +121,7 @@ def forward_logits(model: torch.nn.Module, batch: ModelInput) -> Tensor:
     """The model chunk's output: logits [B, S/cp, V/tp] in the model's dtype on the last stage, hidden states before it.
 
     Raises:
-        ValueError: under sequence parallelism, a local length that tp does not divide.
+        ValueError: under sequence parallelism, a local length that is not divisible by tp.
     """
     config = get_model_config(model)
     tp = config.tensor_model_parallel_size

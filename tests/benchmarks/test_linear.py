@@ -106,9 +106,9 @@ def test_figures_are_of_the_average_process_and_of_the_worst() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--vocab", "66", "--tp", "4"], "--vocab, and with --sequence-parallel --tokens, must divide by 4"),
-        (["--tokens", "66", "--tp", "4", "--sequence-parallel"], "must divide by 4"),
-        (["--vocab", "260", "--tp", "2", "--growth"], "must divide by 8"),
+        (["--vocab", "66", "--tp", "4"], "--vocab, and with --sequence-parallel --tokens, must be divisible by 4"),
+        (["--tokens", "66", "--tp", "4", "--sequence-parallel"], "must be divisible by 4"),
+        (["--vocab", "260", "--tp", "2", "--growth"], "must be divisible by 8"),
         (["--device", "cuda", "--tp", "2"], "--tp is of processes on a CPU"),
     ],
 )

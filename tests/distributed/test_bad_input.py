@@ -118,7 +118,7 @@ def test_log_probs_as_data() -> None:
     results = run_world(WORLD, spoilt_logprobs, timeout=60)
     assert results == [results[0]] * WORLD
     patterns = (
-        r"rank 3: the sequence length 6 does not divide by 4",
+        r"rank 3: sequence length 6 is not divisible by 4",
         r"rank 3: data needs the field 'input_ids'",
         r"rank 3: target 11 at \[\d, \d\] lies outside the vocabulary \[0, 11\)",
         r"rank 3: temperature = 0.0 must be positive",

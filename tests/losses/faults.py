@@ -345,9 +345,9 @@ FAULTS = [
     Fault("two packed rows", r"packed logits must be \[1, T/cp, V/tp\], got \[2, \d+, \d+\]",
           logits(lambda z: z.view(2, -1, z.shape[-1])), packed=True),
     # context parallelism
-    Fault("six tokens", r"the sequence length 6 does not divide by 4 \(2·cp = 4 chunks of the zigzag layout\)",
+    Fault("six tokens", r"sequence length 6 is not divisible by 4 \(2·cp = 4 chunks of the zigzag layout\)",
           six_tokens, needs_context=True),
-    Fault("uneven room", r"padded lengths \[10, 6, 8, 8\] do not divide by 4", bounds(padded=[0, 10, 16, 24, 32]),
+    Fault("uneven room", r"padded lengths \[10, 6, 8, 8\] are not divisible by 4", bounds(padded=[0, 10, 16, 24, 32]),
           packed=True, by_value=True, needs_context=True),
 ]
 # fmt: on

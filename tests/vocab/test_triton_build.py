@@ -27,7 +27,7 @@ ARCHITECTURES = [90, pytest.param(100, marks=pytest.mark.slow)]
 
 
 def build(kernel: Any, architecture: int, warps: int, of_16: set[str], constants: dict[str, Any], types: dict) -> Any:
-    """The kernel for one signature; the arguments in `of_16` divide by 16, as Triton finds out at a launch."""
+    """The kernel for one signature; the arguments in `of_16` are multiples of 16, as Triton finds out at a launch."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     source = ASTSource(

@@ -15,8 +15,8 @@ class Capacity:
 
     Attributes:
         tokens: of the whole row, padding included.
-        sequence: what each padded length divides by.
-        row: what the length of the row divides by.
+        sequence: each padded length is a multiple of it.
+        row: the length of the row is a multiple of it.
 
     Raises:
         ValueError: `tokens` is less than one `row`.
@@ -28,7 +28,9 @@ class Capacity:
 
     def __post_init__(self) -> None:
         if self.tokens < self.row:
-            raise ValueError(f"batch.tokens = {self.tokens} must be at least {self.row}, what a packed row divides by")
+            raise ValueError(
+                f"batch.tokens = {self.tokens} must be at least {self.row}: a packed row is a multiple of it"
+            )
 
     @classmethod
     def of_layout(cls, tokens: int, *, tensor: int, context: int) -> Capacity:
@@ -45,7 +47,7 @@ class Capacity:
 
     @property
     def usable(self) -> int:
-        """The longest row that divides."""
+        """The longest row that is a multiple of `row`."""
         return self.tokens // self.row * self.row
 
     def padded(self, length: int) -> int:

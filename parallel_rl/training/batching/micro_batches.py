@@ -104,7 +104,7 @@ def local_share(items: Sequence[int], groups: ParallelGroups) -> list[int]:
     """This data rank's equal share of a list that every rank knows.
 
     Raises:
-        ValueError: the data ranks do not divide it evenly.
+        ValueError: it is not divisible by the data ranks.
     """
     size, rest = divmod(len(items), groups.dp_size)
     if rest:
@@ -135,8 +135,8 @@ def micro_batches(
     """This rank's rows, in micro-batches of the places in `bins`.
 
     Args:
-        unit: what a padded width divides by: see `width_unit`.
-        row_unit: what the length of a packed row divides by, where that is more than the layout needs.
+        unit: a padded width is a multiple of it: see `width_unit`.
+        row_unit: the length of a packed row is a multiple of it, where that is more than the layout needs.
 
     Raises:
         ValueError: from the layout, where lengths do not fit.
@@ -145,7 +145,7 @@ def micro_batches(
 
 
 def width_unit(*, tensor: int, context: int, sequence_parallel: bool) -> int:
-    """What a row's width divides by: 2·cp chunks of the zigzag layout, and tp equal parts of each context rank's share."""
+    """The unit of a row's width: 2·cp chunks of the zigzag layout, and tp equal parts of each context rank's share."""
     chunks = 2 * context if context > 1 else 1
     return math.lcm(chunks, context * tensor) if sequence_parallel else chunks
 

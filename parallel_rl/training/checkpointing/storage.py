@@ -19,7 +19,7 @@ _PARTIAL, _REPLACED, _PRUNED = ".partial_", ".replaced_", ".pruned_"
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the `newest` ones, and for ever those whose step in its phase divides by `every` (0: none)."""
+    """Which checkpoints stay: the `newest` ones, and those whose step in the phase is a multiple of `every` (0: none)."""
 
     newest: int
     every: int = 0

@@ -145,7 +145,7 @@ class RLConfig:
         at_least(self, steps=1, prompts=1, group_size=1, updates=1, experts=0)
         for name in ("prompts", "experts"):
             if getattr(self, name) % self.updates:
-                raise ValueError(f"{name} = {getattr(self, name)} does not divide by updates = {self.updates}")
+                raise ValueError(f"{name} = {getattr(self, name)} is not divisible by updates = {self.updates}")
         self._check_estimator()
         self._check_loss()
 

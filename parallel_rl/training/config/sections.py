@@ -25,7 +25,7 @@ class RunConfig:
             (a Slurm job does so once; when it is requeued, it goes on).
         checkpoint_every: steps between checkpoints; 0 saves after the warm-up and at the end only.
         keep_checkpoints: how many of the newest stay.
-        keep_every: checkpoints whose step in its phase divides by it stay for ever, a phase's start among them; 0: none.
+        keep_every: never delete checkpoints whose step in the phase is a multiple of this (0: none).
         timeout: seconds that a rank waits in one collective; then the run ends and names the rank that did not come. Above the
             longest that ranks may differ: one of them asks a slow reward function, for instance.
         init_from: a checkpoint folder (".../step_000100") whose weights replace the drawn ones; relative to the config file.
@@ -118,7 +118,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         at_least(self, layers=1, hidden=1, heads=1, max_positions=2, vocab_multiple=1)
         if self.hidden % self.heads:
-            raise ValueError(f"hidden = {self.hidden} does not divide by heads = {self.heads}")
+            raise ValueError(f"hidden = {self.hidden} is not divisible by heads = {self.heads}")
 
 
 @dataclass(frozen=True)

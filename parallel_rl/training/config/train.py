@@ -153,10 +153,10 @@ class TrainConfig:
     def _check_model(self) -> None:
         for name, size in (("heads", self.model.heads), ("query_groups", self.model.query_groups or self.model.heads)):
             if size % self.parallel.tensor:
-                raise ValueError(f"model.{name} = {size} does not divide by parallel.tensor = {self.parallel.tensor}")
+                raise ValueError(f"model.{name} = {size} is not divisible by parallel.tensor = {self.parallel.tensor}")
         if self.model.layers % self.parallel.pipeline:
             raise ValueError(
-                f"model.layers = {self.model.layers} does not divide by parallel.pipeline = {self.parallel.pipeline}"
+                f"model.layers = {self.model.layers} is not divisible by parallel.pipeline = {self.parallel.pipeline}"
             )
         if self.model.fused_head:
             section = getattr(self, self.objective)

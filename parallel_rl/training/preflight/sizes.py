@@ -12,7 +12,7 @@ from parallel_rl.training.config.train import TrainConfig
 
 
 def check_layout(config: TrainConfig, world_size: int) -> None:
-    """Each batch divides by the data parallel ranks of the world.
+    """Each batch is divisible by the data parallel ranks of the world.
 
     Raises:
         ValueError: it does not, or the world does not match the layout.
@@ -29,7 +29,7 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
         batches += [("rl.experts / rl.updates", config.rl.experts // config.rl.updates)]
     for name, size in batches:
         if size % ranks:
-            raise ValueError(f"{name} = {size} does not divide by the {ranks} data parallel ranks")
+            raise ValueError(f"{name} = {size} is not divisible by the {ranks} data parallel ranks")
 
 
 def length_check(config: TrainConfig) -> Callable[[int], None]:

@@ -128,7 +128,7 @@ def test_a_dry_run_refuses_what_a_run_would(tmp_path: Path) -> None:
     ):
         next(dry_run(load_config(path, given)))
     path, *given = run("sft_arithmetic.yaml", parallel="{data: 3}", sft__batch_size=8)
-    with pytest.raises(ValueError, match="does not divide by the 3 data parallel ranks"):
+    with pytest.raises(ValueError, match="is not divisible by the 3 data parallel ranks"):
         next(dry_run(load_config(path, given)))
 
 

@@ -17,7 +17,7 @@ from tests.distributed.pool import run_world
 from tests.vocab.linear.cases import D, N, Problem, V, dense, error, make
 
 MODES: tuple[LinearMode, ...] = ("in_forward", "resident", "recompute", "auto")
-ROWS = 28  # of N; they divide by 4
+ROWS = 28  # of N; multiples of 4
 
 
 def columns(rank: int, size: int, split: str) -> list[int | None]:
