@@ -59,9 +59,14 @@ def summary(path: Path) -> str:
 
 def loss_of(tree: Mapping[str, object]) -> Mapping[str, object] | None:
     """The mapping {name: ..., options: ...} of a recipe's loss."""
-    section = tree.get(str(tree.get("objective")), tree)
-    loss = section.get("loss") if isinstance(section, Mapping) else None
+    loss = main_section(tree)[1].get("loss")
     return loss if isinstance(loss, Mapping) else None
+
+
+def main_section(tree: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
+    """The section of a recipe that holds its loss, and its name; the whole recipe, named "", if it is a loss without a run."""
+    sections = ((name, value) for name, value in tree.items() if isinstance(value, Mapping) and "loss" in value)
+    return next(sections, ("", tree))
 
 
 def _plain(name: str) -> str:

@@ -19,7 +19,7 @@ from parallel_rl.functional.distillation import Divergence
 from parallel_rl.functional.surrogates import Surrogate
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import losses
-from parallel_rl.recipes import loss_of, recipes, summary
+from parallel_rl.recipes import loss_of, main_section, recipes, summary
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "docs" / "losses.md"
@@ -75,9 +75,8 @@ def _recipes() -> str:
     rows = []
     for name, path in recipes().items():
         tree = read_tree(path)
-        loss, section = loss_of(tree), tree.get(str(tree.get("objective")))
+        loss, (name_of_section, section) = loss_of(tree), main_section(tree)
         assert isinstance(loss, Mapping)
-        advantages = section.get("advantages", "") if isinstance(section, Mapping) else ""
         head = re.match(
             r"# .+\n#\n(.+\n)#\n# Paper: (.+)\n# Defaults: (.+)\n#\n#   ", path.read_text(encoding="utf-8"), re.S
         )
@@ -88,10 +87,10 @@ def _recipes() -> str:
                 f"[`{name}`](../configs/recipes/{path.name})",
                 f"{summary(path)} {what}",
                 f"`{loss['name']}` {_flow(loss.get('options'))}",
-                _flow(advantages),
+                _flow(section.get("advantages", "")),
                 defaults,
                 _papers(paper),
-                f"needs {tree['needs']}" if "needs" in tree else str(tree["objective"]),
+                f"needs {tree['needs']}" if "needs" in tree else name_of_section,
             )
         )
     headings = ("recipe", "formula", "loss and options", "advantages", "what the defaults mean", "paper", "trained by")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
     if not isinstance(tree, dict):
         raise ValueError(f"{path} holds {type(tree).__name__}; a mapping of sections is needed")
     for keys in _PATHS:
-        _resolve(tree, keys, path.parent)
+        _resolve(tree, keys, path.parent.resolve())
     base = tree.pop("extends", None)
     if base is None:
         return tree
@@ -83,9 +84,9 @@ def _resolve(tree: Tree, keys: Sequence[str], folder: Path) -> None:
         tree = below
     value = tree.get(keys[-1])
     if isinstance(value, str):
-        tree[keys[-1]] = str(folder / value)
+        tree[keys[-1]] = os.path.normpath(folder / value)
     elif isinstance(value, list):
-        tree[keys[-1]] = [str(folder / item) if isinstance(item, str) else item for item in value]
+        tree[keys[-1]] = [os.path.normpath(folder / item) if isinstance(item, str) else item for item in value]
     elif isinstance(value, dict):
         for key in value:
             _resolve(value, (key,), folder)

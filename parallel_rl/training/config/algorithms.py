@@ -1,4 +1,4 @@
-"""The section of each objective: how many steps, on what, by which loss."""
+"""The main sections of a config, one of which a run has: how many steps, on which data, by which loss."""
 
 from __future__ import annotations
 
@@ -291,14 +291,14 @@ def check_fields_available(
     """
     if choice.loss_class.paired and not paired:
         raise ValueError(
-            f"loss.name = {choice.name!r} reads (chosen, rejected) pairs; objective = 'preference' has them"
+            f"loss.name = {choice.name!r} reads (chosen, rejected) pairs; the section 'preference' has them"
         )
     if choice.scalar_head and not scalar_head:
         raise ValueError(f"loss.name = {choice.name!r} reads a scalar head, which the policy does not have")
     for name in choice.reads:
         if fields.get(name, "-") == "":
             continue
-        what = fields.get(name, f"which this objective does not have ({_listed(fields)})")
+        what = fields.get(name, f"which this section does not have ({_listed(fields)})")
         raise ValueError(f"loss.name = {choice.name!r} reads {name!r}, {what}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.config.sections import (
@@ -23,9 +22,11 @@ OBJECTIVES = ("rl", "preference", "sft", "distillation")
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A whole run: a supervised warm-up (optional), then the objective; `reward` is a checker's name or "module:function"."""
+    """A whole run: a supervised warm-up (optional), then one of `rl`, `preference`, `sft` and `distillation`.
 
-    objective: Literal["rl", "preference", "sft", "distillation"]
+    `reward` is a checker's name or "module:function".
+    """
+
     run: RunConfig
     tokenizer: TokenizerConfig
     data: DataConfig
@@ -42,20 +43,21 @@ class TrainConfig:
     distillation: DistillationConfig | None = None
 
     def __post_init__(self) -> None:
-        for name in OBJECTIVES:
-            given = getattr(self, name) is not None
-            if name == self.objective and not given:
-                raise ValueError(f"objective = {name!r} needs the section {name!r}, which is missing")
-            if name != self.objective and given:
-                raise ValueError(f"the section {name!r} has no effect with objective = {self.objective!r}; remove it")
-        if self.objective == "sft" and self.warmup is not None:
-            raise ValueError(
-                "the section 'warmup' has no effect with objective = 'sft', which is supervised throughout; remove it"
-            )
+        given = [name for name in OBJECTIVES if getattr(self, name) is not None]
+        if len(given) != 1:
+            has = f"{' and '.join(given)} are given" if given else "none is given"
+            raise ValueError(f"exactly one of the sections {', '.join(OBJECTIVES)} is needed; {has}")
+        if self.sft is not None and self.warmup is not None:
+            raise ValueError("the section 'warmup' has no effect with 'sft', which is supervised throughout; remove it")
         self._check_data()
         self._check_rl()
         self._check_sampling()
         self._check_model()
+
+    @property
+    def objective(self) -> str:
+        """The name of the main section: rl, preference, sft or distillation."""
+        return next(name for name in OBJECTIVES if getattr(self, name) is not None)
 
     @property
     def scalar_head(self) -> bool:
@@ -71,7 +73,7 @@ class TrainConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the policy that the objective begins with is kept."""
+        """Whether a frozen copy is kept of the policy that the main phase begins with."""
         if self.rl is not None:
             return self.rl.needs_reference
         return self.preference is not None and "reference_policy_logprobs" in self.preference.loss.reads
@@ -82,7 +84,7 @@ class TrainConfig:
             distillation is not None and distillation.rows == "policy"
         )
         examples = {
-            "the supervised steps": self.objective == "sft" or self.warmup is not None,
+            "the supervised phase": self.sft is not None or self.warmup is not None,
             "rl.experts": rl is not None and rl.experts > 0,
             "distillation.rows = 'examples'": distillation is not None and distillation.rows == "examples",
         }
@@ -90,15 +92,15 @@ class TrainConfig:
             (
                 "train",
                 prompts,
-                "sampling" if self.objective == "distillation" else "objective = 'rl' without data.rollouts",
+                "sampling" if distillation is not None else "the section 'rl' without data.rollouts",
             ),
             (
                 "examples",
                 any(examples.values()),
-                next((why for why, so in examples.items() if so), "the supervised steps"),
+                next((why for why, so in examples.items() if so), "a supervised phase"),
             ),
-            ("pairs", self.objective == "preference", "objective = 'preference'"),
-            ("rollouts", False, "objective = 'rl'"),
+            ("pairs", self.preference is not None, "the section 'preference'"),
+            ("rollouts", False, "the section 'rl'"),
             ("held_out", self.evaluation is not None, "the section 'evaluation'"),
         ):
             value = getattr(data, name)
@@ -165,7 +167,7 @@ class TrainConfig:
                     f"model.fused_head = True does not go with {self.objective}.loss.name = {section.loss.name!r}, which reads "
                     "the model's output itself"
                 )
-        if self.objective == "preference" and self.batch.sequences % 2:
+        if self.preference is not None and self.batch.sequences % 2:
             raise ValueError(f"batch.micro_batch_size = {self.batch.sequences} must be even: a pair is two rows")
         has_critic = self.rl is not None and self.rl.critic is not None
         if self.model.tie_embeddings and (self.scalar_head or has_critic):

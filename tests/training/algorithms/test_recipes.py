@@ -11,7 +11,7 @@ import pytest
 from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import losses
-from parallel_rl.recipes import find_recipe, load_recipe, loss_of, recipes, summary
+from parallel_rl.recipes import find_recipe, load_recipe, loss_of, main_section, recipes, summary
 from parallel_rl.training.config.load import load_config
 from tests.distributed.pool import WorldError, run_world
 from tests.training.helpers import LAYOUTS, cut, train_rows
@@ -76,7 +76,7 @@ SECTIONS = {
 def tiny(name: str, folder: Path, **more: object) -> list[str]:
     """The recipe with two small steps."""
     tree = read_tree(find_recipe(name))
-    objective = str(tree["objective"])
+    objective, _ = main_section(tree)
     sizes = {**SIZES, **SECTIONS[objective], "run.dir": folder}
     if tree.get("evaluation"):
         sizes["evaluation"] = "{samples: 1}"

@@ -168,7 +168,7 @@ def _sources(rank: int, given: list[str]) -> list[str]:
         found.append(str(refusal.value))
     teacher = f"distillation: {{steps: 1, batch_size: 2, optimizer: {{lr: 1e-3}}, teacher: {cases['flipped']}}}\n"
     config = small.folder.parent / f"distillation{rank}.yaml"
-    config.write_text(f"extends: {given[0]}\nobjective: distillation\nsft: null\n{teacher}")
+    config.write_text(f"extends: {given[0]}\nsft: null\n{teacher}")
     with pytest.raises(ValueError) as refusal:
         train(load_config(str(config), [*given[1:], f"--run.dir={new}"]))
     found.append(str(refusal.value))
