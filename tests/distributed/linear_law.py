@@ -136,29 +136,30 @@ def run_layout(
     return Outcome(share, reduced, squared, gradient, stray, place)
 
 
-def layouts(world: int) -> list[Layout]:
-    """TP and CP of 1 and 2; data parallelism, which is nothing to the head, in the largest world only."""
-    return [layout for layout in law.layouts(world) if layout.tp <= 2 and (world == 8 or layout.dp == 1)]
+def layouts(world: int, number: int | None = None) -> list[Layout]:
+    """TP and CP of 1 and 2; data parallelism, which is nothing to the head, in worlds of four only."""
+    return [layout for layout in law.layouts(world, number) if layout.tp <= 2 and (world == 4 or layout.dp == 1)]
 
 
-def check_world(rank: int, world: int, cases: list[Case]) -> list[tuple[str, str, Outcome, Tensor]]:
+def check_world(
+    rank: int, of_world: list[Layout], given: list[tuple[Case, Batch, Expected]]
+) -> list[tuple[str, str, Outcome, Tensor]]:
     """(case, layout, outcome, the weight's gradient summed over the world)."""
     found = []
-    of_case = {case.name: case.batch(5, False, torch.float64, 0.0) for case in cases}
-    wants = {case.name: law.expected(case, of_case[case.name]) for case in cases}
+    world = dist.get_world_size()
     groups_of: dict[tuple[int, int], tuple] = {}
     variant = 0
-    for layout in layouts(world):
+    for layout in of_world:
         key = (layout.tp, layout.cp)
         if key not in groups_of:
             groups_of[key] = law.make_groups(rank, world, *key)
-        for case in cases:
-            outcome = run_layout(layout, case, of_case[case.name], wants[case.name], *groups_of[key], variant)
+        for case, batch, want in given:
+            outcome = run_layout(layout, case, batch, want, *groups_of[key], variant)
             weight = outcome.weight.clone()
             dist.all_reduce(weight)
             found.append((case.name, layout.name, outcome, weight))
             variant += 1
-        variant += len(cases) % 2 == 0  # a case meets every variant
+        variant += len(given) % 2 == 0  # a case meets every variant
     return found
 
 
