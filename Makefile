@@ -4,11 +4,14 @@
 BIN := .venv/bin
 STAMP := .venv/.installed
 RANKS ?= 4
+PROCESSES ?= 2
 CONFIG ?= configs/grpo_arithmetic.yaml
 REPORT ?= runs/faults.jsonl
+# two processes with a pool of ranks each; a file's tests share the worlds that it launches
+PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh slurm/*.sbatch slurm/*.sh slurm/*.conf)
 
-.PHONY: help install demo test test-all test-slurm soak lint types format docs bench clean
+.PHONY: help install demo test test-slow test-all test-slurm soak lint types format docs bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -22,15 +25,18 @@ $(STAMP): pyproject.toml constraints.txt tools/install.sh
 demo: $(STAMP)  ## GRPO learns arithmetic on RANKS=4 CPU ranks (TP 2 x CP 2, sequence parallel, packed)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m parallel_rl.cli train $(CONFIG) --run.resume never
 
-test: $(STAMP)  ## the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow and not gpu and not slurm"
+test: $(STAMP)  ## every module in four minutes: each loss and feature on one layout that stands for the others
+	$(PYTEST) -m "not slow and not gpu and not slurm"
 
-test-all: $(STAMP)  ## the slow tests too
-	$(BIN)/python -m pytest -m "not gpu and not slurm"
+test-slow: $(STAMP)  ## the other layouts, dtypes and backends
+	$(PYTEST) -m "slow and not gpu and not slurm"
+
+test-all: $(STAMP)  ## both
+	$(PYTEST) -m "not gpu and not slurm"
 
 test-slurm: $(STAMP)  ## the tests on a private Slurm cluster; skipped where its packages cannot be had
 	tools/install_slurm.sh || echo "no Slurm packages: its tests will be skipped" >&2
-	$(BIN)/python -m pytest -m slurm
+	$(PYTEST) -m slurm tests/slurm
 
 soak: $(STAMP)  ## each fault of docs/reliability.md three times, and its table anew (half an hour)
 	tools/install_slurm.sh

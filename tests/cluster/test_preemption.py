@@ -120,6 +120,7 @@ def _train_on_a_full_disk(rank: int, given: list[str], folder: str) -> None:
         _train_for_a_job(rank, given, folder)
 
 
+@pytest.mark.slow
 def test_a_row_that_cannot_be_written_is_an_error_on_all_ranks_and_nothing_is_lost(tmp_path: Path) -> None:
     whole, full = tmp_path / "whole", tmp_path / "full"
     [expected, _] = run_world(2, train_rows, arguments(whole))

@@ -84,7 +84,7 @@ def _runs(*fast: Run, slow: tuple[Run, ...] = ()) -> pytest.MarkDecorator:
 @_runs(
     Run("core", 4, 6), Run("more", 4, 2), Run("truncated", 4, 2),
     slow=(
-        *(Run("core", world) for world in (1, 2, 4)), Run("core", 8, 3), Run("more", 4), Run("truncated", 4),
+        *(Run("core", world) for world in (1, 2, 4)), Run("core", 8, 3), Run("more", 4), Run("truncated", 4, 6),
         Run("recipes", 4, 2),
     ),
 )  # fmt: skip
@@ -92,7 +92,7 @@ def test_float64(case: law.Case, run: Run) -> None:
     _assert_law(case, run, Setting(), 1e-10)
 
 
-@_runs(Run("core", 4, 3), slow=(Run("core", 4), Run("more", 4, 3), Run("truncated", 4, 3)))
+@_runs(Run("core", 4, 3), slow=(Run("core", 4, 6), Run("more", 4, 3), Run("truncated", 4, 3)))
 def test_a_masked_data_rank(case: law.Case, run: Run) -> None:
     _assert_law(case, run, Setting(half_masked=True), 1e-10)
 

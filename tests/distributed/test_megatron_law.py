@@ -63,8 +63,19 @@ def _with_references(cases: list[Case]) -> list[tuple[Case, Outcome]]:
     return [(case, _references[key]) for case, key in zip(cases, keys, strict=True)]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=[",".join(f"{k}={v}" for k, v in way.items()) for way in WAYS])
-@pytest.mark.parametrize("world", list(LAYOUTS))
+@pytest.mark.parametrize(
+    ("world", "way"),
+    [
+        pytest.param(
+            world,
+            way,
+            id=f"{world}-{','.join(f'{k}={v}' for k, v in way.items())}",
+            marks=pytest.mark.slow if world == 2 and way not in WAYS[:2] else (),  # on four ranks, too
+        )
+        for world in LAYOUTS
+        for way in WAYS
+    ],
+)
 def test_every_layout_gives_the_gradients_of_one_process(world: int, way: dict[str, object]) -> None:
     # How the loss is scaled has nothing to do with tensor parallelism: there the first ways are enough.
     layouts = [case for case in LAYOUTS[world] if case.tp == 1 or way in WAYS[:2]]

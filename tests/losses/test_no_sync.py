@@ -202,10 +202,8 @@ def test_a_policy_loss_is_few_operators_beyond_its_statistics(name: str, most: i
     assert counts[0] - counts[1] <= most
 
 
-def collectives(rank: int, case: Case) -> list[tuple[list[str], list[str]]]:
+def collectives(rank: int, case: Case, groups: ParallelGroups) -> list[tuple[list[str], list[str]]]:
     """Of a loss on TP 2 x CP 2, for 2 and for 8 packed sequences."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    groups = ParallelGroups(tensor=pairs[0][rank // 2], context=pairs[1][rank % 2])
     found = []
     for rows in (2, 8):
         logits, data = make(rows, 64 // rows, 1 if has_scalar_head(case.loss) else V // 2, "cpu")
@@ -226,7 +224,9 @@ def collectives(rank: int, case: Case) -> list[tuple[list[str], list[str]]]:
 
 
 def collectives_of_all(rank: int) -> dict[str, list[tuple[list[str], list[str]]]]:
-    return {case.name: collectives(rank, case) for case in CASES}
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = ParallelGroups(tensor=pairs[0][rank // 2], context=pairs[1][rank % 2])
+    return {case.name: collectives(rank, case, groups) for case in CASES}
 
 
 TOKEN_LOSSES = ("nll", "value", "test_entropy")
