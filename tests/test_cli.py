@@ -117,6 +117,7 @@ def refused(rank: int, arguments: list[str]) -> tuple[int, str]:
         dist.destroy_process_group = keep
 
 
+@pytest.mark.slow
 def test_a_world_that_does_not_match_is_an_error_on_every_rank(tmp_path: Path) -> None:
     done = command("train", GRPO, "--run.dir", str(tmp_path), ranks=2)
     assert done.returncode != 0

@@ -17,7 +17,7 @@ from tests.slurm.faults import FAULTS, STEPS, WAIT, Case, Fault
 from tests.slurm.runs import Rows, arguments, checked, curve, submit, words
 
 pytestmark = pytest.mark.slurm
-AT_A_TIME = 3
+AT_A_TIME = 2 if "PYTEST_XDIST_WORKER" in os.environ else 3  # two beside a process that runs the other Slurm tests
 ROUNDS = int(os.environ.get("FAULT_ROUNDS", "1"))  # `make soak`: 3
 SEED = int(os.environ.get("FAULT_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 32)
 ONLY = os.environ.get("FAULTS", "")  # a regular expression for names

@@ -18,9 +18,10 @@ INSTANTS = {"env.sh": None, "the check": "check", "the ranks start": "torchrun"}
 
 
 def _held(folder: Path, at: str | None) -> dict[str, str]:
-    """Settings under which a job's first start rests for some seconds: in env.sh, or in the program named by `at`."""
+    """Settings under which a job's first start rests until it was asked to stop: in env.sh, or in the program named by `at`."""
     folder.mkdir()
-    rest = f'[ -n "${{SLURM_RESTART_COUNT:-}}" ] || {{ touch {folder}/here; sleep 8; }}\n'
+    asked = '[ -n "$asked$ended" ]' if at is None else '[ -e "$PARALLEL_RL_JOB_DIR/STOP" ]'
+    rest = f'[ -n "${{SLURM_RESTART_COUNT:-}}" ] || {{ touch {folder}/here; until {asked}; do sleep 0.1; done; }}\n'
     if at is None:
         (folder / "site.conf").write_text(rest)
         return {"SITE_CONF": str(folder / "site.conf")}

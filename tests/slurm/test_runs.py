@@ -73,19 +73,3 @@ def test_what_the_cluster_does_not_have_is_refused_at_once(
     sizes = ["--nodes=2", "--gpus-per-node=8", "--cpus-per-task=16", f"--output={tmp_path}/out"]
     done = cluster.run("sbatch", *sizes, *options, SCRIPT, CONFIG, check=False, cwd=ROOT)
     assert done.returncode and says in done.stderr
-
-
-@pytest.mark.parametrize(
-    "parallel, more, says",
-    [
-        ("{tensor: 2, context: 2}", {}, "the world has 2 ranks; parallel.tensor 2 × context 2 × pipeline 1 needs 4"),
-        ("{}", {"run.init_from": "nowhere"}, "run.init_from = 'nowhere' cannot be used"),
-        ("{}", {"rl.stesp": 3}, "unknown key rl.stesp = 3"),
-    ],
-)
-def test_what_does_not_fit_ends_the_job_before_its_ranks_start(
-    cluster: Cluster, parallel: str, more: dict[str, object], says: str, tmp_path: Path
-) -> None:
-    given = [*arguments(tmp_path / "run", STEPS, parallel), *(f"--{name}={value}" for name, value in more.items())]
-    said = checked(cluster, submit(cluster, tmp_path / "logs", 2, given), tmp_path / "logs", "FAILED")
-    assert says in said and not (tmp_path / "run").exists() and not list((tmp_path / "logs").rglob("stdout.log"))

@@ -69,26 +69,30 @@ def test_a_rank_that_dies_at_the_start_is_named(cluster: Cluster, tmp_path: Path
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize(
-    ("given", "what"),
-    [
-        ([CONFIG, "--parallel.tensor=2", "--parallel.context=1"], "the world has 1 ranks; parallel.tensor 2"),
-        (["configs/none.yaml"], "none.yaml does not exist"),
-        ([CONFIG, "--parallel={}", "--run.init_from=/none/step_1"], "/none/step_1"),
-    ],
-)
-def test_what_cannot_run_is_refused_by_one_process(
-    cluster: Cluster, tmp_path: Path, given: list[str], what: str
-) -> None:
-    number = submit(cluster, tmp_path / "logs", 1, [*given, f"--run.dir={tmp_path}/run"])
-    checked(cluster, number, tmp_path / "logs", "FAILED")
-    assert what in (tmp_path / "logs" / "batch.out").read_text()
-    assert re.match(
-        f"parallel-rl: job {number} failed: the check before .*: parallel-rl: error: .*{re.escape(what)}",
-        _end(tmp_path),
-    )
-    assert not list((tmp_path / "logs").rglob("node-*.log"))
-    assert not (tmp_path / "run").exists()
+REFUSED = [
+    ([CONFIG, "--parallel.tensor=2", "--parallel.context=1"], "the world has 1 ranks; parallel.tensor 2"),
+    (["configs/none.yaml"], "none.yaml does not exist"),
+    ([CONFIG, "--parallel={}", "--run.init_from=/none/step_1"], "run.init_from = '/none/step_1' cannot be used"),
+    ([CONFIG, "--parallel={}", "--rl.stesp=3"], "unknown key rl.stesp = 3"),
+]
+
+
+def test_what_cannot_run_is_refused_by_one_process(cluster: Cluster, tmp_path: Path) -> None:
+    """Jobs side by side: the config, the layout and the files that it names are looked at before any rank starts."""
+    folders = [tmp_path / str(number) for number in range(len(REFUSED))]
+    numbers = [
+        submit(cluster, folder / "logs", 1, [*given, f"--run.dir={folder}/run"])
+        for folder, (given, _) in zip(folders, REFUSED, strict=True)
+    ]
+    for folder, number, (_, what) in zip(folders, numbers, REFUSED, strict=True):
+        checked(cluster, number, folder / "logs", "FAILED")
+        assert what in (folder / "logs" / "batch.out").read_text()
+        assert re.match(
+            f"parallel-rl: job {number} failed: the check before .*: parallel-rl: error: .*{re.escape(what)}",
+            _end(folder),
+        )
+        assert not list((folder / "logs").rglob("node-*.log")) and not list((folder / "logs").rglob("stdout.log"))
+        assert not (folder / "run").exists()
 
 
 def _submit(cluster: Cluster, folder: Path, *given: str) -> subprocess.CompletedProcess[str]:

@@ -9,6 +9,8 @@ import pytest
 from tests.distributed.pool import run_world
 from tests.training.helpers import DATA, LAYOUTS, run, train_rows
 
+# two minutes; in seconds, three small steps are the same in config/test_algorithms.py
+pytestmark = pytest.mark.slow
 TOLERANCE = {"float64": (1e-8, 1e-12), "float32": (1e-5, 1e-6)}
 _rows: dict[tuple[str, str, str], list[dict[str, float | str]]] = {}
 
@@ -56,10 +58,7 @@ def compare(
             assert row[key] == pytest.approx(other[key], rel=relative, abs=absolute), f"{key} at step {row['step']}"
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=() if name == "PP 2" else pytest.mark.slow) for name in LAYOUTS if name != "one process"],
-)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one process"])
 def test_twenty_steps_in_float64(layout: str, tmp_path: Path) -> None:
     expected = twenty_steps("one process", "float64", tmp_path / "one")
     rows = twenty_steps(layout, "float64", tmp_path / "many")
@@ -73,7 +72,6 @@ def test_twenty_steps_in_float64(layout: str, tmp_path: Path) -> None:
     assert float(expected[-1]["kl_penalty"]) > 1e-3 and min(float(row["grad_norm"]) for row in expected) > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["TP 2 × CP 2 × SP packed", "PP 2"])
 def test_the_fused_head_changes_nothing(layout: str, tmp_path: Path) -> None:
     expected = twenty_steps("one process", "float64", tmp_path / "one")
@@ -81,7 +79,6 @@ def test_the_fused_head_changes_nothing(layout: str, tmp_path: Path) -> None:
     compare(rows, expected, "float64", set(expected[0]) - {"phase"})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one process"])
 def test_twenty_steps_in_float32(layout: str, tmp_path: Path) -> None:
     expected = twenty_steps("one process", "float32", tmp_path / "one")
@@ -89,7 +86,6 @@ def test_twenty_steps_in_float32(layout: str, tmp_path: Path) -> None:
     compare(rows, expected, "float32", {"loss", "grad_norm"})
 
 
-@pytest.mark.slow
 def test_data_parallel_and_gated_tied_model_in_float64(tmp_path: Path) -> None:
     model = {"model__gated": True, "model__tie_embeddings": True}
     expected = twenty_steps("one process", "float64", tmp_path / "one", **model)

@@ -230,22 +230,10 @@ def test_two_steps_with_a_teacher(name: str, tmp_path: Path) -> None:
     check(rows, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name == "ppo" else pytest.mark.slow)
-        for name in (
-            "ppo",
-            "chord",
-            "kto",
-            "reward_model",
-            "high_entropy",
-            "remax",
-            "reinforce_plus_plus",
-            "dapo",
-            "clip_cov",
-        )
-    ],
+    ["ppo", "chord", "kto", "reward_model", "high_entropy", "remax", "reinforce_plus_plus", "dapo", "clip_cov"],
 )
 def test_layouts_agree(name: str, tmp_path: Path) -> None:
     """What goes beyond one forward and backward: a critic, two kinds of rows, statistics of the step, greedy answers."""
