@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel_rl.layout import SequenceLayout
 from tests.distributed.megatron_cases import VOCAB, WIDTH, Case, make_data, make_model
 from tests.distributed.pool import preload, run_world
 
@@ -80,7 +81,7 @@ def _attention(rank: int, cp: int, lengths: list[int], dtype: torch.dtype) -> di
     (out * weight.double().flatten(1)).sum().backward()
 
     bounds = torch.tensor([0, *lengths]).cumsum(0)
-    layout = M.batch.SequenceLayout.packed(
+    layout = SequenceLayout.packed(
         bounds, seq_len=total, total=total, cp_size=cp, cp_rank=parallel_state.get_context_parallel_rank()
     )
     mine = bounds[layout.sequence_ids] + layout.positions
