@@ -26,7 +26,12 @@ class ValidCounts(NamedTuple):
 
 
 def valid_tokens(data: Mapping[str, Tensor], shift: bool = True) -> Tensor:
-    """[B, S] bool: the tokens that carry loss; one without a predictor (column 0) never does, unless none is needed."""
+    """[B, S] bool: the tokens that carry loss. Column 0 has no predictor and never does, unless `shift` is False.
+
+    >>> data = {"token_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "sample_mask": torch.tensor([1, 0])}
+    >>> valid_tokens(data).tolist()
+    [[False, True, False], [False, False, False]]
+    """
     mask = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
     if not shift:
         return mask
@@ -36,9 +41,14 @@ def valid_tokens(data: Mapping[str, Tensor], shift: bool = True) -> Tensor:
 def count_valid(
     batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], data_parallel_group: ProcessGroup | None = None
 ) -> ValidCounts:
-    """Global valid counts of one optimizer step, with one all-reduce over data parallel ranks.
+    """Count the valid sequences and tokens of one optimizer step, with one all-reduce over data parallel ranks.
 
         N_seq = Σ sample_mask        N_tok = Σ token_mask[:, 1:] · sample_mask
+
+    >>> batch = {"token_mask": torch.ones(2, 4), "sample_mask": torch.tensor([1.0, 1.0])}
+    >>> seqs, toks = count_valid([batch, batch])
+    >>> int(seqs), int(toks)
+    (4, 12)
 
     Args:
         batches: every micro-batch that this rank trains on in the step (or the only one), each whole on its context
@@ -78,7 +88,7 @@ def _check_masks(batches: Sequence[Mapping[str, Tensor]]) -> None:
 
 
 def check_aggregation(mode: Aggregation, max_length: int | None) -> None:
-    """Refuses a constant length without `max_length`, and `max_length` without it.
+    """Refuse a constant length without `max_length`, and `max_length` without it.
 
     Raises:
         ValueError: either of them.
@@ -92,9 +102,13 @@ def check_aggregation(mode: Aggregation, max_length: int | None) -> None:
 def token_weights(
     mode: Aggregation, tokens_per_sequence: Tensor, counts: ValidCounts, max_length: int | None = None
 ) -> Tensor:
-    """The weight of each sequence's tokens in the loss, [B] float64.
+    """Compute the weight of each sequence's tokens in the loss, [B] float64.
 
     token-mean 1/N_tok; seq-mean-token-mean 1/(N_seq·n_i); seq-mean-token-sum 1/N_seq; constant-length 1/(N_seq·L_max).
+
+    >>> counts = ValidCounts(torch.tensor(2), torch.tensor(10))
+    >>> token_weights("seq-mean-token-mean", torch.tensor([4, 6]), counts).tolist()
+    [0.125, 0.08333333333333333]
 
     Args:
         mode: one of the four.

@@ -20,17 +20,21 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Ranks in `group`; None is a group of one."""
+    """Count the ranks of `group`; None is a group of one.
+
+    >>> group_size(None)
+    1
+    """
     return 1 if group is None else dist.get_world_size(group)
 
 
 def group_rank(group: ProcessGroup | None) -> int:
-    """This process's rank in `group`; None is a group of one."""
+    """Return this process's rank in `group`; None is a group of one."""
     return 0 if group is None else dist.get_rank(group)
 
 
 def check_rank(rank: int | None, group: ProcessGroup | None) -> None:
-    """A caller's word on its rank, where it gave one, against the group's.
+    """Compare the rank that a caller gave, if any, with the group's.
 
     Raises:
         ValueError: they differ.
@@ -40,7 +44,7 @@ def check_rank(rank: int | None, group: ProcessGroup | None) -> None:
 
 
 def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[...] to [ranks, ...] in rank order, with one collective; without gradient."""
+    """Gather [...] to [ranks, ...] in rank order, with one collective; without gradient."""
     size = group_size(group)
     if size == 1:
         return x[None]
@@ -51,20 +55,20 @@ def all_gather(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 class Pending(NamedTuple):
-    """A collective under way, and where its result will be."""
+    """A collective under way, and the tensor that will hold its result."""
 
     result: Tensor
     work: dist.Work | None
 
     def wait(self) -> Tensor:
-        """The result; on a GPU the stream waits for it, not the host."""
+        """Return the result; on a GPU the stream waits for it, not the host."""
         if self.work is not None:
             self.work.wait()
         return self.result
 
 
 def all_gather_start(x: Tensor, group: ProcessGroup | None) -> Pending:
-    """[n, ...] to [ranks · n, ...] in rank order, while the caller goes on; without gradient."""
+    """Start to gather [n, ...] to [ranks · n, ...] in rank order; without gradient."""
     size = group_size(group)
     if size == 1:
         return Pending(x, None)
@@ -73,7 +77,7 @@ def all_gather_start(x: Tensor, group: ProcessGroup | None) -> Pending:
 
 
 def sum_start(x: Tensor, group: ProcessGroup | None, scatter: bool) -> Pending:
-    """Σ over ranks of [n, ...], in place, or with `scatter` this rank's [n / ranks, ...] of it, while the caller goes on."""
+    """Start Σ over ranks of [n, ...], in place, or with `scatter` of this rank's [n / ranks, ...] of it."""
     size = group_size(group)
     if size == 1:
         return Pending(x, None)
@@ -149,6 +153,10 @@ class ParallelGroups:
 
     `data` is without context parallelism (ranks that hold different sequences). `data_context` is data × context in
     one group, where the framework has it: `reduce_metrics` then costs one collective instead of two.
+
+    >>> groups = ParallelGroups()  # one process; else ParallelGroups.from_megatron(), or .from_device_mesh(mesh, data="dp")
+    >>> groups.tp_size, groups.dp_rank
+    (1, 0)
     """
 
     tensor: ProcessGroup | None = None
@@ -165,7 +173,7 @@ class ParallelGroups:
 
     @classmethod
     def from_megatron(cls) -> ParallelGroups:
-        """The groups of megatron-core's `parallel_state`.
+        """Take the groups of megatron-core's `parallel_state`.
 
         Raises:
             ValueError: `initialize_model_parallel` was not called.
@@ -187,7 +195,7 @@ class ParallelGroups:
     def from_device_mesh(
         cls, mesh: DeviceMesh, *, tensor: str | None = None, context: str | None = None, data: str | None = None
     ) -> ParallelGroups:
-        """The groups of the named dimensions of a `DeviceMesh`; a dimension left out is a group of one.
+        """Take the groups of the named dimensions of a `DeviceMesh`; a dimension left out is a group of one.
 
         Raises:
             ValueError: a name that the mesh does not have.
@@ -196,7 +204,7 @@ class ParallelGroups:
         for field, name in (("tensor", tensor), ("context", context), ("data", data)):
             if name is not None and name not in names:
                 raise ValueError(
-                    f"{field} = {name!r} is no dimension of the mesh; it has {', '.join(names) or 'no names'}"
+                    f"{field} = {name!r} is not a dimension of the mesh; it has {', '.join(names) or 'no names'}"
                 )
         return cls(*(None if name is None else mesh.get_group(name) for name in (tensor, context, data)))
 

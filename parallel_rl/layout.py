@@ -30,10 +30,16 @@ class SequenceLayout:
 
     A sequence's local positions are neighbours: sequence i holds `[offsets[i], offsets[i + 1])`.
 
+    >>> layout = SequenceLayout.padded(1, 8, cp_size=2, cp_rank=0)  # zigzag: the first and the last quarter
+    >>> layout.positions.tolist()
+    [0, 1, 6, 7]
+    >>> layout.shard(torch.arange(8)[None]).tolist()  # each position predicts the next token
+    [1, 2, 7, 0]
+
     Attributes:
         shape: (B, S) of the whole data.
         sequence_ids: [T_local] the row of the data that each position belongs to.
-        positions: [T_local] its place in the (padded) sequence; at or beyond the true length it is padding.
+        positions: [T_local] index in the (padded) sequence; at or beyond the true length it is padding.
         offsets: [B + 1] local segment bounds.
         lengths: [B] true lengths.
         local_shape: the leading shape of the logits, (B, S/cp) or (1, T/cp).
@@ -58,7 +64,7 @@ class SequenceLayout:
         cp_layout: CPLayout = "zigzag",
         device: torch.device | str | None = None,
     ) -> SequenceLayout:
-        """Rows of one length: the logits are [B, S/cp, V/tp].
+        """Lay out rows of one length: the logits are [B, S/cp, V/tp].
 
         Raises:
             ValueError: `seq_len` is not divisible by 2·cp (zigzag) or cp (contiguous), a rank outside the group, an
@@ -98,7 +104,7 @@ class SequenceLayout:
         cp_layout: CPLayout = "zigzag",
         device: torch.device | str | None = None,
     ) -> SequenceLayout:
-        """Sequences one after the other in one row: the logits are [1, T/cp, V/tp].
+        """Lay out sequences one after the other in one row: the logits are [1, T/cp, V/tp].
 
         Zigzag cuts every padded sequence into 2·cp chunks; contiguous cuts the whole row into cp parts.
 
@@ -112,7 +118,7 @@ class SequenceLayout:
 
         Raises:
             ValueError: shapes or dtypes; on host tensors also: not starting at 0, not increasing, a true length above
-                its padded one, padded lengths that are not divisible by it, a last bound that is not `total`.
+                its padded one, padded lengths that are not divisible by 2·cp, a last bound that is not `total`.
         """
         _check_cp(cp_size, cp_rank, cp_layout)
         padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
@@ -154,7 +160,7 @@ class SequenceLayout:
         return self._index(self.positions)
 
     def places(self, shift: bool = True) -> tuple[Tensor, Tensor]:
-        """`predicted`, or without a shift `held`."""
+        """Return `predicted`, or without a shift `held`."""
         return self.predicted if shift else self.held
 
     def _index(self, column: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,13 +169,13 @@ class SequenceLayout:
         return self.sequence_ids * self.shape[1] + column.clamp(max=last), valid
 
     def shard(self, field: Tensor, shift: bool = True, fill: float | int | bool = 0) -> Tensor:
-        """A whole, token-aligned field in the order of the local logits.
+        """Put a whole, token-aligned field into the order of the local logits.
 
         Args:
             field: [B, S], or [B, S, K] with K values a token.
             shift: True puts `field[i, t + 1]` where the logits of token t are, the position that predicts it; False
                 keeps `field[i, t]` there (what the model reads).
-            fill: what stands where no token is.
+            fill: the value at positions without a token.
 
         Returns:
             [T_local], or [T_local, K].
@@ -182,7 +188,7 @@ class SequenceLayout:
         return torch.where(valid.view(-1, *[1] * (field.dim() - 2)), local, fill)
 
     def take(self, field: Tensor, shift: bool = True) -> Tensor:
-        """`shard` for a caller that masks by itself: anything may stand where no token is.
+        """Do as `shard` for a caller that masks by itself: positions without a token hold anything.
 
         Raises:
             ValueError: a field of another shape.
@@ -195,26 +201,26 @@ class SequenceLayout:
         return field.reshape(-1, *field.shape[2:])[index]
 
     def unshard(self, local: Tensor, context_group: ProcessGroup | None = None, shift: bool = True) -> Tensor:
-        """The inverse of `shard`: [T_local] to [B, S], whole on every context rank, 0 where no position speaks of it."""
+        """Invert `shard`: [T_local] to [B, S], whole on every context rank, 0 for tokens that no position predicts."""
         index, valid = self.places(shift)
         whole = local.new_zeros(self.shape[0] * self.shape[1] + 1)
         whole = whole.scatter(0, torch.where(valid, index, whole.numel() - 1), local)[:-1]
         return group_sum(whole.view(self.shape), context_group)
 
     def segment_sum(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
-        """Sums [T_local] over each sequence, over all context ranks: [B], in float64 inside, differentiable."""
+        """Sum [T_local] over each sequence, over all context ranks: [B], in float64 inside, differentiable."""
         local = _SegmentSum.apply(x.to(torch.float64), self.offsets, self.sequence_ids)
         return group_sum(local, context_group).to(x.dtype)
 
     def segment_max(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
-        """The largest of [T_local] in each sequence, over all context ranks: [B], −inf for an empty one; no gradient."""
+        """Take the largest of [T_local] in each sequence, over all context ranks: [B], −inf for an empty one; no gradient."""
         most = x.new_full((self.shape[0],), -torch.inf).scatter_reduce(0, self.sequence_ids, x, "amax")
         if group_size(context_group) > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=context_group)
         return most
 
     def expand(self, per_sequence: Tensor) -> Tensor:
-        """[B] to [T_local]: each position gets its sequence's value; the gradient is the local segment sum."""
+        """Expand [B] to [T_local]: each position gets its sequence's value; the gradient is the local segment sum."""
         expanded: Tensor = _Expand.apply(per_sequence, self.offsets, self.sequence_ids)
         return expanded
 

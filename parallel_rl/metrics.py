@@ -22,7 +22,14 @@ class Metric(NamedTuple):
 
 
 class Metrics(Mapping[str, "Tensor"]):
-    """A loss's metrics on this rank: name → device scalar. Reading one never communicates; `reduce_metrics` combines them."""
+    """A loss's metrics on this rank: name → device scalar. Reading one never communicates; `reduce_metrics` combines them.
+
+    >>> metrics = Metrics({"loss": Metric("share", torch.tensor(0.5)), "tokens": Metric("count", torch.tensor(3.0))})
+    >>> metrics  # the numbers of this rank; printing waits for the device
+    Metrics(loss: share 0.5, tokens: count 3)
+    >>> float(metrics["loss"])
+    0.5
+    """
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self._metrics = {
@@ -41,10 +48,10 @@ class Metrics(Mapping[str, "Tensor"]):
         return len(self._metrics)
 
     def __repr__(self) -> str:
-        return f"Metrics({', '.join(f'{name}: {metric.kind}' for name, metric in self._metrics.items())})"
+        return f"Metrics({', '.join(f'{name}: {self._metrics[name].kind} {float(self[name]):.6g}' for name in self)})"
 
     def parts(self, name: str) -> Metric:
-        """The kind and the raw parts of one metric."""
+        """Return the kind and the raw parts of one metric."""
         return self._metrics[name]
 
 
@@ -66,7 +73,11 @@ _COMBINE = {
 
 
 def reduce_metrics(metrics: Sequence[Metrics], groups: ParallelGroups | None = None) -> dict[str, Tensor]:
-    """The numbers that one process with the whole global batch would log.
+    """Combine metrics to the numbers that one process with the whole global batch would log.
+
+    >>> part = Metrics({"loss": Metric("share", torch.tensor(0.25)), "ratio_max": Metric("max", torch.tensor(1.5))})
+    >>> {name: float(value) for name, value in reduce_metrics([part, part]).items()}
+    {'loss': 0.5, 'ratio_max': 1.5}
 
     Shares and counts are summed, extrema stay extrema, a ratio is divided last. Every rank of the last pipeline stage
     calls it with the metrics of its micro-batches of one step; it costs one all-gather of the K parts (two, where

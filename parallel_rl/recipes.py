@@ -23,12 +23,15 @@ _FOLDER = Path(__file__).parent / "configs" / "recipes"
 
 
 def recipes() -> dict[str, Path]:
-    """Every recipe's file by its name, in alphabetical order."""
+    """List every recipe's file by its name, in alphabetical order."""
     return {path.stem: path for path in sorted(_FOLDER.resolve().glob("*.yaml"))}
 
 
 def find_recipe(name: str) -> Path:
-    """The file of a recipe; case, hyphens, underscores, dots and blanks in its name do not matter, and + is "plus".
+    """Find the file of a recipe; case, hyphens, underscores, dots and blanks in its name do not matter, and + is "plus".
+
+    >>> find_recipe("Dr. GRPO").name
+    'dr_grpo.yaml'
 
     Raises:
         ValueError: an unknown name, with the nearest ones.
@@ -40,7 +43,11 @@ def find_recipe(name: str) -> Path:
 
 
 def load_recipe(name: str) -> tuple[type[LossFn], object]:
-    """The loss class of a recipe and its config; for a recipe with a critic, those of the policy.
+    """Load the loss class of a recipe and its config; for a recipe with a critic, those of the policy.
+
+    >>> loss_class, config = load_recipe("GSPO")
+    >>> loss_class.__name__
+    'PolicyLossFn'
 
     Raises:
         ValueError: an unknown name, with the nearest one; options that do not fit.
@@ -53,12 +60,12 @@ def load_recipe(name: str) -> tuple[type[LossFn], object]:
 
 
 def summary(path: Path) -> str:
-    """What a recipe is: the first line of its file."""
+    """Read the first line of a recipe's file, which says what it is."""
     return path.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ").rstrip()
 
 
 def loss_of(tree: Mapping[str, object]) -> Mapping[str, object] | None:
-    """The mapping {name: ..., options: ...} of a recipe's loss."""
+    """Return the mapping {name: ..., options: ...} of a recipe's loss, if it has one."""
     loss = main_section(tree)[1].get("loss")
     return loss if isinstance(loss, Mapping) else None
 

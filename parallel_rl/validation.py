@@ -1,4 +1,4 @@
-"""Checks of values, and the agreement that makes a fault on one rank an error on all of its group."""
+"""The switch for checks that look at values; shapes, dtypes and configs are always checked."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ _mode: ValidationMode = "auto"
 
 
 def set_validation(mode: ValidationMode) -> None:
-    """Chooses when values (not only shapes) are checked.
+    """Choose when values (not only shapes) are checked.
 
-    "auto": on tensors in host memory, where a look costs nothing. "always": on device tensors too, at the price of a
+    >>> set_validation("auto")
+
+    "auto": on tensors in host memory, where it is free. "always": on device tensors too, at the price of a
     host sync. "never": shapes, dtypes and configs only. Where values are checked, one small MAX all-reduce over each
     group tells every rank of a fault found by one of them, and all raise the same error. "always" compares the tensor ranks'
     upstream gradients in the backward, too.
@@ -33,13 +35,18 @@ def set_validation(mode: ValidationMode) -> None:
 
 
 def get_validation() -> ValidationMode:
-    """The mode that `set_validation` set."""
+    """Return the mode that `set_validation` set."""
     return _mode
 
 
 @contextmanager
 def validation(mode: ValidationMode) -> Iterator[None]:
-    """`set_validation` for the length of a `with` block."""
+    """Set the mode within a `with` block.
+
+    >>> with validation("never"):
+    ...     get_validation()
+    'never'
+    """
     before = _mode
     set_validation(mode)
     try:
@@ -49,5 +56,5 @@ def validation(mode: ValidationMode) -> Iterator[None]:
 
 
 def checks_values(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` are looked at in the present mode."""
+    """Whether the present mode checks the values of `tensor`."""
     return _mode == "always" or (_mode == "auto" and tensor.device.type == "cpu")

@@ -76,7 +76,7 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
         ([GRPO, "--parallel", "{}", "--reward", "nobody:knows"], "reward = 'nobody:knows' cannot be loaded"),
         ([GRPO, "--parallel", "{}", "--model.max_positions", "8"], "model.max_positions = 8 is too few"),
         (["nowhere.yaml"], "nowhere.yaml does not exist"),
-        ([GRPO, "stray"], "'stray' is no override"),
+        ([GRPO, "stray"], "'stray' is not an override"),
         ([], "there is no config: write parallel-rl train CONFIG, or parallel-rl train --recipe NAME"),
         (["--recipe", "gpso"], "there is no recipe 'gpso'; did you mean 'gspo'?"),
         (["--recipe", "grpo", GRPO], "give a config file or a recipe"),

@@ -165,7 +165,7 @@ def test_reading_a_metric() -> None:
     assert metrics["a"].item() == 2 and not metrics["a"].requires_grad
     assert metrics["b"].item() == 0.5 and metrics.parts("b").denominator.item() == 4  # type: ignore[union-attr]
     assert metrics["ratio"].item() == 0.0  # of this rank alone, whose denominator is 0
-    assert len(metrics) == 9 and list(metrics)[:2] == ["a", "b"] and "a: share, b: ratio" in repr(metrics)
+    assert len(metrics) == 9 and list(metrics)[:2] == ["a", "b"] and repr(metrics).startswith("Metrics(a: share ")
     with pytest.raises(KeyError):
         metrics["c"]
 

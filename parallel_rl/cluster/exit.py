@@ -1,4 +1,4 @@
-"""The end of a rank that failed: what it says, and that it ends."""
+"""End a rank that failed: one line for its cause, and an exit that nothing holds up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAST_SECONDS = 10.0  # for a process that fails to end by itself
 
 
 def failed(error: BaseException) -> int:
-    """Says `parallel-rl: error (rank R, rl step S): cause`.
+    """Print `parallel-rl: error (rank R, rl step S): cause`, after a traceback where the cause is not one that was meant.
 
     Returns:
         the exit status: 2 where a config, data or world does not fit, else 1.
@@ -41,6 +41,8 @@ def failed(error: BaseException) -> int:
 
 
 def _is_meant(error: BaseException) -> bool:
-    """Whether this package raised it on purpose: its message says all, and its traceback nothing."""
+    """Whether this package raised it on purpose, or the system names a file: the message says all, the traceback nothing."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return True
     last = traceback.extract_tb(error.__traceback__)[-1:]
     return isinstance(error, RuntimeError) and bool(last) and last[0].filename.startswith(_OURS)

@@ -1,4 +1,4 @@
-"""What this rank is at: told by the work itself, read by the hang watch and by the messages of errors."""
+"""Progress of this rank: reported by the work itself, read by the watchdog and by error messages."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ _progress = _Progress()
 
 
 def tick(doing: str) -> None:
-    """Something moved: `doing` begins now."""
+    """Report that something moved: `doing` begins now."""
     _progress.moves += 1
     _progress.doing = doing
 
 
 def enter_step(phase: str, step: int) -> None:
-    """Step `step` of a phase, counted from 1, begins now."""
+    """Report that step `step` of a phase, counted from 1, begins now."""
     _progress.phase, _progress.step = phase, step
     tick("the step's data")
 
 
 def reset() -> None:
-    """A run begins."""
+    """Start over, for a new run."""
     _progress.phase, _progress.step = None, 0
     tick("starting up")
 
 
 def moves() -> int:
-    """How often something moved."""
+    """Count how often something moved."""
     return _progress.moves
 
 
 def doing() -> str:
-    """What began last."""
+    """Return the work that began last."""
     return _progress.doing
 
 
 def step_name() -> str:
-    """The step, as in "rl step 7"; empty before the first."""
+    """Name the step, as in "rl step 7"; empty before the first."""
     return "" if _progress.phase is None else f"{_progress.phase} step {_progress.step}"

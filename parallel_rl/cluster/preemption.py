@@ -27,14 +27,14 @@ _listens = False
 
 @dataclass(frozen=True)
 class Boundary:
-    """What all ranks agreed on between two steps: the cause and the rank of a stop, and whether work failed on any rank."""
+    """The agreement of all ranks between two steps: the cause and the rank of a stop, and whether work failed on any rank."""
 
     stop: str | None
     failed: bool
 
 
 def listen() -> None:
-    """Remembers SIGUSR1 and SIGTERM from now to the end of the process, in place of dying of them; from the main thread.
+    """Remember SIGUSR1 and SIGTERM from now to the end of the process, in place of dying of them; from the main thread.
 
     The command does, as its first act; a program of its own that calls `train` may.
     """
@@ -47,14 +47,14 @@ def listen() -> None:
 
 
 def ignore_signals() -> None:
-    """From now to the end of a process that listens, SIGUSR1 and SIGTERM have no effect: what is left to do is to end."""
+    """Ignore SIGUSR1 and SIGTERM from now to the end of a process that listens: what is left to do is to end."""
     if _listens:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 def agree(device: torch.device, failed: bool) -> Boundary:
-    """What the ranks know of, on every rank; one all-reduce.
+    """Share what the ranks know with every rank; one all-reduce.
 
     Args:
         device: where the world communicates.
@@ -75,7 +75,7 @@ def agree(device: torch.device, failed: bool) -> Boundary:
 
 
 def ask_for_restart(text: str) -> bool:
-    """Leaves the marker, where there is a folder for it, with a line on what stopped and how it goes on; on one rank.
+    """Leave the marker, where there is a folder for it, with a line on what stopped and how it goes on; on one rank.
 
     Raises:
         OSError: it cannot be written.

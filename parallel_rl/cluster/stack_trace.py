@@ -1,4 +1,4 @@
-"""What a thread waits for, read off its Python frames."""
+"""Find out what a thread waits for, from its Python frames."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a thread is: the collective that it is in, if any, and the line of this package (or of who calls torch)."""
+    """The place of a thread: the collective that it is in, if any, and the line of this package (or of who calls torch)."""
 
     collective: str | None
     line: str
@@ -39,7 +39,7 @@ class Place:
 
 
 def main_thread() -> tuple[Place, tuple[tuple[int, int], ...]]:
-    """Where the main thread is now, and a mark that stays the same as long as it does not move at all."""
+    """Locate the main thread, with a mark that stays the same as long as it does not move at all."""
     ident = threading.main_thread().ident
     assert ident is not None
     frame: FrameType | None = sys._current_frames()[ident]
@@ -52,7 +52,7 @@ def main_thread() -> tuple[Place, tuple[tuple[int, int], ...]]:
 
 
 def of_traceback(trace: TracebackType | None) -> Place:
-    """Where an exception was raised."""
+    """Locate the raise of an exception."""
     lines: list[Line] = []
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -62,7 +62,7 @@ def of_traceback(trace: TracebackType | None) -> Place:
 
 
 def _place(lines: Sequence[Line]) -> Place:
-    """Of frames, the innermost first."""
+    """Locate frames, the innermost first."""
     if not lines:
         return Place(None, "an unknown place")
     # the outermost: all_gather_object calls all_gather

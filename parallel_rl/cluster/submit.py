@@ -1,4 +1,4 @@
-"""The job of `parallel-rl submit`: the `sbatch` that one would type, with the site's settings, and its record by the run."""
+"""Plan and submit the job of `parallel-rl submit`: the `sbatch` that one would type, with the site's settings; record it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?(?::(\
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks for; what is None is the site's or the script's.
+    """Resources of a job; None leaves a value to the site or the script.
 
     Attributes:
         nodes: whole nodes.
@@ -62,13 +62,13 @@ class Job:
     logs: str
 
     def __str__(self) -> str:
-        """As one would type it."""
+        """Render it as one would type it."""
         given = [f"{name}={shlex.quote(value)}" for name, value in sorted(self.environment.items())]
         return " ".join([*given, shlex.join(self.command)])
 
 
 def plan(resources: Resources, arguments: Sequence[str]) -> Job:
-    """The job that trains with `arguments`, those of `parallel-rl train`, from the present folder.
+    """Plan the job that trains with `arguments`, those of `parallel-rl train`, from the present folder.
 
     Raises:
         ValueError: site settings that cannot be read, or that would win over what was asked for; a time limit that sbatch
@@ -100,7 +100,7 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
 
 
 def submit(job: Job, folder: Path, config: str) -> str:
-    """Submits the job, and keeps its command, its script's files and its config in a new folder below the run's. The record is
+    """Submit the job, and keep its command, its script's files and its config in a new folder below the run's. The record is
     there before the job is: none runs without.
 
     Args:
@@ -135,7 +135,10 @@ def submit(job: Job, folder: Path, config: str) -> str:
 
 
 def seconds(time: str) -> int | None:
-    """A time limit in one of sbatch's forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, up to whole minutes; None where there is none.
+    """Read a time limit in one of sbatch's forms, M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, up to whole minutes; None: no limit.
+
+    >>> seconds("8:00:00"), seconds("1-12"), seconds("unlimited")
+    (28800, 129600, None)
 
     Raises:
         ValueError: another form.
@@ -162,7 +165,7 @@ def _sbatch(job: Job) -> str:
 
 
 def _on_offer() -> str:
-    """What the cluster has, where it says so."""
+    """List what the cluster has, where it says so."""
     with contextlib.suppress(OSError):
         done = subprocess.run(
             ["sinfo", "-h", "-o", "  %P %D nodes, each %c CPUs, %G, at most %l"], capture_output=True, text=True
@@ -173,21 +176,21 @@ def _on_offer() -> str:
 
 
 def _settings() -> dict[str, str]:
-    """What of the shell's environment the job reads: sbatch hands it on, and another shell would not have it."""
+    """Collect the settings of the shell's environment that the job reads: another shell would not have them."""
     names = set(_SETTING.findall((_FILES / "env.sh").read_text(encoding="utf-8"))) | {"SITE_CONF", "JOB_FILES"}
     names = {name for name in names if not name.startswith("SLURM_")}
     return {name: value for name, value in os.environ.items() if name in names or name.startswith(_LIBRARIES)}
 
 
 def _logs(flags: Mapping[str, str], site: Mapping[str, str]) -> str:
-    """Where the logs of job %j come, in words."""
+    """Say where the logs of job %j come."""
     name = flags.get("job-name") or site.get("SBATCH_JOB_NAME") or "parallel-rl"
     batch = flags.get("output") or site.get("SBATCH_OUTPUT") or f"slurm-{name}-%j.out"
     return f"its log comes to {batch}, those of the ranks to {site.get('LOG_DIR') or 'runs/slurm'}/%j"
 
 
 def _ranks(resources: Resources, site: Mapping[str, str], path: Path) -> int:
-    """Ranks of a node."""
+    """Count the ranks of a node."""
     wanted, held, gpus = resources.ranks_per_node, site.get("NPROC_PER_NODE"), _gpus(resources, site)
     if wanted is not None and held != str(wanted):
         raise ValueError(
@@ -204,7 +207,7 @@ def _ranks(resources: Resources, site: Mapping[str, str], path: Path) -> int:
 
 
 def _gpus(resources: Resources, site: Mapping[str, str]) -> int:
-    """GPUs of a node: as sbatch would have it, from its options, the environment or the script."""
+    """Count the GPUs of a node, as sbatch would: from its options, the environment or the script."""
     if resources.gpus_per_node is not None:
         return resources.gpus_per_node
     found = re.search(r"^#SBATCH --gpus-per-node=(\S+)$", (_FILES / _SCRIPT).read_text(encoding="utf-8"), re.MULTILINE)
@@ -222,7 +225,7 @@ def _number(name: str, digits: str, text: str | None = None) -> int:
 
 
 def _site(path: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """What the environment holds once the site's file is sourced on top of what the job is given, as the job will source it."""
+    """Return the environment once the site's file is sourced on top of the job's settings, as the job will source it."""
     environment = {**os.environ, **given}
     if not path.exists():
         if os.environ.get("SITE_CONF"):

@@ -1,4 +1,4 @@
-"""The hang watch: a thread beside the run that sees when nothing moves any more, and then says who waits for whom.
+"""The watchdog: a thread beside the run that notices when nothing moves any more, and then reports who waits for whom.
 
 A rank that waits in a collective for nearly `run.timeout` seconds raises the alarm; so does one whose collective fails because
 a peer is gone, and one that fails by itself. Every rank then leaves word of where it is in a store outside the ranks
@@ -34,7 +34,7 @@ _ANSWER = 5.0  # of the store
 
 @contextlib.contextmanager
 def watching(timeout: float) -> Iterator[None]:
-    """Watches over what is inside, on each rank of a world that a launcher set up; elsewhere it does nothing.
+    """Watch over what is inside, on each rank of a world that a launcher set up; elsewhere it does nothing.
 
     Where a collective fails or nothing moves, the process ends with status 1 and the report; torchrun ends the others. Other
     exceptions go through, once the other ranks have heard of them.
@@ -94,13 +94,13 @@ class _Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch."""
+        """End the watch."""
         self._closed = True
         self._wake.set()
         self._thread.join(_GATHER + _ANSWER)
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others; where `error` is a collective's failure, the process ends here."""
+        """Report to the others; where `error` is a collective's failure, the process ends here."""
         gone = lost_peer(error)
         if gone is None:
             text = str(error).strip().splitlines()
@@ -128,7 +128,7 @@ class _Watch:
             self._told.set()
 
     def _connect(self) -> None:
-        """To torchrun's store; without torchrun, to that of the first rank."""
+        """Connect to torchrun's store; without torchrun, to that of the first rank."""
         self._store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
             int(os.environ["MASTER_PORT"]),
@@ -162,13 +162,13 @@ class _Watch:
             self._store.set(self._key(f"beat/{self._rank}"), f"{time.time()} {self._mine().to_json()}")
 
     def _tell(self, post: Post) -> None:
-        """Leaves word that this rank fails, and gives the others a moment to take note."""
+        """Report that this rank fails, and give the others a moment to take note."""
         self._leave(post, "failed")
         self._told.set()
         self._closed = True
 
     def _answer(self) -> None:
-        """Another rank raised the alarm."""
+        """Handle an alarm that another rank raised."""
         if self._store.get(self._key("alarm")) == b"failed":
             end = time.monotonic() + 2 * self._look_every  # this one may be about to fail alike
             while time.monotonic() < end and not (self._failure or self._lost or self._closed):
@@ -197,7 +197,7 @@ class _Watch:
         self._end("")
 
     def _leave(self, post: Post, why: str) -> None:
-        """This rank's word, with the alarm; then waits a little for that of all."""
+        """Send this rank's report, with the alarm; then wait a little for those of all."""
         self._store.append(self._key("posts"), post.to_json() + "\n")  # type: ignore[attr-defined]  # torch's stub lacks it
         if why == "failed" or not self._store.check([self._key("alarm")]):
             self._store.set(self._key("alarm"), why)
@@ -228,7 +228,7 @@ class _Watch:
         )
 
     def _storeless(self, how: str) -> str:
-        """What can be said without the store."""
+        """Report what is known without the store."""
         mine = self._lost or self._mine()
         who = "torchrun's agent" if self._agent is not None else "rank 0"
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -238,7 +238,7 @@ class _Watch:
         return f"parallel-rl: error{name_of(self._rank, mine.step)}: {cause}; this rank {where(mine)}\n"
 
     def _waits(self) -> bool:
-        """In a collective; or for the GPU, whose stream stands behind one."""
+        """Whether it is in a collective, or waits for the GPU, whose stream stands behind one."""
         if self._place.collective is not None:
             return True
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):

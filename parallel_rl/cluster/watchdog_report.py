@@ -1,4 +1,4 @@
-"""What is said of a run that stands still: where each rank is, and who is missing."""
+"""The report on a run that stands still: where each rank is, and who is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Kind = Literal["waits", "busy", "failed"]
 
 @dataclass(frozen=True)
 class Post:
-    """Where a rank is.
+    """The whereabouts of a rank.
 
     Attributes:
         kind: it waits in a collective, is busy with something else, or failed.
@@ -40,12 +40,12 @@ class Post:
 
 
 def post_of(text: str | bytes) -> Post:
-    """The inverse of `to_json`."""
+    """Invert `to_json`."""
     return Post(**json.loads(text))
 
 
 def report(mine: Post, posts: Mapping[int, Post], heard: Mapping[int, tuple[Post, float]], world: int) -> str:
-    """Lines for standard error.
+    """Write the lines for standard error.
 
     Args:
         mine: of this rank.
@@ -80,12 +80,12 @@ def report(mine: Post, posts: Mapping[int, Post], heard: Mapping[int, tuple[Post
 
 
 def name_of(rank: int, step: str) -> str:
-    """The rank and the step of a message."""
+    """Name the rank and the step of a message."""
     return f" (rank {rank}, {step})" if step else f" (rank {rank})"
 
 
 def where(post: Post) -> str:
-    """What a rank does, as the end of a sentence about it."""
+    """End a sentence about a rank with what it does."""
     if post.kind != "waits":
         return f"is at {post.what}, in {post.doing}"
     since = f"it failed: {post.reason}" if post.reason else f"it last moved {post.age:.1f} s ago"

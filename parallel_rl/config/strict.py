@@ -13,11 +13,20 @@ ConfigT = TypeVar("ConfigT")
 
 
 def configure(cls: type[ConfigT], value: ConfigT | Mapping | str | None = None, where: str = "") -> ConfigT:
-    """The dataclass `cls` from an instance, a mapping (nested mappings for nested dataclasses) or None (all defaults).
+    """Make the dataclass `cls` from an instance, a mapping (nested mappings for nested dataclasses) or None (all defaults).
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Options:
+    ...     beta: float = 0.1
+    >>> configure(Options, {"beta": 1})
+    Options(beta=1.0)
+    >>> configure(Options, {"betta": 1}, "loss.options")
+    Traceback (most recent call last):
+    ValueError: unknown key loss.options.betta = 1 in Options; did you mean 'beta'?
 
     Args:
-        cls: a dataclass, whose `__post_init__` checks what concerns several keys; or a family of `Variants`, chosen by name.
-        value: an instance of `cls` (returned as it is, its fields' types looked at), a mapping of its field names, or None.
+        cls: a dataclass, whose `__post_init__` checks keys against each other; or a family of `Variants`, chosen by name.
+        value: an instance of `cls` (its fields' types are checked), a mapping of its field names, or None.
         where: dotted path of this value in the whole config, for the error messages.
 
     Raises:
@@ -80,7 +89,11 @@ class Variants:
 
 
 def nearest(key: str, valid: typing.Iterable[str]) -> str:
-    """The tail of an error message: the valid name closest to `key`, or all of them."""
+    """End an error message: the valid name closest to `key`, or all of them.
+
+    >>> nearest("gpso", ["gspo", "dpo"])
+    "did you mean 'gspo'?"
+    """
     names = sorted(valid)
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"

@@ -15,7 +15,7 @@ _PATHS = (("data",), ("run", "init_from"), ("rl", "teacher"), ("distillation", "
 
 
 def read_tree(path: Path) -> Tree:
-    """What a YAML file says, on top of the file that its key `extends` names (relative to it), if any.
+    """Read a YAML file, on top of the file that its key `extends` names (relative to it), if any.
 
     Mappings are merged key by key, anything else is replaced. A mapping with another `name` is another variant, and replaces
     the whole one below it. Relative paths start at the folder of the file that has them.
@@ -27,7 +27,11 @@ def read_tree(path: Path) -> Tree:
 
 
 def merged(below: Mapping[str, object], above: Mapping[str, object]) -> Tree:
-    """`above` on top of `below`, see `read_tree`."""
+    """Merge `above` on top of `below`, see `read_tree`.
+
+    >>> merged({"loss": {"name": "dpo", "beta": 0.1}, "steps": 5}, {"loss": {"beta": 0.2}})
+    {'loss': {'name': 'dpo', 'beta': 0.2}, 'steps': 5}
+    """
     out = dict(below)
     for key, value in above.items():
         old = out.get(key)
@@ -38,7 +42,12 @@ def merged(below: Mapping[str, object], above: Mapping[str, object]) -> Tree:
 
 
 def override(tree: Tree, arguments: Sequence[str]) -> None:
-    """Sets "--a.b", "value" or "--a.b=value" in `tree`, the value in YAML.
+    """Set "--a.b", "value" or "--a.b=value" in `tree`, the value in YAML.
+
+    >>> tree = {"rl": {"steps": 5}}
+    >>> override(tree, ["--rl.steps", "7", "--run.dir=here"])
+    >>> tree
+    {'rl': {'steps': 7}, 'run': {'dir': 'here'}}
 
     Raises:
         ValueError: an override without a value, or one below a value.
@@ -53,7 +62,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no valid YAML: {error}") from None
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} holds {type(tree).__name__}; a mapping of sections is needed")
     for keys in _PATHS:
@@ -98,7 +107,7 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
     while items:
         name = items.pop(0)
         if not name.startswith("--") or len(name) == 2:
-            raise ValueError(f"{name!r} is no override; write --section.key value")
+            raise ValueError(f"{name!r} is not an override; write --section.key value")
         name, equals, text = name[2:].partition("=")
         if not equals:
             if not items or items[0].startswith("--"):
@@ -107,7 +116,7 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
         try:
             pairs.append((name, yaml.safe_load(text)))
         except yaml.YAMLError:
-            raise ValueError(f"the value of --{name}, {text!r}, is no valid YAML") from None
+            raise ValueError(f"the value of --{name}, {text!r}, is not valid YAML") from None
     return pairs
 
 

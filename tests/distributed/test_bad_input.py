@@ -162,7 +162,7 @@ def test_groups_of_the_wrong_size() -> None:
             told,
             (
                 "data_context has 4 ranks; data × context has 1 × 2 = 2",
-                "tensor = 'model' is no dimension of the mesh; it has context, tensor",
+                "tensor = 'model' is not a dimension of the mesh; it has context, tensor",
                 r"the logits .* shape \[4, 4\]; data of shape \[4, 8\] over cp = 1 needs \[4, 8\]",
                 r"the logits .* shape \[4, 4\]; data of shape \[4, 8\] over cp = 4 .*",
                 r"the logits' last dimension is 6 on tensor rank 0 of 1, but vocab_size = 11 .*",

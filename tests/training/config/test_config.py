@@ -111,8 +111,8 @@ def test_what_does_not_fit_is_named(overrides: dict[str, object], message: str) 
     [
         (["--run.seed"], "the override --run.seed has no value"),
         (["--run.seed", "--run.dir", "x"], "the override --run.seed has no value"),
-        (["run.seed", "3"], "'run.seed' is no override"),
-        (["--run.seed", "[1"], "is no valid YAML"),
+        (["run.seed", "3"], "'run.seed' is not an override"),
+        (["--run.seed", "[1"], "is not valid YAML"),
     ],
 )
 def test_malformed_overrides(arguments: list[str], message: str) -> None:
@@ -125,7 +125,7 @@ def test_malformed_files(tmp_path: Path) -> None:
         load_config(str(tmp_path / "nowhere.yaml"))
     file = tmp_path / "config.yaml"
     for text, message in (
-        ("a: [", "is no valid YAML"),
+        ("a: [", "is not valid YAML"),
         ("- 1", "a mapping of sections is needed"),
         ("a: 1", "unknown key a = 1"),
     ):
