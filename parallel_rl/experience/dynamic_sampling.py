@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.agreement import communication_device
 from parallel_rl.experience.samples import Samples
-from parallel_rl.groups import ParallelGroups
+from parallel_rl.groups import ParallelGroups, sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,7 @@ def draw_groups(
         ValueError: prompts are missing after the last round and are not to be masked; on all data ranks alike.
     """
     parts: list[tuple[Samples, Tensor]] = []
+    device = communication_device(groups.data, torch.device("cpu"))
     group_at, missing, tried, left = [0] * count, list(range(count)), 0, 0
     for number in range(1 if dynamic is None else dynamic.max_rounds):
         found = draw(missing, number)
@@ -99,7 +99,7 @@ def draw_groups(
             for place in missing:
                 group_at[place], tried = tried, tried + 1
             missing = [place for place, good in zip(missing, stays, strict=True) if not good]
-        left = 0 if dynamic is None else _total(len(missing), groups)
+        left = 0 if dynamic is None else sum_over_ranks(len(missing), groups.data, device)
         if not left:
             break
     if dynamic is not None and left and dynamic.exhausted == "error":
@@ -114,11 +114,3 @@ def draw_groups(
     keep = torch.tensor([group not in masked for group in order], device=rewards.device).repeat_interleave(size)
     samples = Samples.concat([part for part, _ in parts]).select(rows)
     return Drawn(samples, rewards[rows.to(rewards.device)], keep, parts[0][1], tried)
-
-
-def _total(number: int, groups: ParallelGroups) -> int:
-    if groups.dp_size == 1:
-        return number
-    total = torch.tensor([number], device=communication_device(groups.data, torch.device("cpu")))
-    dist.all_reduce(total, group=groups.data)
-    return int(total)

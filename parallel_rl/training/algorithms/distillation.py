@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from parallel_rl.experience import Samples, padded_samples
 from parallel_rl.training.algorithms.supervised import example_rows
-from parallel_rl.training.batching.micro_batches import Rows, local_share, make_rows
+from parallel_rl.training.batching.micro_batches import local_share
 from parallel_rl.training.config.algorithms import DistillationConfig
 from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.scoring import with_teacher_logits
@@ -23,9 +24,9 @@ def distillation_step(session: Session, config: DistillationConfig, at: TrainPro
     return combine_updates([policy.update(batches, at.step)])
 
 
-def _completions(session: Session, first: int, count: int) -> Rows:
+def _completions(session: Session, first: int, count: int) -> Samples:
     engine, data = session.engine, session.data
     ids = local_share(range(first, first + count), engine.groups)
     chosen = [prompt.tokens for prompt in data.read(data.train, ids)]
     drawn = sample(engine, chosen, ids, 2 * engine.config.run.seed, engine.config.sampling)
-    return make_rows(list(zip(chosen, drawn.completions(), strict=True)), engine.float_dtype)
+    return padded_samples(chosen, drawn.responses())

@@ -29,7 +29,7 @@ def held_out_reward(session: Session, samples: int) -> float:
         if chosen:
             seed = 2 * engine.config.run.seed + 1  # even seeds are training's
             drawn = sample(engine, [prompt.tokens for prompt in chosen], ids, seed, engine.config.sampling)
-            completions = drawn.completions()
+            completions = drawn.responses()
         rewards.append(completion_rewards(session, chosen, completions))
     return mean_over_ranks(torch.cat(rewards), groups.data, engine.device)
 

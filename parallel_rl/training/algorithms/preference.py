@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel_rl.training.batching.micro_batches import Rows, local_share, make_rows
+from parallel_rl.experience import Samples, padded_samples
+from parallel_rl.training.batching.micro_batches import local_share
 from parallel_rl.training.config.algorithms import LABELS, PreferenceConfig, rows_of_pair
 from parallel_rl.training.data.examples import Pair
 from parallel_rl.training.models.learner import combine_updates
@@ -36,16 +37,14 @@ def _pairs(session: Session, first: int, count: int) -> list[tuple[Pair, Pair]]:
     return list(zip(pairs, following, strict=True))
 
 
-def _paired(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Rows:
-    sides = [(pair.prompt, side) for pair, _ in pairs for side in (pair.chosen, pair.rejected)]
-    return make_rows(sides, session.engine.float_dtype)
+def _paired(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
+    prompts = [pair.prompt for pair, _ in pairs for _ in range(2)]
+    return padded_samples(prompts, [side for pair, _ in pairs for side in (pair.chosen, pair.rejected)])
 
 
-def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Rows:
+def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
     """(chosen, +1), (rejected, −1) and the mismatched row (prompt, chosen of the next pair; 0) of each pair."""
-    rows, labels = [], []
-    for pair, following in pairs:
-        rows += [(pair.prompt, pair.chosen), (pair.prompt, pair.rejected), (pair.prompt, following.chosen)]
-        labels += [1.0, -1.0, 0.0]
-    numbers = session.engine.float_dtype
-    return make_rows(rows, numbers).with_fields(**{LABELS: torch.tensor(labels, dtype=numbers)})
+    prompts = [pair.prompt for pair, _ in pairs for _ in range(3)]
+    completions = [side for pair, following in pairs for side in (pair.chosen, pair.rejected, following.chosen)]
+    labels = torch.tensor([1.0, -1.0, 0.0], dtype=session.engine.float_dtype).repeat(len(pairs))
+    return padded_samples(prompts, completions).with_fields(**{LABELS: labels})

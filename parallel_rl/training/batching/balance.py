@@ -9,16 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_rl.experience.samples import SamplesT
 from parallel_rl.groups import all_gather, group_rank, group_size
 from parallel_rl.training.batching.bin_packing import Capacity, deal
-from parallel_rl.training.batching.micro_batches import Rows, fit
+from parallel_rl.training.batching.micro_batches import fit
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 def balance(
-    rows: Rows,
+    rows: SamplesT,
     capacity: Capacity,
     group: ProcessGroup | None,
     device: torch.device,
@@ -26,7 +27,7 @@ def balance(
     parts: int = 1,
     together: int = 1,
     loads: Sequence[int] = (),
-) -> tuple[Rows, list[int]]:
+) -> tuple[SamplesT, list[int]]:
     """The same rows of all data ranks, dealt anew: each rank's tokens are nearly as many in each part of the step.
 
     The deal depends on the lengths alone. A part is dealt by itself, as it is an optimizer step.
@@ -47,7 +48,7 @@ def balance(
         ValueError: a unit that is longer than a micro-batch, rows that do not make whole units in each part; on every rank.
     """
     size, rank = group_size(group), group_rank(group)
-    facts = torch.tensor([len(rows), rows.fields["input_ids"].shape[1], *(loads or [0] * parts)], device=device)
+    facts = torch.tensor([len(rows), rows.input_ids.shape[1], *(loads or [0] * parts)], device=device)
     of_ranks: list[list[int]] = all_gather(facts, group).tolist()
     lengths = _lengths(rows, max(fact[0] for fact in of_ranks), of_ranks, group, device)
     owners = _owners(lengths, [fact[2:] for fact in of_ranks], capacity, parts, together)
@@ -55,11 +56,11 @@ def balance(
         rows = _exchange(rows, owners, max(fact[1] for fact in of_ranks), rank, group, device)
     # what came, in the order of its ranks: to which part each row belongs
     part = torch.cat([_parts(len(owner), parts)[owner == rank] for owner in owners])
-    return rows.take(part.argsort(stable=True).tolist()), part.bincount(minlength=parts).tolist()
+    return rows.select(part.argsort(stable=True).tolist()), part.bincount(minlength=parts).tolist()
 
 
 def _lengths(
-    rows: Rows, most: int, of_ranks: list[list[int]], group: ProcessGroup | None, device: torch.device
+    rows: SamplesT, most: int, of_ranks: list[list[int]], group: ProcessGroup | None, device: torch.device
 ) -> list[list[int]]:
     """Of every rank's rows."""
     mine = torch.nn.functional.pad(rows.lengths, (0, most - len(rows))).to(device)
@@ -95,11 +96,10 @@ def _parts(count: int, parts: int) -> Tensor:
 
 
 def _exchange(
-    rows: Rows, owners: Sequence[Tensor], width: int, rank: int, group: ProcessGroup | None, device: torch.device
-) -> Rows:
+    rows: SamplesT, owners: Sequence[Tensor], width: int, rank: int, group: ProcessGroup | None, device: torch.device
+) -> SamplesT:
     """This rank's new rows, in the order of the ranks and places that they come from; one all-to-all of bytes."""
-    columns = {name: fit(field, width) if field.dim() == 2 else field for name, field in rows.fields.items()}
-    columns = {"": rows.lengths, **columns}
+    columns = {name: fit(field, width) if field.dim() == 2 else field for name, field in rows.tensors().items()}
     record = torch.cat([_bytes(field) for field in columns.values()], 1)
     order = owners[rank].argsort(stable=True)
     leave = owners[rank].bincount(minlength=len(owners)).tolist()
@@ -111,7 +111,7 @@ def _exchange(
         size = _bytes(field[:0]).shape[1]
         found[name] = _from_bytes(received[:, at : at + size].cpu(), field)
         at += size
-    return Rows({name: field for name, field in found.items() if name}, found[""])
+    return rows.with_fields(**found)
 
 
 def _bytes(field: Tensor) -> Tensor:

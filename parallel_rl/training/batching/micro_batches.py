@@ -11,33 +11,11 @@ import torch
 from torch import Tensor
 
 from parallel_rl.counts import valid_tokens
+from parallel_rl.experience.samples import Samples
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.megatron import ModelInput, packed_bounds, packed_input, padded_input
 from parallel_rl.packing import SequencePackingLossWrapper
-from parallel_rl.training.tokenizer import PAD
-
-
-@dataclass(frozen=True)
-class Rows:
-    """N sequences, right-padded to one width: `fields` hold token-aligned [N, S] or [N] tensors, `lengths` true ones [N]."""
-
-    fields: Mapping[str, Tensor]
-    lengths: Tensor
-
-    def __len__(self) -> int:
-        return self.lengths.numel()
-
-    def take(self, rows: slice | list[int]) -> Rows:
-        return Rows({name: field[rows] for name, field in self.fields.items()}, self.lengths[rows])
-
-    def split(self, sizes: Sequence[int]) -> list[Rows]:
-        """Parts of so many rows, one after the other."""
-        ends = [sum(sizes[: part + 1]) for part in range(len(sizes))]
-        return [self.take(slice(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
-
-    def with_fields(self, **fields: Tensor) -> Rows:
-        return Rows({**self.fields, **fields}, self.lengths)
 
 
 @dataclass(frozen=True)
@@ -68,38 +46,6 @@ class MicroBatch:
         return replace(self, data={**self.data, **fields})
 
 
-def make_rows(sequences: Sequence[tuple[Sequence[int], Sequence[int]]], dtype: torch.dtype) -> Rows:
-    """(prompt, completion) token pairs; the completion's tokens carry the loss. `dtype` is of the masks."""
-    lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion in sequences])
-    shape = len(sequences), int(lengths.max())
-    ids = torch.full(shape, PAD)
-    mask = torch.zeros(shape, dtype=dtype)
-    for row, (prompt, completion) in enumerate(sequences):
-        ids[row, : lengths[row]] = torch.tensor([*prompt, *completion])
-        mask[row, len(prompt) : lengths[row]] = 1
-    return Rows({"input_ids": ids, "token_mask": mask, "sample_mask": torch.ones(len(sequences), dtype=dtype)}, lengths)
-
-
-def join(first: Rows, second: Rows) -> Rows:
-    """The rows of both; a field that one of them lacks is 0 in its rows."""
-    width = max(rows.fields["input_ids"].shape[1] for rows in (first, second))
-    fields = {}
-    for name in {**first.fields, **second.fields}:
-        like = first.fields.get(name, second.fields.get(name))
-        assert like is not None
-        parts = [rows.fields.get(name, like.new_zeros(len(rows), *like.shape[1:])) for rows in (first, second)]
-        fields[name] = torch.cat([fit(part, width) if part.dim() == 2 else part for part in parts])
-    return Rows(fields, torch.cat([first.lengths, second.lengths]))
-
-
-def spread(values: Sequence[Sequence[float]], starts: Sequence[int], width: int, dtype: torch.dtype) -> Tensor:
-    """Ragged per-token values as [N, S] with row i's values from column `starts[i]` on."""
-    out = torch.zeros(len(values), width, dtype=dtype)
-    for row, (start, items) in enumerate(zip(starts, values, strict=True)):
-        out[row, start : start + len(items)] = torch.tensor(items, dtype=dtype)
-    return out
-
-
 def local_share(items: Sequence[int], groups: ParallelGroups) -> list[int]:
     """This data rank's equal share of a list that every rank knows.
 
@@ -124,7 +70,7 @@ def in_order(count: int, size: int) -> list[list[int]]:
 
 
 def micro_batches(
-    rows: Rows,
+    rows: Samples,
     bins: Sequence[list[int]],
     *,
     packing: bool,
@@ -141,7 +87,7 @@ def micro_batches(
     Raises:
         ValueError: from the layout, where lengths do not fit.
     """
-    return [_micro_batch(rows.take(places), places, packing, unit, row_unit, device) for places in bins]
+    return [_micro_batch(rows.select(places), places, packing, unit, row_unit, device) for places in bins]
 
 
 def width_unit(*, tensor: int, context: int, sequence_parallel: bool) -> int:
@@ -158,11 +104,11 @@ def fit(field: Tensor, width: int) -> Tensor:
 
 
 def _micro_batch(
-    rows: Rows, places: list[int], packing: bool, unit: int, row_unit: int | None, device: torch.device
+    rows: Samples, places: list[int], packing: bool, unit: int, row_unit: int | None, device: torch.device
 ) -> MicroBatch:
     longest = int(rows.lengths.max())
     width = longest if packing else -(-longest // unit) * unit
-    host = {name: fit(field, width) if field.dim() == 2 else field for name, field in rows.fields.items()}
+    host = {name: fit(field, width) if field.dim() == 2 else field for name, field in rows.data().items()}
     data = {name: field.to(device) for name, field in host.items()}
     make_input: Callable[[Tensor], ModelInput] = padded_input
     bounds = None

@@ -9,12 +9,13 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from parallel_rl.experience.samples import Samples, SamplesT
 from parallel_rl.groups import all_gather
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.training.batching.balance import balance
 from parallel_rl.training.batching.bin_packing import Capacity, pack
-from parallel_rl.training.batching.micro_batches import MicroBatch, Rows, fit, in_order, micro_batches, width_unit
+from parallel_rl.training.batching.micro_batches import MicroBatch, fit, in_order, micro_batches, width_unit
 from parallel_rl.training.config.sections import OptimizerConfig, SamplingConfig
 from parallel_rl.training.models.engine import Engine, build_optimizer
 from parallel_rl.training.models.lr_schedule import learning_rate
@@ -50,8 +51,8 @@ class Learner:
         return Capacity.of_config(self.engine.config.batch, self.engine.config.parallel)
 
     def balance(
-        self, rows: Rows, parts: int = 1, together: int = 1, beside: Sequence[Rows] = ()
-    ) -> tuple[Rows, list[int]]:
+        self, rows: SamplesT, parts: int = 1, together: int = 1, beside: Sequence[Samples] = ()
+    ) -> tuple[SamplesT, list[int]]:
         """If `batch.tokens` is set, rebalance rows across data ranks (see `balance`); otherwise return them unchanged.
 
         Args:
@@ -69,7 +70,7 @@ class Learner:
         group, device = self.engine.groups.data, self.engine.device
         return balance(rows, self.capacity, group, device, parts=parts, together=together, loads=loads)
 
-    def batches(self, rows: Rows, together: int = 1) -> list[MicroBatch]:
+    def batches(self, rows: Samples, together: int = 1) -> list[MicroBatch]:
         """The micro-batches of one optimizer step; if `batch.tokens` is set, `together` rows stay in one."""
         config, sizes, capacity = self.engine.config, self.engine.config.parallel, self.capacity
         unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
@@ -89,7 +90,7 @@ class Learner:
 
     def log_probs(
         self,
-        rows: Rows,
+        rows: Samples,
         model: torch.nn.Module | None = None,
         *,
         temperature: float = 1.0,
@@ -105,7 +106,7 @@ class Learner:
             rows, lambda batches: log_probs(self.engine, scored, batches, temperature, truncation), together
         )
 
-    def values(self, rows: Rows) -> Tensor:
+    def values(self, rows: Samples) -> Tensor:
         """[N, S] values of this data rank's rows, if the model has a scalar head."""
         return self._score(rows, lambda batches: values(self.engine, batches))
 
@@ -125,9 +126,9 @@ class Learner:
             "data_imbalance": float(by_rank[:, 0].max() / by_rank[:, 0].mean()),
         }
 
-    def _score(self, rows: Rows, score: Callable[[list[MicroBatch]], list[Tensor]], together: int = 1) -> Tensor:
+    def _score(self, rows: Samples, score: Callable[[list[MicroBatch]], list[Tensor]], together: int = 1) -> Tensor:
         batches = self.batches(rows, together)
-        out = torch.zeros(rows.fields["input_ids"].shape, dtype=self.engine.float_dtype)
+        out = torch.zeros(rows.input_ids.shape, dtype=self.engine.float_dtype)
         for batch, part in zip(batches, score(batches), strict=True):
             out[batch.places] = fit(part, out.shape[1]).cpu()
         return out

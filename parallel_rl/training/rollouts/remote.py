@@ -17,11 +17,11 @@ from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.completion_server import CompletionServer, Sampling
 from parallel_rl.experience.completions import Completion
+from parallel_rl.experience.samples import Samples, padded_samples
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.training.rollouts.sampler import Samples
-from parallel_rl.training.tokenizer import EOS, PAD
+from parallel_rl.training.tokenizer import EOS
 
 _LOOK = 20.0  # seconds
 _WAITING, _FAILED = 1, 2
@@ -111,7 +111,10 @@ class RemoteRollouts:
         values = torch.zeros(len(found), 2, width, dtype=torch.float64)  # a token's id is exact in it
         for row, one in enumerate(found):
             values[row, :, : len(one.tokens)] = torch.tensor([one.tokens, one.logprobs], dtype=torch.float64)
-        return self._samples(prompts, facts[:, 0], self._spread(values, (len(prompts), 2, width))), facts[:, 1]
+        values = self._spread(values, (len(prompts), 2, width))
+        rows = [row[:, :length] for row, length in zip(values, facts[:, 0].tolist(), strict=True)]
+        responses, logprobs = [row[0].long().tolist() for row in rows], [row[1].tolist() for row in rows]
+        return padded_samples(prompts, responses, logprobs=logprobs, dtype=self._engine.float_dtype), facts[:, 1]
 
     def update(self, version: int, save: Callable[[], Path]) -> None:
         """Has the servers load the trainer's weights, once all samples in flight are there; every rank calls it.
@@ -199,17 +202,6 @@ class RemoteRollouts:
             if group_size(group) > 1:
                 dist.all_reduce(whole, group=group)
         return whole.cpu()
-
-    def _samples(self, prompts: Sequence[Sequence[int]], drawn: Tensor, values: Tensor) -> Samples:
-        starts = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
-        lengths = starts + drawn
-        shape = len(prompts), int(lengths.max()) if len(prompts) else 0
-        tokens, logprobs = torch.full(shape, PAD), torch.zeros(shape, dtype=self._engine.float_dtype)
-        for row, (prompt, start, end) in enumerate(zip(prompts, starts.tolist(), lengths.tolist(), strict=True)):
-            tokens[row, :start] = torch.tensor(prompt)
-            tokens[row, start:end] = values[row, 0, : end - start].long()
-            logprobs[row, start:end] = values[row, 1, : end - start].to(logprobs.dtype)
-        return Samples(tokens, logprobs, starts, lengths)
 
 
 def _failed(future: Future) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.cluster.heartbeat import tick
+from parallel_rl.experience.samples import Samples
 from parallel_rl.megatron import broadcast_from_last_stage, forward_logits, forward_only, padded_input, replicas
 from parallel_rl.training.config.sections import SamplingConfig
 from parallel_rl.training.models.engine import Engine
@@ -20,22 +20,6 @@ from parallel_rl.vocab.stats import token_stats
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
 
 ROWS_AT_A_TIME = 1024  # bounds the logits that one decoding position holds
-
-
-@dataclass(frozen=True)
-class Samples:
-    """N sampled sequences on the host: tokens [N, S] with the prompt, the log-prob of each drawn token (0 elsewhere) [N, S],
-    the lengths of the prompts and of the whole [N]."""
-
-    tokens: Tensor
-    logprobs: Tensor
-    prompt_lengths: Tensor
-    lengths: Tensor
-
-    def completions(self) -> list[list[int]]:
-        """The drawn tokens of each sample."""
-        rows = zip(self.tokens.tolist(), self.prompt_lengths.tolist(), self.lengths.tolist(), strict=True)
-        return [tokens[start:end] for tokens, start, end in rows]
 
 
 def sample(
@@ -75,7 +59,9 @@ def sample(
         engine.model.train()
     if groups.cp_size > 1:
         _exchange(engine, mine, [tokens, logprobs, lengths])
-    return Samples(tokens, logprobs, prompt_lengths, lengths)
+    column = torch.arange(width)
+    mask = (column >= prompt_lengths[:, None]) & (column < lengths[:, None])
+    return Samples(tokens, mask, lengths, generation_logprobs=logprobs)
 
 
 def _decode(

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel_rl.experience import Samples
 from parallel_rl.training.batching.bin_packing import Capacity, deal, first_fit_decreasing, pack
-from parallel_rl.training.batching.micro_batches import Rows
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.config.sections import BatchConfig
 from tests.distributed.pool import WorldError, run_world
@@ -157,10 +157,11 @@ def moved(rank: int, lengths: list[list[int]], parts: int, together: int) -> tup
         "expert_mask": torch.arange(len(mine)) % 2 == 0,
         "part": torch.arange(parts).repeat_interleave(len(mine) // parts),
     }
-    rows = Rows(fields, torch.tensor(mine))
+    ends = torch.tensor(mine)
+    rows = Samples(fields.pop("input_ids"), torch.arange(width) < ends[:, None], ends).with_fields(**fields)
     group = dist.new_group(list(range(len(lengths))))
     rows, sizes = balance(rows, Capacity(64), group, torch.device("cpu"), parts=parts, together=together)
-    return {name: field.tolist() for name, field in rows.fields.items()} | {"lengths": rows.lengths.tolist()}, sizes
+    return {name: field.tolist() for name, field in rows.tensors().items()}, sizes
 
 
 @pytest.mark.parametrize("parts, together", [(1, 1), (2, 1), (2, 2), (1, 3)])

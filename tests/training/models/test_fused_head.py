@@ -22,8 +22,9 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
     from megatron.core import parallel_state
 
     from parallel_rl import NLLLoss, count_valid
+    from parallel_rl.experience import padded_samples
     from parallel_rl.megatron import forward_logits
-    from parallel_rl.training.batching.micro_batches import in_order, make_rows, micro_batches, width_unit
+    from parallel_rl.training.batching.micro_batches import in_order, micro_batches, width_unit
     from parallel_rl.training.models.engine import build_engine, start_world
     from parallel_rl.training.models.forward import fused_head, loss_input
 
@@ -31,8 +32,8 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
     config = load_config(arguments[0], arguments[1:])
     start_world(config)
     engine, sizes = build_engine(config, 15, 64), config.parallel
-    rows = make_rows([([1] * prompt, [4] * completion) for prompt, completion in LENGTHS], engine.float_dtype)
-    rows.fields["sample_mask"][MASKED] = 0
+    rows = padded_samples([[1] * prompt for prompt, _ in LENGTHS], [[4] * completion for _, completion in LENGTHS])
+    rows = rows.with_fields(sample_mask=torch.arange(len(rows)) != MASKED)
     unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
     parts = sizes.tensor if sizes.sequence_parallel else 1
     cp, place = sizes.context, parallel_state.get_context_parallel_rank()

@@ -32,38 +32,40 @@ def draw(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]
     before = engine.bare.config.sequence_parallel, engine.bare.config.context_parallel_size
     samples = sample(engine, PROMPTS, [3, 9, 11, 12, 700], seed, engine.config.sampling)
     assert (engine.bare.config.sequence_parallel, engine.bare.config.context_parallel_size) == before
-    return samples.tokens, samples.logprobs, samples.prompt_lengths, samples.lengths
+    assert samples.generation_logprobs is not None
+    prompt_lengths = samples.lengths - samples.response_lengths
+    return samples.input_ids, samples.generation_logprobs, prompt_lengths, samples.lengths
 
 
 def draw_greedily(rank: int, arguments: list[str]) -> torch.Tensor:
     from parallel_rl.training.rollouts.sampler import sample
 
     engine = _engine(arguments)
-    return sample(engine, PROMPTS, [3, 9, 11, 12, 700], 5, engine.config.sampling, greedy=True).tokens
+    return sample(engine, PROMPTS, [3, 9, 11, 12, 700], 5, engine.config.sampling, greedy=True).input_ids
 
 
 def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]:
     """Log-probs of the training forward and of the sampler on the same rows, and of the whole distribution there."""
-    from parallel_rl.training.batching.micro_batches import in_order, make_rows, micro_batches, width_unit
+    from parallel_rl.experience import padded_samples
+    from parallel_rl.training.batching.micro_batches import in_order, micro_batches, width_unit
     from parallel_rl.training.models.scoring import log_probs
     from parallel_rl.training.rollouts.sampler import sample
 
     engine = _engine(arguments)
     config, sizes = engine.config, engine.config.parallel
     samples = sample(engine, PROMPTS, [3, 9, 11, 12, 700], seed, config.sampling)
-    pairs = [(prompt, drawn) for prompt, drawn in zip(PROMPTS, samples.completions(), strict=True)]
-    rows = make_rows(pairs, engine.float_dtype)
+    rows = padded_samples(PROMPTS, samples.responses())
     unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
     batches = micro_batches(rows, in_order(len(rows), 2), packing=config.batch.packing, unit=unit, device=engine.device)
-    width = rows.fields["input_ids"].shape[1]
+    width = rows.input_ids.shape[1]
 
     def scored(*rule: Truncation) -> torch.Tensor:
         found = log_probs(engine, engine.model, batches, config.sampling.temperature, *rule)
         return torch.cat([torch.nn.functional.pad(part, (0, width))[:, :width] for part in found])
 
-    mask = rows.fields["token_mask"] != 0
+    mask = rows.token_mask
     trained, whole = (torch.where(mask, x, 0) for x in (scored(config.sampling.truncation), scored()))
-    return trained, samples.logprobs[:, :width], whole
+    return trained, samples.generation_logprobs[:, :width], whole
 
 
 def _arguments(folder: Path, layout: str, **sampling: float) -> tuple[int, list[str]]:

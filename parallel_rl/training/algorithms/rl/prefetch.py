@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-import torch
-
+from parallel_rl.experience import Experience
 from parallel_rl.groups import max_over_ranks, mean_over_ranks, sum_over_ranks
 from parallel_rl.training.algorithms.rl.sampled import asked
-from parallel_rl.training.batching.micro_batches import Rows, local_shares
+from parallel_rl.training.batching.micro_batches import local_shares
 from parallel_rl.training.checkpointing import checkpoint
 from parallel_rl.training.checkpointing.checkpoint import Contents
 from parallel_rl.training.checkpointing.contents import checkpoint_metadata
@@ -39,31 +39,31 @@ def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
     served.forget(set(wanted))
 
 
-def mask_stale(session: Session, config: RLConfig, rows: Rows) -> tuple[Rows, StepMetrics]:
-    """The rows with those of a policy too far away masked, and the staleness over all of them.
+def mask_stale(session: Session, config: RLConfig, made: Experience) -> tuple[Experience, StepMetrics]:
+    """The experience with samples of a policy too far away masked, and the staleness over all of them.
 
     It comes after the advantages: groups stay whole, and what is too old for the gradient still counts in their means.
 
     Raises:
         ValueError: no sample is left.
     """
-    staleness, group, device = rows.fields["staleness"], session.engine.groups.data, session.engine.device
-    assert config.server is not None
-    numbers: StepMetrics = {
+    staleness, group, device = made.others["staleness"], session.engine.groups.data, session.engine.device
+    assert config.server is not None and made.sample_mask is not None
+    metrics: StepMetrics = {
         "staleness_mean": mean_over_ranks(staleness, group, device),
-        "staleness_max": float(max_over_ranks(int(staleness.abs().max()) if len(rows) else 0, group, device)),
+        "staleness_max": float(max_over_ranks(int(staleness.abs().max()) if len(made) else 0, group, device)),
     }
     most = config.server.max_staleness
     if most is None:
-        return rows, numbers
+        return made, metrics
     fresh = staleness.abs() <= most
     if not sum_over_ranks(int(fresh.sum()), group, device):
         raise ValueError(
             f"all samples of the step are further than rl.server.max_staleness = {most} optimizer steps from the policy (mean "
-            f"{numbers['staleness_mean']:g}); raise it, or see that the servers get new weights (rl.server.update_path)"
+            f"{metrics['staleness_mean']:g}); raise it, or see that the servers get new weights (rl.server.update_path)"
         )
-    mask = torch.where(fresh, rows.fields["sample_mask"], 0.0)
-    return rows.with_fields(sample_mask=mask), {**numbers, "stale": mean_over_ranks((~fresh).double(), group, device)}
+    made = replace(made, sample_mask=made.sample_mask & fresh)
+    return made, {**metrics, "stale": mean_over_ranks((~fresh).double(), group, device)}
 
 
 def _write(session: Session, at: TrainProgress, version: int) -> Path:

@@ -1,16 +1,19 @@
-"""Fresh samples of an RL step, drawn again where dynamic sampling asks for it."""
+"""Fresh samples of an RL step with their rewards, from the trainer's own sampler or from servers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from parallel_rl.groups import mean_over_ranks, sum_over_ranks
+from parallel_rl.experience import Experience, Samples, draw_groups
+from parallel_rl.groups import mean_over_ranks
 from parallel_rl.megatron import is_last_stage
 from parallel_rl.training.algorithms.rewards import completion_rewards
-from parallel_rl.training.batching.micro_batches import Rows, join, local_shares
+from parallel_rl.training.batching.micro_batches import local_shares
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.examples import Prompt, Rollout, write_rollouts
 from parallel_rl.training.models.engine import Engine
@@ -19,48 +22,26 @@ from parallel_rl.training.rollouts.sampler import sample
 from parallel_rl.training.session import Session
 
 
-def sampled_rows(session: Session, config: RLConfig, at: TrainProgress) -> tuple[Rows, float]:
-    """This data rank's samples of the next prompts with their rewards, each update's part in order.
+def sampled_experience(session: Session, config: RLConfig, at: TrainProgress) -> tuple[Experience, float]:
+    """This data rank's samples of the next prompts with raw rewards, each update's in order; the policy's mean reward.
 
-    With dynamic sampling the places of prompts that teach nothing are given to others, round after round.
-
-    Returns:
-        the rows, and the mean reward of the first round, which is the policy's.
+    With dynamic sampling, prompts further on in the stream take the places of those that do not stay.
 
     Raises:
-        ValueError: places without a prompt that teaches something after the last round, unless they are to be masked.
+        ValueError: see `draw_groups`.
     """
     engine = session.engine
     # A group stays on one data rank, and each update has the same prompts in every layout.
     places = [at.next("train") + place for place in local_shares(config.prompts, config.updates, engine.groups)]
-    size, keep = config.group_size, config.dynamic_sampling
-    rows = _draw(session, config, at.step, places)
-    reward = mean_over_ranks(rows.fields["rewards"], engine.groups.data, engine.device)
-    for number in range(1, config.rounds + 1):
-        assert keep is not None or config.rounds == 1
-        means = rows.fields["rewards"].view(len(places), size).double().mean(1)
-        missing = [] if keep is None else (~((keep.low < means) & (means < keep.high))).nonzero()[:, 0].tolist()
-        left = sum_over_ranks(len(missing), engine.groups.data, engine.device)
-        if not left:
-            break
-        if number < config.rounds:
-            others = [places[index] + number * config.prompts for index in missing]
-            again = _draw(session, config, at.step, others)
-            fresh = {place: len(rows) // size + index for index, place in enumerate(missing)}
-            groups = [fresh.get(index, index) for index in range(len(places))]
-            rows = join(rows, again).take([group * size + index for group in groups for index in range(size)])
-        elif keep is not None and keep.exhausted == "error":
-            raise ValueError(
-                f"{left} of rl.prompts = {config.prompts} places have no prompt with {keep.low} < mean reward < {keep.high} "
-                f"after rl.dynamic_sampling.max_rounds = {config.rounds} rounds; raise it, or set exhausted: mask"
-            )
-        else:
-            mask = torch.ones(len(places), dtype=rows.fields["sample_mask"].dtype)
-            mask[missing] = 0
-            rows = rows.with_fields(sample_mask=mask.repeat_interleave(size))
+
+    def draw(missing: Sequence[int], number: int) -> tuple[Samples, Tensor]:
+        return _draw(session, config, at.step, [places[index] + number * config.prompts for index in missing])
+
+    drawn = draw_groups(draw, len(places), config.group_size, config.dynamic_sampling, engine.groups)
+    made = replace(Experience.of(drawn.samples), rewards=drawn.rewards, sample_mask=drawn.keep)
     if config.record:
-        _record(engine, rows, at.step)
-    return rows, reward
+        _record(engine, made, at.step)
+    return made, mean_over_ranks(drawn.first_rewards, engine.groups.data, engine.device)
 
 
 def asked(session: Session, config: RLConfig, places: Sequence[int]) -> tuple[list[Prompt], list[int]]:
@@ -70,46 +51,34 @@ def asked(session: Session, config: RLConfig, places: Sequence[int]) -> tuple[li
     return chosen, [place * size + index for place in places for index in range(size)]
 
 
-def _draw(session: Session, config: RLConfig, step: int, places: Sequence[int]) -> Rows:
-    """`group_size` completions of the prompt at each place of the stream, with their rewards; none for no places."""
+def _draw(session: Session, config: RLConfig, step: int, places: Sequence[int]) -> tuple[Samples, Tensor]:
+    """`group_size` completions of the prompt at each place of the stream, and their rewards; none for no places."""
     engine, size = session.engine, config.group_size
-    chosen, ids = asked(session, config, places)
+    prompts, ids = asked(session, config, places)
     settings, seed = engine.config.sampling, 2 * engine.config.run.seed
-    tokens, versions = [prompt.tokens for prompt in chosen], None
+    tokens, others = [prompt.tokens for prompt in prompts], dict[str, Tensor]()
     if session.served is None:
-        drawn = sample(engine, tokens, ids, seed, settings)
+        samples = sample(engine, tokens, ids, seed, settings)
     else:
-        drawn, versions = session.served.take(tokens, ids)
-    column = torch.arange(drawn.tokens.shape[1])
-    mask = (column >= drawn.prompt_lengths[:, None]) & (column < drawn.lengths[:, None])
-    fields = {
-        "input_ids": drawn.tokens,
-        "token_mask": mask.to(engine.float_dtype),
-        "sample_mask": torch.ones(len(ids), dtype=engine.float_dtype),
-        "generation_logprobs": drawn.logprobs,
-        "rewards": completion_rewards(session, chosen, drawn.completions()).to(engine.float_dtype),
-        "group_ids": torch.tensor(places, dtype=torch.int64),
-        "sample_ids": torch.tensor(ids, dtype=torch.int64),
-    }
-    fields["group_ids"] = fields["group_ids"].repeat_interleave(size)
-    if versions is not None:
-        fields["staleness"] = config.policy_version(step) - versions
+        samples, versions = session.served.take(tokens, ids)
+        others["staleness"] = config.policy_version(step) - versions
+    rewards = completion_rewards(session, prompts, samples.responses()).to(engine.float_dtype)
     if "greedy_rewards" in config.advantages.needs:
         greedy = sample(engine, tokens[::size], places, seed, settings, greedy=True)
-        rewards = completion_rewards(session, chosen[::size], greedy.completions())
-        fields["greedy_rewards"] = rewards.to(engine.float_dtype).repeat_interleave(size)
-    return Rows(fields, drawn.lengths)
+        of_greedy = completion_rewards(session, prompts[::size], greedy.responses())
+        others["greedy_rewards"] = of_greedy.to(engine.float_dtype).repeat_interleave(size)
+    groups = torch.tensor(places, dtype=torch.int64).repeat_interleave(size)
+    return samples.with_fields(group_ids=groups, sample_ids=torch.tensor(ids, dtype=torch.int64), **others), rewards
 
 
-def _record(engine: Engine, rows: Rows, step: int) -> None:
+def _record(engine: Engine, made: Experience, step: int) -> None:
     """One file a step and data rank, so that a step that is done again after a resume replaces its own."""
-    where, fields = engine.groups, rows.fields
+    where, fields = engine.groups, made.tensors()
     if where.tp_rank or where.cp_rank or not is_last_stage():
         return
-    ends = rows.lengths.tolist()
-    starts = (rows.lengths - fields["token_mask"].sum(1).long()).tolist()
+    ends, starts = made.lengths.tolist(), (made.lengths - made.response_lengths).tolist()
     columns = [fields[name].tolist() for name in ("input_ids", "generation_logprobs", "group_ids", "rewards")]
-    columns.append(fields["staleness"].tolist() if "staleness" in fields else [None] * len(rows))
+    columns.append(fields["staleness"].tolist() if "staleness" in fields else [None] * len(made))
     rollouts = [
         Rollout(tuple(tokens[:end]), tuple(round(x, 12) for x in logprobs[start:end]), group, reward, None, staleness)
         for start, end, tokens, logprobs, group, reward, staleness in zip(starts, ends, *columns, strict=True)
