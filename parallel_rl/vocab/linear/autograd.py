@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.agreement import check_replicated, raise_on_all_ranks
+from parallel_rl.groups import group_size
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.linear.forward_backward import (
     Chunks,
@@ -19,17 +20,36 @@ from parallel_rl.vocab.linear.forward_backward import (
     run_forward,
 )
 from parallel_rl.vocab.linear.gemm import scaled_to_
-from parallel_rl.vocab.linear.params import LinearParams, OutputGrads
+from parallel_rl.vocab.linear.params import LinearParams, OutputGrads, RowStats
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd.function import FunctionCtx
     from torch.distributed import ProcessGroup
 
+    from parallel_rl.vocab.linear.lm_head import LMHeadInput
+
 _ROUNDING = 1e-4  # of coefficients that are computed again from the same numbers
 
-#: [N] (log-prob, entropy, lse) so far, zeros where unknown → gradients of the loss with respect to them
-Coefficients = Callable[[tuple["Tensor", "Tensor | None", "Tensor"]], OutputGrads]
+
+@dataclass(frozen=True)
+class ForwardObjective:
+    """An objective that is a sum over tokens, whose gradients are computed in forward.
+
+    Attributes:
+        gradients: [N] (log-prob, entropy, lse) so far, zeros where unknown, to the objective's gradients with respect to them.
+        context_group: over which `gradients` may communicate, with ranks that hold another number of rows that carry loss.
+    """
+
+    gradients: Callable[[RowStats], OutputGrads]
+    context_group: ProcessGroup | None
+
+    def calls(self, params: LinearParams) -> int:
+        """How often every rank of the context group calls `gradients`, whatever it holds."""
+        if group_size(self.context_group) == 1:
+            return 0
+        at_once = params.plan.size * (2 if group_size(params.shard.group) > 1 else 1)
+        return -(-params.hidden.shape[0] // at_once)
 
 
 @dataclass(frozen=True)
@@ -54,41 +74,21 @@ class WeightTarget:
         return _padded(gradient, self.weight)
 
 
-def no_gradient(case: LinearParams) -> tuple[Tensor, Tensor | None, Tensor]:
-    return run_forward(case).stats
-
-
-def in_backward(
-    case: LinearParams, hidden: Tensor, target: WeightTarget, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
+def in_backward(params: LinearParams, head: LMHeadInput) -> RowStats:
     """Statistics whose gradients are computed in backward, from kept logits or from logits projected again."""
-    stats: tuple[Tensor, Tensor | None, Tensor] = _InBackward.apply(
-        hidden, target.weight, bias, replace(case, hidden=case.hidden.detach()), target
-    )
+    target = WeightTarget(head.weight, head.main_grad_factor)
+    stats: RowStats = _InBackward.apply(head.hidden, head.weight, head.bias, params, target)
     return stats
 
 
-def in_forward(
-    case: LinearParams,
-    coefficients: Coefficients,
-    context_group: ProcessGroup | None,
-    calls: int,
-    hidden: Tensor,
-    target: WeightTarget,
-    bias: Tensor | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor]]:
-    """(an exact 0 that carries the gradient, statistics without gradient).
-
-    Args:
-        coefficients: evaluated as rows become known, and then until it ran `calls` times: ranks of other groups may hold more
-            rows that carry loss, and a loss may communicate with them, over `context_group`.
+def in_forward(params: LinearParams, head: LMHeadInput, objective: ForwardObjective) -> tuple[Tensor, RowStats]:
+    """(an exact 0 that carries the objective's gradient, statistics without gradient).
 
     Raises:
-        ValueError: where values are checked, a token's coefficients that depend on other tokens.
+        ValueError: where values are checked, a token's gradients that depend on other tokens.
     """
-    zero, *stats = _InForward.apply(
-        hidden, target.weight, bias, case, coefficients, context_group, calls, target
-    )  # fmt: skip
+    target = WeightTarget(head.weight, head.main_grad_factor)
+    zero, *stats = _InForward.apply(head.hidden, head.weight, head.bias, params, objective, target)
     return zero, tuple(stats)
 
 
@@ -99,13 +99,13 @@ class _InBackward(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        case: LinearParams,
+        params: LinearParams,
         target: WeightTarget,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        forward = run_forward(case)
+    ) -> RowStats:
+        forward = run_forward(params)
         ctx.save_for_backward(hidden, weight, bias, forward.table)  # type: ignore[arg-type]
         # Without the operands: what `save_for_backward` holds is freed with the graph, and checked for changes.
-        ctx.case = replace(case, hidden=None, weight=None, bias=None)  # type: ignore[attr-defined, arg-type]
+        ctx.params = replace(params, hidden=None, weight=None, bias=None)  # type: ignore[attr-defined, arg-type]
         ctx.kept, ctx.used, ctx.target = forward.kept, False, target  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         return forward.stats
@@ -117,21 +117,21 @@ class _InBackward(torch.autograd.Function):
         _refuse_second_derivative()
         upstream = g_logprobs, g_entropy, g_lse
         hidden, weight, bias, table = ctx.saved_tensors  # type: ignore[attr-defined]
-        check_replicated(upstream, ctx.case.shard.group, table[:, 0])  # type: ignore[attr-defined]
+        check_replicated(upstream, ctx.params.shard.group, table[:, 0])  # type: ignore[attr-defined]
         if all(g is None for g in upstream):
             return (None,) * 5
         kept: list = ctx.kept  # type: ignore[attr-defined]
         if ctx.used and kept:  # type: ignore[attr-defined]
             raise RuntimeError("the first backward used up the kept logits; mode='recompute' allows a second one")
         ctx.used = True  # type: ignore[attr-defined]
-        case = with_operands(ctx.case, hidden, weight, bias)  # type: ignore[attr-defined]
+        params: LinearParams = ctx.params.with_operands(hidden, weight, bias)  # type: ignore[attr-defined]
         target: WeightTarget = ctx.target  # type: ignore[attr-defined]
         wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
-        into = target.rows(case.weight.shape[0]) if wanted[1] else None
-        direct = into if into is not None and target.factor == 1 and into.dtype == case.dtype else None
+        into = target.rows(params.weight.shape[0]) if wanted[1] else None
+        direct = into if into is not None and target.factor == 1 and into.dtype == params.dtype else None
         forward = Forward((table, None, table), table, kept)
-        at_once = into is None and len(backward_spans(case)) <= 1
-        summed = run_backward(case, forward, upstream, Gradients(case, wanted, direct, at_once))
+        at_once = into is None and len(backward_spans(params)) <= 1
+        summed = run_backward(params, forward, upstream, Gradients(params, wanted, direct, at_once))
         of_weight = summed.weight
         if into is not None and direct is None:
             assert of_weight is not None
@@ -149,36 +149,35 @@ class _InForward(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        case: LinearParams,
-        coefficients: Coefficients,
-        context_group: ProcessGroup | None,
-        calls: int,
+        params: LinearParams,
+        objective: ForwardObjective,
         target: WeightTarget,
     ) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
-        gradients = Gradients(case, wanted)
+        gradients = Gradients(params, wanted)
         used: list[tuple[list[slice], OutputGrads]] = []
 
         def then(chunks: Chunks, so_far: Forward) -> None:
-            upstream = coefficients(so_far.stats)
-            check_replicated(upstream, case.shard.group, so_far.stats[0])
+            upstream = objective.gradients(so_far.stats)
+            check_replicated(upstream, params.shard.group, so_far.stats[0])
             used.append((chunks.spans, upstream))
             if any(g is not None for g in upstream):
                 logits = lambda _: (chunks.logits, None)  # noqa: E731
-                gradients.add(chunks.spans, chunks.hidden, [case.columns], logits, so_far.table, upstream)
+                gradients.add(chunks.spans, chunks.hidden, [params.columns], logits, so_far.table, upstream)
 
-        forward = run_forward(case, then=then)
+        forward = run_forward(params, then=then)
+        calls = objective.calls(params)
         for _ in range(calls - len(used)):
-            coefficients(forward.stats)
+            objective.gradients(forward.stats)
         if checks_values(hidden) and (calls or len(used) > 1):
-            known = coefficients(forward.stats)
-            groups = [case.shard.group, context_group]
-            raise_on_all_ranks(lambda: _check_separable(case, used, known), groups, hidden)
+            known = objective.gradients(forward.stats)
+            groups = [params.shard.group, objective.context_group]
+            raise_on_all_ranks(lambda: _check_separable(params, used, known), groups, hidden)
         ctx.summed, ctx.target = gradients.close(), target  # type: ignore[attr-defined]
-        ctx.shape, ctx.bias, ctx.group = hidden.shape, bias, case.shard.group  # type: ignore[attr-defined]
+        ctx.shape, ctx.bias, ctx.group = hidden.shape, bias, params.shard.group  # type: ignore[attr-defined]
         stats = [s for s in forward.stats if s is not None]
         ctx.mark_non_differentiable(*stats)
-        return torch.zeros((), dtype=case.dtype, device=hidden.device), *forward.stats
+        return torch.zeros((), dtype=params.dtype, device=hidden.device), *forward.stats
 
     @staticmethod
     def backward(ctx: FunctionCtx, upstream: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -203,34 +202,25 @@ class _InForward(torch.autograd.Function):
             of_weight = target.result(of_weight)
         if of_bias is not None:
             of_bias = _padded(of_bias.mul_(upstream), ctx.bias)  # type: ignore[attr-defined]
-        return of_hidden, of_weight, of_bias, None, None, None, None, None
+        return of_hidden, of_weight, of_bias, None, None, None
 
 
-def _check_separable(case: LinearParams, used: list[tuple[list[slice], OutputGrads]], known: OutputGrads) -> None:
+def _check_separable(params: LinearParams, used: list[tuple[list[slice], OutputGrads]], known: OutputGrads) -> None:
     """Raises ValueError where a chunk's coefficients are others once the later chunks are known."""
     for spans, upstream in used:
-        places = torch.cat([case.rows.every(span) for span in spans])
-        places = places[case.keep[places]]
+        indices = torch.cat([params.rows.gathered(span) for span in spans])
+        indices = indices[params.keep[indices]]
         for then, now in zip(upstream, known, strict=True):
-            before = torch.zeros_like(places, dtype=case.dtype) if then is None else then[places]
-            after = torch.zeros_like(before) if now is None else now[places]
+            before = torch.zeros_like(indices, dtype=params.dtype) if then is None else then[indices]
+            after = torch.zeros_like(before) if now is None else now[indices]
             apart = ~torch.isclose(before, after, rtol=_ROUNDING, atol=0, equal_nan=True)
             if bool(apart.any()):
                 row = int(apart.nonzero()[0])
                 raise ValueError(
-                    f"the objective is not a sum over tokens: the gradient of row {int(places[row])} was {float(before[row])} "
+                    f"the objective is not a sum over tokens: the gradient of row {int(indices[row])} was {float(before[row])} "
                     f"and became {float(after[row])} when other rows were known. mode = 'in_forward' needs terms of single "
                     "tokens; 'resident' and 'recompute' take any objective"
                 )
-
-
-def with_operands(case: LinearParams, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearParams:
-    """The case with its operands: flat hidden states, and the real columns of weight and bias."""
-    valid = case.shard.valid
-    flat = hidden.detach().reshape(-1, hidden.shape[-1])
-    return replace(
-        case, hidden=flat, weight=weight.detach()[:valid], bias=None if bias is None else bias.detach()[:valid]
-    )
 
 
 def _padded(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:

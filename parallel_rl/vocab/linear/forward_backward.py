@@ -17,7 +17,7 @@ from parallel_rl.groups import Pending, all_gather_start, group_size, sum_start
 from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
 from parallel_rl.vocab.backends.torch_backend import _rows_per_block
 from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient
-from parallel_rl.vocab.linear.params import LinearParams, OutputGrads
+from parallel_rl.vocab.linear.params import LinearParams, OutputGrads, RowStats
 from parallel_rl.vocab.threshold import kept_floor
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _SLOPE_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 23}  # logits whose soft-cap slope 
 class Forward(NamedTuple):
     """[N] statistics, [N, 2 or 3] what the gradient needs of them, and the kept logits, group by group."""
 
-    stats: tuple[Tensor, Tensor | None, Tensor]
+    stats: RowStats
     table: Tensor
     kept: list[KeptLogits | None]
 
@@ -57,47 +57,47 @@ class _Chunk(NamedTuple):
     parts: Pending
 
 
-def run_forward(case: LinearParams, then: Callable[[Chunks, Forward], None] | None = None) -> Forward:
+def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | None = None) -> Forward:
     """Statistics of every row that carries loss; the others get zeros.
 
     Args:
         then: called with (chunks, everything so far) once the chunks' statistics are known, of two chunks where ranks share the
             rows: it may write over the logits.
     """
-    total, plan, whole = case.targets.shape[0], case.plan, case.columns
-    zeros = torch.zeros(3 if case.shard.entropy else 2, total, dtype=case.dtype, device=case.hidden.device)
-    stats = zeros[0], zeros[2] if case.shard.entropy else None, zeros[1]
-    table = torch.zeros(total, 3 if case.shard.entropy else 2, dtype=case.dtype, device=case.hidden.device)
+    total, plan, whole = params.targets.shape[0], params.plan, params.columns
+    zeros = torch.zeros(3 if params.shard.entropy else 2, total, dtype=params.dtype, device=params.hidden.device)
+    stats = zeros[0], zeros[2] if params.shard.entropy else None, zeros[1]
+    table = torch.zeros(total, 3 if params.shard.entropy else 2, dtype=params.dtype, device=params.hidden.device)
     out = Forward(stats, table, [])
 
     def finish(chunks: list[_Chunk]) -> None:
         for chunk in chunks:
-            gathered = chunk.parts.wait().view(-1, chunk.logits.shape[0], 4 if case.shard.entropy else 3)
-            places = case.rows.every(chunk.span)
-            *values, rows = combine_rows(gathered, case.spec(places, whole), case.shard.backend)
+            gathered = chunk.parts.wait().view(-1, chunk.logits.shape[0], 4 if params.shard.entropy else 3)
+            indices = params.rows.gathered(chunk.span)
+            *values, rows = combine_rows(gathered, params.spec(indices, whole), params.shard.backend)
             for target, part in zip((*out.stats, table), (*values, rows), strict=True):
                 if target is not None and part is not None:
-                    target.index_copy_(0, places, part)
+                    target.index_copy_(0, indices, part)
         if then is not None and chunks:
             hidden = chunks[0].hidden if len(chunks) == 1 else torch.cat([chunk.hidden for chunk in chunks])
             then(Chunks([chunk.span for chunk in chunks], hidden, buffer[: len(hidden)]), out)
 
-    spans = case.rows.spans(plan.size)
-    overlap = group_size(case.shard.group) > 1 and len(spans) > 1
+    spans = params.rows.spans(plan.size)
+    overlap = group_size(params.shard.group) > 1 and len(spans) > 1
     count = 1 + overlap  # one is projected while the other's numbers travel
-    in_place = plan.resident and case.kept_dtype == case.dtype  # they are projected where they are kept
-    buffer = case.buffer(0 if in_place else count * plan.size, case.shard.valid)
-    half = plan.size * case.rows.order.shape[0]
+    in_place = plan.resident and params.kept_dtype == params.dtype  # they are projected where they are kept
+    buffer = params.buffer(0 if in_place else count * plan.size, params.shard.valid)
+    half = plan.size * params.rows.order.shape[0]
     waiting: list[_Chunk] = []
-    for index, (span, hidden) in enumerate(case.fetched(spans)):
-        kept = _place_to_keep(case, out.kept, span) if plan.resident else None
+    for index, (span, hidden) in enumerate(params.fetched(spans)):
+        kept = _place_to_keep(params, out.kept, span) if plan.resident else None
         place = kept.values if kept is not None and kept.top is None else buffer[index % count * half :]
-        z, places = case.logits(hidden, place, whole), case.rows.every(span)
-        _drop_(z, case, places)
+        z, indices = params.logits(hidden, place, whole), params.rows.gathered(span)
+        _drop_(z, params, indices)
         if kept is not None and kept.top is not None:
             _keep(z, kept.values, kept.top)
-        parts = row_parts(z, case.spec(places, whole), case.shard.entropy, case.shard.backend)
-        waiting.append(_Chunk(span, hidden, z, all_gather_start(parts, case.shard.group)))
+        parts = row_parts(z, params.spec(indices, whole), params.shard.entropy, params.shard.backend)
+        waiting.append(_Chunk(span, hidden, z, all_gather_start(parts, params.shard.group)))
         ready = len(waiting) - count + 1 if then is None else len(waiting) // count * count
         finish(waiting[:ready])
         waiting = waiting[ready:]
@@ -105,33 +105,33 @@ def run_forward(case: LinearParams, then: Callable[[Chunks, Forward], None] | No
     return out
 
 
-def _drop_(z: Tensor, case: LinearParams, places: Tensor) -> None:
+def _drop_(z: Tensor, params: LinearParams, indices: Tensor) -> None:
     """Writes −inf over the logits [n, W] of some rows that the policy does not keep. A row's target counts as recorded."""
-    shard = case.shard
+    shard = params.shard
     if not shard.truncation:
         return
-    if case.kept_ids is None:
+    if params.kept_ids is None:
         floor = kept_floor(z, shard)
         block = _rows_per_block(z) if z.shape[1] else max(1, len(z))
         for i in range(0, len(z), block):  # the mask is never whole
             z[i : i + block].masked_fill_(z[i : i + block] < floor[i : i + block], -torch.inf)
     elif z.shape[1]:
-        local = torch.cat([case.kept_ids[places], case.targets[places, None]], 1).to(torch.int64) - shard.start
+        local = torch.cat([params.kept_ids[indices], params.targets[indices, None]], 1).to(torch.int64) - shard.start
         here = (local >= 0) & (local < z.shape[1]) & (local + shard.start >= 0)
         column = torch.where(here, local, 0)
         kept = torch.where(here, z.gather(1, column), -torch.inf)
         z.fill_(-torch.inf).scatter_reduce_(1, column, kept, "amax")
 
 
-def _place_to_keep(case: LinearParams, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
+def _place_to_keep(params: LinearParams, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
     """Where a chunk's logits are kept: a part of the group that is being filled, or of a new one at the end of the list."""
-    plan, parts = case.plan, case.rows.order.shape[0]
+    plan, parts = params.plan, params.rows.order.shape[0]
     last = kept[-1] if kept else None
     if last is None or span.start >= last.span.stop:
-        end = min(span.start + plan.group, case.rows.order.shape[1])
-        values = case.buffer(end - span.start, case.shard.valid, case.kept_dtype)
-        low = case.kept_dtype != case.dtype
-        last = KeptLogits(slice(span.start, end), values, case.buffer(end - span.start, 1) if low else None)
+        end = min(span.start + plan.group, params.rows.order.shape[1])
+        values = params.buffer(end - span.start, params.shard.valid, params.kept_dtype)
+        low = params.kept_dtype != params.dtype
+        last = KeptLogits(slice(span.start, end), values, params.buffer(end - span.start, 1) if low else None)
         kept.append(last)
     here = slice(parts * (span.start - last.span.start), parts * (span.stop - last.span.start))
     return KeptLogits(span, last.values[here], None if last.top is None else last.top[here])
@@ -162,16 +162,16 @@ class Gradients:
     """
 
     def __init__(
-        self, case: LinearParams, wanted: Sequence[bool], weight: Tensor | None = None, at_once: bool = False
+        self, params: LinearParams, wanted: Sequence[bool], weight: Tensor | None = None, at_once: bool = False
     ) -> None:
-        self.case = case
+        self.params = params
         of_hidden, of_weight, of_bias = wanted
-        self.hidden = torch.zeros_like(case.hidden) if of_hidden else None
+        self.hidden = torch.zeros_like(params.hidden) if of_hidden else None
         self._blank = of_weight and weight is None  # the first product fills it: no zeros are written and read
         if self._blank:
-            weight = torch.empty_like(case.weight, dtype=case.weight.dtype if at_once else case.dtype)
+            weight = torch.empty_like(params.weight, dtype=params.weight.dtype if at_once else params.dtype)
         self.weight = weight if of_weight else None
-        self.bias = torch.zeros_like(case.bias, dtype=case.dtype) if of_bias and case.bias is not None else None
+        self.bias = torch.zeros_like(params.bias, dtype=params.dtype) if of_bias and params.bias is not None else None
         self._under_way: list[tuple[Tensor, Pending]] = []
 
     def add(
@@ -190,22 +190,22 @@ class Gradients:
             logits: a slice to (logits, what they lack or None), which are overwritten.
             table, upstream: of all rows.
         """
-        case, places = self.case, torch.cat([self.case.rows.every(span) for span in spans])
-        table, upstream = table[places], _rows_of(upstream, places)
+        params, indices = self.params, torch.cat([self.params.rows.gathered(span) for span in spans])
+        table, upstream = table[indices], _rows_of(upstream, indices)
         of_hidden = None
         if self.hidden is not None:
-            of_hidden = torch.zeros(hidden.shape, dtype=case.dtype, device=hidden.device)
+            of_hidden = torch.zeros(hidden.shape, dtype=params.dtype, device=hidden.device)
         sending: list[tuple[Tensor, Pending]] = []
         for part in columns:
-            dz = _logits_gradient(case, *logits(part), case.spec(places, part), table, upstream)
+            dz = _logits_gradient(params, *logits(part), params.spec(indices, part), table, upstream)
             if of_hidden is not None:
-                add_hidden_gradient(of_hidden, dz, case.weight[part])
+                add_hidden_gradient(of_hidden, dz, params.weight[part])
                 if part is columns[-1]:
                     at = 0
                     for span in spans:
-                        rows = len(case.rows.order) * (span.stop - span.start)
-                        of_span = sum_start(of_hidden[at : at + rows], case.shard.group, case.scatter)
-                        sending.append((case.rows.own(span), of_span))
+                        rows = len(params.rows.order) * (span.stop - span.start)
+                        of_span = sum_start(of_hidden[at : at + rows], params.shard.group, params.scatter)
+                        sending.append((params.rows.own(span), of_span))
                         at += rows
             if self.weight is not None:
                 add_weight_gradient(self.weight[part], dz, hidden, self._blank)
@@ -230,16 +230,16 @@ class Gradients:
 
 
 def _logits_gradient(
-    case: LinearParams, z: Tensor, top: Tensor | None, spec: RowSpec, table: Tensor, upstream: OutputGrads
+    params: LinearParams, z: Tensor, top: Tensor | None, spec: RowSpec, table: Tensor, upstream: OutputGrads
 ) -> Tensor:
     """The gradient of logits less `top`, in the dtype that the products take; it lies over them if it is no wider."""
-    low = case.weight.dtype
-    if case.grad_in_operand_dtype:
+    low = params.weight.dtype
+    if params.grad_in_operand_dtype:
         out = z.view(low) if z.element_size() == low.itemsize else torch.empty_like(z, dtype=low)
         table = table if top is None else torch.cat([table[:, :1] - top, table[:, 1:]], 1)
-        return row_gradient(z, spec, table, *upstream, out, case.shard.backend)
-    if case.softcap is None:
-        row_gradient(z, spec, table, *upstream, z, case.shard.backend)
+        return row_gradient(z, spec, table, *upstream, out, params.shard.backend)
+    if params.softcap is None:
+        row_gradient(z, spec, table, *upstream, z, params.shard.backend)
     else:
         block = max(1, _SLOPE_BLOCK.get(z.device.type, _SLOPE_BLOCK["cuda"]) // max(z.shape[1], 1))
         for start in range(0, z.shape[0], block):
@@ -247,8 +247,8 @@ def _logits_gradient(
             inv_t = spec.inv_t if spec.inv_t.shape[0] == 1 else spec.inv_t[part]
             of_part = spec._replace(targets=spec.targets[part], keep=spec.keep[part], inv_t=inv_t)
             some = z[part]
-            slope = (1 - (some / case.softcap).square_()).clamp_(min=0)  # 0 where a logit was dropped
-            row_gradient(some, of_part, table[part], *_rows_of(upstream, part), some, case.shard.backend).mul_(slope)
+            slope = (1 - (some / params.softcap).square_()).clamp_(min=0)  # 0 where a logit was dropped
+            row_gradient(some, of_part, table[part], *_rows_of(upstream, part), some, params.shard.backend).mul_(slope)
     return z if z.device.type == "cpu" else z.to(low)
 
 
@@ -257,33 +257,35 @@ def _rows_of(upstream: OutputGrads, rows: Tensor | slice) -> OutputGrads:
     return a, b, c
 
 
-def run_backward(case: LinearParams, forward: Forward, upstream: OutputGrads, gradients: Gradients) -> Summed:
+def run_backward(params: LinearParams, forward: Forward, upstream: OutputGrads, gradients: Gradients) -> Summed:
     """What `gradients` sums up over all rows; kept logits are used up, the others projected again."""
-    rows, columns = case.plan.tile
-    slices = [slice(at, min(at + columns, case.shard.valid)) for at in range(0, max(case.shard.valid, 1), columns)]
-    buffer = None if case.plan.resident else case.buffer(rows, columns)
-    for index, (span, hidden) in enumerate(case.fetched(backward_spans(case))):
+    rows, columns = params.plan.tile
+    slices = [slice(at, min(at + columns, params.shard.valid)) for at in range(0, max(params.shard.valid, 1), columns)]
+    buffer = None if params.plan.resident else params.buffer(rows, columns)
+    for index, (span, hidden) in enumerate(params.fetched(backward_spans(params))):
         if buffer is None:
             kept, forward.kept[index] = forward.kept[index], None
-            gradients.add([span], hidden, [case.columns], partial(_kept_logits, case, kept), forward.table, upstream)
+            gradients.add(
+                [span], hidden, [params.columns], partial(_kept_logits, params, kept), forward.table, upstream
+            )
             del kept  # its memory
         else:
-            again = partial(_logits_again, case, hidden, buffer)
+            again = partial(_logits_again, params, hidden, buffer)
             gradients.add([span], hidden, slices, again, forward.table, upstream)
     return gradients.close()
 
 
-def backward_spans(case: LinearParams) -> list[slice]:
+def backward_spans(params: LinearParams) -> list[slice]:
     """The groups of kept rows, or the rows of each pass over the columns."""
-    return case.rows.spans(case.plan.group if case.plan.resident else case.plan.tile[0])
+    return params.rows.spans(params.plan.group if params.plan.resident else params.plan.tile[0])
 
 
-def _kept_logits(case: LinearParams, kept: KeptLogits | None, _: slice) -> tuple[Tensor, Tensor | None]:
+def _kept_logits(params: LinearParams, kept: KeptLogits | None, _: slice) -> tuple[Tensor, Tensor | None]:
     assert kept is not None
-    if kept.top is None or case.grad_in_operand_dtype:
+    if kept.top is None or params.grad_in_operand_dtype:
         return kept.values, kept.top
     return torch.add(kept.values, kept.top), None
 
 
-def _logits_again(case: LinearParams, hidden: Tensor, buffer: Tensor, columns: slice) -> tuple[Tensor, None]:
-    return case.logits(hidden, buffer, columns), None
+def _logits_again(params: LinearParams, hidden: Tensor, buffer: Tensor, columns: slice) -> tuple[Tensor, None]:
+    return params.logits(hidden, buffer, columns), None

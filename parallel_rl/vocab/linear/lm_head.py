@@ -55,12 +55,22 @@ class LMHeadInput:
     def device(self) -> torch.device:
         return self.hidden.device
 
+    def parts(self, group: ProcessGroup | None) -> int:
+        """Number of ranks that the rows of `hidden` are split over."""
+        return group_size(group) if self.sequence_parallel else 1
+
+    def row_order(self, group: ProcessGroup | None) -> RowOrder:
+        """The order of the hidden rows; flat ones [R, D] are one sequence."""
+        sequences, width = (1, *self.hidden.shape[:-1])[-2:][:: -1 if self.sequence_first else 1]
+        parts = self.parts(group)
+        return RowOrder(sequences, width * parts, parts, self.sequence_first)
+
     def logits_like(self, group: ProcessGroup | None) -> Tensor:
         """A tensor of the logits' shape, dtype and device that takes no memory; `hidden` itself where shapes are off."""
         if self.hidden.dim() != 3 or self.weight.dim() != 2:
             return self.hidden
-        rows, width = self.hidden.shape[:2][:: -1 if self.sequence_first else 1]
-        return self.hidden.new_zeros(()).expand(rows, width * self.parts(group), self.weight.shape[0])
+        order = self.row_order(group)
+        return self.hidden.new_zeros(()).expand(order.sequences, order.width, self.weight.shape[0])
 
     def check(self, group: ProcessGroup | None) -> None:
         """What shapes, dtypes and options can tell.
@@ -109,30 +119,40 @@ class LMHeadInput:
         """
         if self.rows is None or not checks_values(keep) or not keep.numel():
             return
-        most = int(self.to_rows(keep, group).view(self.parts(group), -1).sum(1).max())
+        most = int(self.row_order(group).to_rows(keep).view(self.parts(group), -1).sum(1).max())
         if most > self.rows:
             raise ValueError(f"rows = {self.rows}, but {most} rows of one rank's hidden states carry loss")
 
-    def to_rows(self, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        """[B · S/cp] in the order of logits to the order of gathered hidden rows, part after part."""
-        parts = self.parts(group)
-        if self.hidden.dim() != 3 or (parts == 1 and not self.sequence_first):
-            return x
-        rows, width = self.hidden.shape[:2][:: -1 if self.sequence_first else 1]
-        return x.view(rows, parts, width).permute(*((1, 2, 0) if self.sequence_first else (1, 0, 2))).reshape(-1)
 
-    def from_rows(self, x: Tensor, group: ProcessGroup | None) -> Tensor:
-        """The way back."""
-        parts = self.parts(group)
-        if self.hidden.dim() != 3 or (parts == 1 and not self.sequence_first):
-            return x
-        rows, width = self.hidden.shape[:2][:: -1 if self.sequence_first else 1]
-        shape = (parts, width, rows) if self.sequence_first else (parts, rows, width)
-        return x.view(shape).permute(*((2, 0, 1) if self.sequence_first else (1, 0, 2))).reshape(-1)
+@dataclass(frozen=True)
+class RowOrder:
+    """The two orders of N = sequences · width tokens: that of logits, and that of hidden rows gathered part after part."""
 
-    def parts(self, group: ProcessGroup | None) -> int:
-        """Over how many ranks the rows are split."""
-        return group_size(group) if self.sequence_parallel else 1
+    sequences: int
+    width: int  # tokens of a sequence, of all parts
+    parts: int  # ranks that each sequence is split over
+    sequence_first: bool  # a part's rows are [width / parts, sequences]
+
+    def to_rows(self, x: Tensor) -> Tensor:
+        """[N, ...] from the order of logits to that of hidden rows."""
+        if self._alike:
+            return x
+        x = x.view(self.sequences, self.parts, self.width // self.parts, *x.shape[1:])
+        order = (1, 2, 0) if self.sequence_first else (1, 0, 2)
+        return x.permute(*order, *range(3, x.dim())).flatten(0, 2)
+
+    def to_logits(self, x: Tensor) -> Tensor:
+        """[N, ...] from the order of hidden rows to that of logits."""
+        if self._alike:
+            return x
+        own = self.width // self.parts, self.sequences
+        x = x.view(self.parts, *(own if self.sequence_first else own[::-1]), *x.shape[1:])
+        order = (2, 0, 1) if self.sequence_first else (1, 0, 2)
+        return x.permute(*order, *range(3, x.dim())).flatten(0, 2)
+
+    @property
+    def _alike(self) -> bool:
+        return self.sequences == 1 or (self.parts == 1 and not self.sequence_first)
 
 
 def split_output(output: Tensor | LMHeadInput, group: ProcessGroup | None) -> tuple[LMHeadInput | None, Tensor]:

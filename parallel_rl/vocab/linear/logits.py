@@ -21,15 +21,13 @@ def whole_logits(head: LMHeadInput, keep: Tensor, group: ProcessGroup | None) ->
     Args:
         keep: [B · S/cp] rows that carry loss.
     """
-    rows, width, columns = head.logits_like(group).shape
+    order = head.row_order(group)
     hidden = _Shared.apply(head.hidden.reshape(-1, head.hidden.shape[-1]), group, head.sequence_parallel)
-    hidden = torch.where(head.to_rows(keep, group)[:, None], hidden, 0)
+    hidden = torch.where(order.to_rows(keep)[:, None], hidden, 0)
     z = torch.nn.functional.linear(hidden, head.weight, head.bias)
     if head.softcap is not None:
         z = head.softcap * torch.tanh(z / head.softcap)
-    parts, first = head.parts(group), head.sequence_first
-    shape = (parts, width // parts, rows, columns) if first else (parts, rows, width // parts, columns)
-    return z.view(shape).permute(*((2, 0, 1, 3) if first else (1, 0, 2, 3))).reshape(rows, width, columns)
+    return order.to_logits(z).view(order.sequences, order.width, head.weight.shape[0])
 
 
 def check_whole(head: LMHeadInput, group: ProcessGroup | None) -> None:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.groups import Pending, all_gather_start
+from parallel_rl.groups import Pending, all_gather_start, group_size
+from parallel_rl.vocab.backends.choice import runs_on_triton
 from parallel_rl.vocab.backends.passes import RowSpec
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.gemm import project
-from parallel_rl.vocab.linear.plan import Plan, Rows, kept_dtype
+from parallel_rl.vocab.linear.plan import Plan, Rows, kept_dtype, make_plan
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from parallel_rl.vocab.linear.lm_head import LMHeadInput
+    from parallel_rl.vocab.linear.plan import LinearMode
     from parallel_rl.vocab.shards import VocabShard
 
-OutputGrads = tuple[
-    "Tensor | None", "Tensor | None", "Tensor | None"
-]  # gradients of (log-prob, entropy, lse), [N] each
+#: [N] (log-prob, entropy, lse) of rows in the gathered order
+RowStats = tuple["Tensor", "Tensor | None", "Tensor"]
+#: gradients of a loss with respect to `RowStats`; None is zero
+OutputGrads = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,39 @@ class LinearParams:
     plan: Plan
     grad_in_operand_dtype: bool  # the gradient of the logits is written in the dtype of the operands, over kept ones
 
+    @classmethod
+    def of(
+        cls,
+        head: LMHeadInput,
+        shard: VocabShard,
+        targets: Tensor,
+        keep: Tensor,
+        kept_ids: Tensor | None,
+        mode: LinearMode,
+    ) -> LinearParams:
+        """The call for [N] targets and [N, K] recorded sets in the gathered order, of the rows that carry loss."""
+        hidden, parts = head.hidden.detach().reshape(-1, head.hidden.shape[-1]), head.parts(shard.group)
+        dtype = math_dtype(hidden.dtype)
+        width = max(-(-shard.vocab_size // group_size(shard.group)), 1)  # not its own, which may differ between ranks
+        # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
+        low = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, shard.backend)
+        plan = make_plan(hidden, width, shard.group, parts, mode, head.budget, low or hidden.dtype == dtype)
+        rows = Rows.of(keep, parts, head.rows, shard.group)
+        inv_t = shard.inverse_temperature(dtype, hidden.device)
+        return cls(
+            hidden, head.weight, head.bias, targets, keep, inv_t, kept_ids, shard, head.softcap, head.sequence_parallel, rows,
+            plan, low,
+        ).with_operands(head.hidden, head.weight, head.bias)  # fmt: skip
+
+    def with_operands(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearParams:
+        """The call with these operands, without gradient: flat hidden states, and the real columns of weight and bias."""
+        return replace(
+            self,
+            hidden=hidden.detach().reshape(-1, hidden.shape[-1]),
+            weight=weight.detach()[: self.shard.valid],
+            bias=None if bias is None else bias.detach()[: self.shard.valid],
+        )
+
     @property
     def dtype(self) -> torch.dtype:
         return math_dtype(self.hidden.dtype)
@@ -54,10 +91,10 @@ class LinearParams:
     def columns(self) -> slice:
         return slice(0, self.shard.valid)
 
-    def spec(self, places: Tensor, columns: slice) -> RowSpec:
-        inv_t = self.inv_t if self.inv_t.shape[0] == 1 else self.inv_t[places]
+    def spec(self, indices: Tensor, columns: slice) -> RowSpec:
+        inv_t = self.inv_t if self.inv_t.shape[0] == 1 else self.inv_t[indices]
         start, stop = columns.start, columns.stop
-        return RowSpec(self.targets[places], self.keep[places], inv_t, self.shard.start + start, stop - start)
+        return RowSpec(self.targets[indices], self.keep[indices], inv_t, self.shard.start + start, stop - start)
 
     def fetched(self, spans: Sequence[slice]) -> Iterator[tuple[slice, Tensor]]:
         """Hidden states span by span, the next ones on their way; rows without loss are 0, whatever they hold."""

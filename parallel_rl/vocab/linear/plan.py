@@ -163,7 +163,7 @@ class Rows:
         """Some rows among this rank's hidden states."""
         return self.order[self.rank, span]
 
-    def every(self, span: slice) -> Tensor:
+    def gathered(self, span: slice) -> Tensor:
         """Some rows of all parts, in the gathered order."""
         part = self.order[:, span]
         offsets = torch.arange(part.shape[0], device=part.device)[:, None] * self.of_part

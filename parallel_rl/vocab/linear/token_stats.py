@@ -9,20 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from parallel_rl.agreement import raise_on_all_ranks
-from parallel_rl.groups import group_size
-from parallel_rl.vocab.backends.choice import Backend, runs_on_triton
-from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.linear.autograd import (
-    Coefficients,
-    WeightTarget,
-    in_backward,
-    in_forward,
-    no_gradient,
-    with_operands,
-)
-from parallel_rl.vocab.linear.lm_head import LMHeadInput
-from parallel_rl.vocab.linear.params import LinearParams, OutputGrads
-from parallel_rl.vocab.linear.plan import LinearMode, Rows, make_plan
+from parallel_rl.vocab.backends.choice import Backend
+from parallel_rl.vocab.linear.autograd import ForwardObjective, in_backward, in_forward
+from parallel_rl.vocab.linear.forward_backward import run_forward
+from parallel_rl.vocab.linear.lm_head import LMHeadInput, RowOrder
+from parallel_rl.vocab.linear.params import LinearParams, OutputGrads, RowStats
+from parallel_rl.vocab.linear.plan import LinearMode
 from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens
 
@@ -98,7 +90,7 @@ def linear_token_stats(
         hidden, weight, bias, softcap, False, sequence_parallel, mode, budget, rows, main_grad_factor
     )  # fmt: skip
 
-    def check() -> VocabShard:
+    def check() -> tuple[VocabShard, LMHeadInput]:
         head.check(group)
         if mode == "in_forward" and objective is None:
             raise ValueError("mode = 'in_forward' needs an objective: its gradient is computed in forward")
@@ -110,17 +102,17 @@ def linear_token_stats(
         parts = head.parts(group)
         wanted = (hidden.shape[0] * parts, *hidden.shape[1:-1])
         check_tokens(targets, wanted, shard, ignore_index)
-        replace(head, hidden=hidden.flatten(0, -2)).check_rows((targets != ignore_index).reshape(-1), group)
-        return shard
+        # Split over its first dimension, whatever the others are; the losses' own batches are split along the sequence.
+        flat = replace(head, hidden=hidden.flatten(0, -2))
+        flat.check_rows((targets != ignore_index).reshape(-1), group)
+        return shard, flat
 
     same = {"the number of hidden rows": hidden[..., 0].numel(), "the hidden size": hidden.shape[-1]}
-    shard = raise_on_all_ranks(check, [group], hidden, same)
+    shard, flat = raise_on_all_ranks(check, [group], hidden, same)
 
     def shaped(stats: TokenStats) -> TokenStats:
         return TokenStats(*(None if x is None else x.view(targets.shape) for x in stats))  # type: ignore[arg-type]
 
-    # Split over its first dimension, whatever the others are; the losses' own batches are split along the sequence.
-    flat = replace(head, hidden=hidden.flatten(0, -2))
     stats, zero = stats_of_head(
         flat, targets.reshape(-1), (targets != ignore_index).reshape(-1), shard,
         objective=None if objective is None else lambda stats: objective(shaped(stats)),
@@ -156,71 +148,51 @@ def stats_of_head(
         ValueError: a truncation whose gradient is not computed in forward, and logits that are not kept: projected again, the
             last kept one could round to another side of its threshold.
     """
-    group, backend, truncation = shard.group, shard.backend, shard.truncation
-    hidden, parts = head.hidden.reshape(-1, head.hidden.shape[-1]), head.parts(group)
-    targets, keep = head.to_rows(targets, group), head.to_rows(keep, group)
-    dtype = math_dtype(hidden.dtype)
-    inv_t = shard.inverse_temperature(dtype, hidden.device)
-    if kept_ids is not None:
-        kept_ids = kept_ids[head.to_rows(torch.arange(len(kept_ids), device=kept_ids.device), group)]
-    trains = torch.is_grad_enabled() and any(
+    order = head.row_order(shard.group)
+    grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (head.hidden, head.weight, head.bias)
     )
-    early = trains and head.mode in ("auto", "in_forward") and objective is not None and hidden.dtype != torch.float16
-    mode = head.mode if trains and not early else "recompute"
-    width = max(-(-shard.vocab_size // group_size(group)), 1)  # not the shard's own, which may differ between ranks
-    # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
-    grad_in_operand_dtype = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, backend)
-    plan = make_plan(hidden, width, group, parts, mode, head.budget, grad_in_operand_dtype or hidden.dtype == dtype)
-    if truncation and trains and not early and not plan.resident:
+    early = (
+        grad and head.mode in ("auto", "in_forward") and objective is not None and head.hidden.dtype != torch.float16
+    )
+    tokens = order.to_rows(targets), order.to_rows(keep), None if kept_ids is None else order.to_rows(kept_ids)
+    params = LinearParams.of(head, shard, *tokens, mode=head.mode if grad and not early else "recompute")
+    if shard.truncation and grad and not early and not params.plan.resident:
         raise ValueError(
-            f"{truncation} with a loss that is no sum over tokens, or with mode = {head.mode!r}, keeps its logits until the "
-            f"backward: mode = 'resident', or 'auto' with a budget that holds them"
+            f"{shard.truncation} with a loss that is no sum over tokens, or with mode = {head.mode!r}, keeps its logits until "
+            "the backward: mode = 'resident', or 'auto' with a budget that holds them"
         )
-    rows = Rows.of(keep, parts, head.rows, group)
-    blank = LinearParams(
-        hidden, head.weight, None, targets, keep, inv_t, kept_ids, shard, head.softcap, head.sequence_parallel, rows, plan,
-        grad_in_operand_dtype,
-    )  # fmt: skip
-    case = with_operands(blank, hidden, head.weight, head.bias)
-    target = WeightTarget(head.weight, head.main_grad_factor)
     zero = None
-
-    def ordered(stats: tuple[Tensor, Tensor | None, Tensor]) -> TokenStats:
-        poison = rows.excess
-        values = (None if x is None else head.from_rows(x, group) for x in stats)
-        return TokenStats(
-            *(x if x is None or poison is None else x.masked_fill(poison, torch.nan) for x in values)  # type: ignore[arg-type]
-        )
-
     if early:
         assert objective is not None
-        at_once = plan.size * (2 if group_size(group) > 1 else 1)
-        calls = -(-hidden.shape[0] // at_once) if group_size(context_group) > 1 else 0
-        coefficients = _coefficients(objective, head, group)
-        zero, raw = in_forward(case, coefficients, context_group, calls, head.hidden, target, head.bias)
-    elif trains:
-        raw = in_backward(case, head.hidden, target, head.bias)
+        of_rows = ForwardObjective(_output_grads(objective, order), context_group)
+        zero, rows = in_forward(params, head, of_rows)
+    elif grad:
+        rows = in_backward(params, head)
     else:
-        raw = no_gradient(case)
-    return ordered(raw), zero
+        rows = run_forward(params).stats
+    stats = TokenStats(*(None if x is None else order.to_logits(x) for x in rows))  # type: ignore[arg-type]
+    excess = params.rows.excess
+    if excess is not None:
+        stats = TokenStats(*(None if x is None else x.masked_fill(excess, torch.nan) for x in stats))  # type: ignore[arg-type]
+    return stats, zero
 
 
-def _coefficients(
-    objective: Callable[[TokenStats], Tensor], head: LMHeadInput, group: ProcessGroup | None
-) -> Coefficients:
-    def gradients(stats: tuple[Tensor, Tensor | None, Tensor]) -> OutputGrads:
+def _output_grads(objective: Callable[[TokenStats], Tensor], order: RowOrder) -> Callable[[RowStats], OutputGrads]:
+    """The gradients of an objective on tokens in the order of logits, as a function of statistics of rows."""
+
+    def gradients(stats: RowStats) -> OutputGrads:
         with torch.enable_grad():
             leaves = TokenStats(
-                *(None if x is None else head.from_rows(x, group).detach().clone().requires_grad_() for x in stats)  # type: ignore[arg-type]
+                *(None if x is None else order.to_logits(x).detach().clone().requires_grad_() for x in stats)  # type: ignore[arg-type]
             )
             value = objective(leaves)
             if not value.requires_grad:
                 return (None, None, None)
             inputs = [x for x in leaves if x is not None]
-            found = iter(torch.autograd.grad(value, inputs, allow_unused=True))
-        given = [None if x is None else next(found) for x in leaves]
-        a, b, c = (None if g is None else head.to_rows(g, group) for g in given)
+            grads = iter(torch.autograd.grad(value, inputs, allow_unused=True))
+        given = [None if x is None else next(grads) for x in leaves]
+        a, b, c = (None if g is None else order.to_rows(g) for g in given)
         return a, b, c
 
     return gradients
