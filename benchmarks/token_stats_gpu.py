@@ -104,7 +104,7 @@ def _shard(
         return logprobs, entropy, rows
 
     def backward(outputs: tuple[Tensor, ...]) -> Tensor:
-        return row_gradient(work, spec, outputs[2], *case.upstream, None, work, backend)
+        return row_gradient(work, spec, outputs[2], (*case.upstream, None), work, backend)
 
     return forward, backward
 

@@ -1,4 +1,4 @@
-"""Logits that were given up hold a gradient after the backward: nobody may take it for logits."""
+"""Logits that were given up hold a gradient after the backward; guards against reading it as logits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _MARK = "_parallel_rl_gradient_at_version"
 
 
 def mark_consumed(logits: Tensor) -> None:
-    """Notes that a backward has written its gradient over `logits`; whoever writes there again lifts the mark."""
+    """Note that a backward has written its gradient over `logits`; whoever writes there again lifts the mark."""
     if not torch.compiler.is_compiling():
         setattr(logits.untyped_storage(), _MARK, logits._version)
 
 
 def check_not_consumed(logits: Tensor) -> None:
-    """Refuses logits that a backward has written over, for free: no value is read. Mode "never" of `set_validation` skips it.
+    """Refuse logits that a backward has written over, for free: no value is read. Mode "never" of `set_validation` skips it.
 
     Raises:
         ValueError: they hold the gradient of an earlier call with consume_logits=True.
@@ -32,16 +32,39 @@ def check_not_consumed(logits: Tensor) -> None:
         return
     if getattr(logits.untyped_storage(), _MARK, None) == logits._version:
         raise ValueError(
-            "the logits were given up by consume_logits=True, and a backward wrote its gradient over them; compute them anew, "
-            "or give them up in the last call that reads them only"
+            "the logits were given up by consume_logits=True, and a backward wrote its gradient over them; compute them again, "
+            "or give them up only in the last call that reads them"
         )
 
 
-def saved_logits(ctx: FunctionCtx) -> tuple[Tensor, ...]:
-    """`ctx.saved_tensors`, with a word on who may have written over the logits since.
+def check_backward(ctx: FunctionCtx, subject: str) -> None:
+    """Refuse a backward that would need a graph, or logits that the first one wrote over (`ctx.consumed`).
 
     Raises:
-        RuntimeError: something did.
+        RuntimeError: create_graph=True, or a second backward through consumed logits.
+    """
+    refuse_second_derivative(subject)
+    if ctx.consumed:  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
+        )
+
+
+def refuse_second_derivative(subject: str) -> None:
+    """Refuse a backward with create_graph=True.
+
+    Raises:
+        RuntimeError: gradients are recorded.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{subject} no second derivative; call backward without create_graph=True")
+
+
+def saved_logits(ctx: FunctionCtx) -> tuple[Tensor, ...]:
+    """`ctx.saved_tensors`, with an error that says who may have written over the logits since.
+
+    Raises:
+        RuntimeError: they changed since the forward.
     """
     try:
         saved: tuple[Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]

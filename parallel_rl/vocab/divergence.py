@@ -10,14 +10,14 @@ import torch
 from parallel_rl.agreement import check_replicated
 from parallel_rl.groups import all_gather
 from parallel_rl.vocab.backends.torch_backend import (
-    _compiled,
-    _compiles,
-    _rows_per_block,
     combine_parts,
+    compiled,
+    compiles,
     math_dtype,
+    row_blocks,
     shard_stats,
 )
-from parallel_rl.vocab.consumed import mark_consumed, saved_logits
+from parallel_rl.vocab.consumed import check_backward, mark_consumed, saved_logits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -38,15 +38,21 @@ def divergence_of_shards(
     shard: VocabShard,
     teacher_temperature: float = 1.0,
 ) -> Tensor:
-    """D(p, q) of each token, p = softmax(teacher / T_p) and q = softmax(student / T_q), differentiable in the student.
+    """Compute D(p, q) of each token, p = softmax(teacher / T_p), q = softmax(student / T_q), differentiable in the student.
 
     Two all-gathers of [T, 4] and [T, 2] floats, combined in rank order, so that all ranks hold the same bits; no
     collective backward, where the shards are read once more, a block of rows at a time.
 
+    >>> from parallel_rl.functional.distillation import ForwardKL
+    >>> from parallel_rl.vocab.shards import VocabShard
+    >>> keep, shard = torch.tensor([True]), VocabShard.of(2)
+    >>> divergence_of_shards(torch.tensor([[0.0, 0.0]]), torch.tensor([[0.0, 1.0]]), keep, ForwardKL(), shard)
+    tensor([0.1109])
+
     Args:
         student, teacher: [T, V/tp] this rank's columns, any float dtypes; columns beyond `shard.valid` are never read. −inf
-            excludes a word.
-        keep: [T] bool; a row without it is 0 with gradient 0, whatever stands there.
+            excludes a token id.
+        keep: [T] bool; a row without it is 0 with gradient 0, whatever it holds.
         shard: of both; its temperature T_q is the student's, and `consume_logits` gives up the student's logits.
 
     Returns:
@@ -87,12 +93,7 @@ class _DivergenceOfShards(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True
-            raise RuntimeError("the divergence has no second derivative; call backward without create_graph=True")
-        if ctx.consumed:  # type: ignore[attr-defined]
-            raise RuntimeError(
-                "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
-            )
+        check_backward(ctx, "the divergence has")
         student, teacher, keep, rows, total = saved_logits(ctx)
         shard: VocabShard = ctx.shard  # type: ignore[attr-defined]
         check_replicated([grad], shard.group, grad)
@@ -118,10 +119,8 @@ def _over_rows(
     function: Callable[..., Tensor], divergence: Divergence, backend: Backend, z: Tensor, *others: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
     """(rows, the function of them) in blocks, so that no second shard is ever in memory."""
-    function = _compiled(function) if z.shape[1] > 0 and _compiles(z, backend) else function
-    block = _rows_per_block(z) if z.shape[1] > 0 else max(1, len(z))
-    for i in range(0, len(z), block):
-        part = slice(i, i + block)
+    function = compiled(function) if z.shape[1] > 0 and compiles(z, backend) else function
+    for part in row_blocks(z):
         yield part, function(divergence, *(x[part] for x in (z, *others)))
 
 

@@ -1,4 +1,4 @@
-"""Whole log-probs of a batch, as data for a later loss."""
+"""Log-probs of a whole batch, as data for a later loss."""
 
 from __future__ import annotations
 
@@ -43,12 +43,15 @@ def token_logprobs(
     top_p: float | None = None,
     kept_sets: bool = False,
 ) -> Tensor:
-    """Log-probs of `input_ids` under the logits, without gradient: what `prev_logprobs` and `reference_policy_logprobs` hold.
+    """Compute log-probs of `input_ids` without gradient: the fields `prev_logprobs` and `reference_policy_logprobs`.
+
+    >>> token_logprobs(torch.zeros(1, 3, 4), {"input_ids": torch.tensor([[1, 2, 3]])})
+    tensor([[ 0.0000, -1.3863, -1.3863]])
 
     Args:
         next_token_logits: [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`; or an `LMHeadInput`, whose logits never
             exist whole.
-        data: input_ids [B, S]; where it has token_mask and sample_mask too, ids at masked places are not looked at. A token
+        data: input_ids [B, S]; where it has token_mask and sample_mask too, masked ids are not looked at. A token
             with an id outside the vocabulary there has log-prob 0, and an `LMHeadInput` does not project its row.
         vocab_parallel_rank, vocab_parallel_group, context_parallel_group: as for the losses.
         layout: of the logits; None is padded rows.
@@ -59,7 +62,7 @@ def token_logprobs(
         the truncated policy does not keep.
 
     Raises:
-        ValueError: shapes that do not fit; what `token_stats` raises; on all ranks of both groups, see `set_validation`.
+        ValueError: shapes that do not match; what `token_stats` raises; on all ranks of both groups, see `set_validation`.
     """
     head, logits = split_output(next_token_logits, vocab_parallel_group)
 

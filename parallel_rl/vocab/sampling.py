@@ -40,12 +40,15 @@ def sample_tokens(
     vocab_size: int | None = None,
     vocab_start: int | None = None,
 ) -> Tensor:
-    """One token a row from softmax(z / temperature): Gumbel-max on each shard, then one all-gather of [rows, 2].
+    """Draw one token a row from softmax(z / temperature): Gumbel-max on each shard, then one all-gather of [rows, 2].
 
         token = argmax_v  z_v / temperature − log(−log u(key, v)),     u a hash of (key, v), uniform on (0, 1)
 
     The noise of column v depends on the row's key and on v alone: neither the shards nor the batch's order and size
     change what is drawn. It is made in float64, a block of rows at a time. Ties go to the smallest id.
+
+    >>> sample_tokens(torch.tensor([[0.0, 9.0, 1.0]]), sample_keys(0, torch.tensor([7]), torch.tensor([3])), temperature=0)
+    tensor([1])
 
     Args:
         logits: [..., V/tp] this rank's columns, any float dtype. −inf is never drawn.
@@ -103,11 +106,14 @@ def sample_tokens(
 
 
 def sample_keys(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """Keys for `sample_tokens`: a 64-bit hash of (seed, sample id, position), the same on every layout.
+    """Hash (seed, sample id, position) to 64-bit keys for `sample_tokens`, the same on every layout.
+
+    >>> sample_keys(0, torch.tensor([7]), torch.tensor([3, 4])).shape
+    torch.Size([2])
 
     Args:
-        seed: any integer; it counts modulo 2^64.
-        sample_ids: [N] integers that name the sample (not its place in the batch).
+        seed: any integer, taken modulo 2^64.
+        sample_ids: [N] integers that name the sample (not its row in the batch).
         positions: [N] integers, the position of the token that is drawn; the two broadcast.
 
     Returns:
@@ -132,7 +138,7 @@ def sample_keys(seed: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
 
 
 def _best_of_shard(z: Tensor, floor: Tensor | None, keys: Tensor, temperature: float, start: int, best: Tensor) -> None:
-    """Writes each row's largest noisy score and its global id into `best` [rows, 2]."""
+    """Write each row's largest noisy score and its global id into `best` [rows, 2]."""
     width = z.shape[1]
     block = max(1, (_CPU_BLOCK if z.device.type == "cpu" else _DEVICE_BLOCK) // width)
     # the row's key is hashed before the column is added: keys that are neighbours share no noise

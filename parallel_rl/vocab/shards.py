@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 class VocabShard:
     """This rank's columns of the vocabulary, and how they are read.
 
+    >>> VocabShard.of(4, vocab_size=3, temperature=0.7).valid  # the last of the four columns is padding
+    3
+
     Attributes:
         start: global id of the first column.
         valid: number of real columns; those at or beyond it are padding, outside every softmax and with gradient 0.
@@ -66,7 +69,7 @@ class VocabShard:
         consume_logits: bool = False,
         backend: Backend = "auto",
     ) -> VocabShard:
-        """The shard of `width` columns that this rank holds, found on the host without communication.
+        """Find the shard of `width` columns that this rank holds, on the host and without communication.
 
         Even shards, padded or not (`width · tp >= vocab_size`, Megatron), start at `rank · width`. Narrower ones follow
         `torch.chunk` (DTensor): `ceil(vocab_size / tp)` columns a rank, the last ranks fewer. Any other split names its
@@ -87,6 +90,12 @@ class VocabShard:
         if isinstance(self.temperature, torch.Tensor):
             return self.temperature.to(dtype).reciprocal().reshape(-1, 1)
         return torch.full((1, 1), 1.0 / self.temperature, dtype=dtype, device=device)
+
+    def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Each id's column of this shard (0 where it is elsewhere), and whether it is here."""
+        columns = ids.to(torch.int64) - self.start
+        here = (columns >= 0) & (columns < self.valid)
+        return torch.where(here, columns, 0), here
 
 
 def _span(

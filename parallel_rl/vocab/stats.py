@@ -13,7 +13,7 @@ from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.choice import Backend, check_backend
 from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
 from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.consumed import check_not_consumed, mark_consumed, saved_logits
+from parallel_rl.vocab.consumed import check_backward, check_not_consumed, mark_consumed, saved_logits
 from parallel_rl.vocab.shards import VocabShard
 
 if TYPE_CHECKING:
@@ -45,12 +45,16 @@ def token_stats(
     consume_logits: bool = False,
     backend: Backend = "auto",
 ) -> TokenStats:
-    """Log-prob of the target, entropy and log-sum-exp of softmax(z / temperature) from vocabulary shards.
+    """Compute log-prob of the target, entropy and log-sum-exp of softmax(z / temperature) from vocabulary shards.
 
         log p_y = z_y/T − lse        H = −Σ p log p        lse = log Σ e^{z/T}
 
     One read of the logits and one all-gather of [tokens, 4] floats forward; one read and one write, no collective,
     backward. All ranks of the group hold the same bits.
+
+    >>> stats = token_stats(torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]]), torch.tensor([1, 3]))
+    >>> stats.logprobs, stats.entropy
+    (tensor([-1.3863, -0.4402]), tensor([1.3863, 0.9475]))
 
     Args:
         logits: [..., V/tp] this rank's columns, any float dtype; the mathematics runs in max(float32, dtype).
@@ -69,9 +73,7 @@ def token_stats(
         `TokenStats` of tensors shaped like `targets`.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit; logits that were given up to an earlier call; where values are
-            checked (see `set_validation`) a target outside [0, V) and a temperature that is not positive and finite; on all
-            ranks of the group. In the backward of mode "always": upstream gradients in which the ranks differ.
+        ValueError: shapes, dtypes or options that do not fit; logits that an earlier call consumed; where values are checked
         RuntimeError: in a backward, logits that were written over since the forward.
     """
 
@@ -89,7 +91,7 @@ def token_stats(
 
 
 def stats_of_shard(logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabShard) -> TokenStats:
-    """`token_stats` after its checks, of the untruncated policy; `keep` [...] says which tokens count."""
+    """`token_stats` after its checks, of the untruncated policy; `keep` [...] marks the tokens that count."""
     size = targets.numel(), logits.shape[-1]  # not −1: an empty shard of an uneven split has no column
     flat = logits.view(size) if shard.consume_logits else logits.reshape(size)
     inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
@@ -115,12 +117,7 @@ class _TokenStats(torch.autograd.Function):
     def backward(
         ctx: FunctionCtx, g_logp: Tensor | None, g_ent: Tensor | None, g_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True
-            raise RuntimeError("token statistics have no second derivative; call backward without create_graph=True")
-        if ctx.consumed:  # type: ignore[attr-defined]
-            raise RuntimeError(
-                "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
-            )
+        check_backward(ctx, "token statistics have")
         z, targets, keep, inv_t, rows = saved_logits(ctx)
         shard: VocabShard = ctx.shard  # type: ignore[attr-defined]
         check_replicated([g_logp, g_ent, g_lse], shard.group, rows[:, 0])
@@ -129,14 +126,19 @@ class _TokenStats(torch.autograd.Function):
         spec = RowSpec(targets, keep, inv_t, shard.start, shard.valid)
         if shard.consume_logits:
             ctx.consumed, z = True, z.detach()  # type: ignore[attr-defined]
-        dz = row_gradient(z, spec, rows, g_logp, g_ent, g_lse, z if shard.consume_logits else None, shard.backend)
+        dz = row_gradient(z, spec, rows, (g_logp, g_ent, g_lse), z if shard.consume_logits else None, shard.backend)
         if shard.consume_logits:
             mark_consumed(z)
         return dz, *(None,) * 4
 
 
 def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None:
-    """What shapes, dtypes and options can tell."""
+    """Check the logits' shape, dtype and device against the options, without reading a value.
+
+    Raises:
+        ValueError: fewer than two dimensions, integers, consume_logits=True without contiguous memory, logits that an earlier
+            call consumed, a backend that cannot run here.
+    """
     if not logits.is_floating_point() or logits.dim() < 2:
         raise ValueError(
             f"the logits must be floating point [..., V/tp] with two dimensions or more, "
@@ -152,11 +154,11 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None
 
 
 def check_tokens(targets: Tensor, shape: Sequence[int], shard: VocabShard, ignore_index: int) -> None:
-    """[...] targets and, where it is a tensor, the temperature of each; values where they are checked.
+    """Check [...] targets and, where it is a tensor, the temperature of each; values where they are checked.
 
     Raises:
-        ValueError: another shape or dtype, a target outside the vocabulary, a temperature that is not positive and finite where
-            the target is not `ignore_index`.
+        ValueError: a shape other than `shape`, targets that are not integers, a target outside the vocabulary, a temperature
+            that is not positive and finite where the target is not `ignore_index`.
     """
     if list(targets.shape) != list(shape) or targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(f"targets must be integers {list(shape)}, got {targets.dtype} {list(targets.shape)}")
@@ -172,13 +174,17 @@ def check_tokens(targets: Tensor, shape: Sequence[int], shard: VocabShard, ignor
     if checks_values(temperature):
         wrong = ~((temperature > 0) & temperature.isfinite()) & (targets != ignore_index)
         if bool(wrong.any()):
-            place = tuple(int(i) for i in wrong.nonzero()[0])
-            found = float(temperature.expand(targets.shape)[place])
-            raise ValueError(f"temperature = {found} at {list(place)} must be positive and finite")
+            index = tuple(int(i) for i in wrong.nonzero()[0])
+            value = float(temperature.expand(targets.shape)[index])
+            raise ValueError(f"temperature = {value} at {list(index)} must be positive and finite")
 
 
 def check_targets(targets: Tensor, vocab_size: int, ignore_index: int | None = IGNORE_INDEX) -> None:
-    """What only values can tell of the targets, where values are checked."""
+    """Check that every target lies in the vocabulary or is `ignore_index`, where values are checked.
+
+    Raises:
+        ValueError: one that does not.
+    """
     if not checks_values(targets):
         return
     wrong = (targets < 0) | (targets >= vocab_size)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl.groups import group_size
-from parallel_rl.vocab.backends.torch_backend import _compiled, _compiler_works, _compiles, _rows_per_block, math_dtype
+from parallel_rl.vocab.backends.torch_backend import compiled, compiler_works, compiles, math_dtype, row_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,12 @@ _PATTERNS = {
 
 
 def kept_floor(z: Tensor, shard: VocabShard) -> Tensor:
-    """[T, 1] the smallest logit that each row keeps, of z's dtype; −inf where all stay. The same on every split.
+    """Find the smallest logit that each row keeps, [T, 1] in z's dtype; −inf where all stay. The same on every split.
+
+    >>> from parallel_rl.vocab.shards import VocabShard
+    >>> from parallel_rl.vocab.truncation import Truncation
+    >>> kept_floor(torch.tensor([[1.0, 4.0, 3.0, 2.0]]), VocabShard(0, 4, 4, truncation=Truncation(top_k=2)))
+    tensor([[3.]])
 
     Args:
         z: [T, W] the shard's real columns.
@@ -69,10 +74,16 @@ def kept_floor(z: Tensor, shard: VocabShard) -> Tensor:
     return floor.to(z.dtype)
 
 
+def drop_below_(z: Tensor, floor: Tensor) -> None:
+    """Write −inf over the logits [T, W] below each row's floor [T, 1], as found by `kept_floor`."""
+    for rows in row_blocks(z):  # the mask is never whole
+        z[rows].masked_fill_(z[rows] < floor[rows], -torch.inf)
+
+
 def _search(
     held: Callable[[Tensor], Tensor], target: Callable[[Tensor], Tensor], z: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """[T, 1] the largest τ with H(τ) ≥ target(H(−inf)); `held` gives this shard's part of H at pivots [T, 8]."""
+    """Find [T, 1] the largest τ with H(τ) ≥ target(H(−inf)); `held` gives this shard's part of H at pivots [T, 8]."""
     bits, integers, infinity = _PATTERNS[z.dtype]
 
     def floats(key: Tensor) -> Tensor:
@@ -100,12 +111,11 @@ def _held(
 ) -> Tensor:
     if not z.numel():
         return torch.zeros(pivots.shape, dtype=torch.int64, device=z.device)
-    worth = backend == "auto" and z.numel() >= _COMPILE_FROM and _compiler_works(z.device.type)
-    if worth or _compiles(z, backend):
-        return _compiled(function)(z, pivots, *rest)
-    block = _rows_per_block(z)
-    of_rows = lambda x, i: x if x.shape[0] == 1 else x[i : i + block]  # noqa: E731
-    return torch.cat([function(*(of_rows(x, i) for x in (z, pivots, *rest))) for i in range(0, len(z), block)])
+    worth = backend == "auto" and z.numel() >= _COMPILE_FROM and compiler_works(z.device.type)
+    if worth or compiles(z, backend):
+        return compiled(function)(z, pivots, *rest)
+    operands = (z, pivots, *rest)
+    return torch.cat([function(*(x if len(x) == 1 else x[rows] for x in operands)) for rows in row_blocks(z)])
 
 
 def _counts(z: Tensor, pivots: Tensor) -> Tensor:

@@ -11,13 +11,13 @@ from parallel_rl.agreement import check_replicated
 from parallel_rl.groups import all_gather, group_size
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import (
-    _grad,
-    _rows_per_block,
     combine_parts,
+    logits_gradient,
     math_dtype,
+    row_blocks,
     shard_stats,
 )
-from parallel_rl.vocab.consumed import mark_consumed, saved_logits
+from parallel_rl.vocab.consumed import check_backward, mark_consumed, refuse_second_derivative, saved_logits
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,12 +27,16 @@ if TYPE_CHECKING:
 
 
 def gather_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> Tensor:
-    """Each row's logits at its own global columns, over the temperature, from vocabulary shards; differentiable.
+    """Gather each row's logits at its own global columns, over the temperature; differentiable.
 
         out[t, k] = z[t, ids[t, k]] / temperature
 
     Forward: one all-reduce of [T, K], which adds zeros to the owner's number, so all ranks hold the same bits. Backward:
     a local scatter, no collective: every tensor rank computes the same loss.
+
+    >>> from parallel_rl.vocab.shards import VocabShard
+    >>> gather_columns(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[2, 0]]), torch.tensor([True]), VocabShard.of(3))
+    tensor([[3., 1.]])
 
     Args:
         logits: [T, V/tp] this rank's columns, any float dtype.
@@ -52,10 +56,14 @@ def gather_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard)
 
 
 def column_log_probs(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Log-probs of each row's own columns under softmax(z / temperature) over the whole vocabulary, and its entropy.
+    """Compute log-probs of each row's own columns under softmax(z / temperature) over the vocabulary, and its entropy.
 
     One all-gather of [T, 4] and one all-reduce of [T, K] floats forward. Backward: no collective; the gradient of both is
     summed before it is rounded to the logits' dtype.
+
+    >>> from parallel_rl.vocab.shards import VocabShard
+    >>> column_log_probs(torch.zeros(1, 4), torch.tensor([[2, 0]]), torch.tensor([True]), VocabShard.of(4))
+    (tensor([[-1.3863, -1.3863]]), tensor([1.3863]))
 
     Args:
         logits: [T, V/tp]. ids: [T, K]. keep: [T] bool, as for `gather_columns`.
@@ -77,16 +85,15 @@ def _local(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> tupl
     if logits.dim() != 2 or ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
         raise ValueError(f"logits [T, V/tp] and ids [T, K] must agree, got {list(logits.shape)} and {list(ids.shape)}")
     check_columns("ids", torch.where(keep[:, None], ids, 0), shard.vocab_size)
-    local = ids.to(torch.int64) - shard.start
-    here = (local >= 0) & (local < shard.valid) & keep[:, None]
-    return torch.where(here, local, 0), here
+    columns, here = shard.local(ids)
+    return columns, here & keep[:, None]
 
 
 def check_columns(name: str, ids: Tensor, vocab_size: int) -> None:
-    """Every id lies in the vocabulary, where values are checked.
+    """Check that every id lies in the vocabulary, where values are checked.
 
     Raises:
-        ValueError: one that does not, with its place; ids that are no integers.
+        ValueError: one that does not, with its index; ids that are not integers.
     """
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{name} must hold integers, got {ids.dtype}")
@@ -100,22 +107,26 @@ def check_columns(name: str, ids: Tensor, vocab_size: int) -> None:
 
 @torch.no_grad()
 def top_columns(logits: Tensor, k: int, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """The k largest logits of each row and their global ids: what a teacher's forward pass stores for distillation.
+    """Find the k largest logits of each row and their global ids, which a teacher's forward stores for distillation.
 
     Each shard's own largest, then two all-gathers of [T, k]. Of equal logits the one with the smaller id comes first, so that
     every split of the vocabulary gives the same.
+
+    >>> from parallel_rl.vocab.shards import VocabShard
+    >>> top_columns(torch.tensor([[1.0, 3.0, 2.0, 3.0]]), 2, VocabShard.of(4))
+    (tensor([[3., 3.]]), tensor([[1, 3]]))
 
     Args:
         logits: [T, V/tp], whatever the temperature. k: at most `shard.vocab_size`.
 
     Returns:
-        Values [T, k] in max(float32, the logits' dtype), falling, and ids [T, k] int64; the same on all ranks.
+        Values [T, k] in max(float32, the logits' dtype), descending, and ids [T, k] int64; the same on all ranks.
 
     Raises:
         ValueError: k outside [1, vocab_size].
     """
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= shard.vocab_size:
-        raise ValueError(f"k = {k!r} must lie in [1, vocab_size = {shard.vocab_size}] and be whole")
+        raise ValueError(f"k = {k!r} must be an integer in [1, vocab_size = {shard.vocab_size}]")
     rows, mine = logits.shape[0], min(k, shard.valid)
     best = logits.new_full((rows, k), -torch.inf, dtype=math_dtype(logits.dtype))
     ids = torch.full((rows, k), shard.vocab_size, dtype=torch.int64, device=logits.device)
@@ -123,7 +134,7 @@ def top_columns(logits: Tensor, k: int, shard: VocabShard) -> tuple[Tensor, Tens
         values, columns = _top_of_shard(logits[:, : shard.valid], mine)
         best[:, :mine], ids[:, :mine] = values.to(best.dtype), columns + shard.start
     best, ids = (all_gather(part, shard.group).transpose(0, 1).flatten(1) for part in (best, ids))
-    # a shard's filling may tie with a real −inf: the smaller id is the real one
+    # a shard's padding may tie with a real −inf: the smaller id is the real one
     order = ids.argsort(dim=1, stable=True)
     best, ids = best.gather(1, order), ids.gather(1, order)
     order = best.argsort(dim=1, descending=True, stable=True)[:, :k]
@@ -138,69 +149,62 @@ def _top_of_shard(z: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values, columns = z.topk(k, dim=1)
     last = values[:, -1:]
     above = (values > last).sum(1, keepdim=True)
-    numbers = torch.arange(z.shape[1], dtype=torch.int32, device=z.device)
-    for i in range(0, len(z), block := _rows_per_block(z)):
-        rows = slice(i, i + block)
-        equal = torch.where(z[rows] == last[rows], numbers, z.shape[1])
-        first = equal.topk(k, dim=1, largest=False).values
-        place = torch.arange(k, device=z.device) - above[rows]
-        columns[rows] = torch.where(place < 0, columns[rows], first.gather(1, place.clamp(min=0)).to(torch.int64))
+    every = torch.arange(z.shape[1], dtype=torch.int32, device=z.device)
+    for rows in row_blocks(z):
+        ties = torch.where(z[rows] == last[rows], every, z.shape[1])
+        first = ties.topk(k, dim=1, largest=False).values
+        nth = torch.arange(k, device=z.device) - above[rows]
+        columns[rows] = torch.where(nth < 0, columns[rows], first.gather(1, nth.clamp(min=0)).to(torch.int64))
     return values, columns
 
 
 class _Columns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, z: Tensor, place: Tensor, here: Tensor, inv_t: Tensor, shard: VocabShard) -> Tensor:
-        ctx.save_for_backward(place, here, inv_t)
+    def forward(ctx: FunctionCtx, z: Tensor, columns: Tensor, here: Tensor, inv_t: Tensor, shard: VocabShard) -> Tensor:
+        ctx.save_for_backward(columns, here, inv_t)
         ctx.shape, ctx.dtype = z.shape, z.dtype  # type: ignore[attr-defined]
         if z.shape[1] == 0:  # an empty shard of an uneven split
-            values = torch.zeros(place.shape, dtype=inv_t.dtype, device=z.device)
+            values = torch.zeros(columns.shape, dtype=inv_t.dtype, device=z.device)
         else:
-            values = torch.where(here, z.gather(1, place).to(inv_t.dtype) * inv_t, 0.0)
+            values = torch.where(here, z.gather(1, columns).to(inv_t.dtype) * inv_t, 0.0)
         if group_size(shard.group) > 1:
             dist.all_reduce(values, group=shard.group)
         return values
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True
-            raise RuntimeError("gathered columns have no second derivative; call backward without create_graph=True")
-        place, here, inv_t = ctx.saved_tensors  # type: ignore[attr-defined]
+        refuse_second_derivative("gathered columns have")
+        columns, here, inv_t = ctx.saved_tensors  # type: ignore[attr-defined]
         dz = torch.zeros(ctx.shape, dtype=ctx.dtype, device=grad.device)  # type: ignore[attr-defined]
         if dz.shape[1] > 0:
             # a column that is not here adds 0 to column 0
-            dz.scatter_add_(1, place, torch.where(here, grad * inv_t, 0.0).to(dz.dtype))
+            dz.scatter_add_(1, columns, torch.where(here, grad * inv_t, 0.0).to(dz.dtype))
         return dz, None, None, None, None
 
 
 class _ColumnLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, z: Tensor, place: Tensor, here: Tensor, keep: Tensor, inv_t: Tensor, shard: VocabShard
+        ctx: FunctionCtx, z: Tensor, columns: Tensor, here: Tensor, keep: Tensor, inv_t: Tensor, shard: VocabShard
     ) -> tuple[Tensor, Tensor]:
         nowhere = torch.full((z.shape[0],), -1, device=z.device)
         parts = shard_stats(z[:, : shard.valid], nowhere, inv_t, entropy=True, backend=shard.backend)
         top, log_a, _, entropy = combine_parts(all_gather(parts, shard.group), inv_t, entropy=True)
         assert entropy is not None
-        values = torch.zeros(place.shape, dtype=inv_t.dtype, device=z.device)
+        values = torch.zeros(columns.shape, dtype=inv_t.dtype, device=z.device)
         if shard.valid > 0:
-            log_p = (z.gather(1, place).to(inv_t.dtype) - top[:, None]) * inv_t - log_a[:, None]
+            log_p = (z.gather(1, columns).to(inv_t.dtype) - top[:, None]) * inv_t - log_a[:, None]
             values = torch.where(here, log_p, 0.0)
         if group_size(shard.group) > 1:
             dist.all_reduce(values, group=shard.group)
-        ctx.save_for_backward(z, place, here, keep, inv_t, top, log_a, entropy)
+        ctx.save_for_backward(z, columns, here, keep, inv_t, top, log_a, entropy)
         ctx.shard, ctx.consumed = shard, False  # type: ignore[attr-defined]
         return values, torch.where(keep, entropy, 0.0)
 
     @staticmethod
     def backward(ctx: FunctionCtx, g_columns: Tensor, g_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph=True
-            raise RuntimeError("column log-probs have no second derivative; call backward without create_graph=True")
-        if ctx.consumed:  # type: ignore[attr-defined]
-            raise RuntimeError(
-                "the first backward wrote its gradient over the logits; consume_logits=False allows a second one"
-            )
-        z, place, here, keep, inv_t, top, log_a, entropy = saved_logits(ctx)
+        check_backward(ctx, "column log-probs have")
+        z, columns, here, keep, inv_t, top, log_a, entropy = saved_logits(ctx)
         shard: VocabShard = ctx.shard  # type: ignore[attr-defined]
         check_replicated([*g_columns.unbind(1), g_entropy], shard.group, g_entropy)
         valid, ctx.consumed = shard.valid, shard.consume_logits  # type: ignore[attr-defined]
@@ -211,12 +215,10 @@ class _ColumnLogProbs(torch.autograd.Function):
         z = z.detach()
         dz = z if ctx.consumed else torch.empty_like(z, memory_format=torch.contiguous_format)  # type: ignore[attr-defined]
         dz[:, valid:] = 0
-        block = _rows_per_block(z[:, :valid]) if valid else 1
-        for i in range(0, z.shape[0] if valid else 0, block):
-            part = slice(i, i + block)
+        for part in row_blocks(z[:, :valid]) if valid else ():
             # in the dtype of the mathematics: two roundings, one of each gradient, could be all that is left
-            both = _grad(z[part, :valid], inv_t, rows[part], keep[part])
-            dz[part, :valid] = both.scatter_add_(1, place[part], at_columns[part]).to(dz.dtype)
+            both = logits_gradient(z[part, :valid], inv_t, rows[part], keep[part])
+            dz[part, :valid] = both.scatter_add_(1, columns[part], at_columns[part]).to(dz.dtype)
         if ctx.consumed:  # type: ignore[attr-defined]
             mark_consumed(dz)
         return dz, *(None,) * 5

@@ -1,4 +1,4 @@
-"""Log-probs under a truncated policy, from vocabulary shards: top-k, top-p (nucleus), or the sampler's recorded kept sets."""
+"""Token statistics of a truncated policy, from vocabulary shards."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import torch
 
 from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.validation import checks_values
-from parallel_rl.vocab.backends.torch_backend import _rows_per_block
 from parallel_rl.vocab.consumed import mark_consumed, saved_logits
 from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens, stats_of_shard
-from parallel_rl.vocab.threshold import kept_floor
+from parallel_rl.vocab.threshold import drop_below_, kept_floor
 from parallel_rl.vocab.topk import check_columns
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
@@ -41,27 +40,31 @@ def truncated_token_stats(
     consume_logits: bool = False,
     backend: Backend = "auto",
 ) -> TokenStats:
-    """`token_stats` of softmax(z / temperature) restricted to what top-k, then top-p, or a recorded set keeps.
+    """Compute `token_stats` of softmax(z / temperature) restricted to what top-k, then top-p, or a recorded set keeps.
 
         log p_y = z_y/T − lse       lse = log Σ_{v kept} e^{z_v/T}       −inf where y is not kept
 
-    Ties with the last kept word stay, and the largest one always. The threshold is found without sorting or gathering: 7 small
+    Ties with the last kept logit stay, and the largest one always. The threshold is found without sorting or gathering: 7 small
     all-reduces of [tokens, 8] integers for 16-bit logits and 12 for float32, beside the one of the statistics; it is the same
     for every split of the vocabulary. Gradients pass through the kept logits; the kept set is a constant.
 
+    >>> truncated_token_stats(torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2), torch.tensor([3, 0]), top_k=2).logprobs
+    tensor([-0.3133,    -inf])
+
     Args:
-        logits, targets, group, vocab_size, vocab_start, temperature, ignore_index, entropy, consume_logits, backend: as of
+        logits, targets, group, vocab_size, vocab_start, temperature, ignore_index, entropy, consume_logits, backend: as for
             `token_stats`. Without consume_logits one copy of the logits is made; with it they hold −inf afterwards where a
-            word was dropped, until the backward writes the gradient there.
+            token was dropped, until the backward writes the gradient there.
         top_k, top_p: see `Truncation`.
-        kept_ids: [..., K] instead of the rules: each token's recorded kept set, global ids, once each, filled up with −1. The
+        kept_ids: [..., K] instead of the rules: each token's recorded kept set, global ids, once each, padded with −1. The
             target counts as kept.
 
     Returns:
         `TokenStats`; a target that is not kept has log-prob −inf with gradient 0, its entropy and lse are of the kept set.
 
     Raises:
-        ValueError: what `token_stats` raises; k outside [1, V], p outside (0, 1], no rule at all, or rules beside `kept_ids`.
+        ValueError: what `token_stats` raises; k outside [1, V], p outside (0, 1], no rule at all, or top_k or top_p
+            combined with `kept_ids`.
 
     Nucleus sampling: Holtzman et al., "The curious case of neural text degeneration", arXiv 1904.09751.
     """
@@ -85,11 +88,11 @@ def truncated_token_stats(
 
 
 def check_kept_ids(kept_ids: Tensor, valid: Tensor, vocab_size: int) -> None:
-    """[..., K] recorded kept sets of the tokens [...].
+    """Check [..., K] recorded kept sets of the tokens [...].
 
     Raises:
-        ValueError: another shape; where values are checked, an id of a valid token outside the vocabulary that is not −1, or
-            one that its set names twice.
+        ValueError: a shape that is not that of the tokens and K; where values are checked, an id of a valid token outside the
+            vocabulary that is not −1, or an id twice in a set.
     """
     if kept_ids.dim() != valid.dim() + 1 or kept_ids.shape[:-1] != valid.shape or kept_ids.shape[-1] < 1:
         raise ValueError(f"kept_ids must be [{', '.join(map(str, valid.shape))}, K], got {list(kept_ids.shape)}")
@@ -101,14 +104,14 @@ def check_kept_ids(kept_ids: Tensor, valid: Tensor, vocab_size: int) -> None:
         if bool(twice.any()):
             where = tuple(int(i) for i in twice.nonzero()[0])
             raise ValueError(
-                f"kept_ids names {int(ordered[..., 1:][where])} twice at {list(where[:-1])}; a kept set has each word once"
+                f"kept_ids names {int(ordered[..., 1:][where])} twice at {list(where[:-1])}; a kept set has each id once"
             )
 
 
 def truncated_stats_of_shard(
     logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabShard, kept_ids: Tensor | None = None
 ) -> TokenStats:
-    """`truncated_token_stats` after its checks; `keep` [...] says which tokens count. Without a truncation `token_stats`."""
+    """`truncated_token_stats` after its checks; `keep` [...] marks the tokens that count."""
     if not shard.truncation:
         return stats_of_shard(logits, targets, keep, shard)
     size = targets.numel(), logits.shape[-1]
@@ -130,15 +133,12 @@ def truncated_stats_of_shard(
 
 
 class _DropBelow(torch.autograd.Function):
-    """−inf below each row's floor. Those logits have probability 0, so their gradient arrives as 0 already."""
+    """Write −inf below each row's floor. Those logits have probability 0, so their gradient arrives as 0 already."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, z: Tensor, floor: Tensor, shard: VocabShard) -> Tensor:
         out = z.detach() if shard.consume_logits else z.detach().clone(memory_format=torch.contiguous_format)
-        real, block = out[:, : shard.valid], _rows_per_block(out) if out.shape[1] else max(1, len(out))
-        for i in range(0, len(out), block):  # the mask is never whole
-            part = real[i : i + block]
-            part.masked_fill_(part < floor[i : i + block], -torch.inf)
+        drop_below_(out[:, : shard.valid], floor)
         return out
 
     @staticmethod
@@ -147,32 +147,31 @@ class _DropBelow(torch.autograd.Function):
 
 
 def _kept_columns(z: Tensor, targets: Tensor, kept_ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """The kept logits that this shard has, [T, K + 1], the others −inf; the target is the last column, or −1 elsewhere.
+    """Gather the kept logits that this shard has, [T, K + 1], the others −inf; the target is the last column, or −1 elsewhere.
 
     A row of them is a shard of the truncated distribution, whatever the order.
     """
-    ids = torch.cat([torch.where(kept_ids == targets[:, None], -1, kept_ids), targets[:, None]], 1).to(torch.int64)
-    local = ids - shard.start
-    here = (ids >= 0) & (local >= 0) & (local < shard.valid)
+    ids = torch.cat([torch.where(kept_ids == targets[:, None], -1, kept_ids), targets[:, None]], 1)
+    columns, here = shard.local(ids)
     if not z.shape[1]:
         return z.new_full(ids.shape, -torch.inf) + z.sum(), torch.full_like(targets, -1)
-    small: Tensor = _Gather.apply(z, torch.where(here, local, 0), here, shard.consume_logits)
+    small: Tensor = _Gather.apply(z, columns, here, shard.consume_logits)
     return small, torch.where(here[:, -1], ids.shape[1] - 1, -1)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, z: Tensor, place: Tensor, here: Tensor, consume: bool) -> Tensor:
-        ctx.save_for_backward(z if consume else z.new_empty(0), place, here)
+    def forward(ctx: FunctionCtx, z: Tensor, columns: Tensor, here: Tensor, consume: bool) -> Tensor:
+        ctx.save_for_backward(z if consume else z.new_empty(0), columns, here)
         ctx.shape, ctx.consume = z.shape, consume  # type: ignore[attr-defined]
-        return torch.where(here, z.gather(1, place), -torch.inf)
+        return torch.where(here, z.gather(1, columns), -torch.inf)
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        z, place, here = saved_logits(ctx)
+        z, columns, here = saved_logits(ctx)
         dz = z.detach().zero_() if ctx.consume else grad.new_zeros(ctx.shape)  # type: ignore[attr-defined]
         # a column that is not here adds 0 to column 0
-        dz.scatter_add_(1, place, torch.where(here, grad, 0))
+        dz.scatter_add_(1, columns, torch.where(here, grad, 0))
         if ctx.consume:  # type: ignore[attr-defined]
             mark_consumed(dz)
         return dz, None, None, None

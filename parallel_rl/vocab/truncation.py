@@ -1,4 +1,4 @@
-"""The words that a truncated policy keeps: top-k, top-p (nucleus), or the sampler's recorded kept sets."""
+"""The rule of a truncated policy: top-k, top-p (nucleus), or the sampler's recorded kept sets."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Truncation:
-    """Which words a row keeps; by default all. The order is temperature, top-k, top-p, as samplers have it.
+    """The tokens that a row keeps; by default all. The order is temperature, top-k, top-p, as in samplers.
+
+    >>> bool(Truncation()), bool(Truncation(top_k=50))
+    (False, True)
 
     Attributes:
         top_k: the k largest logits, and what equals the k-th.
-        top_p: of these the largest that together hold the fraction p: a word stays where all larger ones hold less than p.
-        kept_sets: the words that the sampler recorded for each token, and the token itself.
+        top_p: of these the largest that together hold the fraction p: a token stays if all larger ones hold less than p.
+        kept_sets: the ids that the sampler recorded for each token, and the token itself.
 
     Raises:
-        ValueError: k < 1, p outside (0, 1], a recorded set beside a rule.
+        ValueError: k < 1, p outside (0, 1], kept sets combined with top_k or top_p.
     """
 
     top_k: int | None = None
@@ -24,7 +27,7 @@ class Truncation:
 
     def __post_init__(self) -> None:
         if self.top_k is not None and (not _is(int, self.top_k) or self.top_k < 1):
-            raise ValueError(f"top_k = {self.top_k!r} must be a whole number of words >= 1; None keeps all")
+            raise ValueError(f"top_k = {self.top_k!r} must be an integer >= 1; None keeps all")
         if self.top_p is not None and (not _is((int, float), self.top_p) or not 0 < self.top_p <= 1):
             raise ValueError(f"top_p = {self.top_p!r} must lie in (0, 1]; None keeps all")
         if self.kept_sets and (self.top_k, self.top_p) != (None, None):
@@ -37,18 +40,18 @@ class Truncation:
         return self.kept_sets or (self.top_k, self.top_p) != (None, None)
 
     def check(self, vocab_size: int) -> None:
-        """Against the size of the vocabulary.
+        """Check k against the size of the vocabulary.
 
         Raises:
             ValueError: k > V.
         """
         if self.top_k is not None and self.top_k > vocab_size:
-            raise ValueError(f"top_k = {self.top_k} is more than the vocabulary's {vocab_size} words; None keeps all")
+            raise ValueError(f"top_k = {self.top_k} exceeds vocab_size = {vocab_size}; None keeps all")
 
 
 KEEP_ALL = Truncation()
 
 
 def _is(kind: type | tuple[type, ...], value: object) -> bool:
-    """True, which is a 1 in Python, is no number: it would keep one word, or all."""
+    """isinstance, except for True, which is a 1 in Python: it would keep one token, or all."""
     return isinstance(value, kind) and not isinstance(value, bool)

@@ -72,8 +72,8 @@ def test_the_rule_of_the_sampler_is_asked_for(api: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ({"top_k": 16}, "top_k = 16 is more than the vocabulary's 15 words"),
-        ({"top_k": True}, "top_k = True must be a whole number of words"),
+        ({"top_k": 16}, "top_k = 16 exceeds vocab_size = 15"),
+        ({"top_k": True}, "top_k = True must be an integer"),
         ({"top_p": 0.0}, r"top_p = 0.0 must lie in \(0, 1\]"),
     ],
 )

@@ -339,7 +339,7 @@ def test_shards_draw_the_same_truncated_tokens(size: int, split: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ({"top_k": 5}, "top_k = 5 is more than the vocabulary's 4 words"),
+        ({"top_k": 5}, "top_k = 5 exceeds vocab_size = 4"),
         ({"top_k": 0}, "top_k = 0 must be"),
         ({"top_k": True}, "top_k = True must be"),
         ({"top_p": True}, "top_p = True must lie"),

@@ -146,5 +146,5 @@ def test_bad_input() -> None:
         with pytest.raises(ValueError, match=f"temperature = {temperature} must be positive and finite"):
             VocabShard.of(V, temperature=temperature)
     for k in (0, V + 1, True, 2.0):
-        with pytest.raises(ValueError, match=rf"k = {k} must lie in \[1, vocab_size = 11\]"):
+        with pytest.raises(ValueError, match=rf"k = {k} must be an integer in \[1, vocab_size = 11\]"):
             top_columns(logits, k, read)

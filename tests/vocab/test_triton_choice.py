@@ -79,7 +79,7 @@ def test_the_package_itself_needs_no_triton() -> None:
 
 def test_a_small_shard_is_not_compiled_on_a_card() -> None:
     """Nor where the passes stay with torch there: a compiler takes a minute to start, and the gate of a run only seconds."""
-    with FakeTensorMode(), patch.object(torch_backend, "_compiler_works", lambda device: True):
+    with FakeTensorMode(), patch.object(torch_backend, "compiler_works", lambda device: True):
         small, large = (torch.empty(size, 1 << 12, dtype=torch.float64, device="cuda") for size in (8, 1 << 10))
-        assert not torch_backend._compiles(small, "auto") and torch_backend._compiles(small, "compiled")
-        assert torch_backend._compiles(large, "auto") and not torch_backend._compiles(large, "eager")
+        assert not torch_backend.compiles(small, "auto") and torch_backend.compiles(small, "compiled")
+        assert torch_backend.compiles(large, "auto") and not torch_backend.compiles(large, "eager")

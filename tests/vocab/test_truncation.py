@@ -321,11 +321,11 @@ def test_on_shards(world: int, kind: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "words"),
     [
-        ({"top_k": V + 1}, f"top_k = {V + 1} is more than the vocabulary's {V} words"),
-        ({"top_k": 0}, "top_k = 0 must be a whole number of words >= 1"),
+        ({"top_k": V + 1}, f"top_k = {V + 1} exceeds vocab_size = {V}"),
+        ({"top_k": 0}, "top_k = 0 must be an integer >= 1"),
         ({"top_k": -1}, "top_k = -1 must be"),
         ({"top_k": 2.5}, "top_k = 2.5 must be"),
-        ({"top_k": True}, "top_k = True must be a whole number of words"),
+        ({"top_k": True}, "top_k = True must be an integer"),
         ({"top_p": True}, r"top_p = True must lie in \(0, 1\]"),
         ({"top_p": "0.5"}, r"top_p = '0.5' must lie in \(0, 1\]"),
         ({"top_p": 0.0}, r"top_p = 0.0 must lie in \(0, 1\]"),
@@ -367,7 +367,7 @@ def test_a_fault_on_one_rank_is_raised_on_all() -> None:
     with pytest.raises(WorldError) as caught:
         run_world(2, _too_many_on_one_rank)
     assert sorted(caught.value.errors) == [0, 1]
-    assert all("rank 1: top_k = 37 is more than the vocabulary's 36 words" in x for x in caught.value.errors.values())
+    assert all("rank 1: top_k = 37 exceeds vocab_size = 36" in x for x in caught.value.errors.values())
 
 
 def test_truncation_is_false_where_it_keeps_all() -> None:

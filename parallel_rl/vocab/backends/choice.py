@@ -1,4 +1,4 @@
-"""Which backend runs the passes over a vocabulary shard."""
+"""Choice of the backend that runs the passes over a vocabulary shard."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 Backend = Literal["auto", "triton", "compiled", "eager"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
-# Found out once: torch.compile takes them for constants.
+# Looked up once: torch.compile takes them for constants.
 _INSTALLED = find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def check_backend(backend: Backend, device: torch.device) -> None:
-    """Refuses a backend that does not exist or cannot run on `device`.
+    """Refuse a backend that does not exist or cannot run on `device`.
 
     Raises:
         ValueError: an unknown name, Triton that is not installed, or "triton" for tensors that are not on a CUDA device
@@ -40,7 +40,7 @@ def check_backend(backend: Backend, device: torch.device) -> None:
 
 
 def runs_on_triton(z: Tensor, backend: Backend) -> bool:
-    """Whether the passes over `z` are Triton kernels: where asked for, and by itself on CUDA; never in float64."""
+    """Whether the passes over `z` are Triton kernels: where asked for, and under "auto" on CUDA; never in float64."""
     if backend in ("compiled", "eager") or z.dtype == torch.float64:
         return False
     return backend == "triton" or (z.device.type == "cuda" and _INSTALLED)

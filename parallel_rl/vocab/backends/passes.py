@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+#: gradients [T] of a loss with respect to (log-prob, entropy, lse); None is zero
+OutputGrads = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
+
+
 class RowSpec(NamedTuple):
-    """What the steps read of each row beside its logits, and where the shard's columns lie."""
+    """The inputs of each row beside its logits, and the shard's columns."""
 
     targets: Tensor  # [T] global ids
     keep: Tensor  # [T] bool; the other rows may hold anything, and get zeros
@@ -24,7 +28,7 @@ class RowSpec(NamedTuple):
 
 
 def row_parts(z: Tensor, spec: RowSpec, entropy: bool, backend: Backend) -> Tensor:
-    """[T, W] logits → [T, 3 + entropy] (m, a, t, b) of this shard: what the ranks gather."""
+    """Reduce [T, W] logits to this shard's parts [T, 3 + entropy] (m, a, t, b), which the ranks gather."""
     if runs_on_triton(z, backend):
         from parallel_rl.vocab.backends.triton.operators import vocab_stats
 
@@ -33,7 +37,7 @@ def row_parts(z: Tensor, spec: RowSpec, entropy: bool, backend: Backend) -> Tens
 
 
 def combine_rows(parts: Tensor, spec: RowSpec, backend: Backend) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """[ranks, T, 3 or 4] parts → (log-prob, entropy, lse) [T] and what `row_gradient` needs, [T, 2 or 3] (M, log A, H)."""
+    """Combine parts [ranks, T, 3 or 4] to (log-prob, entropy, lse) [T] and `row_gradient`'s rows [T, 2 or 3] (M, log A, H)."""
     entropy = parts.shape[-1] == 4
     if runs_on_triton(parts, backend):
         from parallel_rl.vocab.backends.triton.operators import vocab_combine
@@ -53,31 +57,30 @@ def row_gradient(
     z: Tensor,
     spec: RowSpec,
     rows: Tensor,
-    g_logprobs: Tensor | None,
-    g_entropy: Tensor | None,
-    g_lse: Tensor | None,
+    upstream: OutputGrads,
     out: Tensor | None,
     backend: Backend,
 ) -> Tensor:
-    """The gradient of the logits [T, W], from the upstream gradients [T].
+    """Compute the gradient of the logits [T, W].
 
     Args:
-        out: where it is written: `z` itself, or a tensor of any floating dtype, or None for a new one like `z`. Triton's passes
+        rows: [T, 2 or 3] of `combine_rows`.
+        out: its destination: `z` itself, or a tensor of any floating dtype, or None for a new one like `z`. Triton's passes
             also take one of another dtype over the bytes of `z`, if its elements are as wide.
     """
     if runs_on_triton(z, backend):
         from parallel_rl.vocab.backends.triton.operators import vocab_gradient, vocab_gradient_, vocab_gradient_to
 
         # not spec[:3]: torch 2.8 does not trace a slice of a named tuple
-        numbers = (spec.targets, spec.keep, spec.inv_t, rows, g_logprobs, g_entropy, g_lse, spec.start, spec.valid)
+        operands = (spec.targets, spec.keep, spec.inv_t, rows, *upstream, spec.start, spec.valid)
         if out is None:
-            return vocab_gradient(z, *numbers)
+            return vocab_gradient(z, *operands)
         if out is z:
-            vocab_gradient_(z, *numbers)
+            vocab_gradient_(z, *operands)
         else:
-            vocab_gradient_to(z, *numbers, out)
+            vocab_gradient_to(z, *operands, out)
         return out
-    zero = torch.zeros_like(rows[:, 0])
+    zero, (g_logprobs, g_entropy, g_lse) = torch.zeros_like(rows[:, 0]), upstream
     g_logprobs, g_lse = zero if g_logprobs is None else g_logprobs, zero if g_lse is None else g_lse
     scale = spec.inv_t[:, 0]
     if g_entropy is None:

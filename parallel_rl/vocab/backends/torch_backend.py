@@ -1,11 +1,11 @@
 """The two passes over a vocabulary shard in PyTorch: eager in cache-sized row blocks, or compiled into one loop.
 
-A row z of a shard gives four numbers, all relative to its own maximum m so that accuracy does not depend on the
+A row z of a shard gives four values, all relative to its own maximum m so that accuracy does not depend on the
 logits' size:
 
     m = max z    a = Σ e^u    t = u_y or −inf    b = Σ e^u·u        with u = (z − m) / temperature
 
-The gradient is one more pass, `dz = p·(c0 + c1·log p) + 1[y]·ct` with per-row coefficients, written in place or to a
+The gradient is one more pass, `dz = p·(c0 + c1·log p) + 1[y]·ct` with per-row coefficients, written in at_row or to a
 buffer. Both take e^u as 2^(u·log2 e), the factor folded into that of the temperature: on a CPU a power of two is cheaper.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def shard_stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, backend: Backend) -> Tensor:
-    """[T, W] logits, [T] local target column or −1, [T, 1] or [1, 1] inverse temperature → [T, 4] (m, a, t, b).
+    """Reduce [T, W] logits, [T] local target columns or −1 and inverse temperatures [T, 1] or [1, 1] to [T, 4] (m, a, t, b).
 
     Without entropy b is left out, [T, 3]: its sum costs as much as a.
     """
@@ -47,19 +47,16 @@ def shard_stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, backend: Bac
         empty = z.new_zeros((z.shape[0], 4 if entropy else 3), dtype=math_dtype(z.dtype))
         empty[:, 0::2] = -torch.inf
         return empty
-    if _compiles(z, backend):
+    if compiles(z, backend):
         _vary_rows(z, y, inv_t)
-        return _compiled(_stats)(z, y, inv_t, entropy)
-    rows = _rows_per_block(z)
-    return torch.cat(
-        [_stats(z[i : i + rows], y[i : i + rows], _part(inv_t, i, rows), entropy) for i in range(0, z.shape[0], rows)]
-    )
+        return compiled(_stats)(z, y, inv_t, entropy)
+    return torch.cat([_stats(z[rows], y[rows], _rows_of(inv_t, rows), entropy) for rows in row_blocks(z)])
 
 
 def shard_grad(
     z: Tensor, y: Tensor, inv_t: Tensor, rows: Tensor, ct: Tensor, keep: Tensor, out: Tensor, backend: Backend
 ) -> None:
-    """Writes the gradient of a shard to `out`, which may be `z` itself.
+    """Write the gradient of a shard to `out`, which may be `z` itself.
 
     Args:
         rows: [T, 4] (M, log A, c0, c1) of each row, or [T, 3] where every c1 is 0. ct: [T].
@@ -68,21 +65,19 @@ def shard_grad(
     if not z.numel():
         return
     # The target's column by itself, from its logit as it was: comparing every column with y would cost as much as e^u.
-    place = torch.arange(z.shape[0], device=z.device), y.clamp(min=0)
-    at_target = _grad(z[place][:, None], inv_t, rows, keep)[:, 0] + torch.where(keep & (y >= 0), ct, 0.0)
-    if _compiles(z, backend):
+    at_row = torch.arange(z.shape[0], device=z.device), y.clamp(min=0)
+    at_target = logits_gradient(z[at_row][:, None], inv_t, rows, keep)[:, 0] + torch.where(keep & (y >= 0), ct, 0.0)
+    if compiles(z, backend):
         _vary_rows(z, inv_t, rows, keep, out)
-        _compiled(_grad_in_place if out is z else _grad_to)(z, inv_t, rows, keep, out)
+        compiled(_grad_in_place if out is z else _grad_to)(z, inv_t, rows, keep, out)
     else:
-        block = _rows_per_block(z)
-        for i in range(0, z.shape[0], block):
-            part = slice(i, i + block)
-            out[part].copy_(_grad(z[part], _part(inv_t, i, block), rows[part], keep[part]))
-    out[place] = at_target.to(out.dtype)  # not scatter_, which on a CPU takes longer than the pass for bfloat16
+        for part in row_blocks(z):
+            out[part].copy_(logits_gradient(z[part], _rows_of(inv_t, part), rows[part], keep[part]))
+    out[at_row] = at_target.to(out.dtype)  # not scatter_, which on a CPU takes longer than the pass for bfloat16
 
 
 def combine_parts(parts: Tensor, inv_t: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Shards' numbers [ranks, T, 3 or 4] at the global maximum M: (M, log A, (z_y − M)/temperature, H), each [T].
+    """Combine the shards' parts [ranks, T, 3 or 4] at the global maximum M: (M, log A, (z_y − M)/temperature, H), each [T].
 
     In a fixed order: every rank computes the same bits.
     """
@@ -110,7 +105,8 @@ def _stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool) -> Tensor:
     return torch.cat([m, p.sum(1, keepdim=True), t, p.mul_(bits).sum(1, keepdim=True) * _LN2], dim=1)
 
 
-def _grad(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
+def logits_gradient(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
+    """Compute p·(c0 + c1·log p) of logits [T, W], from rows [T, 3 or 4], in their dtype; 0 in rows that are not kept."""
     top, log_a, c0, *c1 = rows[:, :, None].unbind(1)
     bits = (z.to(rows.dtype) - top).mul_(inv_t * _LOG2E).sub_(log_a * _LOG2E)  # log2 p
     if c1:
@@ -122,23 +118,26 @@ def _grad(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
 
 
 def _grad_to(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor, out: Tensor) -> None:
-    out.copy_(_grad(z, inv_t, rows, keep))
+    out.copy_(logits_gradient(z, inv_t, rows, keep))
 
 
 def _grad_in_place(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor, out: Tensor) -> None:
-    z.copy_(_grad(z, inv_t, rows, keep))
+    z.copy_(logits_gradient(z, inv_t, rows, keep))
 
 
-def _part(inv_t: Tensor, start: int, rows: int) -> Tensor:
-    return inv_t if inv_t.shape[0] == 1 else inv_t[start : start + rows]
+def _rows_of(inv_t: Tensor, rows: slice) -> Tensor:
+    return inv_t if inv_t.shape[0] == 1 else inv_t[rows]
 
 
-def _rows_per_block(z: Tensor) -> int:
-    return max(1, _BLOCK.get(z.device.type, _BLOCK["cuda"]) // z.shape[1])
+def row_blocks(z: Tensor) -> Iterator[slice]:
+    """Slices of the rows of [T, W] whose scratch stays in a CPU's cache and fills a GPU."""
+    rows = max(1, _BLOCK.get(z.device.type, _BLOCK["cuda"]) // max(z.shape[1], 1))
+    return (slice(i, i + rows) for i in range(0, z.shape[0], rows))
 
 
 @cache
-def _compiled(function: Callable) -> Callable:
+def compiled(function: Callable) -> Callable:
+    """The function through torch.compile, made once a process."""
     # Each dtype, stride, width and option makes a variant; past torch's limit (8) a whole shard would silently run eagerly.
     raise_limit = torch._dynamo.config.patch(recompile_limit=32)
     called: Callable = raise_limit(torch.compile(function))
@@ -146,16 +145,17 @@ def _compiled(function: Callable) -> Callable:
 
 
 def _vary_rows(*tensors: Tensor) -> None:
-    """The number of rows changes from batch to batch, and one loop serves all; a known width makes it a tenth faster."""
+    """Mark the rows as dynamic: their number changes from batch to batch; a known width makes the loop a tenth faster."""
     if not torch.compiler.is_compiling():
         for tensor in tensors:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
 
 
 @cache
-def _compiler_works(device: str) -> bool:
+def compiler_works(device: str) -> bool:
+    """Whether torch.compile runs on this device; where it does not, one warning says why."""
     try:
-        _compiled(_stats)(
+        compiled(_stats)(
             torch.zeros(2, 8, device=device),
             torch.zeros(2, dtype=torch.int64, device=device),
             torch.ones(1, 1, device=device),
@@ -170,7 +170,8 @@ def _compiler_works(device: str) -> bool:
     return True
 
 
-def _compiles(z: Tensor, backend: Backend) -> bool:
+def compiles(z: Tensor, backend: Backend) -> bool:
+    """Whether passes over z run compiled: where asked for, or where the shard is large enough to pay for it."""
     if backend in ("compiled", "eager"):
         return backend == "compiled"
-    return z.numel() >= _COMPILE_FROM and _compiler_works(z.device.type)
+    return z.numel() >= _COMPILE_FROM and compiler_works(z.device.type)

@@ -1,4 +1,4 @@
-"""Gradients of the fused head: computed in forward and scaled in backward, or computed in backward."""
+"""Gradients of the LM head: computed in forward and scaled in backward, or computed in backward."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from parallel_rl.agreement import check_replicated, raise_on_all_ranks
 from parallel_rl.groups import group_size
 from parallel_rl.validation import checks_values
+from parallel_rl.vocab.backends.passes import OutputGrads
+from parallel_rl.vocab.consumed import refuse_second_derivative
 from parallel_rl.vocab.linear.forward_backward import (
     Chunks,
     Forward,
@@ -20,7 +22,7 @@ from parallel_rl.vocab.linear.forward_backward import (
     run_forward,
 )
 from parallel_rl.vocab.linear.gemm import scaled_to_
-from parallel_rl.vocab.linear.params import LinearParams, OutputGrads, RowStats
+from parallel_rl.vocab.linear.params import LinearParams, RowStats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
-_ROUNDING = 1e-4  # of coefficients that are computed again from the same numbers
+_ROUNDING = 1e-4  # of gradients that are computed again from the same statistics
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class ForwardObjective:
 
 @dataclass(frozen=True)
 class WeightTarget:
-    """Where the gradient of the weight goes: None, through autograd; else factor × gradient is added to `weight.main_grad`."""
+    """Destination of the weight's gradient: autograd (factor None), or factor × gradient added to `weight.main_grad`."""
 
     weight: Tensor  # [W, D] as the caller holds it, padding columns included
     factor: float | None
@@ -67,7 +69,7 @@ class WeightTarget:
         return main[:valid]
 
     def result(self, gradient: Tensor | None) -> Tensor | None:
-        """What autograd is given: the gradient, with zeros for padding columns, or a stand-in that Megatron's hooks expect."""
+        """The gradient for autograd, with zeros for padding columns, or the stand-in that Megatron's hooks expect."""
         if self.factor is not None:
             self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             return torch.zeros_like(self.weight)
@@ -75,14 +77,14 @@ class WeightTarget:
 
 
 def in_backward(params: LinearParams, head: LMHeadInput) -> RowStats:
-    """Statistics whose gradients are computed in backward, from kept logits or from logits projected again."""
+    """Compute statistics whose gradients are computed in backward, from kept logits or from logits projected again."""
     target = WeightTarget(head.weight, head.main_grad_factor)
     stats: RowStats = _InBackward.apply(head.hidden, head.weight, head.bias, params, target)
     return stats
 
 
 def in_forward(params: LinearParams, head: LMHeadInput, objective: ForwardObjective) -> tuple[Tensor, RowStats]:
-    """(an exact 0 that carries the objective's gradient, statistics without gradient).
+    """Compute an exact 0 that carries the objective's gradient, and statistics without gradient.
 
     Raises:
         ValueError: where values are checked, a token's gradients that depend on other tokens.
@@ -114,7 +116,7 @@ class _InBackward(torch.autograd.Function):
     def backward(
         ctx: FunctionCtx, g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
+        refuse_second_derivative("token statistics have")
         upstream = g_logprobs, g_entropy, g_lse
         hidden, weight, bias, table = ctx.saved_tensors  # type: ignore[attr-defined]
         check_replicated(upstream, ctx.params.shard.group, table[:, 0])  # type: ignore[attr-defined]
@@ -181,7 +183,7 @@ class _InForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, upstream: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        _refuse_second_derivative()
+        refuse_second_derivative("token statistics have")
         check_replicated([upstream], ctx.group, upstream)  # type: ignore[attr-defined]
         if ctx.summed is None:  # type: ignore[attr-defined]
             raise RuntimeError(
@@ -206,7 +208,7 @@ class _InForward(torch.autograd.Function):
 
 
 def _check_separable(params: LinearParams, used: list[tuple[list[slice], OutputGrads]], known: OutputGrads) -> None:
-    """Raises ValueError where a chunk's coefficients are others once the later chunks are known."""
+    """Raise ValueError where a chunk's gradients change once the later chunks are known."""
     for spans, upstream in used:
         indices = torch.cat([params.rows.gathered(span) for span in spans])
         indices = indices[params.keep[indices]]
@@ -224,14 +226,9 @@ def _check_separable(params: LinearParams, used: list[tuple[list[slice], OutputG
 
 
 def _padded(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """A gradient of the real columns, with zeros for the padding ones."""
+    """Pad a gradient of the real columns with zeros."""
     if gradient is None or like is None or gradient.shape == like.shape:
         return gradient
     whole = torch.zeros_like(like, dtype=gradient.dtype)
     whole[: gradient.shape[0]] = gradient
     return whole
-
-
-def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():  # create_graph=True
-        raise RuntimeError("token statistics have no second derivative; call backward without create_graph=True")

@@ -1,4 +1,4 @@
-"""The passes of the fused head: statistics of chunks of whole rows, gradients of those or of tiles of rows and columns.
+"""The passes of the LM head: statistics of chunks of whole rows, gradients of those or of tiles of rows and columns.
 
 Under tensor parallelism three things run beside the products: the hidden states of the next chunk are gathered (sequence
 parallelism), a chunk's statistics travel while the next one is projected, and its gradient of the hidden states is summed
@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from parallel_rl.groups import Pending, all_gather_start, group_size, sum_start
-from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
-from parallel_rl.vocab.backends.torch_backend import _rows_per_block
+from parallel_rl.vocab.backends.passes import OutputGrads, RowSpec, combine_rows, row_gradient, row_parts
 from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient
-from parallel_rl.vocab.linear.params import LinearParams, OutputGrads, RowStats
-from parallel_rl.vocab.threshold import kept_floor
+from parallel_rl.vocab.linear.params import LinearParams, RowStats
+from parallel_rl.vocab.threshold import drop_below_, kept_floor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +42,7 @@ class KeptLogits(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Rows whose whole logits are there: [n, D] hidden states and [n, W] logits, span after span."""
+    """Rows with whole logits: [n, D] hidden states and [n, W] logits, span after span."""
 
     spans: list[slice]
     hidden: Tensor
@@ -58,7 +57,7 @@ class _Chunk(NamedTuple):
 
 
 def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | None = None) -> Forward:
-    """Statistics of every row that carries loss; the others get zeros.
+    """Compute statistics of every row that carries loss; the others get zeros.
 
     Args:
         then: called with (chunks, everything so far) once the chunks' statistics are known, of two chunks where ranks share the
@@ -90,7 +89,7 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
     half = plan.size * params.rows.order.shape[0]
     waiting: list[_Chunk] = []
     for index, (span, hidden) in enumerate(params.fetched(spans)):
-        kept = _place_to_keep(params, out.kept, span) if plan.resident else None
+        kept = _reserve(params, out.kept, span) if plan.resident else None
         place = kept.values if kept is not None and kept.top is None else buffer[index % count * half :]
         z, indices = params.logits(hidden, place, whole), params.rows.gathered(span)
         _drop_(z, params, indices)
@@ -106,29 +105,24 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
 
 
 def _drop_(z: Tensor, params: LinearParams, indices: Tensor) -> None:
-    """Writes −inf over the logits [n, W] of some rows that the policy does not keep. A row's target counts as recorded."""
+    """Write −inf over the logits [n, W] of some rows that the policy does not keep. A row's target counts as recorded."""
     shard = params.shard
     if not shard.truncation:
         return
     if params.kept_ids is None:
-        floor = kept_floor(z, shard)
-        block = _rows_per_block(z) if z.shape[1] else max(1, len(z))
-        for i in range(0, len(z), block):  # the mask is never whole
-            z[i : i + block].masked_fill_(z[i : i + block] < floor[i : i + block], -torch.inf)
+        drop_below_(z, kept_floor(z, shard))
     elif z.shape[1]:
-        local = torch.cat([params.kept_ids[indices], params.targets[indices, None]], 1).to(torch.int64) - shard.start
-        here = (local >= 0) & (local < z.shape[1]) & (local + shard.start >= 0)
-        column = torch.where(here, local, 0)
+        column, here = shard.local(torch.cat([params.kept_ids[indices], params.targets[indices, None]], 1))
         kept = torch.where(here, z.gather(1, column), -torch.inf)
         z.fill_(-torch.inf).scatter_reduce_(1, column, kept, "amax")
 
 
-def _place_to_keep(params: LinearParams, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
-    """Where a chunk's logits are kept: a part of the group that is being filled, or of a new one at the end of the list."""
+def _reserve(params: LinearParams, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
+    """Reserve memory for a chunk's logits: a part of the buffer that is being filled, or of a new one at the list's end."""
     plan, parts = params.plan, params.rows.order.shape[0]
     last = kept[-1] if kept else None
     if last is None or span.start >= last.span.stop:
-        end = min(span.start + plan.group, params.rows.order.shape[1])
+        end = min(span.start + plan.kept_together, params.rows.order.shape[1])
         values = params.buffer(end - span.start, params.shard.valid, params.kept_dtype)
         low = params.kept_dtype != params.dtype
         last = KeptLogits(slice(span.start, end), values, params.buffer(end - span.start, 1) if low else None)
@@ -153,7 +147,7 @@ class Summed(NamedTuple):
 
 
 class Gradients:
-    """Gradients of hidden states, weight and bias, summed up over spans of rows.
+    """Sums of the gradients of hidden states, weight and bias over spans of rows.
 
     Args:
         wanted: which of (hidden, weight, bias) to compute.
@@ -183,7 +177,7 @@ class Gradients:
         table: Tensor,
         upstream: OutputGrads,
     ) -> None:
-        """Adds the gradients of some rows.
+        """Add the gradients of some rows.
 
         Args:
             columns: all of them, in slices.
@@ -216,7 +210,7 @@ class Gradients:
         self._under_way = sending
 
     def close(self) -> Summed:
-        """The sums, once nothing is under way."""
+        """Wait for what is under way and return the sums."""
         self._arrive()
         if self._blank and self.weight is not None:
             self.weight.zero_()
@@ -237,9 +231,9 @@ def _logits_gradient(
     if params.grad_in_operand_dtype:
         out = z.view(low) if z.element_size() == low.itemsize else torch.empty_like(z, dtype=low)
         table = table if top is None else torch.cat([table[:, :1] - top, table[:, 1:]], 1)
-        return row_gradient(z, spec, table, *upstream, out, params.shard.backend)
+        return row_gradient(z, spec, table, upstream, out, params.shard.backend)
     if params.softcap is None:
-        row_gradient(z, spec, table, *upstream, z, params.shard.backend)
+        row_gradient(z, spec, table, upstream, z, params.shard.backend)
     else:
         block = max(1, _SLOPE_BLOCK.get(z.device.type, _SLOPE_BLOCK["cuda"]) // max(z.shape[1], 1))
         for start in range(0, z.shape[0], block):
@@ -248,7 +242,7 @@ def _logits_gradient(
             of_part = spec._replace(targets=spec.targets[part], keep=spec.keep[part], inv_t=inv_t)
             some = z[part]
             slope = (1 - (some / params.softcap).square_()).clamp_(min=0)  # 0 where a logit was dropped
-            row_gradient(some, of_part, table[part], *_rows_of(upstream, part), some, params.shard.backend).mul_(slope)
+            row_gradient(some, of_part, table[part], _rows_of(upstream, part), some, params.shard.backend).mul_(slope)
     return z if z.device.type == "cpu" else z.to(low)
 
 
@@ -258,7 +252,7 @@ def _rows_of(upstream: OutputGrads, rows: Tensor | slice) -> OutputGrads:
 
 
 def run_backward(params: LinearParams, forward: Forward, upstream: OutputGrads, gradients: Gradients) -> Summed:
-    """What `gradients` sums up over all rows; kept logits are used up, the others projected again."""
+    """Sum up `gradients` over all rows; kept logits are used up, the others projected again."""
     rows, columns = params.plan.tile
     slices = [slice(at, min(at + columns, params.shard.valid)) for at in range(0, max(params.shard.valid, 1), columns)]
     buffer = None if params.plan.resident else params.buffer(rows, columns)
@@ -277,7 +271,7 @@ def run_backward(params: LinearParams, forward: Forward, upstream: OutputGrads, 
 
 def backward_spans(params: LinearParams) -> list[slice]:
     """The groups of kept rows, or the rows of each pass over the columns."""
-    return params.rows.spans(params.plan.group if params.plan.resident else params.plan.tile[0])
+    return params.rows.spans(params.plan.kept_together if params.plan.resident else params.plan.tile[0])
 
 
 def _kept_logits(params: LinearParams, kept: KeptLogits | None, _: slice) -> tuple[Tensor, Tensor | None]:

@@ -20,7 +20,7 @@ _ADDS_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >
 
 
 def project(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out [n, W] = hidden [n, D] · weight [W, D]ᵀ, in the dtype of `out`."""
+    """Write hidden [n, D] · weight [W, D]ᵀ to `out` [n, W], in its dtype."""
     if hidden.dtype == out.dtype:
         torch.mm(hidden, weight.t(), out=out)
     elif hidden.device.type != "cpu":
@@ -32,7 +32,7 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def add_hidden_gradient(total: Tensor, dz: Tensor, weight: Tensor) -> None:
-    """total [n, D] += dz [n, W] · weight [W, D], in the dtype of `total`."""
+    """Add dz [n, W] · weight [W, D] to `total` [n, D], in its dtype."""
     if dz.dtype == weight.dtype == total.dtype:
         total.addmm_(dz, weight)
     elif dz.device.type == "cpu":
@@ -43,7 +43,7 @@ def add_hidden_gradient(total: Tensor, dz: Tensor, weight: Tensor) -> None:
 
 
 def add_weight_gradient(total: Tensor, dz: Tensor, hidden: Tensor, blank: bool = False) -> None:
-    """total [W, D] += dz [n, W]ᵀ · hidden [n, D]; a blank total may hold anything before.
+    """Add dz [n, W]ᵀ · hidden [n, D] to `total` [W, D]; a blank total may hold anything before.
 
     Products and sums are at least float32; a narrower total, which must be blank, is rounded once.
     """
@@ -65,7 +65,7 @@ def add_weight_gradient(total: Tensor, dz: Tensor, hidden: Tensor, blank: bool =
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, blank: bool) -> None:
-    """total += a · b of a device's low-precision operands, in the dtype of `total`."""
+    """Add a · b of a device's low-precision operands to `total`, in its dtype."""
     if blank:
         torch.mm(a, b, total.dtype, out=total)
     elif _ADDS_PRODUCTS:
@@ -76,7 +76,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, blank: bool) -> None:
 
 
 def scaled_to_(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """values · scale in `dtype`, over the same bytes: a narrower result, half as wide, takes the first of them."""
+    """Write values · scale in `dtype` over the same bytes; a narrower result, half as wide, takes the first of them."""
     if dtype == values.dtype:
         return values if scale is None else values.mul_(scale)
     flat = values.view(-1)

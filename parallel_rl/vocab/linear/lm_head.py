@@ -21,8 +21,11 @@ class LMHeadInput:
     """Hidden states and LM head in place of logits: the first argument of a loss, or of `token_logprobs`.
 
     Losses on log-probs and entropy, of a truncated policy too, project a chunk of rows at a time; those that read more of a
-    distribution (distillation, a process reward model) make whole logits of it, which then must fit into `budget`, if there is
-    one.
+    distribution (distillation, a process reward model) compute whole logits, which must then fit into `budget`, if given.
+
+    >>> head = LMHeadInput(torch.zeros(2, 5, 8), torch.zeros(100, 8))  # hidden [B, S, D], weight [V, D]
+    >>> head.logits_like(None).shape
+    torch.Size([2, 5, 100])
 
     Attributes:
         hidden: [B, S/cp, D], packed [1, T/cp, D]; under sequence parallelism this tensor rank's part of the second
@@ -34,8 +37,8 @@ class LMHeadInput:
         sequence_parallel: `hidden` is split over the tensor ranks along the sequence; it is gathered chunk by chunk.
         mode: "auto", "in_forward", "resident" or "recompute", see `linear_token_stats`.
         budget: bytes beyond the gradients; None: 448 MiB on a GPU, 64 MiB elsewhere.
-        rows: no rank's `hidden` has more rows that carry loss; the others are not projected. On a CPU that is known
-            without it; more rows than it says make every log-prob NaN (an error where values are checked).
+        rows: upper bound of the rows that carry loss in any rank's `hidden`; the others are not projected. A CPU counts
+            them itself; more rows than the bound make every log-prob NaN (an error where values are checked).
         main_grad_factor: f: backward adds f × the weight's gradient to `weight.main_grad` in that tensor's dtype and gives
             autograd zeros (Megatron's gradient accumulation fusion, f = 1). None: the gradient goes through autograd.
     """
@@ -73,7 +76,7 @@ class LMHeadInput:
         return self.hidden.new_zeros(()).expand(order.sequences, order.width, self.weight.shape[0])
 
     def check(self, group: ProcessGroup | None) -> None:
-        """What shapes, dtypes and options can tell.
+        """Check shapes, dtypes and options, without reading a value.
 
         Raises:
             ValueError: shapes or dtypes that disagree, an unknown mode, a budget that is too small for one row.
@@ -87,7 +90,7 @@ class LMHeadInput:
             )
         if weight.dtype != hidden.dtype or weight.device != hidden.device:
             raise ValueError(
-                f"weight is {weight.dtype} on {weight.device}, hidden {hidden.dtype} on {hidden.device}; they must be alike"
+                f"weight is {weight.dtype} on {weight.device}, hidden {hidden.dtype} on {hidden.device}; they must be the same"
             )
         if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
             raise ValueError(
@@ -95,7 +98,7 @@ class LMHeadInput:
                 f"{list(bias.shape)}"
             )
         if self.softcap is not None and not self.softcap > 0:
-            raise ValueError(f"softcap = {self.softcap} must be positive, or None for none")
+            raise ValueError(f"softcap = {self.softcap} must be positive; None leaves the logits as they are")
         if self.sequence_parallel and group_size(group) == 1:
             raise ValueError("sequence_parallel = True splits hidden over a tensor group; without one leave it out")
         if self.main_grad_factor is not None and not isinstance(getattr(weight, "main_grad", None), torch.Tensor):
@@ -112,7 +115,7 @@ class LMHeadInput:
         make_plan(hidden.flatten(0, -2), weight.shape[0], group, self.parts(group), self.mode, self.budget)
 
     def check_rows(self, keep: Tensor, group: ProcessGroup | None) -> None:
-        """Where values are checked: no more rows carry loss than `rows` says; keep is [N], in the order of logits.
+        """Check, where values are checked, that at most `rows` rows carry loss; keep is [N], in the order of logits.
 
         Raises:
             ValueError: more do.
@@ -156,7 +159,7 @@ class RowOrder:
 
 
 def split_output(output: Tensor | LMHeadInput, group: ProcessGroup | None) -> tuple[LMHeadInput | None, Tensor]:
-    """The head, where there is one, and logits or what stands for their shape, see `LMHeadInput.logits_like`."""
+    """Split a model's output into the head, if it is one, and logits or a stand-in of their shape (`logits_like`)."""
     if isinstance(output, LMHeadInput):
         return output, output.logits_like(group)
     return None, output

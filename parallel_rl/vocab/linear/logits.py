@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def whole_logits(head: LMHeadInput, keep: Tensor, group: ProcessGroup | None) -> Tensor:
-    """[B, S/cp, V/tp] in the dtype of the operands, with gradient; 0 in rows without loss, whose hidden states are not read.
+    """Project to logits [B, S/cp, V/tp] in the dtype of the operands, with gradient; 0 in rows without loss, never read.
 
     Args:
         keep: [B · S/cp] rows that carry loss.
@@ -31,7 +31,11 @@ def whole_logits(head: LMHeadInput, keep: Tensor, group: ProcessGroup | None) ->
 
 
 def check_whole(head: LMHeadInput, group: ProcessGroup | None) -> None:
-    """Raises ValueError for options that ask for less than whole logits, and for a budget that does not hold them."""
+    """Check that the head's options allow whole logits.
+
+    Raises:
+        ValueError: a mode or main_grad_factor that excludes them, a budget that does not hold them.
+    """
     if head.mode not in ("auto", "resident"):
         raise ValueError(f"mode = {head.mode!r} does not go with a loss that reads whole logits; leave it at 'auto'")
     if head.main_grad_factor is not None:

@@ -1,4 +1,4 @@
-"""One call of the fused head: its operands, rows and columns, and how they are fetched and projected."""
+"""Parameters of one call of the LM head: operands, rows and columns, and how they are fetched and projected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel_rl.vocab.backends.choice import runs_on_triton
 from parallel_rl.vocab.backends.passes import RowSpec
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.gemm import project
-from parallel_rl.vocab.linear.plan import Plan, Rows, kept_dtype, make_plan
+from parallel_rl.vocab.linear.plan import LossRows, Plan, kept_dtype, make_plan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,13 +24,11 @@ if TYPE_CHECKING:
 
 #: [N] (log-prob, entropy, lse) of rows in the gathered order
 RowStats = tuple["Tensor", "Tensor | None", "Tensor"]
-#: gradients of a loss with respect to `RowStats`; None is zero
-OutputGrads = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
 
 @dataclass(frozen=True)
 class LinearParams:
-    """One call: N = parts · R rows, in the gathered order."""
+    """One call of the LM head: N = parts · R rows, in the gathered order."""
 
     hidden: Tensor  # [R, D]
     weight: Tensor  # [W, D], real columns only
@@ -42,7 +40,7 @@ class LinearParams:
     shard: VocabShard
     softcap: float | None
     scatter: bool  # sequence parallelism: the hidden states are split over the group's ranks
-    rows: Rows
+    rows: LossRows
     plan: Plan
     grad_in_operand_dtype: bool  # the gradient of the logits is written in the dtype of the operands, over kept ones
 
@@ -56,14 +54,14 @@ class LinearParams:
         kept_ids: Tensor | None,
         mode: LinearMode,
     ) -> LinearParams:
-        """The call for [N] targets and [N, K] recorded sets in the gathered order, of the rows that carry loss."""
+        """Set up the call for [N] targets and [N, K] recorded sets in the gathered order."""
         hidden, parts = head.hidden.detach().reshape(-1, head.hidden.shape[-1]), head.parts(shard.group)
         dtype = math_dtype(hidden.dtype)
         width = max(-(-shard.vocab_size // group_size(shard.group)), 1)  # not its own, which may differ between ranks
         # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
         low = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, shard.backend)
         plan = make_plan(hidden, width, shard.group, parts, mode, head.budget, low or hidden.dtype == dtype)
-        rows = Rows.of(keep, parts, head.rows, shard.group)
+        rows = LossRows.of(keep, parts, head.rows, shard.group)
         inv_t = shard.inverse_temperature(dtype, hidden.device)
         return cls(
             hidden, head.weight, head.bias, targets, keep, inv_t, kept_ids, shard, head.softcap, head.sequence_parallel, rows,
@@ -71,7 +69,7 @@ class LinearParams:
         ).with_operands(head.hidden, head.weight, head.bias)  # fmt: skip
 
     def with_operands(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearParams:
-        """The call with these operands, without gradient: flat hidden states, and the real columns of weight and bias."""
+        """Replace the operands, without gradient: flat hidden states, and the real columns of weight and bias."""
         return replace(
             self,
             hidden=hidden.detach().reshape(-1, hidden.shape[-1]),
@@ -92,16 +90,17 @@ class LinearParams:
         return slice(0, self.shard.valid)
 
     def spec(self, indices: Tensor, columns: slice) -> RowSpec:
+        """The inputs of some rows, for some of the shard's columns."""
         inv_t = self.inv_t if self.inv_t.shape[0] == 1 else self.inv_t[indices]
         start, stop = columns.start, columns.stop
         return RowSpec(self.targets[indices], self.keep[indices], inv_t, self.shard.start + start, stop - start)
 
     def fetched(self, spans: Sequence[slice]) -> Iterator[tuple[slice, Tensor]]:
-        """Hidden states span by span, the next ones on their way; rows without loss are 0, whatever they hold."""
+        """Yield hidden states span by span, the next ones on their way; rows without loss are 0, whatever they hold."""
 
         def fetch(span: slice) -> Pending:
             own = self.rows.own(span)
-            keep = self.keep[own + self.rows.rank * self.rows.of_part]
+            keep = self.keep[own + self.rows.rank * self.rows.rows_per_part]
             hidden = torch.where(keep[:, None], self.hidden[own], 0)
             return all_gather_start(hidden, self.shard.group) if self.scatter else Pending(hidden, None)
 
@@ -112,7 +111,7 @@ class LinearParams:
             yield span, hidden
 
     def logits(self, hidden: Tensor, out: Tensor, columns: slice) -> Tensor:
-        """[n, columns] in the first numbers of `out`."""
+        """Project [n, D] hidden rows to logits [n, columns], in the first elements of `out`."""
         rows, width = hidden.shape[0], columns.stop - columns.start
         z = out.view(-1)[: rows * width].view(rows, width)
         project(hidden, self.weight[columns], z)
@@ -123,6 +122,6 @@ class LinearParams:
         return z
 
     def buffer(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-        """For that many rows of the order, of all parts."""
+        """An empty [rows · parts, columns] tensor for that many rows of the order."""
         rows = min(rows, self.rows.order.shape[1]) * self.rows.order.shape[0]
         return torch.empty(rows, columns, dtype=self.dtype if dtype is None else dtype, device=self.hidden.device)

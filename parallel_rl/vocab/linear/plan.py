@@ -1,4 +1,4 @@
-"""Which rows of the hidden states are projected together, and which chunks' logits are kept, for a budget of bytes."""
+"""Plan of the LM head: the rows that are projected together and the logits that are kept, for a budget of bytes."""
 
 from __future__ import annotations
 
@@ -25,27 +25,31 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """How the rows of every part are cut.
+    """Chunks and tiles that the rows of every part are cut into.
 
     A row's statistics need all its logits, so that forward projects `size` rows at a time. Once they are known any columns do:
     backward projects tiles of as many rows as the budget allows, since each pass over the rows writes the whole gradient of
     the weight, and each tile that of its hidden states.
 
     Attributes:
-        size: rows of a chunk, whose logits are there whole.
+        size: rows of a chunk, whose logits exist whole.
         resident: all logits are kept until the backward.
-        group: rows of kept logits that are multiplied together, one chunk or several.
+        kept_together: rows of kept logits that are multiplied together, one chunk or several.
         tile: (rows, columns) that are projected again together.
     """
 
     size: int
     resident: bool
-    group: int
+    kept_together: int
     tile: tuple[int, int]
 
 
 def check_mode(mode: LinearMode, budget: int | None, rows: int | None) -> None:
-    """Raises ValueError for an unknown mode, and for numbers that no mode can keep to."""
+    """Check the options of `LMHeadInput` that are one value each.
+
+    Raises:
+        ValueError: an unknown mode, a budget that is not a positive integer, a negative number of rows.
+    """
     if mode not in MODES:
         raise ValueError(f"mode = {mode!r} is not valid; choose one of {', '.join(MODES)}")
     if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
@@ -63,7 +67,7 @@ def make_plan(
     budget: int | None,
     in_place: bool = False,
 ) -> Plan:
-    """The plan for [R, D] hidden rows a part and `width` columns a rank, alike on all ranks that share a batch.
+    """Make the plan for [R, D] hidden rows a part and `width` columns a rank, alike on all ranks that share a batch.
 
     Args:
         in_place: the gradient of kept logits is written over them, see `LinearParams.grad_in_operand_dtype`.
@@ -87,8 +91,8 @@ def make_plan(
     most = max(1, min(total, _MOST_ROWS, rest // cost.whole))
     size = most - most % _ALIGN if _ALIGN < most < total else most
     together = in_place and parts == 1  # the rows of several parts lie chunk by chunk
-    of_group = size * max(1, rest // (size * max(cost.ends, 1))) if together else size
-    return Plan(size, resident, of_group, _tile(cost, max(total, 1), width, room, parts))
+    kept_together = size * max(1, rest // (size * max(cost.ends, 1))) if together else size
+    return Plan(size, resident, kept_together, _tile(cost, max(total, 1), width, room, parts))
 
 
 class _Cost(NamedTuple):
@@ -103,7 +107,7 @@ class _Cost(NamedTuple):
     def of(cls, hidden: Tensor, width: int, group: ProcessGroup | None, parts: int) -> _Cost:
         dtype = math_dtype(hidden.dtype)
         low = hidden.dtype.itemsize if hidden.device.type != "cpu" and dtype != hidden.dtype else 0  # for the products
-        buffers = 2 if group_size(group) > 1 else 1  # the next rows are projected while these ones' numbers travel
+        buffers = 2 if group_size(group) > 1 else 1  # the next rows are projected while these ones' statistics travel
         ends = parts * buffers * 2 * hidden.shape[1] * dtype.itemsize
         return cls(
             ends + parts * width * buffers * (dtype.itemsize + low), ends, parts * (dtype.itemsize + low), buffers > 1
@@ -122,25 +126,25 @@ def _tile(cost: _Cost, rows: int, width: int, room: int, parts: int) -> tuple[in
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What logits are kept in: z − max z in float16 for low-precision operands, which p forgives; else as they are."""
+    """The dtype of kept logits: float16, as z − max z, for low-precision operands, which p forgives; else theirs."""
     return torch.float16 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows to project: `order[part, i]` is the i-th of each part, those that carry loss first.
+class LossRows:
+    """Rows to project: `order[part, i]` is the i-th of each part, those that carry loss first.
 
     The order of all rows is that of the gathered hidden states: part 0's rows, then part 1's. Only as many of the order
-    are kept as carry loss on any part: told by the host where the mask lies in its memory, else by the caller's bound.
+    are kept as carry loss on any part: counted by the host where the mask lies in its memory, else bounded by the caller.
     """
 
     order: Tensor  # [parts, n]
-    of_part: int  # R
+    rows_per_part: int  # R
     rank: int  # this rank's part
     excess: Tensor | None  # 0-dim bool: more rows carry loss than the bound said
 
     @classmethod
-    def of(cls, keep: Tensor, parts: int, bound: int | None, group: ProcessGroup | None) -> Rows:
+    def of(cls, keep: Tensor, parts: int, bound: int | None, group: ProcessGroup | None) -> LossRows:
         mask = keep.view(parts, -1)
         total, excess = mask.shape[1], None
         needed = total if bound is None else min(bound, total)
@@ -155,16 +159,16 @@ class Rows:
         return cls(order, total, group_rank(group) if parts > 1 else 0, excess)
 
     def spans(self, size: int) -> list[slice]:
-        """The places of the order, `size` at a time."""
+        """Slices of the order, `size` rows each."""
         end = self.order.shape[1]
         return [slice(at, min(at + size, end)) for at in range(0, end, size)]
 
     def own(self, span: slice) -> Tensor:
-        """Some rows among this rank's hidden states."""
+        """Indices of a span's rows among this rank's hidden states."""
         return self.order[self.rank, span]
 
     def gathered(self, span: slice) -> Tensor:
-        """Some rows of all parts, in the gathered order."""
+        """Indices of a span's rows of all parts, in the gathered order."""
         part = self.order[:, span]
-        offsets = torch.arange(part.shape[0], device=part.device)[:, None] * self.of_part
+        offsets = torch.arange(part.shape[0], device=part.device)[:, None] * self.rows_per_part
         return (part + offsets).reshape(-1)

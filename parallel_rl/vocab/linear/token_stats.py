@@ -10,10 +10,11 @@ import torch
 
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.vocab.backends.choice import Backend
+from parallel_rl.vocab.backends.passes import OutputGrads
 from parallel_rl.vocab.linear.autograd import ForwardObjective, in_backward, in_forward
 from parallel_rl.vocab.linear.forward_backward import run_forward
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, RowOrder
-from parallel_rl.vocab.linear.params import LinearParams, OutputGrads, RowStats
+from parallel_rl.vocab.linear.params import LinearParams, RowStats
 from parallel_rl.vocab.linear.plan import LinearMode
 from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens
@@ -56,7 +57,11 @@ def linear_token_stats(
     main_grad_factor: float | None = None,
     backend: Backend = "auto",
 ) -> LinearTokenStats:
-    """`token_stats` of the logits z = hidden · weightᵀ + bias (soft-capped: c·tanh(z/c)), projected a chunk of rows at a time.
+    """Compute `token_stats` of z = hidden · weightᵀ + bias (soft-capped: c·tanh(z/c)), projected a chunk of rows at a time.
+
+    >>> hidden, weight = torch.zeros(2, 8), torch.zeros(4, 8)
+    >>> linear_token_stats(hidden, weight, torch.tensor([1, 3])).logprobs
+    tensor([-1.3863, -1.3863])
 
     Logits, statistics and the weight's gradient are float32 (float64 for float64 operands) whatever the operands. Rows with
     `ignore_index` are never projected (see `rows`). The modes differ in when gradients are computed:
@@ -179,7 +184,7 @@ def stats_of_head(
 
 
 def _output_grads(objective: Callable[[TokenStats], Tensor], order: RowOrder) -> Callable[[RowStats], OutputGrads]:
-    """The gradients of an objective on tokens in the order of logits, as a function of statistics of rows."""
+    """Turn an objective on tokens in the order of logits into a function from statistics of rows to its gradients."""
 
     def gradients(stats: RowStats) -> OutputGrads:
         with torch.enable_grad():

@@ -236,7 +236,7 @@ def test_options_that_do_not_fit(make_loss, words: str) -> None:  # type: ignore
 def test_data_that_does_not_fit() -> None:
     z, data = make()
     counts = count_valid([data])
-    with pytest.raises(ValueError, match=f"top_k = {V + 1} is more than the vocabulary's {V} words"):
+    with pytest.raises(ValueError, match=f"top_k = {V + 1} exceeds vocab_size = {V}"):
         PolicyLossFn(top_k=V + 1)(z, data, *counts)
     with pytest.raises(ValueError, match="data lacks the field 'kept_ids'"):
         PolicyLossFn(kept_sets=True)(z, {k: v for k, v in data.items() if k != "kept_ids"}, *counts)

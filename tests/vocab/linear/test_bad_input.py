@@ -19,7 +19,7 @@ HIDDEN, WEIGHT, TARGETS = torch.zeros(N, D), torch.zeros(V, D), torch.zeros(N, d
     [
         ({"weight": torch.zeros(V, D + 1)}, f"calls for \\[V/tp, {D}\\]"),
         ({"weight": torch.zeros(V)}, "calls for"),
-        ({"weight": torch.zeros(V, D).double()}, "must be alike"),
+        ({"weight": torch.zeros(V, D).double()}, "must be the same"),
         ({"hidden": torch.zeros(N, D).long()}, "floating point"),
         ({"hidden": torch.zeros(D)}, "\\[..., D\\]"),
         ({"bias": torch.zeros(V + 1)}, "one a row of the weight"),

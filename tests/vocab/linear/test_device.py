@@ -98,6 +98,6 @@ def test_a_plan_keeps_to_its_budget(parts: int, width: int) -> None:
         assert parts * plan.size * width * 4 <= budget
         assert rows * (columns * (4 + 2) + 4096 * (2 + 4)) <= budget
         if parts == 1:
-            assert plan.group * 4096 * (2 + 4) <= budget
+            assert plan.kept_together * 4096 * (2 + 4) <= budget
     assert rows == 8192, "the default writes the gradient of the weight once"
     assert make_plan(hidden, width, None, parts, "auto", 448 << 20).resident == (width < 20000)

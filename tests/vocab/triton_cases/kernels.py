@@ -249,9 +249,9 @@ def test_a_gradient_of_another_type_over_the_bytes_of_the_logits() -> None:
     spec = RowSpec(targets, keep, torch.full((1, 1), 0.7, device=DEVICE), 0, 9001)
     rows = combine_rows(row_parts(logits, spec, True, "triton")[None], spec, "triton")[3]
     apart = torch.full_like(logits, torch.nan, dtype=torch.bfloat16)
-    row_gradient(logits, spec, rows, *upstream(5), apart, "triton")
+    row_gradient(logits, spec, rows, upstream(5), apart, "triton")
     over = logits.clone()
-    row_gradient(over, spec, rows, *upstream(5), over.view(torch.bfloat16), "triton")
+    row_gradient(over, spec, rows, upstream(5), over.view(torch.bfloat16), "triton")
     assert torch.equal(over.view(torch.bfloat16), apart) and not apart[1].any() and not apart[:, 9001:].any()
-    exact = row_gradient(logits.double(), spec, rows.double(), *upstream(5), None, "eager")
+    exact = row_gradient(logits.double(), spec, rows.double(), upstream(5), None, "eager")
     assert error(apart, exact) <= 1.01 * error(exact.to(torch.bfloat16), exact)
