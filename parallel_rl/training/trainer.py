@@ -1,4 +1,4 @@
-"""A run from its config to its last checkpoint: warm-up, reference, objective, evaluation."""
+"""A run from its config to its last checkpoint: warm-up, main phase, evaluation."""
 
 from __future__ import annotations
 
@@ -18,28 +18,26 @@ from parallel_rl.experience.rewards import reward_function
 from parallel_rl.training.algorithms.evaluation import held_out_reward
 from parallel_rl.training.algorithms.phases import Phase, phases
 from parallel_rl.training.checkpointing import checkpoint, resume
-from parallel_rl.training.checkpointing.checkpoint import Contents
 from parallel_rl.training.checkpointing.contents import checkpoint_metadata, same_weights, session_contents
-from parallel_rl.training.checkpointing.manifest import CheckpointMetadata
 from parallel_rl.training.checkpointing.random_state import begin_random_state, restore_random_state
 from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.load import as_mapping
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
-from parallel_rl.training.models.engine import Engine, build_critic, build_engine, freeze_copy, start_world
-from parallel_rl.training.models.learner import Learner, build_loss
+from parallel_rl.training.models.engine import build_engine, start_world
 from parallel_rl.training.preflight.sizes import check_layout, length_check
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.reporting.curves import draw_curves
 from parallel_rl.training.reporting.run_log import RunLog, read_metrics, write_whole
-from parallel_rl.training.rollouts.remote import RemoteRollouts
 from parallel_rl.training.session import Session
 from parallel_rl.training.tokenizer import CharTokenizer
+
+_HELD_OUT = ("held_out_before", "held_out_after")  # values of a checkpoint
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run leaves behind, equal on every rank: its rows, the mean held-out reward before and after (None: no evaluation)
+    """The outcome of a run, equal on every rank: its rows, the mean held-out reward before and after (None: no evaluation)
     and how long it took."""
 
     rows: list[dict[str, float | int | str]]
@@ -49,10 +47,10 @@ class Result:
 
 
 def train(config: TrainConfig) -> Result:
-    """Runs `config` to its end on every rank of the world, or from the newest checkpoint in its folder on.
+    """Run `config` to its end on every rank of the world, from the newest checkpoint in its folder if there is one.
 
     Raises:
-        ValueError: anything in the config, the data or the world's size that does not fit; on every rank, before any work.
+        ValueError: the config, the data or the world's size does not fit; on every rank, before any work.
     """
     began = time.monotonic()
     tokenizer = CharTokenizer(config.tokenizer.alphabet)
@@ -63,71 +61,55 @@ def train(config: TrainConfig) -> Result:
     data = read_datasets(config, tokenizer, files, length_check(config))
     run = _Run(config, tokenizer, data)
     with run.log:
-        if run.go():
+        if run.run():
             run.finish(time.monotonic() - began)
     return Result(run.rows, run.before, run.after, time.monotonic() - began)
 
 
 class _Run:
-    """The state that changes while a run goes on."""
+    """The session of a run, its progress, and what it has written."""
 
     def __init__(self, config: TrainConfig, tokenizer: CharTokenizer, data: Datasets) -> None:
         self.config = config
         self.folder = Path(config.run.dir)
         self.phases = phases(config)
-        self.first = dist.get_rank() == 0
-        said: list[str] = []
-        steps = {phase.name: phase.steps for phase in self.phases}
-        self.anew, self.latest = resume.find_start(config, steps, data, said.append)
-        metadata = None if self.latest is None else self.latest[1]
-        self.progress = TrainProgress(self.phases[0].name, 0) if metadata is None else metadata.progress
-        self.values = {} if metadata is None else metadata.values
-        self.before, self.after = self._fact("held_out_before"), self._fact("held_out_after")
         self.rows: list[dict[str, float | int | str]] = []
-        self.stop: str | None = None
-        self.saved = self.latest and (self.latest[0], self.progress)  # the newest checkpoint, and where it stands
-        engine = build_engine(config, tokenizer.vocab_size, config.model.max_positions)
-        if sum(self._done().values()) < sum(phase.steps for phase in self.phases):
-            begin_random_state(config.run.seed, engine.groups.dp_rank)
-        left = resume.left_by(config) if self.anew else ()
-        resume.check_room(config, engine, left)
-        if self.anew:
-            resume.start_anew(self.folder, left)
-        self.log = raise_on_all_ranks(self._open_log, what=f"run.dir = {config.run.dir!r} cannot be written")
-        for text in said:
-            self.log.say(text)
-        self.session = Session(self._learner(engine, self.phases[0]), tokenizer, data)
-
-    def _open_log(self) -> RunLog:
-        """The run's record; it keeps the rows up to the checkpoint that is continued from."""
-        after = None if self.anew else self._done()
-        log = RunLog(self.folder, self.config.objective, active=self.first, after=after)
-        if self.first:
-            write_whole(self.folder / "config.yaml", yaml.safe_dump(as_mapping(self.config), sort_keys=False))
-        return log
-
-    def go(self) -> bool:
-        """Every step that is left; False where it was asked to stop before the last."""
-        names, random = [phase.name for phase in self.phases], None
+        self.stop: str | None = None  # the cause, once a rank was asked to stop
+        notes: list[str] = []
+        steps = {phase.name: phase.steps for phase in self.phases}
+        self.starts_over, self.latest = resume.find_start(config, steps, data, notes.append)
+        values: Mapping[str, float | int | str] = {}
+        self.progress, self.saved = TrainProgress(self.phases[0].name, 0), None
         if self.latest is not None:
-            random = self._restore(*self.latest)
-        elif self.config.run.init_from is not None:
-            engine, start = self.session.engine, Path(self.config.run.init_from)
-            scalar_head = self.config.scalar_head
-            check = same_weights(self.config, "run.init_from", scalar_head=scalar_head)
-            checkpoint.load_weights(start, engine.model, check, scalar_head=scalar_head)
-            # master weights of what was just loaded
-            self.session = replace(self.session, policy=self._learner(engine, self.phases[0]))
+            path, metadata = self.latest
+            self.progress, values = metadata.progress, metadata.values
+            self.saved = path, self.progress  # the newest checkpoint
+        self.before, self.after = (_number(values.get(name)) for name in _HELD_OUT)
+        engine = build_engine(config, tokenizer.vocab_size, config.model.max_positions)
+        if self._steps_done() < sum(steps.values()):
+            begin_random_state(config.run.seed, engine.groups.dp_rank)
+        old = resume.outputs(config) if self.starts_over else ()
+        resume.check_room(config, engine, old)
+        if self.starts_over:
+            resume.clear_run(self.folder, old)
+        self.log = raise_on_all_ranks(self._open_log, what=f"run.dir = {config.run.dir!r} cannot be written")
+        for note in notes:
+            self.log.say(note)
+        self.session = Session(self._phase().learner(engine), tokenizer, data)
+
+    def run(self) -> bool:
+        """Does every step that is left; False if the run was asked to stop before the last."""
+        random_state = self._load_start()
         self._describe()
-        for phase in self.phases[names.index(self.progress.phase) :]:
+        for phase in self.phases[self.phases.index(self._phase()) :]:
             if phase.is_main and self.progress.step == 0:
                 self._enter_main(phase)
-            if random is not None:  # last of all: what was built until now has drawn from them
-                restore_random_state(random)
-                random = None
+            if random_state is not None:  # last of all: building the models has drawn from the generators
+                restore_random_state(random_state)
+                random_state = None
             self.log.phase(phase.name, phase.steps, self.progress.step)
-            if self.stop is None:  # of a signal while the run started
-                self._boundary(None)
+            if self.stop is None:  # by a signal while the run started
+                self._boundary()
             while self.progress.step < phase.steps and self.stop is None:
                 self._step(phase)
             if self.stop is not None and self.progress.step < phase.steps:
@@ -138,12 +120,12 @@ class _Run:
         return True
 
     def finish(self, seconds: float) -> None:
+        """The last evaluation, the last checkpoint, and the picture of the curves."""
         if self.config.evaluation is not None:
             if self.after is None:
                 self.after = self._evaluate()
-            started = "after the warm-up" if self.config.warmup else "before"
-            # a run that is continued may have begun without an evaluation
-            before = "" if self.before is None else f"{started}: {self.before:.3f}, "
+            # the run may have begun without an evaluation
+            before = "" if self.before is None else f"{self._started}: {self.before:.3f}, "
             self.log.say(f"held-out reward {before}after {self.config.objective}: {self.after:.3f}")
         if self.rows:
             self._save()
@@ -153,42 +135,82 @@ class _Run:
             return draw_curves(read_metrics(self.folder / "metrics.jsonl"), picture, self.folder.name, self.before)
 
         drawn = on_first_rank(draw, f"all steps are done and saved, but {picture} could not be drawn")
-        wrote = "metrics.jsonl, tensorboard/, checkpoints/" + (f", {picture.name}" if drawn else "")
-        self.log.say(f"{seconds:.0f} s; wrote {wrote} in {self.folder}")
+        files = "metrics.jsonl, tensorboard/, checkpoints/" + (f", {picture.name}" if drawn else "")
+        self.log.say(f"{seconds:.0f} s; wrote {files} in {self.folder}")
+
+    def _open_log(self) -> RunLog:
+        """The run's log, with the rows up to the checkpoint that it continues from."""
+        first = dist.get_rank() == 0
+        log = RunLog(self.folder, self.config.objective, active=first, after=None if self.starts_over else self._done())
+        if first:
+            write_whole(self.folder / "config.yaml", yaml.safe_dump(as_mapping(self.config), sort_keys=False))
+        return log
+
+    def _load_start(self) -> Mapping[str, object] | None:
+        """Loads the checkpoint to continue from, or first weights; returns random states written in the same layout."""
+        config, engine, phase = self.config, self.session.engine, self._phase()
+        if self.latest is None:
+            if config.run.init_from is not None:
+                check = same_weights(config, "run.init_from", scalar_head=config.scalar_head)
+                path = Path(config.run.init_from)
+                checkpoint.load_weights(path, engine.model, check, scalar_head=config.scalar_head)
+                self.session = replace(self.session, policy=phase.learner(engine))  # master weights of the loaded ones
+            return None
+        path, metadata = self.latest
+        if self.progress.step:
+            self.session = phase.enter(self.session)
+        random_state = checkpoint.load(path, session_contents(self.session, self.progress), metadata)
+        if not self.progress.step:
+            self.session = replace(self.session, policy=phase.learner(engine))
+        data = self.session.data.describe_next(self.progress.taken)
+        self.log.say(f"continuing from {path}: {self.progress.phase} step {self.progress.step}{data}")
+        if random_state is None:
+            self.log.say(
+                "the layout has changed: Python's, numpy's and torch's random states start from run.seed again"
+            )
+        return random_state
+
+    def _enter_main(self, phase: Phase) -> None:
+        """Builds the models of the main phase, evaluates, and saves a checkpoint to restart from."""
+        tick("entering the main phase")
+        self.session = phase.enter(self.session)
+        if self.config.evaluation is not None and self.before is None:
+            self.before = self._evaluate()
+            self.log.say(f"held-out reward {self._started}: {self.before:.3f}")
+        if self.rows:
+            self._save()
 
     def _step(self, phase: Phase) -> None:
         began = time.monotonic()
         enter_step(phase.name, self.progress.step + 1)
-        numbers = phase.run(self.session, self.progress)
+        metrics = phase.run(self.session, self.progress)
         seconds = time.monotonic() - began
         self.progress = self.progress.after(phase.takes)
-        evaluation, step = self.config.evaluation, self.progress.step
+        step = self.progress.step
         last = step == phase.steps
-        if evaluation is not None and phase.is_main and (last or (evaluation.every and step % evaluation.every == 0)):
+        if phase.is_main and self._evaluates_after(step, last):
             reward = self._evaluate()
-            numbers = {**numbers, "held_out_reward": reward}
+            metrics = {**metrics, "held_out_reward": reward}
             self.after = reward if last else None
-        row = {**numbers, "seconds": seconds, "tokens_per_second": numbers["tokens"] / seconds}
+        row = {**metrics, "seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
         self.rows.append({"phase": phase.name, "step": step, **row})
-        why = f"the row of {phase.name} step {step} could not be written in {self.folder}"
-        # before a checkpoint that counts on the row
-        self._boundary(lambda: self.log.step(phase.name, step, row), why)
+        what = f"the row of {phase.name} step {step} could not be written in {self.folder}"
+        self._boundary(lambda: self.log.step(phase.name, step, row), what)  # before a checkpoint that counts on the row
         every = self.config.run.checkpoint_every
         if every and step % every == 0 and not last:
             self._save()
 
-    def _boundary(self, work: Callable[[], None] | None, why: str = "") -> None:
-        """Does what may fail on one rank, and hears of the others: whether theirs failed, whether one was asked to stop."""
+    def _boundary(self, write: Callable[[], None] = lambda: None, what: str = "") -> None:
+        """Runs `write`, which may fail on one rank, and learns whether it failed or a stop was asked for on another."""
         failure: Exception | None = None
         try:
-            if work is not None:
-                work()
+            write()
         except Exception as error:
             failure = error
-        found = preemption.agree(self.session.engine.device, failure is not None)
-        if found.failed:
-            raise_on_all_ranks(partial(_raise, failure), what=why)
-        self.stop = found.stop
+        boundary = preemption.agree(self.session.engine.device, failure is not None)
+        if boundary.failed:
+            raise_on_all_ranks(partial(_raise, failure), what=what)
+        self.stop = boundary.stop
 
     def _halt(self, cause: str, phase: Phase) -> None:
         """Leaves everything such that the same command goes on from here."""
@@ -196,7 +218,7 @@ class _Run:
         if self.rows and (self.saved is None or self.saved[1] != self.progress):
             self._save()
         given = " with --run.resume auto" if self.config.run.resume == "never" else ""
-        then = " begins anew" if self.saved is None else f"{given} goes on from {self.saved[0]}"
+        then = " starts over" if self.saved is None else f"{given} goes on from {self.saved[0]}"
         text = (
             f"stopped by {cause} after {phase.name} step {self.progress.step} of {phase.steps}; the same command{then}"
         )
@@ -205,94 +227,42 @@ class _Run:
         on_first_rank(lambda: preemption.ask_for_restart(text), why)
         self.log.say(text)
 
-    def _enter_main(self, phase: Phase) -> None:
-        """Fresh moments, the other models, the first evaluation, and a checkpoint to start again from."""
-        tick("entering the main phase")
-        self.session = self._with_models(self._learner(self.session.engine, phase))
-        if self.config.evaluation is not None and self.before is None:
-            self.before = self._evaluate()
-            self.log.say(
-                f"held-out reward {'after the warm-up' if self.config.warmup else 'before'}: {self.before:.3f}"
-            )
-        if self.rows:
-            self._save()
-
-    def _with_models(self, policy: Learner) -> Session:
-        """The session of the main phase: reference and critic begin as copies of the present policy."""
-        config, engine = self.config, self.session.engine
-        reference = freeze_copy(engine) if config.needs_reference else None
-        teacher = critic = None
-        if config.teacher is not None:
-            teacher = freeze_copy(engine)
-            checkpoint.load_weights(Path(config.teacher), teacher, same_weights(config, "teacher"))
-        if config.rl is not None and config.rl.critic is not None:
-            value_loss, critic_optimizer = build_loss(engine, config.rl.critic.loss), config.rl.critic.optimizer
-            critic = Learner.start(build_critic(engine), value_loss, critic_optimizer, policy.updates)
-        rl = config.rl
-        served = None if rl is None or rl.server is None else RemoteRollouts(engine, rl.server)
-        controller = None if rl is None else rl.build_kl_controller()
-        return replace(
-            self.session,
-            policy=policy,
-            reference=reference,
-            teacher=teacher,
-            critic=critic,
-            served=served,
-            kl_controller=controller,
-        )
-
-    def _learner(self, engine: Engine, phase: Phase) -> Learner:
-        sampling = self.config.sampling if self.config.rl is not None and phase.is_main else None
-        return Learner.start(engine, build_loss(engine, phase.loss, sampling), phase.optimizer, phase.updates)
-
-    def _restore(self, path: Path, metadata: CheckpointMetadata) -> Mapping[str, object] | None:
-        """Goes on from a checkpoint; gives the random states to go on from, in the layout that wrote them."""
-        engine, phase = self.session.engine, next(p for p in self.phases if p.name == self.progress.phase)
-        policy = self._learner(engine, phase)
-        if not self.progress.step:
-            random = checkpoint.load(path, Contents(engine), metadata)
-            policy = self._learner(engine, phase)  # master weights of what was just loaded
-            self.session = replace(self.session, policy=policy)
-        else:
-            began = self._with_models(policy) if phase.is_main else replace(self.session, policy=policy)
-            self.session = began
-            random = checkpoint.load(path, session_contents(began, self.progress), metadata)
-        data = self.session.data.describe_next(self.progress.taken)
-        self.log.say(f"continuing from {path}: {self.progress.phase} step {self.progress.step}{data}")
-        if random is None:
-            self.log.say(
-                "the layout has changed: Python's, numpy's and torch's random states begin anew, as run.seed has them"
-            )
-        return random
-
     def _save(self) -> None:
         tick("saving a checkpoint")
         on_first_rank(self.log.sync, f"the rows of {self.folder / 'metrics.jsonl'} could not be written")
-        values: dict[str, float | int | str] = {**self.session.data.metadata()}
-        for name, value in (("held_out_before", self.before), ("held_out_after", self.after)):
-            if value is not None:
-                values[name] = value
-        folder, run, parts = self.folder / "checkpoints", self.config.run, session_contents(self.session, self.progress)
-        metadata, keep = (
-            checkpoint_metadata(self.config, self.progress, values),
-            Retention(run.keep_checkpoints, run.keep_every),
-        )
-        path = checkpoint.save(folder, sum(self._done().values()), parts, metadata, keep)
+        rewards = zip(_HELD_OUT, (self.before, self.after), strict=True)
+        values: dict[str, float | int | str] = {name: value for name, value in rewards if value is not None}
+        values |= self.session.data.metadata()
+        metadata = checkpoint_metadata(self.config, self.progress, values)
+        contents, run = session_contents(self.session, self.progress), self.config.run
+        keep = Retention(run.keep_checkpoints, run.keep_every)
+        path = checkpoint.save(self.folder / "checkpoints", self._steps_done(), contents, metadata, keep)
         self.saved = path, self.progress
 
+    def _phase(self) -> Phase:
+        return next(phase for phase in self.phases if phase.name == self.progress.phase)
+
     def _done(self) -> dict[str, int]:
-        """Steps done in each phase."""
-        names = [phase.name for phase in self.phases]
-        before = self.phases[: names.index(self.progress.phase)]
+        """Steps done in each phase so far."""
+        before = self.phases[: self.phases.index(self._phase())]
         return {**{phase.name: phase.steps for phase in before}, self.progress.phase: self.progress.step}
+
+    def _steps_done(self) -> int:
+        return sum(self._done().values())
+
+    @property
+    def _started(self) -> str:
+        """When the first evaluation was, in words."""
+        return "after the warm-up" if self.config.warmup else "before"
+
+    def _evaluates_after(self, step: int, last: bool) -> bool:
+        evaluation = self.config.evaluation
+        return evaluation is not None and (last or bool(evaluation.every and step % evaluation.every == 0))
 
     def _evaluate(self) -> float:
         assert self.config.evaluation is not None
         tick("evaluating")
         return held_out_reward(self.session, self.config.evaluation.samples)
-
-    def _fact(self, name: str) -> float | None:
-        return float(self.values[name]) if name in self.values else None
 
     def _describe(self) -> None:
         sizes, engine = self.config.parallel, self.session.engine
@@ -309,3 +279,7 @@ class _Run:
 def _raise(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
+
+
+def _number(value: float | int | str | None) -> float | None:
+    return None if value is None else float(value)

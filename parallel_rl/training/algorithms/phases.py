@@ -1,21 +1,27 @@
-"""The phases of a run: an optional supervised warm-up, then the objective."""
+"""The phases of a run, an optional supervised warm-up and the main one, and the models that each works with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.training.algorithms.distillation import distillation_step
 from parallel_rl.training.algorithms.preference import preference_step
 from parallel_rl.training.algorithms.rl.step import rl_step
 from parallel_rl.training.algorithms.supervised import supervised_step
+from parallel_rl.training.checkpointing.checkpoint import load_weights
+from parallel_rl.training.checkpointing.contents import same_weights
 from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.models.engine import Engine, build_critic, freeze_copy
+from parallel_rl.training.models.learner import Learner, build_loss
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
+from parallel_rl.training.rollouts.remote import RemoteRollouts
 from parallel_rl.training.session import Session
 
 Section = RLConfig | PreferenceConfig | SupervisedConfig | DistillationConfig
@@ -38,9 +44,36 @@ class Phase:
     run: Callable[[Session, TrainProgress], StepMetrics]
     is_main: bool
 
+    def learner(self, engine: Engine) -> Learner:
+        """The policy's learner in this phase: its loss, fresh moments, master weights of the model's present ones."""
+        samples = engine.config.rl is not None and self.is_main
+        loss_fn = build_loss(engine, self.loss, engine.config.sampling if samples else None)
+        return Learner.start(engine, loss_fn, self.optimizer, self.updates)
+
+    def enter(self, session: Session) -> Session:
+        """The session at the start of this phase; in the main one reference and critic are copies of the present policy."""
+        engine, config = session.engine, session.engine.config
+        session = replace(session, policy=self.learner(engine))
+        if not self.is_main:
+            return session
+        teacher, rl = None, config.rl
+        reference = freeze_copy(engine) if config.needs_reference else None
+        if config.teacher is not None:
+            teacher = freeze_copy(engine)
+            load_weights(Path(config.teacher), teacher, same_weights(config, "teacher"))
+        session = replace(session, reference=reference, teacher=teacher)
+        if rl is None:
+            return session
+        critic = None
+        if rl.critic is not None:
+            value_loss = build_loss(engine, rl.critic.loss)
+            critic = Learner.start(build_critic(engine), value_loss, rl.critic.optimizer, self.updates)
+        served = None if rl.server is None else RemoteRollouts(engine, rl.server)
+        return replace(session, critic=critic, served=served, kl_controller=rl.build_kl_controller())
+
 
 def phases(config: TrainConfig) -> list[Phase]:
-    """In their order."""
+    """The phases of a run in their order."""
     runs: list[tuple[str, Section | None, Run]] = [
         ("warmup", config.warmup, supervised_step),
         ("rl", config.rl, rl_step),

@@ -29,7 +29,7 @@ def newest_whole(
     Args:
         folder: of the run's checkpoints.
         check: refuses a checkpoint of another model by a ValueError.
-        say: told of what was cleared up or set aside.
+        say: gets a line for each file that was cleared up or set aside.
 
     Raises:
         ValueError: there are checkpoints, but none is whole (nothing is renamed then), or `check` refused the newest.
@@ -53,7 +53,7 @@ def newest_whole(
     if damaged:
         raise ValueError(
             f"no checkpoint in {folder} is whole: {'; '.join(why for _, why in damaged)}. Nothing was changed; "
-            "restore one, or set run.resume = 'never' or another run.dir to start anew"
+            "restore one, or set run.resume = 'never' or another run.dir to start over"
         )
     return None
 

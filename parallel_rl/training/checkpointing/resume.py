@@ -62,23 +62,22 @@ def verify_sources(config: TrainConfig, *, begins: bool) -> None:
 def find_start(
     config: TrainConfig, phases: Mapping[str, int], data: Datasets, say: Callable[[str], None]
 ) -> tuple[bool, tuple[Path, CheckpointMetadata] | None]:
-    """Whether a run begins anew, and the checkpoint that it goes on from, if any; what does not fit is refused before anything
-    is removed or written.
+    """Whether a run starts over, and the checkpoint that it continues from, if any; nothing is removed or written yet.
 
     Args:
         config: the run.
         phases: each with its steps, in order.
         data: what it reads.
-        say: told of what was cleared up or set aside.
+        say: gets a line for each file that was cleared up or set aside.
 
     Raises:
         ValueError: on all ranks: a checkpoint of another model or other data, none that is whole, rows that cannot be read.
     """
     folder = Path(config.run.dir)
     on_first_rank(lambda: check_sources(config), "the checkpoints that the config names cannot be read")
-    anew = on_first_rank(lambda: begins_anew(config), f"run.dir = {config.run.dir!r} cannot be read")
+    over = on_first_rank(lambda: starts_over(config), f"run.dir = {config.run.dir!r} cannot be read")
     latest = None
-    if not anew:
+    if not over:
         metrics, same = folder / "metrics.jsonl", same_run(config, phases)
         on_first_rank(lambda: len(read_metrics(metrics)), f"{metrics} cannot be read")
 
@@ -88,7 +87,7 @@ def find_start(
 
         latest = newest_whole(folder / "checkpoints", check, say)
     verify_sources(config, begins=latest is None)
-    return anew, latest
+    return over, latest
 
 
 def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None:
@@ -120,7 +119,7 @@ def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None
     on_first_rank(check, f"run.dir = {config.run.dir!r} cannot be used")
 
 
-def begins_anew(config: TrainConfig) -> bool:
+def starts_over(config: TrainConfig) -> bool:
     """Whether this start replaces what stands in run.dir: by run.resume = 'never', once in the life of a Slurm job, which goes
     on from what it did when it is requeued."""
     marker, job = Path(config.run.dir) / _BEGUN_BY, os.environ.get("SLURM_JOB_ID", "")
@@ -129,12 +128,12 @@ def begins_anew(config: TrainConfig) -> bool:
     return config.run.resume == "never" and not begun
 
 
-def left_by(config: TrainConfig) -> tuple[str, ...]:
-    """What a run leaves in its folder and `start_anew` removes; metrics.jsonl and config.yaml are replaced."""
+def outputs(config: TrainConfig) -> tuple[str, ...]:
+    """The folders that a run writes and `clear_run` removes; metrics.jsonl and config.yaml are replaced."""
     return ("checkpoints", "tensorboard", *(config.rl.folders if config.rl is not None else ()))
 
 
-def start_anew(folder: Path, names: Sequence[str]) -> None:
+def clear_run(folder: Path, names: Sequence[str]) -> None:
     """Removes what a run left in its folder, and remembers the Slurm job that did."""
     job = os.environ.get("SLURM_JOB_ID", "")
 

@@ -21,7 +21,7 @@ class RunConfig:
         dir: folder of metrics.jsonl, tensorboard/, checkpoints/ and curves.png.
         seed: of the weights, the order of the data and the draws.
         dtype: of parameters and activations; bfloat16 trains on float32 master weights.
-        resume: "auto" continues from the folder's newest checkpoint; "never" starts anew and replaces what the folder holds
+        resume: "auto" continues from the folder's newest checkpoint; "never" starts over and replaces what the folder holds
             (a Slurm job does so once; when it is requeued, it goes on).
         checkpoint_every: steps between checkpoints; 0 saves after the warm-up and at the end only.
         keep_checkpoints: how many of the newest stay.
@@ -136,7 +136,7 @@ class DataConfig:
     """JSONL and Parquet files, relative to the config file; which are needed depends on the objective.
 
     Each is a path, a pattern (`shard_*.parquet`, `part_{000..127}.jsonl`) or a list of them. They are read a window at a time,
-    however large they are; all but held_out and rollouts are shuffled, anew in each pass.
+    however large they are; all but held_out and rollouts are shuffled in each pass.
 
     Attributes:
         train: prompts with answers to sample from.

@@ -219,8 +219,8 @@ def _begin_anew(rank: int, given: list[str]) -> list[bool]:
     for job, restarts in (("7", 0), ("7", 1), ("7", 0), ("8", 2), ("", 0)):
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         with mock.patch.dict(os.environ, SLURM_JOB_ID=job, SLURM_RESTART_COUNT=str(restarts)):
-            if resume.begins_anew(config):
-                resume.start_anew(folder, ["checkpoints"])
+            if resume.starts_over(config):
+                resume.clear_run(folder, ["checkpoints"])
         left.append((folder / "checkpoints").exists())
     return left
 

@@ -96,7 +96,7 @@ class JsonlFile:
         if crc32(data) != crc:
             raise ValueError(
                 f"{self.path} has changed since the run began: the lines in its bytes {start} to {start + size} are others. "
-                "Restore it, or start anew"
+                "Restore it, or start over"
             )
         return Lines(data)
 

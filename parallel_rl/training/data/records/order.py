@@ -28,7 +28,7 @@ def permutation(count: int, *key: int) -> NDArray[np.int64]:
 
 
 class Order:
-    """Endless passes over the records of `index`, each permuted anew.
+    """Endless passes over the records of `index`, each with its own permutation.
 
     Args:
         index: of the source's blocks.

@@ -80,7 +80,7 @@ class ParquetFile:
 
         if self._footer() != crc:
             raise ValueError(
-                f"{self.path} has changed since the run began: its footer is another. Restore it, or start anew"
+                f"{self.path} has changed since the run began: its footer is another. Restore it, or start over"
             )
         try:
             with parquet.ParquetFile(self.path, pre_buffer=False) as file:
