@@ -65,7 +65,7 @@ def count_valid(
     masks = [data["token_mask"] for data in batches if isinstance(data.get("token_mask"), torch.Tensor)]
     home = masks[0].device if masks else torch.device("cpu")
     counts = torch.zeros(2, dtype=torch.int64, device=communication_device(data_parallel_group, home))
-    raise_on_all_ranks(lambda: _check_masks(batches), [data_parallel_group], counts)
+    raise_on_all_ranks(lambda: check_masks(*batches), [data_parallel_group], counts)
     for data in batches:
         counts += torch.stack([data["sample_mask"].bool().sum(), valid_tokens(data).sum()]).to(counts.device)
     if group_size(data_parallel_group) > 1:
@@ -74,7 +74,12 @@ def count_valid(
     return ValidCounts(seqs, toks)
 
 
-def _check_masks(batches: Sequence[Mapping[str, Tensor]]) -> None:
+def check_masks(*batches: Mapping[str, Tensor]) -> None:
+    """Check the shapes of each batch's `token_mask` [B, S] and `sample_mask` [B].
+
+    Raises:
+        ValueError: one is missing or of another shape.
+    """
     for data in batches:
         for name, dims, shape in (("token_mask", 2, "[B, S]"), ("sample_mask", 1, "[B]")):
             if name not in data:

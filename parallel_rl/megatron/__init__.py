@@ -1,6 +1,16 @@
-"""The integration with megatron-core: models and configs, loss callbacks, schedules, gradients, and CPU support.
+"""The integration with megatron-core: one optimizer step's forward and backward in a call, and what it is made of.
 
-Only this package imports megatron.
+In the order in which a training script needs them:
+
+- a layout and a model: `initialize`, `build_config`, `build_model`, `wrap_model`
+- micro-batches: `padded_batch`, `packed_batch`
+- one step: `forward_backward`, then `grad_norm`, `clip_grads_`; with `fuse_head` the loss projects hidden states itself
+- forward passes without gradient: `forward_only`, `forward_logits`, `broadcast_from_last_stage`; `replicas` for sampling
+- for a loop that calls Megatron's schedules by itself: `megatron_loss_func`, `ModelInput`, `sum_gradients`
+- parts of models, weights by name: `layer_spec`, `ScalarHead`, `global_parameters`, ...
+
+Only this package imports megatron. What a loss computes does not belong here, nor what a trainer decides (data, learning rates,
+checkpoints): this package turns tensors and a model into gradients.
 """
 
 import importlib
@@ -20,6 +30,7 @@ from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward
 from parallel_rl.megatron.grads import clip_grads_, grad_norm, gradient, sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead, fuse_head
 from parallel_rl.megatron.loss import LossReport, megatron_loss_func
+from parallel_rl.megatron.micro_batch import MicroBatch, packed_batch, padded_batch
 from parallel_rl.megatron.model import (
     build_model,
     destroy,
@@ -34,41 +45,47 @@ from parallel_rl.megatron.model_input import ModelInput, forward_logits, packed_
 from parallel_rl.megatron.norm import ShardedNorm
 from parallel_rl.megatron.replicas import replicas
 from parallel_rl.megatron.scalar_head import ScalarHead, copy_trunk
+from parallel_rl.megatron.step import StepReport, forward_backward
 from parallel_rl.megatron.weights import global_parameters, initialize_weights, local_shard
 
-__all__ = [
-    "FusedHead",
-    "LossReport",
-    "ModelInput",
-    "ScalarHead",
-    "SelfAttentionCore",
-    "ShardedNorm",
-    "broadcast_from_last_stage",
-    "build_config",
-    "build_model",
-    "clip_grads_",
-    "copy_trunk",
+__all__ = [  # in the order of the docstring
+    "initialize",
     "destroy",
     "enable_cpu",
-    "forward_logits",
-    "forward_only",
-    "fuse_head",
-    "global_parameters",
-    "grad_norm",
-    "gradient",
+    "build_config",
     "has_transformer_engine",
-    "initialize",
-    "initialize_weights",
-    "is_last_stage",
-    "layer_spec",
-    "local_shard",
-    "megatron_loss_func",
-    "packed_bounds",
-    "packed_input",
-    "padded_input",
+    "build_model",
     "padded_vocab_size",
-    "replicas",
-    "sum_gradients",
-    "unwrap",
     "wrap_model",
+    "unwrap",
+    "MicroBatch",
+    "padded_batch",
+    "packed_batch",
+    "forward_backward",
+    "StepReport",
+    "gradient",
+    "grad_norm",
+    "clip_grads_",
+    "fuse_head",
+    "FusedHead",
+    "forward_only",
+    "forward_logits",
+    "is_last_stage",
+    "broadcast_from_last_stage",
+    "replicas",
+    "megatron_loss_func",
+    "LossReport",
+    "ModelInput",
+    "padded_input",
+    "packed_input",
+    "packed_bounds",
+    "sum_gradients",
+    "ScalarHead",
+    "copy_trunk",
+    "layer_spec",
+    "SelfAttentionCore",
+    "ShardedNorm",
+    "global_parameters",
+    "local_shard",
+    "initialize_weights",
 ]

@@ -44,7 +44,7 @@ class FusedHead:
             rows: no rank's hidden states have more rows that carry loss, see `LMHeadInput`. The number of valid tokens of the
                 micro-batch, which the host knows that made it, will do.
         """
-        if not self.model.post_process or "forward" not in vars(self.model.output_layer):
+        if not is_fused(self.model):
             return output
         layer = self.model.output_layer
         weight = layer.weight
@@ -62,6 +62,12 @@ class FusedHead:
             rows=rows,
             main_grad_factor=1.0 if fuses else None,
         )
+
+    @property
+    def sequence_parts(self) -> int:
+        """Equal cuts of a context rank's sequence, one on each tensor rank: tp under sequence parallelism, else 1."""
+        config = self.model.config
+        return int(config.tensor_model_parallel_size) if config.sequence_parallel else 1
 
     @contextlib.contextmanager
     def logits(self) -> Iterator[None]:
@@ -82,6 +88,12 @@ class FusedHead:
         """From now on the model gives logits again."""
         if self.model.post_process:
             vars(self.model.output_layer).pop("forward", None)
+
+
+def is_fused(model: torch.nn.Module) -> bool:
+    """Whether this model chunk gives hidden states to a `FusedHead` at present."""
+    inner = unwrap(model)
+    return bool(inner.post_process) and "forward" in vars(inner.output_layer)
 
 
 def _hidden_states(

@@ -11,6 +11,7 @@ from torch import Tensor
 from parallel_rl.counts import valid_tokens
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.megatron.cpu import plain_torch
+from parallel_rl.metrics import Metrics
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 if TYPE_CHECKING:
@@ -30,14 +31,14 @@ class LossFunction(Protocol):
         vocab_parallel_rank: int | None = None,
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
-    ) -> tuple[Tensor, Mapping[str, Tensor]]: ...
+    ) -> tuple[Tensor, Metrics]: ...
 
 
 class LossReport(TypedDict):
     """Of one micro-batch, on the last stage: this rank's share of the loss, and the metrics for `reduce_metrics`."""
 
     loss: Tensor
-    metrics: Mapping[str, Tensor]
+    metrics: Metrics
 
 
 LossResult = tuple[Tensor, LossReport] | tuple[Tensor, Tensor, LossReport]

@@ -96,6 +96,9 @@ def build_config(
         "virtual_pipeline_model_parallel_size": virtual_pp,
         "variable_seq_lengths": pp > 1,  # stages tell each other the shapes: packed rows and rollouts change theirs
         "moe_token_dispatcher_type": "alltoall",  # the one that allows variable lengths; a dense model has none
+        # One batch would mix activations and gradients where the next and the previous of two interleaved stages are one rank.
+        "overlap_p2p_comm": virtual_pp is not None,
+        "batch_p2p_comm": virtual_pp is None,
         "batch_p2p_sync": torch.cuda.is_available(),
         "use_cpu_initialization": not torch.cuda.is_available(),
         "deterministic_mode": deterministic,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+    from parallel_rl.losses.core.base import LossFn
+    from parallel_rl.megatron import StepReport
 
 VOCAB, WIDTH, MICRO_BATCHES = 31, 16, 6  # an odd vocabulary: the head is padded under tensor parallelism
 LENGTHS = (13, 16, 5, 9, 16, 3)
@@ -25,6 +28,7 @@ class Case:
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    chunks: int = 1  # of a pipeline stage, under the interleaved schedule
     sp: bool = False
     rows: Literal["padded", "packed", "padding"] = "padded"
     micro_batches: int = 3  # over all data ranks
@@ -34,14 +38,18 @@ class Case:
     per_token: bool = True
     ddp: bool = True
     data: What = "ragged"
-    loss: Literal["nll", "pg"] = "nll"
+    loss: Literal["nll", "pg", "cov"] = "nll"  # cov reads statistics of the whole step
     experts: bool = False  # takes the branch of the callback that mixture-of-experts models need
     fused: bool = False  # the loss projects the hidden states itself
     wgrad_fusion: bool = False  # with it the weight's gradient goes straight to main_grad
 
     @property
-    def model(self) -> tuple[str, bool, int]:
-        return self.position, self.tied, self.groups
+    def model(self) -> tuple[str, bool, int, int]:
+        return self.position, self.tied, self.groups, self.layers
+
+    @property
+    def layers(self) -> int:
+        return 2 * self.chunks
 
     @property
     def world(self) -> int:
@@ -84,13 +92,13 @@ def make_data(what: What) -> Batch:
     }
 
 
-def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3) -> torch.nn.Module:
+def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3, chunk: int | None = None) -> GPTModel:
     """A small model with grouped queries and biases where learned positions are asked for (a GPT-2), else a Llama."""
     import parallel_rl.megatron as M
 
     old = case.position == "learned_absolute"
     config = M.build_config(
-        num_layers=2,
+        num_layers=case.layers,
         hidden_size=16,
         num_attention_heads=4,
         num_query_groups=4 if old else case.groups,
@@ -102,8 +110,11 @@ def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3) ->
         bias=old,
         qk_norm=not old,
         init_std=0.3,
+        virtual_pp=None if chunk is None else case.chunks,
     )
-    return M.build_model(config, VOCAB, WIDTH, position_embedding=case.position, tie_embeddings=case.tied, seed=seed)
+    return M.build_model(
+        config, VOCAB, WIDTH, position_embedding=case.position, tie_embeddings=case.tied, seed=seed, vp_stage=chunk
+    )
 
 
 def oracle(rank: int, cases: list[Case]) -> list[Outcome]:
@@ -124,10 +135,10 @@ def oracle(rank: int, cases: list[Case]) -> list[Outcome]:
                 chosen = logprobs.gather(-1, row[0, 1:, None])[:, 0]
                 loss = loss - (chosen * whole["token_mask"][i, 1:length] * whole["sample_mask"][i]).sum() / n_tokens
         else:
-            fn = make_loss(case)
-            loss, _ = fn(
-                M.forward_logits(model, M.padded_input(whole["input_ids"])), whole, whole["sample_mask"].sum(), n_tokens
-            )
+            fn, logits = make_loss(case), M.forward_logits(model, M.padded_input(whole["input_ids"]))
+            counts = whole["sample_mask"].sum(), n_tokens
+            known = {"statistics": fn.collect(logits, whole, *counts).reduce()} if fn.needs_statistics else {}
+            loss, _ = fn(logits, whole, *counts, **known)
         loss.backward()
         grads = {name: p.grad for name, p in M.global_parameters([model])}
         norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
@@ -136,69 +147,38 @@ def oracle(rank: int, cases: list[Case]) -> list[Outcome]:
     return outcomes
 
 
-def make_loss(
-    case: Case, cu_seqlens: tuple[Tensor, Tensor] | None = None
-) -> Callable[..., tuple[Tensor, Mapping[str, Tensor]]]:
-    from parallel_rl import ClippedPGLossFn, NLLLoss, SequencePackingLossWrapper
+def make_loss(case: Case) -> LossFn:
+    from parallel_rl import ClippedPGLossFn, NLLLoss, PolicyLossFn
 
     if case.loss == "nll":
-        fn: Callable[..., tuple[Tensor, Mapping[str, Tensor]]] = NLLLoss(vocab_size=VOCAB)
-    else:
-        options = {"reference_policy_kl_penalty": 0.1, "use_importance_sampling_correction": True}
-        fn = ClippedPGLossFn(options, vocab_size=VOCAB)
-    return fn if cu_seqlens is None else SequencePackingLossWrapper(fn, *cu_seqlens)
+        return NLLLoss(vocab_size=VOCAB)
+    if case.loss == "cov":
+        return PolicyLossFn({"surrogate": {"name": "kl_cov", "fraction": 0.2}}, vocab_size=VOCAB)
+    options = {"reference_policy_kl_penalty": 0.1, "use_importance_sampling_correction": True}
+    return ClippedPGLossFn(options, vocab_size=VOCAB)
 
 
-def step(
-    case: Case, models: list[torch.nn.Module] | None = None
-) -> tuple[Tensor, list[torch.nn.Module], list[Mapping[str, Tensor]]]:
-    """One forward and backward of the whole batch through Megatron's schedule: the summed loss, the model, the
-    metrics.
-    """
+def step(case: Case, models: list[torch.nn.Module] | None = None) -> tuple[StepReport, list[torch.nn.Module]]:
+    """One forward and backward of the whole batch through Megatron's schedule: its report, and the model."""
     from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     import parallel_rl.megatron as M
-    from parallel_rl import count_valid
 
-    wrapped = models[0] if models else M.wrap_model(make_model(case), ddp=case.ddp)
-    config = wrapped.config
-    if case.experts:
-        config.num_moe_experts = 2
-    head = M.fuse_head(wrapped, budget=1 << 13) if case.fused else None
-    if case.wgrad_fusion and M.unwrap(wrapped).post_process:  # the other layers' kernels for it need Apex
-        M.unwrap(wrapped).output_layer.gradient_accumulation_fusion = True
+    if models is None:
+        places = range(case.chunks) if case.chunks > 1 else [None]
+        models = [M.wrap_model(make_model(case, chunk=place), ddp=case.ddp) for place in places]
+        for model in models:
+            model.config.num_moe_experts = 2 if case.experts else None
+    head = M.fuse_head(models[-1], budget=1 << 13) if case.fused else None
+    last = M.unwrap(models[-1])
+    if case.wgrad_fusion and last.post_process:  # the other layers' kernels for it need Apex
+        last.output_layer.gradient_accumulation_fusion = True
     size = parallel_state.get_data_parallel_world_size()
     batches = split(make_data(case.data), case.micro_batches)[parallel_state.get_data_parallel_rank() :: size]
-    counts = count_valid(batches, parallel_state.get_data_parallel_group())
-
-    def forward_step(batches: Iterator[Batch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], tuple]]:
-        batch = next(batches)
-        cu_seqlens = None
-        if case.rows == "padded":
-            inputs = M.padded_input(batch["input_ids"])
-        else:
-            cu_seqlens = M.packed_bounds(batch["lengths"], multiple=8 if case.rows == "padding" else 1)
-            inputs = M.packed_input(batch["input_ids"], *cu_seqlens)
-        loss_func = partial(
-            M.megatron_loss_func, config=config, num_microbatches=len(batches_list), ddp=case.ddp, head=head
-        )
-        return M.forward_logits(chunk, inputs), loss_func(make_loss(case, cu_seqlens), batch, counts.seqs, counts.toks)
-
-    batches_list = batches
-    reports = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[wrapped],
-        num_microbatches=len(batches),
-        seq_length=WIDTH,
-        micro_batch_size=len(LENGTHS) // case.micro_batches,
-    )
-    if not case.ddp:
-        M.sum_gradients([wrapped])
-    loss = sum((report["loss"] for report in reports), torch.zeros((), dtype=torch.float64))
-    dist.all_reduce(loss, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    return M.broadcast_from_last_stage(loss), [wrapped], [report["metrics"] for report in reports]
+    if case.rows != "padded":
+        multiple = 8 if case.rows == "padding" else 1
+        batches = [M.packed_batch(batch, batch["lengths"], multiple=multiple) for batch in batches]
+    return M.forward_backward(models, make_loss(case), batches, head=head), models
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
@@ -215,11 +195,11 @@ def compare(rank: int, pairs: list[tuple[Case, Outcome]]) -> list[dict[str, floa
 
     errors, groups = [], None
     for case, reference in pairs:
-        if groups != (case.tp, case.cp, case.pp):
-            groups = (case.tp, case.cp, case.pp)
-            M.initialize(*groups)
-        loss, models, _ = step(case)
-        worst = {"loss": abs(loss.item() - reference.loss) / abs(reference.loss)}
+        if groups != (case.tp, case.cp, case.pp, case.chunks):
+            groups = (case.tp, case.cp, case.pp, case.chunks)
+            M.initialize(*groups[:3], virtual_pp=case.chunks if case.chunks > 1 else None)
+        report, models = step(case)
+        worst = {"loss": abs(report.floats()["loss"] - reference.loss) / abs(reference.loss)}
         worst["norm"] = abs(M.grad_norm(models).item() - reference.norm) / reference.norm
         names = set()
         for name, parameter in M.global_parameters(models):

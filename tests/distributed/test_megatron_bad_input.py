@@ -14,6 +14,51 @@ pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")
 
 
+_STEPS = {
+    "no batch": "batches is empty; a rank without data passes a micro-batch whose sample_mask is 0",
+    "no mask": "rank 1: data lacks the field 'token_mask'",
+    "no rows": "rank 1: input_ids must be [B, S] as token_mask [2, 8], got none",
+    "fewer batches": "the ranks of a group differ in the number of micro-batches: it is 1 on one and 2 on another",
+    "other rows": "the ranks of a group differ in the number of tokens in their rows: it is 32 on one and 36 on another",
+    "shapes": "micro-batches have local shapes [(2, 8), (2, 10)], but pipeline stages with variable_seq_lengths = False",
+    "no finalizing": "config.finalize_model_grads_func must be set if, and only if",
+    "fused head": "pass what `fuse_head` gave as head=",
+}
+
+
+def _bad_step(rank: int, what: str) -> None:
+    """One of the two ranks has bad micro-batches; they are data ranks, or tensor ranks, or pipeline stages."""
+    import parallel_rl.megatron as M
+    from parallel_rl import NLLLoss
+
+    sizes = {"fewer batches": {"tp": 2}, "no rows": {"tp": 2}, "other rows": {"pp": 2}, "shapes": {"pp": 2}}.get(
+        what, {}
+    )
+
+    def rows(width: int, count: int = 2) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(count, width, dtype=torch.int64)
+        return {"input_ids": ids, "token_mask": torch.ones(count, width), "sample_mask": torch.ones(count)}
+
+    M.initialize(**sizes)
+    model = M.wrap_model(make_model(Case(**sizes)))
+    batches = [rows(8), rows(10 if what == "shapes" else 8)]
+    if rank == 1 and what == "no batch":
+        batches = []
+    if rank == 1 and what in ("no mask", "no rows"):
+        del batches[1]["token_mask" if what == "no mask" else "input_ids"]
+    if rank == 1 and what == "fewer batches":
+        batches = [rows(8, count=4)]
+    if rank == 1 and what == "other rows":
+        batches[1] = rows(10)
+    if what == "shapes":
+        model.config.variable_seq_lengths = False
+    if what == "no finalizing":
+        model.config.finalize_model_grads_func = None
+    if what == "fused head":
+        M.fuse_head(model)
+    M.forward_backward(model, NLLLoss(vocab_size=VOCAB), batches)
+
+
 def _bad(rank: int, what: str) -> None:
     import parallel_rl.megatron as M
 
@@ -52,6 +97,8 @@ def _bad(rank: int, what: str) -> None:
     elif what == "micro-batches":
         M.initialize()
         M.megatron_loss_func(None, {}, None, None, config=SimpleNamespace(), num_microbatches=0)
+    elif what in _STEPS:
+        _bad_step(rank, what)
     elif what == "position":
         M.initialize()
         M.build_model(M.build_config(**sizes), VOCAB, WIDTH, position_embedding="alibi")
@@ -73,6 +120,7 @@ def _bad(rank: int, what: str) -> None:
         ("sequence parallel", "sequence_parallel splits the 5 local positions over tp = 2"),
         ("experts", "needs Megatron's DDP"),
         ("micro-batches", "num_microbatches = 0 must be at least 1"),
+        *_STEPS.items(),
         ("position", "position_embedding = 'alibi' is not valid"),
     ],
 )

@@ -25,6 +25,7 @@ LAYOUTS = {
         Case(pp=2),
         Case(pp=2, tied=True, rows="packed"),
         Case(pp=2, tied=True, position="learned_absolute", micro_batches=6),
+        Case(pp=2, chunks=2, rows="packed", micro_batches=6),
         Case(micro_batches=6),
         Case(rows="packed", micro_batches=2),
     ],
@@ -45,6 +46,7 @@ WAYS = [
     {"per_token": False, "ddp": False, "loss": "pg"},
     {"per_token": True, "ddp": True, "experts": True, "data": "one context rank"},
     {"per_token": False, "ddp": True, "experts": True, "loss": "pg", "data": "masked micro-batch"},
+    {"per_token": True, "ddp": True, "loss": "cov"},
 ]
 
 _references: dict[tuple[object, ...], Outcome] = {}
@@ -55,7 +57,9 @@ def _with_references(cases: list[Case]) -> list[tuple[Case, Outcome]]:
     keys = [(*case.model, case.data, case.loss) for case in cases]
     missing = {key: case for key, case in zip(keys, cases, strict=True) if key not in _references}
     plain = [
-        Case(position=case.position, tied=case.tied, groups=case.groups, data=case.data, loss=case.loss)
+        replace(
+            Case(), **{name: getattr(case, name) for name in ("position", "tied", "groups", "chunks", "data", "loss")}
+        )
         for case in missing.values()
     ]
     if plain:

@@ -92,7 +92,7 @@ def _train(
     import parallel_rl.megatron as M
 
     M.initialize(case.tp, case.cp, case.pp)
-    _, models, _ = step(case)
+    _, models = step(case)
     if by_hand:
         optimizer = torch.optim.AdamW(models[0].parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     else:
@@ -105,12 +105,12 @@ def _train(
         optimizer.zero_grad()
         if case.ddp:
             models[0].zero_grad_buffer()
-        loss, _, _ = step(case, models)
+        report, _ = step(case, models)
         norm = M.grad_norm(models)
         M.clip_grads_(models, max_norm, norm)
         assert M.grad_norm(models).item() == pytest.approx(min(max_norm, norm.item()), rel=1e-5)
         optimizer.step()
-        losses.append(loss.item())
+        losses.append(report.floats()["loss"])
         norms.append(norm.item())
     first = next(p for n, p in M.global_parameters(models) if n.endswith("input_layernorm.weight"))
     M.destroy()

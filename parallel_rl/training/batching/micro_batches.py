@@ -3,47 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import valid_tokens
+from parallel_rl import megatron
 from parallel_rl.experience.samples import Samples
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.losses.core.base import LossFn
-from parallel_rl.megatron import ModelInput, packed_bounds, packed_input, padded_input
-from parallel_rl.packing import SequencePackingLossWrapper
+from parallel_rl.megatron import packed_batch, packed_bounds, padded_batch
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """The model's input on this rank, and the whole data of the same sequences for the loss.
-
-    `places` are those of the sequences among the rows that they were taken from, `tokens` their true lengths summed up,
-    `carries`, on the host, says which of this rank's positions carry loss, [B, S/cp] or packed [1, T/cp].
+class MicroBatch(megatron.MicroBatch):
+    """Rows for the model and the loss, `places`: those of the rows among the ones they were taken from, and `tokens`: their
+    true lengths summed up.
     """
 
-    input: ModelInput
-    data: Mapping[str, Tensor]
-    bounds: tuple[Tensor, Tensor] | None
-    places: list[int]
-    tokens: int
-    carries: Tensor
-
-    def carrying(self, parts: int) -> int:
-        """How many positions carry loss in the largest of `parts` equal cuts of this rank's sequence; no wait for a device."""
-        rows = self.carries.shape[0]
-        return int(self.carries.view(rows, parts, -1).sum((0, 2)).max())
-
-    def wrap(self, loss_fn: LossFn) -> LossFn | SequencePackingLossWrapper:
-        """`loss_fn` for this micro-batch's logits: packed ones need the bounds."""
-        return loss_fn if self.bounds is None else SequencePackingLossWrapper(loss_fn, *self.bounds)
-
-    def with_data(self, **fields: Tensor) -> MicroBatch:
-        return replace(self, data={**self.data, **fields})
+    places: list[int] = field(kw_only=True)
+    tokens: int = field(kw_only=True)
 
 
 def local_share(items: Sequence[int], groups: ParallelGroups) -> list[int]:
@@ -108,17 +87,13 @@ def _micro_batch(
 ) -> MicroBatch:
     longest = int(rows.lengths.max())
     width = longest if packing else -(-longest // unit) * unit
-    host = {name: fit(field, width) if field.dim() == 2 else field for name, field in rows.data().items()}
-    data = {name: field.to(device) for name, field in host.items()}
-    make_input: Callable[[Tensor], ModelInput] = padded_input
-    bounds = None
+    data = {name: fit(field, width) if field.dim() == 2 else field for name, field in rows.data().items()}
     if packing:
-        true, room = packed_bounds(rows.lengths)
+        total = None
         if row_unit is not None:
-            true, room = packed_bounds(rows.lengths, total=-(-int(room[-1]) // row_unit) * row_unit)
-        make_input = partial(packed_input, cu_seqlens=true, cu_seqlens_padded=room)
-        bounds = true.to(device), room.to(device)
-    model_input = make_input(data["input_ids"])
-    layout = (model_input if device.type == "cpu" else make_input(host["input_ids"])).layout
-    carries = layout.shard(valid_tokens(host), fill=False).view(layout.local_shape)
-    return MicroBatch(model_input, data, bounds, places, int(rows.lengths.sum()), carries)
+            total = -(-int(packed_bounds(rows.lengths)[1][-1]) // row_unit) * row_unit
+        batch = packed_batch(data, rows.lengths, total=total, device=device)
+    else:
+        batch = padded_batch(data, device=device)
+    tokens = int(rows.lengths.sum())
+    return MicroBatch(batch.input, batch.data, batch.cu_seqlens, batch.carries, places=places, tokens=tokens)

@@ -1,4 +1,4 @@
-"""Forward passes without gradient, and a model's output as losses take it: logits, or hidden states with the LM head."""
+"""Forward passes without gradient, and the fused LM head for as long as it is needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.megatron import FusedHead, ScalarHead, forward_logits, forward_only, fuse_head, unwrap
 from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 ResultT = TypeVar("ResultT")
 
@@ -32,14 +31,6 @@ def fused_head(engine: Engine, model: torch.nn.Module) -> Iterator[FusedHead | N
         head.remove()
 
 
-def loss_input(engine: Engine, head: FusedHead | None, batch: MicroBatch, output: Tensor) -> Tensor | LMHeadInput:
-    """The model's output as a loss takes it; a fused head projects only the rows that carry loss, which the host counts."""
-    if head is None:
-        return output
-    sizes = engine.config.parallel
-    return head(output, batch.carrying(sizes.tensor if sizes.sequence_parallel else 1))
-
-
 def forward_batches(
     engine: Engine, model: torch.nn.Module, batches: Sequence[MicroBatch], collect: Callable[[Tensor, int], ResultT]
 ) -> list[ResultT] | None:
@@ -54,6 +45,6 @@ def forward_batches(
         [model],
         batches,
         collect,
-        seq_length=batches[0].input.tokens.shape[1] * engine.groups.cp_size,
+        seq_length=batches[0].width(engine.groups.cp_size),
         micro_batch_size=batches[0].input.tokens.shape[0],
     )

@@ -11,7 +11,7 @@ from parallel_rl.counts import valid_tokens
 from parallel_rl.megatron import broadcast_from_last_stage
 from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.training.models.forward import forward_batches, fused_head, loss_input
+from parallel_rl.training.models.forward import forward_batches, fused_head
 from parallel_rl.vocab.logprobs import token_logprobs
 from parallel_rl.vocab.stats import IGNORE_INDEX
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
@@ -33,7 +33,7 @@ def log_probs(
         groups, batch = engine.groups, batches[index]
         ids = torch.where(valid_tokens(batch.data), batch.data["input_ids"], IGNORE_INDEX)
         return token_logprobs(
-            loss_input(engine, head, batch, logits),
+            batch.loss_input(logits, head),
             {**batch.data, "input_ids": ids},
             groups.tp_rank,
             groups.tensor,

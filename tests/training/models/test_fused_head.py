@@ -26,7 +26,7 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
     from parallel_rl.megatron import forward_logits
     from parallel_rl.training.batching.micro_batches import in_order, micro_batches, width_unit
     from parallel_rl.training.models.engine import build_engine, start_world
-    from parallel_rl.training.models.forward import fused_head, loss_input
+    from parallel_rl.training.models.forward import fused_head
 
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
@@ -41,7 +41,7 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
     for bin in in_order(len(rows), 3):
         [batch] = micro_batches(rows, [bin], packing=config.batch.packing, unit=unit, device=engine.device)
         width = batch.data["input_ids"].shape[1]
-        room = [width] * len(bin) if batch.bounds is None else batch.bounds[1].diff().tolist()
+        room = [width] * len(bin) if batch.cu_seqlens is None else batch.cu_seqlens[1].diff().tolist()
         local = []  # row by row, the columns that this context rank holds: chunks `place` and 2·cp - 1 - `place`
         for row, size in zip(bin, room, strict=True):
             chunk = size // (2 * cp)
@@ -53,14 +53,14 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
             local.append(
                 [row != MASKED and prompt <= t + 1 < prompt + completion for t in (columns if cp > 1 else range(size))]
             )
-        lines = local if batch.bounds is None else [[x for row in local for x in row]]
+        lines = local if batch.cu_seqlens is None else [[x for row in local for x in row]]
         counted = [
             sum(sum(line[p * len(line) // parts : (p + 1) * len(line) // parts]) for line in lines)
             for p in range(parts)
         ]
         with fused_head(engine, engine.model) as head, torch.no_grad():
             output = forward_logits(engine.model, batch.input)
-            told = loss_input(engine, head, batch, output)
+            told = batch.loss_input(output, head)
             call = batch.wrap(NLLLoss(vocab_size=engine.vocab_size))
             groups, error = engine.groups, ""
             rest = batch.data, *count_valid([batch.data]), groups.tp_rank, groups.tensor, groups.context

@@ -1,0 +1,122 @@
+"""A micro-batch: the model's input on this rank, and the whole data of the same sequences for the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_rl.counts import check_masks, valid_tokens
+from parallel_rl.megatron.lm_head import FusedHead
+from parallel_rl.megatron.model_input import ModelInput, packed_bounds, packed_input, padded_input
+from parallel_rl.packing import SequencePackingLossWrapper
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from parallel_rl.losses.core.base import LossFn
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Made once by `padded_batch` or `packed_batch`, then scored and trained on as often as one likes.
+
+    Attributes:
+        input: what `forward_logits` takes.
+        data: whole, token-aligned tensors for the loss: input_ids [B, S], token_mask [B, S], sample_mask [B], ...
+        cu_seqlens: [B + 1] true and padded bounds of packed sequences; None for padded rows.
+        carries: [B, S/cp], packed [1, T/cp], bool, on the host: this rank's positions that carry loss. None where only a
+            device knows them.
+    """
+
+    input: ModelInput
+    data: Mapping[str, Tensor]
+    cu_seqlens: tuple[Tensor, Tensor] | None = None
+    carries: Tensor | None = None
+
+    def width(self, cp_size: int) -> int:
+        """S of padded rows, T of a packed one: positions over all context ranks."""
+        return self.input.tokens.shape[1] * cp_size
+
+    def with_data(self, **fields: Tensor) -> Self:
+        """The same micro-batch with more fields for the loss, such as old log-probs."""
+        return replace(self, data={**self.data, **fields})
+
+    def wrap(self, loss_fn: LossFn) -> LossFn | SequencePackingLossWrapper:
+        """`loss_fn` for this micro-batch's logits: packed ones need the bounds."""
+        return loss_fn if self.cu_seqlens is None else SequencePackingLossWrapper(loss_fn, *self.cu_seqlens)
+
+    def loss_input(self, output: Tensor, head: FusedHead | None) -> Tensor | LMHeadInput:
+        """The model's output as a loss takes it: through `head`, which projects only the rows that carry loss."""
+        return output if head is None else head(output, self._rows(head.sequence_parts))
+
+    def _rows(self, parts: int) -> int | None:
+        """Positions that carry loss in the largest of `parts` equal cuts of this rank's sequence; no wait for a device."""
+        if self.carries is None:
+            return None
+        return int(self.carries.view(self.carries.shape[0], parts, -1).sum((0, 2)).max())
+
+
+def padded_batch(data: Mapping[str, Tensor], *, device: torch.device | None = None) -> MicroBatch:
+    """Rows as they are, right-padded to one width S.
+
+    Args:
+        data: input_ids [B, S], token_mask [B, S], sample_mask [B] and the loss's fields, the same on every tensor, context
+            and pipeline rank.
+        device: where `data` goes; None leaves it where it is. From host tensors a fused head knows the rows that it may
+            skip; from device tensors it projects all.
+
+    Raises:
+        ValueError: data without input_ids or masks; a width that does not suit the layout, see `padded_input`.
+    """
+    return _micro_batch(data, padded_input, None, device)
+
+
+def packed_batch(
+    data: Mapping[str, Tensor],
+    lengths: Tensor,
+    *,
+    multiple: int = 1,
+    total: int | None = None,
+    device: torch.device | None = None,
+) -> MicroBatch:
+    """The rows' true sequences one after the other in one row; `data` stays [B, S].
+
+    Args:
+        data, device: see `padded_batch`.
+        lengths: [B] true lengths; host tensors cost no wait for the device.
+        multiple, total: see `packed_bounds`.
+
+    Raises:
+        ValueError: data without input_ids or masks; lengths that do not fit, see `packed_bounds`, `packed_input`.
+    """
+    true, padded = packed_bounds(lengths, multiple=multiple, total=total)
+    make_input = partial(packed_input, cu_seqlens=true, cu_seqlens_padded=padded)
+    return _micro_batch(data, make_input, (true, padded), device)
+
+
+def _micro_batch(
+    data: Mapping[str, Tensor],
+    make_input: Callable[[Tensor], ModelInput],
+    cu_seqlens: tuple[Tensor, Tensor] | None,
+    device: torch.device | None,
+) -> MicroBatch:
+    check_masks(data)
+    ids = data.get("input_ids")
+    if ids is None or ids.shape != data["token_mask"].shape:
+        got = "none" if ids is None else list(ids.shape)
+        raise ValueError(f"input_ids must be [B, S] as token_mask {list(data['token_mask'].shape)}, got {got}")
+    home = ids.device if device is None else device
+    moved = {name: field.to(home) for name, field in data.items()}
+    model_input = make_input(moved["input_ids"])
+    carries = None
+    if ids.device.type == "cpu":
+        layout = (model_input if home.type == "cpu" else make_input(ids)).layout
+        carries = layout.shard(valid_tokens(data), fill=False).view(layout.local_shape)
+    bounds = None if cu_seqlens is None else (cu_seqlens[0].to(home), cu_seqlens[1].to(home))
+    return MicroBatch(model_input, moved, bounds, carries)

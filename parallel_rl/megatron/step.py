@@ -1,0 +1,228 @@
+"""Forward and backward of one optimizer step on Megatron's schedules, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from operator import add
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.counts import ValidCounts, count_valid
+from parallel_rl.groups import ParallelGroups
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
+from parallel_rl.megatron.grads import sum_gradients
+from parallel_rl.megatron.lm_head import FusedHead, is_fused
+from parallel_rl.megatron.loss import LossReport, megatron_loss_func
+from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
+from parallel_rl.megatron.model_input import forward_logits
+from parallel_rl.metrics import reduce_metrics
+from parallel_rl.statistics import Statistics
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Metrics and global counts of one optimizer step, equal on every rank.
+
+    Attributes:
+        metrics: name → float64 scalar on the device, as one process with the whole global batch would log it; `loss` is L.
+        counts: valid sequences and tokens over all data ranks and micro-batches.
+    """
+
+    metrics: dict[str, Tensor]
+    counts: ValidCounts
+
+    def floats(self) -> dict[str, float]:
+        """The metrics on the host, with one copy; call it after the optimizer's step, so that the device need not wait."""
+        return dict(zip(self.metrics, torch.stack(list(self.metrics.values())).tolist(), strict=True))
+
+
+def forward_backward(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    loss_fn: LossFn,
+    batches: Sequence[MicroBatch | Mapping[str, Tensor]],
+    *,
+    head: FusedHead | None = None,
+    groups: ParallelGroups | None = None,
+    before_forward: Callable[[], None] | None = None,
+) -> StepReport:
+    """Run all micro-batches of one optimizer step; afterwards every parameter's `gradient` is that of the global loss.
+
+        ∇L of Σ over data ranks, context ranks and micro-batches of loss_fn(logits, data, N_seq, N_tok, ...) = L
+
+    It counts valid sequences and tokens over the step, collects the statistics of a loss that needs them (a pass without
+    gradient), runs Megatron's schedule for the layout (pipeline stages and virtual chunks included), undoes the factors that
+    Megatron multiplies, and reduces the metrics. With Megatron's DDP the gradient is in `main_grad`, otherwise it is summed
+    over ranks into `grad`. Zeroing gradients before, clipping and the optimizer's step after it are the caller's:
+
+        model.zero_grad_buffer()
+        report = forward_backward(model, loss_fn, batches)
+        clip_grads_([model], 1.0, grad_norm([model]))
+        optimizer.step()
+        print(report.floats()["loss"])
+
+    Args:
+        model: this rank's model, wrapped by `wrap_model` or by Megatron's own training code; under an interleaved schedule
+            the list of its chunks.
+        loss_fn: any loss of this package, registered objectives included.
+        batches: this data rank's micro-batches, the same on its tensor, context and pipeline ranks. A mapping is rows padded
+            to one width, see `padded_batch`; packed ones come from `packed_batch`. Data ranks may hold different numbers of
+            them, each at least one; one that is fully masked will do.
+        head: what `fuse_head` gave, if the model (its last chunk) has a fused head.
+        groups: defaults to `ParallelGroups.from_megatron()`.
+        before_forward: called before each forward of a micro-batch, such as a heartbeat.
+
+    Raises:
+        ValueError: on all ranks, before anything runs: a rank without a micro-batch; data that lacks a mask or does not suit
+            the layout; ranks of one data rank that disagree in their micro-batches; micro-batches of different shapes in a
+            pipeline that was built for one; a wrapper without `finalize_model_grads_func`; a fused head that is not given.
+            What `loss_fn` raises.
+    """
+    models = [model] if isinstance(model, torch.nn.Module) else list(model)
+    groups = groups or ParallelGroups.from_megatron()
+    config, ddp = get_model_config(models[0]), hasattr(models[0], "finish_grad_sync")
+    prepared = _prepare(models, batches, head, groups)
+    counts = count_valid([batch.data for batch in prepared], groups.data)
+
+    def forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+        if before_forward is not None:
+            before_forward()
+        return forward_logits(model, batch.input)
+
+    statistics = _statistics(forward, models, loss_fn, prepared, counts, head, groups)
+
+    def step(queue: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
+        batch = next(queue)
+        call = batch.wrap(loss_fn)
+        loss_func = megatron_loss_func(
+            call if statistics is None else partial(call, statistics=statistics),
+            batch.data,
+            *counts,
+            config=config,
+            num_microbatches=len(prepared),
+            ddp=ddp,
+            groups=groups,
+            head=partial(batch.loss_input, head=head),
+        )
+        return forward(model, batch), loss_func
+
+    iterators = [iter(prepared) for _ in models]
+    reports: list[LossReport] = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iterators if len(models) > 1 else iterators[0],
+        model=models,
+        num_microbatches=len(prepared),
+        seq_length=prepared[0].width(groups.cp_size),
+        micro_batch_size=prepared[0].input.tokens.shape[0],
+        forward_only=False,
+    )
+    if not ddp:
+        sum_gradients(models)
+    return StepReport(_reduced(reports, groups), counts)
+
+
+def _prepare(
+    models: Sequence[torch.nn.Module],
+    batches: Sequence[MicroBatch | Mapping[str, Tensor]],
+    head: FusedHead | None,
+    groups: ParallelGroups,
+) -> list[MicroBatch]:
+    """The micro-batches, once every rank of the world knows that it has good ones."""
+    like = torch.empty(0, device=next(models[0].parameters()).device)
+    layout = [parallel_state.get_model_parallel_group(), groups.context]
+    ids = [(batch.data if isinstance(batch, MicroBatch) else batch).get("input_ids") for batch in batches]
+    same = {
+        "the number of micro-batches": len(batches),
+        "the number of tokens in their rows": sum(field.numel() for field in ids if isinstance(field, Tensor)),
+    }
+
+    def prepare() -> list[MicroBatch]:
+        if not batches:
+            raise ValueError("batches is empty; a rank without data passes a micro-batch whose sample_mask is 0")
+        prepared = [batch if isinstance(batch, MicroBatch) else padded_batch(batch) for batch in batches]
+        _check_model(models, head)
+        _check_pipeline(models, [batch.input.tokens for batch in prepared])
+        return prepared
+
+    # First within what holds the same rows, then over the ranks with other rows, which agree in nothing but their health.
+    return raise_on_all_ranks(lambda: raise_on_all_ranks(prepare, layout, like, same), [groups.data], like)
+
+
+def _check_model(models: Sequence[torch.nn.Module], head: FusedHead | None) -> None:
+    finalized = get_model_config(models[0]).finalize_model_grads_func is not None
+    wrapped = [hasattr(model, "finish_grad_sync") for model in models]
+    if any(is_wrapped != finalized for is_wrapped in wrapped):
+        raise ValueError(
+            "config.finalize_model_grads_func must be set if, and only if, every model chunk is wrapped in Megatron's data "
+            f"parallelism; it is {'set' if finalized else 'None'}, wrapped: {wrapped}. `wrap_model` sees to both"
+        )
+    if head is None and any(is_fused(model) for model in models):
+        raise ValueError(
+            "the model has a fused head, so its output is hidden states; pass what `fuse_head` gave as head="
+        )
+
+
+def _check_pipeline(models: Sequence[torch.nn.Module], tokens: Sequence[Tensor]) -> None:
+    config, stages = get_model_config(models[0]), parallel_state.get_pipeline_model_parallel_world_size()
+    shapes = sorted({tuple(each.shape) for each in tokens})
+    if stages > 1 and len(shapes) > 1 and not config.variable_seq_lengths:
+        raise ValueError(
+            f"micro-batches have local shapes {shapes}, but pipeline stages with variable_seq_lengths = False exchange one "
+            "shape only; pad them to one"
+        )
+    if stages == 2 and len(models) > 1 and not config.overlap_p2p_comm:
+        raise ValueError(
+            "overlap_p2p_comm = False mixes up what two interleaved stages send each other, since the next and the previous "
+            "stage are one rank; set it, and batch_p2p_comm = False (`build_config` does with virtual_pp)"
+        )
+
+
+def _statistics(
+    forward: Callable[[torch.nn.Module, MicroBatch], Tensor],
+    models: Sequence[torch.nn.Module],
+    loss_fn: LossFn,
+    batches: Sequence[MicroBatch],
+    counts: ValidCounts,
+    head: FusedHead | None,
+    groups: ParallelGroups,
+) -> Statistics | None:
+    """Of all micro-batches of all ranks, if the loss needs them; empty on the stages that compute no loss."""
+    if not loss_fn.needs_statistics:
+        return None
+
+    def collect(output: Tensor, index: int) -> Statistics:
+        batch = batches[index]
+        return batch.wrap(loss_fn).collect(
+            batch.loss_input(output, head), batch.data, *counts, groups.tp_rank, groups.tensor, groups.context
+        )
+
+    found = forward_only(
+        forward,
+        models,
+        batches,
+        collect,
+        seq_length=batches[0].width(groups.cp_size),
+        micro_batch_size=batches[0].input.tokens.shape[0],
+    )
+    return Statistics({}) if found is None else reduce(add, found).reduce(groups)
+
+
+def _reduced(reports: Sequence[LossReport], groups: ParallelGroups) -> dict[str, Tensor]:
+    """The metrics, known to the last stage, on every stage."""
+    metrics = reduce_metrics([report["metrics"] for report in reports], groups) if is_last_stage() else {}
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return metrics
+    names = [list(metrics)]
+    source = parallel_state.get_pipeline_model_parallel_last_rank()
+    dist.broadcast_object_list(names, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+    values = torch.stack(list(metrics.values())) if metrics else None
+    told = broadcast_from_last_stage(values, shape=(len(names[0]),), dtype=torch.float64)
+    return dict(zip(names[0], told.unbind(), strict=True))
