@@ -1,4 +1,4 @@
-"""Divergences of a teacher p and a student q over a vocabulary, as terms of a sum over its words."""
+"""Divergences of a teacher p and a student q, as terms of a sum over the vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_rl.config.strict import Variants
 
-# What the log of a probability of 0 counts as in a KL: finite, so that one forbidden word does not end the training.
+# Stands for log 0 in a KL: finite, so that one forbidden token does not end the training.
 LOG_INFINITESIMAL = -100.0
 _LOWEST = -1e30  # finite, so that 0 · _LOWEST is 0
 
@@ -29,7 +29,7 @@ class Divergence(Variants):
 
 @dataclass(frozen=True)
 class ForwardKL(Divergence, name="forward_kl"):
-    """Σ p·(log p − log q); gradient on the logits q − p. A word that only the student excludes counts as log q = −100."""
+    """Σ p·(log p − log q); gradient on the logits q − p. A token that only the student excludes counts as log q = −100."""
 
     def terms(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         p = log_p.exp()
@@ -47,7 +47,7 @@ class CrossEntropy(Divergence, name="cross_entropy"):
 
 @dataclass(frozen=True)
 class FiniteCrossEntropy(Divergence, name="finite_cross_entropy"):
-    """−Σ p·log q over the words that the student does not exclude; what the teacher gives to the others is lost (MiniLLM's)."""
+    """−Σ p·log q over the tokens that the student does not exclude; the teacher's mass on the others is lost (MiniLLM's)."""
 
     def terms(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         p = _possible(log_p.exp(), log_q)
@@ -56,7 +56,7 @@ class FiniteCrossEntropy(Divergence, name="finite_cross_entropy"):
 
 @dataclass(frozen=True)
 class ReverseKL(Divergence, name="reverse_kl"):
-    """Σ q·(log q − log p). A word that only the teacher excludes counts as log p = −100. Paper: MiniLLM, arXiv 2306.08543."""
+    """Σ q·(log q − log p). A token that only the teacher excludes counts as log p = −100. Paper: MiniLLM, arXiv 2306.08543."""
 
     def terms(self, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         value = log_q.exp() * (_finite(log_q) - _finite(log_p))
@@ -114,7 +114,11 @@ class SkewReverseKL(Divergence, name="skew_reverse_kl"):
 
 
 def mixed_kl(log_p: Tensor, log_q: Tensor, forward_weight: float) -> Tensor:
-    """w·KL(p ‖ q) + (1 − w)·KL(q ‖ p) over the last dimension, differentiable.
+    """Mix both directions: w·KL(p ‖ q) + (1 − w)·KL(q ‖ p) over the last dimension, differentiable.
+
+    >>> p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
+    >>> mixed_kl(p, q, forward_weight=1.0)
+    tensor(0.1438)
 
     Args:
         log_p, log_q: [..., K], not necessarily of probabilities that sum to 1.
@@ -129,14 +133,22 @@ def mixed_kl(log_p: Tensor, log_q: Tensor, forward_weight: float) -> Tensor:
 
 
 def with_tail(log_probs: Tensor) -> Tensor:
-    """[..., K] log-probs of some words to [..., K + 1]: the last is that of all others together, at least the dtype's ε."""
+    """Append the log-prob of all other tokens together (at least the dtype's ε): [..., K] to [..., K + 1].
+
+    >>> with_tail(torch.tensor([0.5, 0.2]).log()).exp()
+    tensor([0.5000, 0.2000, 0.3000])
+    """
     total = log_probs.logsumexp(-1, keepdim=True)
     rest = -total.clamp(max=-torch.finfo(total.dtype).eps).expm1()
     return torch.cat([log_probs, rest.log()], -1)
 
 
 def reverse_tail(log_q: Tensor, entropy: Tensor) -> Tensor:
-    """Σ over words outside the top-k of q·(log q − log p), where the teacher's log p counts as −100; [...].
+    """Reverse KL outside the top-k, Σ q·(log q − log p), where the teacher's log p counts as −100; [...].
+
+    >>> q = torch.tensor([0.5, 0.3, 0.2])
+    >>> reverse_tail(q[:2].log(), -(q * q.log()).sum())  # 0.2·(log 0.2 + 100)
+    tensor(19.6781)
 
     Args:
         log_q: [..., K] the student's log-probs inside the top-k. entropy: [...] of the whole student.
@@ -151,7 +163,7 @@ def _finite(log_x: Tensor) -> Tensor:
 
 
 def _possible(p: Tensor, log_q: Tensor) -> Tensor:
-    """p where the student does not exclude the word, else 0: there the loss is constant."""
+    """p where the student does not exclude the token, else 0: there the loss is constant."""
     return torch.where(log_q == -torch.inf, 0, p)
 
 

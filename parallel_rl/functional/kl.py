@@ -37,7 +37,7 @@ def kl_estimate(
     output_clamp: float | None = None,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """An estimate of KL(π ‖ π_ref) from samples of π, per token.
+    """Estimate KL(π ‖ π_ref) from samples of π, per token.
 
     With d = log π_ref − log π:  k1 = −d;  k2 = d²/2;  k3 = e^d − 1 − d. The weight multiplies the value before the
     output clamp and keeps its gradient, the score-function term: with weight exp(l − sg[l]) the gradient of k3 per
@@ -45,6 +45,10 @@ def kl_estimate(
     clamp bites, both gradients vanish.
 
     "abs" is |d|; "low_var_kl" is k3 with d clamped to ±20 and the estimate to ±10, whatever the clamps here.
+
+    >>> logprobs, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0, -1.0])
+    >>> kl_estimate(logprobs, reference, "k2")
+    tensor([0.0000, 0.5000])
 
     Args:
         logprobs, reference: one shape.
@@ -75,11 +79,21 @@ def kl_estimate(
 
 
 def straight_through(value: Tensor, gradient: Tensor) -> Tensor:
-    """The value of one estimate with the gradient of another."""
+    """Combine the value of one estimate with the gradient of another, of one shape.
+
+    >>> x = torch.tensor(3.0, requires_grad=True)
+    >>> y = straight_through(x.square(), 10 * x)
+    >>> y.item(), torch.autograd.grad(y, x)[0].item()
+    (9.0, 10.0)
+    """
     return value.detach() + gradient - gradient.detach()
 
 
 def jensen_shannon_estimate(logprobs: Tensor, other: Tensor) -> Tensor:
-    """½·k3(p ‖ m) + ½·k3(q ‖ m) of two log-probs of one token, m their mean probability; a per-token mismatch measure ≥ 0."""
+    """Estimate the Jensen-Shannon divergence, per token: ½·k3(p ‖ m) + ½·k3(q ‖ m) ≥ 0, m the mean of both probabilities.
+
+    >>> jensen_shannon_estimate(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0]))
+    tensor([0.0000, 0.1514])
+    """
     mixture = torch.logaddexp(logprobs, other) - math.log(2)
     return (kl_estimate(logprobs, mixture) + kl_estimate(other, mixture)) / 2

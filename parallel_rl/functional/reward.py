@@ -10,13 +10,20 @@ from torch.nn.functional import logsigmoid
 def log_sigmoid(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
     """Bradley-Terry with margin m: −log σ(r_w − r_l − m), [n] from two [n]; the margin is a number or [n].
 
+    >>> log_sigmoid(torch.tensor([1.0, 1.0]), torch.tensor([1.0, 0.0]), margin=torch.tensor([0.0, 1.0]))
+    tensor([0.6931, 0.6931])
+
     Papers: Bradley & Terry 1952; arXiv 2203.02155; margins: arXiv 2307.09288.
     """
     return -logsigmoid(chosen - rejected - margin)
 
 
 def log_exp(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """log(1 + e^{r_l − r_w}), [n]: `log_sigmoid` without a margin, written as it is published. Paper: arXiv 2204.05862."""
+    """log(1 + e^{r_l − r_w}), [n]: `log_sigmoid` without a margin, written as it is published. Paper: arXiv 2204.05862.
+
+    >>> log_exp(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.0]))
+    tensor([0.6931, 0.0486])
+    """
     return -logsigmoid(chosen - rejected)
 
 
@@ -24,10 +31,17 @@ def hps(chosen: Tensor, rejected: Tensor, temperature: float = 1.0) -> Tensor:
     """Human preference score: cross-entropy of softmax((r_w, r_l)/T) with the first, [n].
 
     It is `log_sigmoid` of r/T without a margin. Paper: arXiv 2303.14420.
+
+    >>> hps(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 0.0]), temperature=2.0)
+    tensor([0.6931, 0.2014])
     """
     return -logsigmoid((chosen - rejected) / temperature)
 
 
 def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    """−Σ_k q_k·log softmax(z)_k, [n] from logits [n, K] and target probabilities [n, K]; with a one-hot q, of a class."""
+    """−Σ_k q_k·log softmax(z)_k, [n] from logits [n, K] and target probabilities [n, K]; with a one-hot q, of a class.
+
+    >>> cross_entropy(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+    tensor([0.6931])
+    """
     return -torch.where(target == 0, 0, target * logits.log_softmax(-1)).sum(-1)

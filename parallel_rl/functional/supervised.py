@@ -18,6 +18,10 @@ def weighted_nll(logprobs: Tensor, weighting: NLLWeighting = "none", cutoff_prob
         probability  −sg[p]·l                       SFT-IS: the gradient of −p, maximum expected accuracy
         phi          −sg[p·(1 − p)]·min(l, log c)   SFT-phi: neither what is certain already nor what is out of reach
 
+    >>> logprobs = torch.tensor([0.5, 0.9]).log()
+    >>> weighted_nll(logprobs, "phi")
+    tensor([0.1733, 0.0095])
+
     Args:
         logprobs: any shape, ≤ 0.
         cutoff_prob: c of phi; a token likelier than it has a value and no gradient. 1 is off.

@@ -1,4 +1,4 @@
-"""What a policy-gradient loss makes of ratios and advantages: one small class a surrogate, its options its fields.
+"""Policy-gradient surrogates: from ratios and advantages to a loss per token, one small class each, its fields its options.
 
 A surrogate maps `PolicyTerms` to a loss per token. Notation: l = log π of the token with gradient, l_old of the policy
 that the step began with, ρ the ratio at the level that the loss chose, A the advantage, sg stop-gradient.
@@ -20,7 +20,7 @@ from parallel_rl.functional.ratio import cispo, clipped_surrogate, safe_exp
 
 @dataclass(frozen=True)
 class PolicyTerms:
-    """What a surrogate sees, all [T_local]; masked places hold 0 (a ratio: 1).
+    """Inputs of a surrogate, all [T_local]; masked places hold 0 (a ratio: 1).
 
     Attributes:
         logprobs, old_logprobs: l with gradient, and l_old without.
@@ -63,12 +63,18 @@ class Surrogate(Variants):
         """[T_local] the loss of each token."""
 
     def collect(self, terms: PolicyTerms) -> dict[str, Tensor]:
-        """[T_local] each: what `terms.samples` is to hold of every token of the step."""
+        """[T_local] each: the values of every token of the step that `terms.samples` then holds."""
         return {}
 
 
 def positive(config: object, *names: str, below: float | None = None, zero: bool = False) -> None:
-    """Refuses options that are not positive (or, with `zero`, negative ones), or not below a bound."""
+    """Check that options are positive (with `zero`: not negative) and below a bound; None passes.
+
+    >>> positive(SPPO(), "epsilon", below=1)
+
+    Raises:
+        ValueError: the first that is not.
+    """
     for name in names:
         value = getattr(config, name)
         if value is None:
@@ -79,7 +85,7 @@ def positive(config: object, *names: str, below: float | None = None, zero: bool
 
 
 def _by_sign(up: Tensor, there: float, elsewhere: float) -> Tensor:
-    """float64, for `torch.where` on two numbers rounds them to float32."""
+    """Pick a number by a mask, in float64: `torch.where` on two numbers rounds them to float32."""
     return torch.full(up.shape, elsewhere, dtype=torch.float64, device=up.device).masked_fill(up, there)
 
 

@@ -7,12 +7,19 @@ from torch import Tensor
 
 
 def squared_error(values: Tensor, returns: Tensor) -> Tensor:
-    """(V − R)², all of one shape."""
+    """(V − R)², all of one shape.
+
+    >>> squared_error(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 4.0]))
+    tensor([0., 4.])
+    """
     return (values - returns).square()
 
 
 def clipped_squared_error(values: Tensor, returns: Tensor, old_values: Tensor, cliprange: float) -> Tensor:
     """max((V − R)², (V_old + clamp(V − V_old, −c, c) − R)²), all of one shape: pessimistic, like PPO's clipped ratio.
+
+    >>> clipped_squared_error(torch.tensor([2.0]), torch.tensor([3.0]), old_values=torch.tensor([1.0]), cliprange=0.5)
+    tensor([2.2500])
 
     Papers: arXiv 1506.02438 (the trust region), 1707.06347, 2005.12729.
     """
