@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable, Mapping
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from parallel_rl.compat.dense import DenseBatch, Step
+from parallel_rl.compat.dense import Count, DenseBatch, Step
 from parallel_rl.config.strict import nearest
 from parallel_rl.counts import Aggregation
 from parallel_rl.metrics import Metric, Metrics
+from parallel_rl.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Result = tuple[Tensor, Mapping[str, "float | Tensor"]]
-CallT = TypeVar("CallT", bound=Callable[..., object])
+ResultT = TypeVar("ResultT")
 
 
 class KeyMapper:
@@ -50,16 +54,28 @@ ALL_MAPPERS = {
 }
 
 
-def trinity_call(call: CallT) -> CallT:
-    """Takes keywords by the names of the loss's backend, and drops those that the loss does not know."""
+def trinity_call(call: Callable[..., ResultT]) -> Callable[..., ResultT]:
+    """Let `call(self, ..., *, within)` take tensors as keywords by the names of the loss's backend, and drop other keywords.
+
+    Those of the step, global_valid_seqs, global_valid_toks, context_parallel_group and statistics, become `within`.
+    """
     known = set(inspect.signature(call).parameters)
 
     @functools.wraps(call)
-    def wrapper(self: PolicyLossFn, *args: object, **kwargs: object) -> object:
+    def wrapper(
+        self: PolicyLossFn,
+        *args: object,
+        global_valid_seqs: Count | None = None,
+        global_valid_toks: Count | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+        statistics: Statistics | None = None,
+        **kwargs: object,
+    ) -> ResultT:
         named = {self.mapper.to_trinity(key): value for key, value in kwargs.items()}
-        return call(self, *args, **{key: value for key, value in named.items() if key in known})
+        within = Step(global_valid_seqs, global_valid_toks, context_parallel_group, statistics)
+        return call(self, *args, **{key: value for key, value in named.items() if key in known}, within=within)
 
-    return cast(CallT, wrapper)
+    return wrapper
 
 
 class PolicyLossFn(ABC):
@@ -68,7 +84,7 @@ class PolicyLossFn(ABC):
     The tensors come in the order of the call or as keywords, by Trinity's names or by those of `backend`; keywords that the
     loss does not know are dropped. Beside them every loss takes global_valid_seqs and global_valid_toks, the counts of the
     whole optimizer step, and context_parallel_group, over which the tokens of each row are spread ([B, T/cp], all tensors
-    cut alike).
+    cut alike); with the counts a loss that has `collect` needs its reduced result, statistics.
 
     Returns:
         The loss and its metrics by the origin's names: a dict of floats; with the counts of the step or a context group a
@@ -76,6 +92,8 @@ class PolicyLossFn(ABC):
     """
 
     __call__: Callable[..., Result]
+    #: default arguments by which Trinity's configs differ from its constructors
+    other_defaults: ClassVar[Mapping[str, object]] = {}
 
     def __init__(self, backend: str = "verl") -> None:
         if backend not in ALL_MAPPERS:
@@ -91,9 +109,11 @@ class PolicyLossFn(ABC):
         return [self.mapper.from_trinity(key) for key in keys if key not in ("self", "logprob")]
 
     @classmethod
-    @abstractmethod
     def default_args(cls) -> dict[str, object]:
-        """Arguments of the constructor where a config gives none."""
+        """Arguments of the constructor where a config gives none: its own defaults, but for `other_defaults`."""
+        parameters = inspect.signature(cls).parameters.values()
+        own = {each.name: each.default for each in parameters if each.name != "backend" and each.default is not None}
+        return {**own, **cls.other_defaults}
 
 
 def aggregation(mode: str) -> Aggregation:

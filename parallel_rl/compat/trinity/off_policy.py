@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -51,17 +51,6 @@ class CISPOPolicyLossFn(RatioLossFn):
             "unmasked_frac": batch.token_mean(~dropped),
         }
 
-    @classmethod
-    def default_args(cls) -> dict[str, object]:
-        return {
-            "clip_range_low": 1.0,
-            "clip_range_high": 0.28,
-            "enable_mask_clip": False,
-            "mask_clip_range_low": 1.0,
-            "mask_clip_range_high": 0.28,
-            "loss_agg_mode": "token-mean",
-        }
-
 
 class TOPRPolicyLossFn(RatioLossFn):
     """Tapered off-policy REINFORCE, −sg[α]·A·l with α = clip(ρ, 0, 1) where A ≤ advantage_threshold, else 1.
@@ -85,10 +74,6 @@ class TOPRPolicyLossFn(RatioLossFn):
             "avg_alpha": batch.token_mean(alpha),
             "avg_ratio": batch.token_mean(terms.ratio),
         }
-
-    @classmethod
-    def default_args(cls) -> dict[str, object]:
-        return {"advantage_threshold": 0.0, "loss_agg_mode": "token-mean"}
 
 
 class SAPOPolicyLossFn(RatioLossFn):
@@ -114,10 +99,6 @@ class SAPOPolicyLossFn(RatioLossFn):
             "pos_adv_frac": batch.token_mean(terms.advantages > 0),
         }
 
-    @classmethod
-    def default_args(cls) -> dict[str, object]:
-        return {"tau_pos": 1.0, "tau_neg": 1.05, "loss_agg_mode": "token-mean"}
-
 
 class sPPOPolicyLossFn(RatioLossFn):
     """Simple policy optimization, −A·(l − l_old) inside 1/(1 + ε) ≤ ρ ≤ 1 + ε, whatever the sign of A.
@@ -133,10 +114,6 @@ class sPPOPolicyLossFn(RatioLossFn):
     def _metrics(self, batch: DenseBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
         outside = (terms.ratio < 1 / (1 + self.epsilon)) | (terms.ratio > 1 + self.epsilon)
         return {"pg_clipfrac": batch.token_mean(outside), "pg_loss": loss}
-
-    @classmethod
-    def default_args(cls) -> dict[str, object]:
-        return {"epsilon": 0.3, "loss_agg_mode": "token-mean"}
 
 
 class ImportanceSamplingLossFn(RatioLossFn):
@@ -154,10 +131,6 @@ class ImportanceSamplingLossFn(RatioLossFn):
             "approx_kl": batch.token_mean(-terms.token_log_ratio),
         }
 
-    @classmethod
-    def default_args(cls) -> dict[str, object]:
-        return {"loss_agg_mode": "token-mean"}
-
 
 class RECPolicyLossFn(RatioLossFn):
     """REINFORCE with PPO's pieces by choice: −A'·l·I and a regulariser; ρ constant.
@@ -168,6 +141,8 @@ class RECPolicyLossFn(RatioLossFn):
 
     Metrics: pg_clipfrac, pg_loss. Paper: arXiv 2509.24203.
     """
+
+    other_defaults: ClassVar = {"epsilon_low_prime": 0.6, "epsilon_high_prime": 2}
 
     def __init__(
         self,
@@ -199,17 +174,3 @@ class RECPolicyLossFn(RatioLossFn):
 
     def _metrics(self, batch: DenseBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
         return {"pg_clipfrac": batch.token_mean(~self.surrogate.keep(terms)), "pg_loss": loss}
-
-    @classmethod
-    def default_args(cls) -> dict[str, object]:
-        return {
-            "epsilon_low": 0.2,
-            "epsilon_high": 0.2,
-            "epsilon_low_prime": 0.6,
-            "epsilon_high_prime": 2,
-            "clip_mode": "none",
-            "weight": "none",
-            "regularizer": "none",
-            "regularizer_coef": 0.0,
-            "temp": 1.0,
-        }

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from parallel_rl.compat.dense import Count, DenseBatch, Step, dense_batch
+from parallel_rl.compat.dense import DenseBatch, Step, dense_batch
 from parallel_rl.compat.trinity.base import PolicyLossFn, Result, aggregation, reported, scaled, trinity_call
 from parallel_rl.functional.surrogates import OPMD, PPO, PolicyTerms
 from parallel_rl.losses.policy import PolicyLossFn as LibraryLoss
 from parallel_rl.losses.policy_config import OffPolicyMaskConfig, PolicyLossConfig
 from parallel_rl.metrics import Metric
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def clip_bounds(clip_range: float | None, low: float | None, high: float | None) -> tuple[float, float]:
@@ -39,22 +36,12 @@ class RatioLossFn(PolicyLossFn):
 
     @trinity_call
     def __call__(
-        self,
-        logprob: Tensor,
-        old_logprob: Tensor,
-        action_mask: Tensor,
-        advantages: Tensor,
-        *,
-        global_valid_seqs: Count | None = None,
-        global_valid_toks: Count | None = None,
-        context_parallel_group: ProcessGroup | None = None,
-        **kwargs: object,
+        self, logprob: Tensor, old_logprob: Tensor, action_mask: Tensor, advantages: Tensor, *, within: Step
     ) -> Result:
         """The loss and its metrics, see `PolicyLossFn`."""
-        step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
         fields = {"prev_logprobs": old_logprob, "generation_logprobs": logprob.detach(), "advantages": advantages}
-        loss, metrics = self.share(dense_batch(logprob, action_mask, fields, step))
-        return loss, reported(metrics, step)
+        loss, metrics = self.share(dense_batch(logprob, action_mask, fields, within))
+        return loss, reported(metrics, within)
 
     def share(self, batch: DenseBatch) -> tuple[Tensor, dict[str, Metric]]:
         """The share of the loss of a batch with the fields of the call, and its metrics."""
@@ -80,6 +67,8 @@ class PPOPolicyLossFn(RatioLossFn):
 
     Papers: arXiv 1707.06347, 1912.09729, 2512.02556.
     """
+
+    other_defaults: ClassVar = {"clip_range": 0.2}
 
     def __init__(
         self,
@@ -132,17 +121,6 @@ class PPOPolicyLossFn(RatioLossFn):
             }
         return metrics
 
-    @classmethod
-    def default_args(cls) -> dict[str, object]:
-        return {
-            "clip_range": 0.2,
-            "clip_ratio_c": 3.0,
-            "loss_agg_mode": "token-mean",
-            "enable_sequence_masking": False,
-            "delta_sequence_masking": 0.1,
-            "fallback_to_policy_gradient": False,
-        }
-
 
 class GSPOLossFn(RatioLossFn):
     """GSPO-token: the sequence's geometric mean ratio with each token's own gradient, clipped; no dual clip.
@@ -153,6 +131,8 @@ class GSPOLossFn(RatioLossFn):
 
     Paper: arXiv 2507.18071.
     """
+
+    other_defaults: ClassVar = {"clip_range_low": 0.0003, "clip_range_high": 0.0004}
 
     def __init__(
         self,
@@ -180,10 +160,6 @@ class GSPOLossFn(RatioLossFn):
             "ppo_kl_seq": batch.sequence_mean(batch.segment_mean(-terms.token_log_ratio)),
         }
 
-    @classmethod
-    def default_args(cls) -> dict[str, object]:
-        return {"clip_range_low": 0.0003, "clip_range_high": 0.0004, "loss_agg_mode": "seq-mean-token-mean"}
-
 
 class OPMDPolicyLossFn(PolicyLossFn):
     """Online policy mirror descent, −A·l / (1 + τ). Metrics: opmd_loss. Papers: arXiv 2505.17826 (appendix A), 2509.24203."""
@@ -194,23 +170,8 @@ class OPMDPolicyLossFn(PolicyLossFn):
         self.loss_fn = LibraryLoss(PolicyLossConfig(OPMD(tau), aggregation(loss_agg_mode)))
 
     @trinity_call
-    def __call__(
-        self,
-        logprob: Tensor,
-        action_mask: Tensor,
-        advantages: Tensor,
-        *,
-        global_valid_seqs: Count | None = None,
-        global_valid_toks: Count | None = None,
-        context_parallel_group: ProcessGroup | None = None,
-        **kwargs: object,
-    ) -> Result:
+    def __call__(self, logprob: Tensor, action_mask: Tensor, advantages: Tensor, *, within: Step) -> Result:
         """The loss and its metrics, see `PolicyLossFn`."""
-        step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
-        batch = dense_batch(logprob, action_mask, {"advantages": advantages}, step)
+        batch = dense_batch(logprob, action_mask, {"advantages": advantages}, within)
         loss = scaled(self.loss_fn.shares(batch).loss, batch, self.loss_agg_mode)
-        return loss, reported({"opmd_loss": Metric("share", loss)}, step)
-
-    @classmethod
-    def default_args(cls) -> dict[str, object]:
-        return {"tau": 1.0, "loss_agg_mode": "token-mean"}
+        return loss, reported({"opmd_loss": Metric("share", loss)}, within)

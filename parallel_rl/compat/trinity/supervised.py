@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from parallel_rl.compat.dense import Count, DenseBatch, Step, dense_batch
+from parallel_rl.compat.dense import DenseBatch, Step, dense_batch
 from parallel_rl.compat.trinity.base import PolicyLossFn, Result, aggregation, reported, scaled, trinity_call
 from parallel_rl.functional.kl import straight_through
 from parallel_rl.functional.preference import dpo
@@ -15,9 +13,6 @@ from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
 from parallel_rl.losses.pairs import response_sum
 from parallel_rl.metrics import Metric
 from parallel_rl.statistics import Statistics
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class SFTLossFn(PolicyLossFn):
@@ -34,29 +29,15 @@ class SFTLossFn(PolicyLossFn):
         return NLLLossConfig(aggregation=aggregation(self.loss_agg_mode))
 
     @trinity_call
-    def __call__(
-        self,
-        logprob: Tensor,
-        action_mask: Tensor,
-        *,
-        global_valid_seqs: Count | None = None,
-        global_valid_toks: Count | None = None,
-        context_parallel_group: ProcessGroup | None = None,
-        **kwargs: object,
-    ) -> Result:
+    def __call__(self, logprob: Tensor, action_mask: Tensor, *, within: Step) -> Result:
         """The loss and its metrics, see `PolicyLossFn`."""
-        step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
-        loss, metrics = self.share(dense_batch(logprob, action_mask, step=step))
-        return loss, reported(metrics, step)
+        loss, metrics = self.share(dense_batch(logprob, action_mask, step=within))
+        return loss, reported(metrics, within)
 
     def share(self, batch: DenseBatch) -> tuple[Tensor, dict[str, Metric]]:
         """The share of the loss of a batch, and its metrics."""
         loss = scaled(self.loss_fn.compute(batch)[0], batch, self.loss_agg_mode)
         return loss, {self.metric_name: Metric("share", loss)}
-
-    @classmethod
-    def default_args(cls) -> dict[str, object]:
-        return {"loss_agg_mode": "token-mean"}
 
 
 class SFTISLossFn(SFTLossFn):
@@ -85,10 +66,6 @@ class SFTPhiLossFn(SFTLossFn):
     def _config(self) -> NLLLossConfig:
         return NLLLossConfig("phi", self.cutoff_prob, aggregation=aggregation(self.loss_agg_mode))
 
-    @classmethod
-    def default_args(cls) -> dict[str, object]:
-        return {"loss_agg_mode": "token-mean", "cutoff_prob": 1.0}
-
 
 class DPOLossFn(PolicyLossFn):
     """DPO (cDPO with label_smoothing) of rows chosen, rejected, chosen, ...; of all pairs as if they were one.
@@ -105,24 +82,13 @@ class DPOLossFn(PolicyLossFn):
         self.beta, self.label_smoothing = beta, label_smoothing
 
     @trinity_call
-    def __call__(
-        self,
-        logprob: Tensor,
-        ref_logprob: Tensor,
-        action_mask: Tensor,
-        *,
-        global_valid_seqs: Count | None = None,
-        global_valid_toks: Count | None = None,
-        context_parallel_group: ProcessGroup | None = None,
-        statistics: Statistics | None = None,
-        **kwargs: object,
-    ) -> Result:
+    def __call__(self, logprob: Tensor, ref_logprob: Tensor, action_mask: Tensor, *, within: Step) -> Result:
         """The loss and its metrics, see `PolicyLossFn`.
 
         Raises:
             ValueError: counts of the step without `statistics`, or the other way round.
         """
-        step = Step(global_valid_seqs, global_valid_toks, context_parallel_group, statistics).with_statistics()
+        step, statistics = within.with_statistics(), within.statistics
         batch = dense_batch(logprob, action_mask, {"ref": ref_logprob}, step)
         chosen, rejected = self._sums(batch)
         part = 1.0 if statistics is None else len(logprob) / batch.counts.seqs
@@ -142,18 +108,9 @@ class DPOLossFn(PolicyLossFn):
 
     @torch.no_grad()
     @trinity_call
-    def collect(
-        self,
-        logprob: Tensor,
-        ref_logprob: Tensor,
-        action_mask: Tensor,
-        *,
-        context_parallel_group: ProcessGroup | None = None,
-        **kwargs: object,
-    ) -> Statistics:
+    def collect(self, logprob: Tensor, ref_logprob: Tensor, action_mask: Tensor, *, within: Step) -> Statistics:
         """This micro-batch's part of the statistics of the step; `+` joins micro-batches, then `reduce`."""
-        step = Step(context_group=context_parallel_group)
-        batch = dense_batch(logprob, action_mask, {"ref": ref_logprob}, step)
+        batch = dense_batch(logprob, action_mask, {"ref": ref_logprob}, Step(context_group=within.context_group))
         chosen, rejected = self._sums(batch)
         here, one = torch.ones_like(chosen, dtype=torch.bool), torch.ones_like(chosen)
         sums = {"chosen": chosen, "rejected": rejected}
@@ -163,7 +120,3 @@ class DPOLossFn(PolicyLossFn):
         """Log-ratios of all chosen, and of all rejected tokens: 0-dim, float64."""
         per_row = response_sum(batch, batch.logprobs - batch["ref"])
         return per_row[::2].sum(), per_row[1::2].sum()
-
-    @classmethod
-    def default_args(cls) -> dict[str, object]:
-        return {"beta": 0.1, "label_smoothing": 0.0}
