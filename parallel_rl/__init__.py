@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from parallel_rl.losses.core.base import LossFn
     from parallel_rl.losses.core.batch import TokenBatch
     from parallel_rl.losses.registry import ObjectiveConfig, get_loss, register_loss, register_objective
-    from parallel_rl.metrics import Metrics, reduce_metrics
+    from parallel_rl.metrics import Mean, Metrics, MinMax, Sum, reduce_metrics
     from parallel_rl.packing import SequencePackingLossWrapper
     from parallel_rl.recipes import load_recipe
     from parallel_rl.statistics import Statistics
@@ -76,6 +76,9 @@ __all__ = [
     "TokenBatch",
     "register_loss",
     "LossFn",
+    "Mean",
+    "MinMax",
+    "Sum",
     # reduce
     "Metrics",
     "reduce_metrics",
@@ -95,7 +98,7 @@ _ROOMS = {
     "losses.core.base": ("LossFn",),
     "losses.core.batch": ("TokenBatch",),
     "losses.registry": ("ObjectiveConfig", "get_loss", "register_loss", "register_objective"),
-    "metrics": ("Metrics", "reduce_metrics"),
+    "metrics": ("Mean", "Metrics", "MinMax", "Sum", "reduce_metrics"),
     "packing": ("SequencePackingLossWrapper",),
     "recipes": ("load_recipe",),
     "statistics": ("Statistics",),

@@ -21,6 +21,39 @@ class Metric(NamedTuple):
     denominator: Tensor | None = None
 
 
+class Mean(NamedTuple):
+    """A metric of an objective: the mean over the step's valid tokens (sequences, pairs) of one value for each.
+
+    >>> Mean(torch.tensor([1.0, 3.0])).values
+    tensor([1., 3.])
+    """
+
+    values: Tensor
+
+
+class Sum(NamedTuple):
+    """A metric of an objective: the sum over the step's valid tokens (sequences, pairs) of one value for each.
+
+    >>> Sum(torch.tensor([1.0, 3.0])).values
+    tensor([1., 3.])
+    """
+
+    values: Tensor
+
+
+class MinMax(NamedTuple):
+    """Two metrics of an objective, `name_min` and `name_max`: the extrema over the step's valid tokens (sequences, pairs).
+
+    >>> MinMax(torch.tensor([1.0, 3.0])).values
+    tensor([1., 3.])
+    """
+
+    values: Tensor
+
+
+Measure = Mean | Sum | MinMax
+
+
 class Metrics(Mapping[str, "Tensor"]):
     """A loss's metrics on this rank: name → device scalar. Reading one never communicates; `reduce_metrics` combines them.
 

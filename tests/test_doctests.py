@@ -38,7 +38,6 @@ LACKING = [  # is to become empty; a line goes when its example comes
     "SequencePackingLossWrapper",
     "SimPOLossFn",
     "Statistics",
-    "TokenBatch",
     "ValueLossFn",
     "get_loss",
     "register_loss",

@@ -13,8 +13,9 @@ from torch import Tensor
 from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import group_size, group_sum
 from parallel_rl.layout import SequenceLayout
-from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.metrics import Metric
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.local_batch import LocalBatch
+from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.stats import TokenStats
 
@@ -108,17 +109,15 @@ def row_mean(values: Tensor, count: Count | None = None, context_group: ProcessG
 
 
 @dataclass(frozen=True, eq=False)
-class DenseBatch(TokenBatch):
-    """A `TokenBatch` of which every tensor is cut over context ranks like its log-probs, none whole on each of them."""
+class DenseLocal(LocalBatch):
+    """A `LocalBatch` of which every tensor is cut over context ranks like its log-probs, none whole on each of them."""
 
     @cached_property
     def tokens_per_sequence(self) -> Tensor:
         return group_sum(self.valid.sum(1), self.context_group)
 
-    def count(self, mask: Tensor) -> Metric:
-        if mask.dim() == 2:  # tokens: each on one context rank only
-            return Metric("count", mask.sum(dtype=torch.float64))
-        return super().count(mask)
+    def once(self, total: Tensor, *, of_tokens: bool) -> Tensor:
+        return total if of_tokens else super().once(total, of_tokens=of_tokens)
 
 
 def dense_batch(
@@ -129,7 +128,7 @@ def dense_batch(
     *,
     rows: Tensor | None = None,
     count_empty: bool = True,
-) -> DenseBatch:
+) -> TokenBatch:
     """The batch that a loss's `compute` reads.
 
     Args:
@@ -154,19 +153,20 @@ def dense_batch(
     data = {**fields, "token_mask": mask, "sample_mask": rows}
     layout = SequenceLayout.padded(*mask.shape, device=mask.device)
     flat = torch.where(mask & rows[:, None], logprobs.to(math_dtype(logprobs.dtype)), 0).flatten()
-    batch = DenseBatch(
+    local = DenseLocal(
         data,
         replace(layout, cp_size=group_size(step.context_group)),
         ValidCounts(torch.ones(()), torch.ones(())),
         step.context_group,
-        TokenStats(flat, None, flat.detach()),
-        statistics=step.statistics,
-        shift=False,
+        Requirements(shift=False),
+        step.statistics,
     )
-    lengths = batch.tokens_per_sequence
+    lengths = local.tokens_per_sequence
     own = (rows if count_empty else lengths > 0).sum().clamp(min=1), lengths.sum().clamp(min=1)
     seqs, toks = (
         as_count(mine if count is None else count, flat.device)
         for count, mine in zip((step.seqs, step.toks), own, strict=True)
     )
-    return replace(batch, counts=ValidCounts(seqs, toks))
+    return TokenBatch(
+        replace(local, counts=ValidCounts(seqs, toks)), ModelOutput(TokenStats(flat, None, flat.detach()))
+    )

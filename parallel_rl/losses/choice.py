@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from parallel_rl.config.strict import configure
 from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
 from parallel_rl.losses.registry import get_loss
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
@@ -43,15 +44,9 @@ class LossConfig:
         return get_loss(name)
 
     @property
-    def scalar_head(self) -> bool:
-        """Whether the loss reads one number a position in place of logits."""
-        return issubclass(self.loss_class, ScalarHeadLoss)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Every field of the data that the loss reads, beside input_ids and the masks."""
-        loss = self.build()
-        return (*loss.token_fields, *loss.sequence_fields, *loss.local_fields)
+    def requirements(self) -> Requirements:
+        """What the loss needs with these options."""
+        return self.build().requirements
 
     def build(
         self,

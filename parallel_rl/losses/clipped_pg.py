@@ -10,6 +10,7 @@ from parallel_rl.functional.ratio import safe_exp
 from parallel_rl.functional.surrogates import PolicyTerms
 from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
 from parallel_rl.losses.off_policy import importance_weight
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.losses.policy_config import ImportanceConfig, PolicyLossConfig
@@ -49,12 +50,10 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
     def kl_in_reward(self) -> bool:
         return self.config.use_kl_in_reward
 
-    @property
-    def token_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+    def _token_fields(self) -> dict[str, bool]:
         """The metrics compare with the sampler and the step's first policy, whatever the loss reads."""
-        prev = () if self.config.force_on_policy_ratio else ("prev_logprobs",)
-        reference = ("reference_policy_logprobs",) if self.policy.kl is not None else ()
-        return ("advantages", *prev, "generation_logprobs", *reference)
+        prev = not self.config.force_on_policy_ratio
+        return {**super()._token_fields(), "prev_logprobs": prev, "generation_logprobs": True}
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         shares = self.shares(batch)
@@ -83,9 +82,9 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
             "approx_entropy": -safe_exp(logprobs - generation) * logprobs,
             "entropy": batch.entropy,
         }
-        metrics = batch.token_means(per_token)
-        metrics |= batch.token_ranges({"probs_ratio": ratio, "probs_ratio_clamped": clipped})
+        metrics = token_means(batch, per_token)
+        metrics |= token_ranges(batch, {"probs_ratio": ratio, "probs_ratio_clamped": clipped})
         if self.policy.importance is None:  # reported, though it is not applied
             plain = ImportanceConfig("sequence-sum" if cfg.sequence_level_importance_ratios else "token")
             metrics |= importance_weight(batch, prev, plain)[1]
-        return metrics | {"num_valid_samples": batch.count(batch.sequence_mask)}
+        return metrics | {"num_valid_samples": count_true(batch, batch.sequence_mask)}

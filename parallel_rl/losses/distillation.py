@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -11,7 +12,9 @@ from torch import Tensor
 from parallel_rl.counts import Aggregation, check_aggregation, token_weights, valid_tokens
 from parallel_rl.functional.distillation import Divergence, ForwardKL, mixed_kl, reverse_tail, with_tail
 from parallel_rl.losses.core.base import LossFn
-from parallel_rl.losses.core.batch import Alignment, TokenBatch
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.measures import count_true
+from parallel_rl.losses.core.requirements import Alignment, Field, Requirements
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.validation import checks_values
@@ -23,12 +26,13 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
+    from parallel_rl.losses.core.local_batch import LocalBatch
+
 
 def _mean_of_head(batch: TokenBatch, mode: Aggregation, max_length: int | None) -> tuple[Tensor, Metrics]:
-    assert batch.head is not None
     weights = token_weights(mode, batch.tokens_per_sequence, batch.counts, max_length)
     loss = batch.weighted_sum(batch.head, weights)
-    return loss, Metrics({"loss": Metric("share", loss), "num_valid_samples": batch.count(batch.sequence_mask)})
+    return loss, Metrics({"loss": Metric("share", loss), "num_valid_samples": count_true(batch, batch.sequence_mask)})
 
 
 def _check_temperature(teacher_temperature: float | None) -> None:
@@ -76,30 +80,32 @@ class FullDistillationLossFn(LossFn[FullDistillationLossConfig]):
     """
 
     config_class = FullDistillationLossConfig
-    local_fields = ("teacher_logits",)
+    requirements = Requirements((Field("teacher_logits", per="local"),), reads="logits")
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         return _mean_of_head(batch, self.config.aggregation, self.config.max_length)
 
-    def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        super()._check_head(logits, data, tensor_group)
+    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        super()._check_output(logits, data, tensor_group)
         if data["teacher_logits"].shape != logits.shape:
             raise ValueError(
                 f"teacher_logits has shape {list(data['teacher_logits'].shape)}; it must be that of the student's logits, "
                 f"{list(logits.shape)}"
             )
 
-    def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         cfg, options = self.config, self.options
         divergence = divergence_of_shards(
             logits.flatten(0, -2),
-            batch.local("teacher_logits"),
-            batch.mask,
+            local.unmasked("teacher_logits"),
+            local.mask,
             cfg.divergence,
             options.shard(logits.shape[-1], tensor_group),
             cfg.teacher_temperature or options.temperature,
         )
-        return replace(batch, head=divergence * options.temperature**2 if cfg.squared_temperature else divergence)
+        return TokenBatch(
+            local, ModelOutput(head=divergence * options.temperature**2 if cfg.squared_temperature else divergence)
+        )
 
 
 @dataclass(frozen=True)
@@ -160,22 +166,22 @@ class DistillationLossFn(LossFn[DistillationLossConfig]):
     """
 
     config_class = DistillationLossConfig
-    wide_fields = ("teacher_topk_logits", "teacher_topk_indices")
-    integer_fields = ("teacher_topk_indices",)
 
-    @property
-    def token_fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (*self.wide_fields, *(("teacher_logsumexp",) if self.config.bucket_tail else ()))
-
-    @property
-    def predictor_fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.token_fields if self.config.topk_alignment == "predictor" else ()
+    @cached_property
+    def requirements(self) -> Requirements:
+        at = self.config.topk_alignment
+        top = (
+            Field("teacher_topk_logits", alignment=at, width=True),
+            Field("teacher_topk_indices", dtype="integer", alignment=at, width=True),
+        )
+        tail = (Field("teacher_logsumexp", alignment=at),) if self.config.bucket_tail else ()
+        return Requirements((*top, *tail), reads="logits")
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         return _mean_of_head(batch, self.config.aggregation, self.config.max_length)
 
-    def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        super()._check_head(logits, data, tensor_group)
+    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        super()._check_output(logits, data, tensor_group)
         ids, teacher = data["teacher_topk_indices"], data["teacher_topk_logits"]
         if ids.shape != teacher.shape:
             raise ValueError(
@@ -195,22 +201,22 @@ class DistillationLossFn(LossFn[DistillationLossConfig]):
                     "the top-k are different tokens"
                 )
 
-    def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         """The divergence of each position becomes the head."""
         cfg, options = self.config, self.options
         shard = options.shard(logits.shape[-1], tensor_group)
-        flat, ids = logits.flatten(0, -2), batch.field("teacher_topk_indices", cfg.topk_alignment)
+        flat, ids = logits.flatten(0, -2), local.field("teacher_topk_indices")
         if cfg.zero_outside_topk or cfg.bucket_tail:
-            log_q, entropy = column_log_probs(flat, ids, batch.mask, shard)
+            log_q, entropy = column_log_probs(flat, ids, local.mask, shard)
         else:
-            log_q, entropy = gather_columns(flat, ids, batch.mask, shard).log_softmax(-1), None
-        teacher = batch.field("teacher_topk_logits", cfg.topk_alignment).to(log_q.dtype)
+            log_q, entropy = gather_columns(flat, ids, local.mask, shard).log_softmax(-1), None
+        teacher = local.field("teacher_topk_logits").to(log_q.dtype)
         teacher = teacher / (cfg.teacher_temperature or options.temperature)
         if cfg.bucket_tail:
-            log_p = teacher - batch.field("teacher_logsumexp", cfg.topk_alignment).to(log_q.dtype)[:, None]
+            log_p = teacher - local.field("teacher_logsumexp").to(log_q.dtype)[:, None]
             kl = mixed_kl(with_tail(log_p), with_tail(log_q), cfg.forward_weight)
         else:
             kl = mixed_kl(teacher.log_softmax(-1), log_q, cfg.forward_weight)
         if entropy is not None and cfg.zero_outside_topk and cfg.forward_weight < 1:
             kl = kl + (1 - cfg.forward_weight) * reverse_tail(log_q, entropy)
-        return replace(batch, head=kl)
+        return TokenBatch(local, ModelOutput(head=kl))

@@ -12,6 +12,8 @@ from torch import Tensor
 from parallel_rl.functional.preference import kto_desirable, kto_undesirable
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.measures import count_true, sequence_mean
+from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.pairs import response_sum
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
@@ -68,16 +70,16 @@ class KTOLossFn(LossFn[KTOLossConfig]):
     """
 
     config_class = KTOLossConfig
-    token_fields = ("reference_policy_logprobs",)
-    sequence_fields = ("preference_labels",)
-    needs_statistics = True
+    requirements = Requirements(
+        (Field("reference_policy_logprobs"), Field("preference_labels", per="sequence")), statistics=True
+    )
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
         ratios, one = _log_ratios(batch), torch.ones_like(batch.counts.seqs)
         sums = {}
         for side, rows in _sides(batch).items():
-            sums[f"{side}_rows"] = batch.count(rows).value
-            sums[f"{side}_log_ratio"] = batch.sequence_mean(ratios, rows, one).value
+            sums[f"{side}_rows"] = count_true(batch, rows).value
+            sums[f"{side}_log_ratio"] = sequence_mean(batch, ratios, rows, one).value
         return Statistics(sums)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
@@ -99,9 +101,9 @@ class KTOLossFn(LossFn[KTOLossConfig]):
         }
         one = torch.ones_like(batch.counts.seqs)
         for side, rows in sides.items():
-            metrics[f"num_{side}"] = number = batch.count(rows)
+            metrics[f"num_{side}"] = number = count_true(batch, rows)
             if side != "mismatched":
-                total = batch.sequence_mean(ratios, rows, one).value
+                total = sequence_mean(batch, ratios, rows, one).value
                 metrics[f"rewards_{side}_mean"] = Metric("ratio", total, number.value)
         return loss, Metrics(metrics)
 
@@ -118,8 +120,8 @@ class KTOLossFn(LossFn[KTOLossConfig]):
         zero = torch.zeros_like(statistics["mismatched_rows"])
         return zero, zero
 
-    def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        super()._check_head(logits, data, tensor_group)
+    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        super()._check_output(logits, data, tensor_group)
         labels = data["preference_labels"]
         if not checks_values(labels):
             return

@@ -12,14 +12,16 @@ from torch import Tensor
 
 from parallel_rl.counts import ValidCounts
 from parallel_rl.losses.core.base import LossFn
-from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.measures import count_true
+from parallel_rl.losses.core.requirements import Field, Requirements
+from parallel_rl.losses.core.truncated_policy import masked_stats
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
-from parallel_rl.vocab.stats import TokenStats
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,6 @@ class MixLossFn(LossFn[MixLossConfig]):
     """
 
     config_class = MixLossConfig
-    needs_statistics = True
 
     @cached_property
     def usual(self) -> PolicyLossFn:
@@ -161,31 +162,17 @@ class MixLossFn(LossFn[MixLossConfig]):
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         self.mu_schedule.load_state_dict(state)
 
-    @property
-    def token_fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.usual.token_fields
-
-    @property
-    def sequence_fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (*self.usual.sequence_fields, "expert_mask")
-
-    @property
-    def integer_fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (*self.usual.integer_fields, "expert_mask")
-
-    @property
-    def needs_entropy(self) -> bool:  # type: ignore[override]
-        return self.usual.needs_entropy
-
-    @property
-    def token_separable(self) -> bool:  # type: ignore[override]
-        return self.usual.token_separable
+    @cached_property
+    def requirements(self) -> Requirements:
+        usual = self.usual.requirements
+        fields = (*usual.fields, Field("expert_mask", per="sequence", dtype="integer"))
+        return replace(usual, fields=fields, statistics=True, truncatable=False)
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
         sums, samples = {}, {}
         for name, rows in _rows(batch).items():
-            sums[f"{name}_sequences"] = batch.count(batch.sequence_mask & rows).value
-            sums[f"{name}_tokens"] = batch.count(batch.valid & rows[:, None]).value
+            sums[f"{name}_sequences"] = count_true(batch, batch.sequence_mask & rows).value
+            sums[f"{name}_tokens"] = count_true(batch, batch.local.valid & rows[:, None]).value
         if self.usual.needs_statistics:
             of_policy = self.usual.collect_from(_narrowed(batch, _rows(batch)["usual"], batch.counts))
             sums, samples = sums | dict(of_policy), of_policy.samples
@@ -205,7 +192,7 @@ class MixLossFn(LossFn[MixLossConfig]):
 
 def _rows(batch: TokenBatch) -> dict[str, Tensor]:
     """[B] bool of each side."""
-    expert = batch.data["expert_mask"].bool()
+    expert = batch.local.data["expert_mask"].bool()
     return {"usual": ~expert, "expert": expert}
 
 
@@ -216,10 +203,7 @@ def _counts(statistics: Statistics, side: str) -> ValidCounts:
 
 def _narrowed(batch: TokenBatch, rows: Tensor, counts: ValidCounts) -> TokenBatch:
     """The batch as if no other row carried loss."""
-    narrow = replace(batch, data={**batch.data, "sample_mask": batch.sequence_mask & rows}, counts=counts)
-    stats = batch.token_stats
+    data = {**batch.local.data, "sample_mask": batch.sequence_mask & rows}
+    local, stats = replace(batch.local, data=data, counts=counts), batch.output.stats
     assert stats is not None
-    keep = narrow.mask
-    logprobs, lse = torch.where(keep, stats.logprobs, 0), torch.where(keep, stats.lse, 0)
-    entropy = None if stats.entropy is None else torch.where(keep, stats.entropy, 0)
-    return replace(narrow, token_stats=TokenStats(logprobs, entropy, lse))
+    return TokenBatch(local, ModelOutput(masked_stats(stats, local.mask)))

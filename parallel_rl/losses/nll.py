@@ -11,6 +11,8 @@ from parallel_rl.counts import Aggregation, check_aggregation, token_weights
 from parallel_rl.functional.supervised import NLLWeighting, weighted_nll
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.measures import count_true
+from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 
@@ -51,7 +53,7 @@ class NLLLoss(LossFn[NLLLossConfig]):
     """
 
     config_class = NLLLossConfig
-    token_separable = True
+    requirements = Requirements(token_separable=True)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg = self.config
@@ -60,6 +62,6 @@ class NLLLoss(LossFn[NLLLossConfig]):
         metrics = {
             "loss": Metric("share", loss),
             "num_unmasked_tokens": Metric("count", batch.mask.sum(dtype=torch.float64)),
-            "num_valid_samples": batch.count(batch.sequence_mask),
+            "num_valid_samples": count_true(batch, batch.sequence_mask),
         }
         return loss, Metrics(metrics)

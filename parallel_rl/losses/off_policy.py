@@ -10,6 +10,7 @@ from torch import Tensor
 from parallel_rl.functional.importance import mismatch, out_of_bounds, truncated
 from parallel_rl.functional.ratio import exp_or_zero
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.measures import sequence_mean
 from parallel_rl.losses.policy_config import ImportanceConfig, OffPolicyMaskConfig, RejectionConfig, RejectionRule
 from parallel_rl.metrics import Metric
 
@@ -26,7 +27,7 @@ def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig)
     if config.mode == "seq-mask-tis":
         finite = torch.where(log_weight.isfinite(), log_weight, 0)
         dropped = out_of_bounds(batch.segment_mean(finite).exp(), low, high)
-        metrics["is_oob_ratio"] = batch.sequence_mean(dropped)
+        metrics["is_oob_ratio"] = sequence_mean(batch, dropped)
         weight = torch.where(batch.expand(dropped), 0, weight)
     elif config.mode != "none":
         outside = out_of_bounds(weight, low, high)
@@ -34,7 +35,7 @@ def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig)
         weight = truncated(weight, config.mode, low, high)
     weight = weight.to(prev.dtype)
     weight = torch.where(weight.isfinite(), weight, 0)
-    metrics["sampling_importance_ratio"] = batch.sequence_mean(weight) if by_sequence else batch.token_mean(weight)
+    metrics["sampling_importance_ratio"] = sequence_mean(batch, weight) if by_sequence else batch.token_mean(weight)
     return batch.expand(weight) if by_sequence else weight, metrics
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from parallel_rl.counts import Aggregation, token_weights
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.measures import count_true, sequence_mean
 from parallel_rl.metrics import Metric
 
 
@@ -26,18 +27,17 @@ def pair_mask(batch: TokenBatch) -> Tensor:
 def pair_mean(batch: TokenBatch, per_pair: Tensor) -> Tensor:
     """Share of Σ_pairs x / (N_seq / 2), in the dtype of the model's mathematics."""
     share = batch.sequence_sum(per_pair, pair_mask(batch), batch.counts.seqs / 2)
-    model = batch.logprobs if batch.head is None else batch.head
-    return share.to(model.dtype)
+    return share.to(batch.output.dtype)
 
 
 def pair_metrics(batch: TokenBatch, chosen: Tensor, rejected: Tensor) -> dict[str, Metric]:
     """accuracy (ties count as wrong), mean rewards and the number of pairs, from two rewards [B/2]."""
     mask, count = pair_mask(batch), batch.counts.seqs / 2
-    samples = batch.count(batch.sequence_mask)
+    samples = count_true(batch, batch.sequence_mask)
     return {
-        "accuracy": batch.sequence_mean(chosen > rejected, mask, count),
-        "rewards_chosen_mean": batch.sequence_mean(chosen, mask, count),
-        "rewards_rejected_mean": batch.sequence_mean(rejected, mask, count),
+        "accuracy": sequence_mean(batch, chosen > rejected, mask, count),
+        "rewards_chosen_mean": sequence_mean(batch, chosen, mask, count),
+        "rewards_rejected_mean": sequence_mean(batch, rejected, mask, count),
         "num_valid_samples": samples._replace(value=samples.value / 2),
     }
 

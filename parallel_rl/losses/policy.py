@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,8 @@ from parallel_rl.functional.ratio import exp_or_zero, safe_exp
 from parallel_rl.functional.surrogates import PolicyTerms
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
+from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.off_policy import entropy_threshold, importance_weight, kept_tokens, off_policy_keep
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.losses.registry import register_loss
@@ -35,16 +37,7 @@ class PolicyShares:
 
 
 class PolicyLoss(LossFn[ConfigT]):
-    """The fields, the statistics and the shares of a loss that a `PolicyLossConfig` describes."""
-
-    needs_entropy = True
-    truncatable = True
-
-    @property
-    def needs_untruncated(self) -> bool:  # type: ignore[override]
-        """The reference that a KL is taken to is not truncated."""
-        kl = self.policy.kl
-        return bool(self.options.truncation) and kl is not None and kl.against == "reference"
+    """Base of the losses that a `PolicyLossConfig` describes: their requirements, statistics and shares."""
 
     @property
     @abstractmethod
@@ -55,49 +48,46 @@ class PolicyLoss(LossFn[ConfigT]):
     def on_policy(self) -> bool:
         return self.policy.on_policy
 
-    @property
-    def token_fields(self) -> tuple[str, ...]:  # type: ignore[override]
+    @cached_property
+    def requirements(self) -> Requirements:
         cfg = self.policy
-        reads = {
+        sequences = [Field("rewards", per="sequence")] if cfg.positive_nll_weight else []
+        if cfg.surrogate.draw_seed is not None:
+            sequences.append(Field("sample_ids", per="sequence", dtype="integer"))
+        return Requirements(
+            (*(Field(name) for name, read in self._token_fields().items() if read), *sequences),
+            statistics=cfg.needs_statistics,
+            entropy=True,
+            # the reference that a KL is taken to is not truncated
+            untruncated=bool(self.options.truncation) and cfg.reads_reference,
+            truncatable=True,
+            token_separable=cfg.token_separable,
+        )
+
+    def _token_fields(self) -> dict[str, bool]:
+        """Names of the fields [B, S], and whether each is read."""
+        cfg = self.policy
+        return {
             "advantages": True,
             "prev_logprobs": cfg.reads_prev,
             "generation_logprobs": cfg.reads_generation,
-            "reference_policy_logprobs": cfg.kl is not None and cfg.kl.against == "reference",
+            "reference_policy_logprobs": cfg.reads_reference,
         }
-        return tuple(name for name, read in reads.items() if read)
-
-    @property
-    def sequence_fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        cfg = self.policy
-        return (
-            *(["rewards"] if cfg.positive_nll_weight else []),
-            *(["sample_ids"] if cfg.surrogate.draw_seed is not None else []),
-        )
-
-    integer_fields = ("sample_ids",)
-
-    @property
-    def needs_statistics(self) -> bool:  # type: ignore[override]
-        return self.policy.needs_statistics
-
-    @property
-    def token_separable(self) -> bool:  # type: ignore[override]
-        return self.policy.token_separable
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
         cfg, prev = self.policy, self._prev(batch)
         sums, samples = {}, {}
         if cfg.positive_nll_weight:
-            positive = batch.valid & (batch.per_sequence("rewards") > 0)[:, None]
-            sums["positive_tokens"] = batch.count(positive).value
+            positive = batch.local.valid & (batch.per_sequence("rewards") > 0)[:, None]
+            sums["positive_tokens"] = count_true(batch, positive).value
         if cfg.importance is not None and cfg.importance.normalize:
             weight, _ = importance_weight(batch, prev, cfg.importance)
             sums["importance_sum"] = batch.token_mean(weight).value * batch.counts.toks
         if cfg.rejection is not None and cfg.rejection.denominator == "kept":
             kept = kept_tokens(batch, prev, cfg.rejection)
             rows = batch.segment_sum(kept.double())
-            sums["kept_tokens"] = batch.count(rows).value
-            sums["kept_sequences"] = batch.count(rows > 0).value
+            sums["kept_tokens"] = count_true(batch, rows).value
+            sums["kept_sequences"] = count_true(batch, rows > 0).value
         if cfg.entropy_filter is not None:
             samples["entropy"] = batch.entropy
         if cfg.surrogate.needs_statistics:
@@ -194,7 +184,10 @@ class PolicyLoss(LossFn[ConfigT]):
     def _kl(self, batch: TokenBatch, prev: Tensor) -> Tensor:
         kl = self.policy.kl
         assert kl is not None
-        logprobs = batch.logprobs if kl.against == "prev" else batch.untruncated_logprobs
+        output = batch.output
+        stats = output.stats if kl.against == "prev" or output.untruncated is None else output.untruncated
+        assert stats is not None
+        logprobs = stats.logprobs
         against = prev if kl.against == "prev" else batch["reference_policy_logprobs"]
         weight = None
         if kl.gradient == "score-function":
@@ -241,10 +234,10 @@ class PolicyLossFn(PolicyLoss[PolicyLossConfig]):
 
     @torch.no_grad()
     def _diagnostics(self, batch: TokenBatch, terms: PolicyTerms) -> dict[str, Metric]:
-        means, metrics = {}, {"num_valid_samples": batch.count(batch.sequence_mask)}
-        if batch.has_entropy:
+        means, metrics = {}, {"num_valid_samples": count_true(batch, batch.sequence_mask)}
+        if batch.output.stats is not None and batch.output.stats.entropy is not None:
             means["entropy"] = batch.entropy
         if self.policy.reads_prev and self.policy.surrogate.uses_ratio:
             means |= {"probs_ratio": terms.ratio, "approx_kl": -terms.token_log_ratio}
-            metrics |= batch.token_ranges({"probs_ratio": terms.ratio})
-        return metrics | (batch.token_means(means) if means else {})
+            metrics |= token_ranges(batch, {"probs_ratio": terms.ratio})
+        return metrics | (token_means(batch, means) if means else {})

@@ -198,6 +198,11 @@ class PolicyLossConfig:
         )
 
     @property
+    def reads_reference(self) -> bool:
+        """Whether reference_policy_logprobs matters."""
+        return self.kl is not None and self.kl.against == "reference"
+
+    @property
     def needs_statistics(self) -> bool:
         return (
             self.surrogate.needs_statistics

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from parallel_rl.functional import preference
 from parallel_rl.losses.core.base import LossFn
-from parallel_rl.losses.core.batch import Alignment, TokenBatch
+from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.requirements import Alignment, Field, Requirements
 from parallel_rl.losses.pairs import chosen_nll, pair_mean, pair_metrics, response_sum
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
@@ -111,17 +113,15 @@ class DPOLossFn(LossFn[DPOLossConfig]):
     """
 
     config_class = DPOLossConfig
-    paired = True
-    token_fields = ("reference_policy_logprobs",)
 
-    @property
-    def predictor_fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        return self.token_fields if self.config.reference_logprobs_alignment == "predictor" else ()
+    @cached_property
+    def requirements(self) -> Requirements:
+        reference = Field("reference_policy_logprobs", alignment=self.config.reference_logprobs_alignment)
+        return Requirements((reference,), paired=True)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg = self.config
-        reference = batch.field("reference_policy_logprobs", cfg.reference_logprobs_alignment)
-        log_ratio = batch.logprobs - reference
+        log_ratio = batch.logprobs - batch["reference_policy_logprobs"]
         if cfg.length_desensitization is not None:
             log_ratio = torch.where(self._beyond(batch), cfg.length_desensitization * log_ratio, log_ratio)
         ratios = response_sum(batch, log_ratio, cfg.preference_average_log_probs)
@@ -149,4 +149,4 @@ class DPOLossFn(LossFn[DPOLossConfig]):
         """[T_local] bool: tokens of a response after its first min(n_chosen, n_rejected) ones."""
         lengths = batch.tokens_per_sequence
         shorter = torch.minimum(lengths[::2], lengths[1::2]).repeat_interleave(2, output_size=lengths.numel())
-        return batch.layout.shard(batch.valid.cumsum(1) > shorter[:, None], fill=False)
+        return batch.local.layout.shard(batch.local.valid.cumsum(1) > shorter[:, None], fill=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,9 @@ from torch import Tensor
 from parallel_rl.counts import valid_tokens
 from parallel_rl.functional.reward import cross_entropy
 from parallel_rl.losses.core.base import LossFn
-from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.measures import count_true
+from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
@@ -22,6 +25,8 @@ from parallel_rl.vocab.topk import gather_columns, top_columns
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from parallel_rl.losses.core.local_batch import LocalBatch
 
 
 @dataclass(frozen=True)
@@ -76,26 +81,24 @@ class PRMLossFn(LossFn[PRMLossConfig]):
     """
 
     config_class = PRMLossConfig
-    token_fields = ("reward_labels",)
-    needs_statistics = True
-    shift = False
 
-    @property
-    def integer_fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        return () if self.config.soft_labels else self.token_fields
+    @cached_property
+    def requirements(self) -> Requirements:
+        labels = Field("reward_labels", dtype="float" if self.config.soft_labels else "integer")
+        return Requirements((labels,), reads="logits", statistics=True, shift=False)
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
-        return Statistics({"steps": batch.count(batch.valid).value})
+        return Statistics({"steps": count_true(batch, batch.local.valid).value})
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        assert batch.statistics is not None and batch.head is not None
+        assert batch.statistics is not None
         steps, labels = batch.statistics["steps"].clamp(min=1), batch["reward_labels"]
         if self.config.reward_token_ids is None:
             losses, correct = -batch.logprobs, batch.head == labels
         else:
             target = self._target(labels).to(batch.head.dtype)
             losses, correct = cross_entropy(batch.head, target), batch.head.argmax(1) == target.argmax(1)
-        loss = batch.weighted_sum(losses, (1 / steps).expand(batch.layout.shape[0]))
+        loss = batch.weighted_sum(losses, (1 / steps).expand(batch.local.layout.shape[0]))
         accuracy = torch.where(batch.mask, correct, False).sum(dtype=torch.float64) / steps
         metrics = {
             "loss": Metric("share", loss),
@@ -116,7 +119,7 @@ class PRMLossFn(LossFn[PRMLossConfig]):
         placeholder = data["input_ids"] == self.config.placeholder_token_id
         return valid_tokens(data, shift=False) & placeholder & (data["reward_labels"] != self.config.ignore_index)
 
-    def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         cfg, options = self.config, self.options
         check_logits(logits, options.consume_logits, options.backend)
         vocab_size = options.shard(logits.shape[-1], tensor_group).vocab_size
@@ -141,21 +144,16 @@ class PRMLossFn(LossFn[PRMLossConfig]):
                 f"ignore_index = {cfg.ignore_index}"
             )
 
-    def _narrowed(self, batch: TokenBatch) -> TokenBatch:
-        return replace(batch, data={**batch.data, "token_mask": self._scored(batch.data)})
+    def _narrowed(self, local: LocalBatch) -> LocalBatch:
+        return replace(local, data={**local.data, "token_mask": self._scored(local.data)})
 
-    def _rows_read(self, batch: TokenBatch) -> Tensor:
-        return self._narrowed(batch).mask
-
-    def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
-        """The batch whose tokens are the scored placeholders; `head` holds the K rewards' logits, or the likeliest token."""
+    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        """The batch whose `head` holds the K rewards' logits, or the likeliest token."""
         cfg, shard = self.config, self.options.shard(logits.shape[-1], tensor_group)
-        batch = self._narrowed(batch)
         flat = logits.flatten(0, 1)
         if cfg.reward_token_ids is not None:
-            ids = torch.stack([torch.full_like(batch.layout.positions, token) for token in cfg.reward_token_ids], 1)
-            return replace(batch, head=gather_columns(flat, ids, batch.mask, shard))
-        labels = batch.layout.shard(batch.data["reward_labels"], shift=False)
+            ids = torch.stack([torch.full_like(local.layout.positions, token) for token in cfg.reward_token_ids], 1)
+            return TokenBatch(local, ModelOutput(head=gather_columns(flat, ids, local.mask, shard)))
+        labels = local.layout.shard(local.data["reward_labels"], shift=False)
         best = top_columns(flat.detach(), 1, shard)[1][:, 0]
-        stats = stats_of_shard(flat, labels, batch.mask, shard)
-        return replace(batch, token_stats=stats, head=best)
+        return TokenBatch(local, ModelOutput(stats_of_shard(flat, labels, local.mask, shard), head=best))

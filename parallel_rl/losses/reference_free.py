@@ -9,6 +9,7 @@ from torch import Tensor
 from parallel_rl.functional.preference import dpo, orpo_odds_ratio, simpo
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.losses.pairs import chosen_nll, pair_mean, pair_metrics, response_sum
 from parallel_rl.losses.preference import check_smoothing
 from parallel_rl.losses.registry import register_loss
@@ -48,7 +49,7 @@ class SimPOLossFn(LossFn[SimPOLossConfig]):
     """
 
     config_class = SimPOLossConfig
-    paired = True
+    requirements = Requirements(paired=True)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg, means = self.config, response_sum(batch, batch.logprobs, average=True)
@@ -94,7 +95,7 @@ class CPOLossFn(LossFn[CPOLossConfig]):
     """
 
     config_class = CPOLossConfig
-    paired = True
+    requirements = Requirements(paired=True)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg, sums = self.config, response_sum(batch, batch.logprobs)
@@ -129,7 +130,7 @@ class ORPOLossFn(LossFn[ORPOLossConfig]):
     """
 
     config_class = ORPOLossConfig
-    paired = True
+    requirements = Requirements(paired=True)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         means = response_sum(batch, batch.logprobs, average=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from torch import Tensor
@@ -12,15 +12,19 @@ from parallel_rl.config.strict import nearest
 from parallel_rl.counts import Aggregation, check_aggregation, token_weights
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.measures import count_true, measured_entries, measured_tokens
 from parallel_rl.losses.core.options import NoConfig
-from parallel_rl.metrics import Metric, Metrics
+from parallel_rl.losses.core.requirements import Field, Requirements
+from parallel_rl.metrics import Measure, Metric, Metrics
 from parallel_rl.statistics import Statistics
 
 LossT = TypeVar("LossT", bound=type[LossFn])
 
 _LOSSES: dict[str, type[LossFn]] = {}
 
-Objective = Callable[..., Tensor]  # (logprobs, batch), or with options (logprobs, batch, config)
+Level = Literal["token", "sequence", "pair"]
+# (logprobs, batch), or with options (logprobs, batch, config)
+Objective = Callable[..., "Tensor | tuple[Tensor, Mapping[str, Measure]]"]
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def _check_free(name: str) -> None:
 def register_objective(
     name: str,
     *,
-    level: Literal["token", "sequence", "pair"] = "token",
+    level: Level = "token",
     config: type | None = None,
     token_fields: tuple[str, ...] = (),
     sequence_fields: tuple[str, ...] = (),
@@ -138,34 +142,53 @@ def register_objective(
         def compute(self: LossFn, batch: TokenBatch) -> tuple[Tensor, Metrics]:
             options = () if config is None else (self.config,)
             logprobs = batch.logprobs if level == "token" else batch.segment_sum(batch.logprobs)
-            values = objective(logprobs, batch, *options)
+            result = objective(logprobs, batch, *options)
+            values, measures = result if isinstance(result, tuple) else (result, {})
+            _check_measures(name, measures)
             if level == "token":
                 cfg = self.config
                 weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
-                loss = batch.weighted_sum(values, weights)
+                loss, metrics = batch.weighted_sum(values, weights), measured_tokens(batch, measures)
             else:
-                mask, count = batch.sequence_mask, batch.counts.seqs
+                mask, number = batch.sequence_mask, batch.counts.seqs
                 if level == "pair":
-                    mask, count = mask[::2] & mask[1::2], count / 2
-                loss = batch.sequence_sum(values, mask, count)
-            return loss, Metrics({"loss": Metric("share", loss), "num_valid_samples": batch.count(batch.sequence_mask)})
+                    mask, number = mask[::2] & mask[1::2], number / 2
+                loss = batch.sequence_sum(values, mask, number)
+                metrics = measured_entries(batch, measures, mask, number)
+            own = {"loss": Metric("share", loss), "num_valid_samples": count_true(batch, batch.sequence_mask)}
+            return loss, Metrics({**own, **metrics})
 
+        fields = [*(Field(each) for each in token_fields), *(Field(each, per="sequence") for each in sequence_fields)]
         members: dict[str, object] = {
             "__doc__": objective.__doc__,
             "__module__": objective.__module__,
             "config_class": config or (ObjectiveConfig if level == "token" else NoConfig),
-            "token_fields": token_fields,
-            "sequence_fields": sequence_fields,
-            "integer_fields": integer_fields,
-            "needs_entropy": needs_entropy,
-            "token_separable": token_separable,
-            "paired": level == "pair",
-            "truncatable": level != "pair",
+            "requirements": Requirements(
+                tuple(replace(each, dtype="integer") if each.name in integer_fields else each for each in fields),
+                paired=level == "pair",
+                statistics=collect is not None,
+                entropy=needs_entropy,
+                truncatable=level != "pair",
+                token_separable=token_separable,
+            ),
             "compute": compute,
         }
         if collect is not None:
-            members |= {"needs_statistics": True, "collect_from": lambda self, batch: collect(batch)}
+            members["collect_from"] = lambda self, batch: collect(batch)
         loss_class: type[LossFn] = type(objective.__name__, (LossFn,), members)
         return register_loss(name)(loss_class)
 
     return decorate
+
+
+def _check_measures(objective: str, measures: Mapping[str, Measure]) -> None:
+    for name, measure in measures.items():
+        if not isinstance(measure, Measure):
+            raise ValueError(
+                f"the objective {objective!r} returns {name} = {type(measure).__name__} as a metric; it must be a Mean, "
+                "Sum or MinMax of parallel_rl"
+            )
+        if name in ("loss", "num_valid_samples"):
+            raise ValueError(
+                f"the objective {objective!r} returns the metric {name!r}, which every loss has; rename it"
+            )

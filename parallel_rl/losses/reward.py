@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
 
 from parallel_rl.functional.reward import hps, log_exp, log_sigmoid
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.scalar_head import PooledHeadLoss
 from parallel_rl.losses.pairs import pair_mean, pair_metrics
 from parallel_rl.losses.registry import register_loss
@@ -62,14 +64,13 @@ class PreferenceLoss(PooledHeadLoss[PreferenceLossConfig]):
     """
 
     config_class = PreferenceLossConfig
-    paired = True
 
-    @property
-    def sequence_fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("preference_margins",) if self.config.pair_margins else ()
+    @cached_property
+    def requirements(self) -> Requirements:
+        margins = (Field("preference_margins", per="sequence"),) if self.config.pair_margins else ()
+        return Requirements(margins, reads="scalar", paired=True)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        assert batch.head is not None
         chosen, rejected = batch.head[::2], batch.head[1::2]
         loss = pair_mean(batch, self._per_pair(batch, chosen, rejected))
         return loss, Metrics({"loss": Metric("share", loss)} | pair_metrics(batch, chosen, rejected))

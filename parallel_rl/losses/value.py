@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from parallel_rl.counts import Aggregation, check_aggregation, token_weights
 from parallel_rl.functional.value import clipped_squared_error, squared_error
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
+from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
@@ -59,17 +62,14 @@ class ValueLossFn(ScalarHeadLoss[ValueLossConfig]):
 
     config_class = ValueLossConfig
 
-    @property
-    def token_fields(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("returns",) if self.config.cliprange is None else ("returns", "values")
-
-    @property
-    def shift(self) -> bool:  # type: ignore[override]
-        return self.config.head_position == "predictor"
+    @cached_property
+    def requirements(self) -> Requirements:
+        names = ("returns",) if self.config.cliprange is None else ("returns", "values")
+        shift = self.config.head_position == "predictor"
+        return Requirements(tuple(Field(name) for name in names), reads="scalar", shift=shift)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg, values, returns = self.config, batch.head, batch["returns"]
-        assert values is not None
         plain = error = squared_error(values, returns)
         if cfg.cliprange is not None:
             error = clipped_squared_error(values, returns, batch["values"], cfg.cliprange)
@@ -82,6 +82,6 @@ class ValueLossFn(ScalarHeadLoss[ValueLossConfig]):
             "returns_sq_mean": returns.square(),
             "residual_sq_mean": plain,
         }
-        metrics = batch.token_means(means) | batch.token_ranges({"values": values})
-        metrics |= {"loss": Metric("share", loss), "num_valid_samples": batch.count(batch.sequence_mask)}
+        metrics = token_means(batch, means) | token_ranges(batch, {"values": values})
+        metrics |= {"loss": Metric("share", loss), "num_valid_samples": count_true(batch, batch.sequence_mask)}
         return loss, Metrics(metrics)

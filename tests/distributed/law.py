@@ -15,17 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl import (
+    LossFn,
     Metrics,
     ParallelGroups,
     SequencePackingLossWrapper,
+    TokenBatch,
     count_valid,
     get_loss,
     reduce_metrics,
+    register_loss,
     register_objective,
 )
 from parallel_rl.config.yaml_files import read_tree
-from parallel_rl.losses.core.base import LossFn
-from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.options import NoConfig
+from parallel_rl.losses.core.requirements import Field, Requirements
+from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
+from parallel_rl.metrics import Mean, Measure, Metric, MinMax, Sum
 from parallel_rl.recipes import loss_of, recipes
 from tests import reference, reference_distillation, reference_heads, reference_preference
 
@@ -35,9 +40,10 @@ POISON = (math.nan, math.inf, -math.inf)
 
 
 @register_objective("test_entropy", token_fields=("advantages",), needs_entropy=True, token_separable=True)
-def EntropyBonus(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-    """A user's objective: policy gradient with an entropy bonus."""
-    return -batch["advantages"] * logprobs - 0.3 * batch.entropy
+def EntropyBonus(logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Measure]]:
+    """A user's objective: policy gradient with an entropy bonus, and metrics of its own."""
+    measures = {"sure": Mean(batch.entropy < 1.5), "entropy": MinMax(batch.entropy), "likely": Sum(logprobs > -2)}
+    return -batch["advantages"] * logprobs - 0.3 * batch.entropy, measures
 
 
 @register_objective("test_sequence_token", token_fields=("prev_logprobs",))
@@ -47,16 +53,33 @@ def SequenceToken(logprobs: Tensor, batch: TokenBatch) -> Tensor:
 
 
 @register_objective("test_sequence", level="sequence", sequence_fields=("rewards",))
-def SequenceLevel(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-    """A user's objective on sums of log-probs."""
-    return (logprobs / 10).exp() * (1 + batch.per_sequence("rewards").square())
+def SequenceLevel(logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Measure]]:
+    """A user's objective on sums of log-probs, with metrics of its own."""
+    measures = {"good": Sum(batch.per_sequence("rewards") > 0), "sum": MinMax(logprobs), "likelihood": Mean(logprobs)}
+    return (logprobs / 10).exp() * (1 + batch.per_sequence("rewards").square()), measures
 
 
 @register_objective("test_pair", level="pair", token_fields=("reference_policy_logprobs",))
-def PairLevel(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-    """A user's objective on pairs, hinge on the difference of log-probs to the reference's."""
+def PairLevel(logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Measure]]:
+    """A user's objective on pairs, hinge on the difference of log-probs to the reference's, with metrics of its own."""
     margins = (logprobs - batch.segment_sum(batch["reference_policy_logprobs"])).view(-1, 2)
-    return torch.relu(1 - margins[:, 0] + margins[:, 1])
+    better = margins[:, 0] - margins[:, 1]
+    return torch.relu(1 - better), {"accuracy": Mean(better > 0), "margin": MinMax(better), "wins": Sum(better > 0)}
+
+
+@register_loss("test_class")
+class UserLoss(LossFn[NoConfig]):
+    """A user's class."""
+
+    config_class = NoConfig
+    requirements = Requirements(
+        (Field("advantages"), Field("rewards", per="sequence")), entropy=True, token_separable=True
+    )
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        weights = batch.per_sequence("rewards") / batch.counts.toks
+        loss = batch.weighted_sum(batch["advantages"] * batch.logprobs.exp() - batch.entropy, weights)
+        return loss, Metrics({"loss": Metric("share", loss)})
 
 
 @dataclass(frozen=True)
@@ -157,6 +180,7 @@ CORE = [
     Case("test_sequence_token", {"aggregation": "constant-length", "max_length": 40}),
     Case("test_sequence"),
     Case("test_pair"),
+    Case("test_class"),
 ]
 MORE = [
     Case("nll", {"weighting": "phi", "cutoff_prob": 0.3, "aggregation": "seq-mean-token-mean"}),
@@ -250,7 +274,7 @@ class Batch(NamedTuple):
 
 def has_scalar_head(loss: str) -> bool:
     """Whether the loss reads one output a position instead of logits."""
-    return get_loss(loss).scalar_head
+    return issubclass(get_loss(loss), ScalarHeadLoss)
 
 
 def make_batch(
@@ -469,14 +493,14 @@ def poisoned(data: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     loss_fn = case.build()
     bad = {name: value.clone() for name, value in data.items()}
     masked = (data["token_mask"] == 0) | (data["sample_mask"] == 0)[:, None]
-    masked[:, 0] |= loss_fn.shift
+    masked[:, 0] |= loss_fn.requirements.shift
     wild = torch.where(torch.arange(int(masked.sum())) % 2 == 0, -7, 10**6)
     poison = torch.tensor(POISON).repeat(ROWS * WIDTH)[: len(wild)]
     for name, value in bad.items():
-        there = masked.roll(-1, 1) if name in loss_fn.predictor_fields else masked
+        there = masked.roll(-1, 1) if loss_fn.requirements.field(name).alignment == "predictor" else masked
         if name in ("input_ids", "reward_labels", "teacher_topk_indices", "kept_ids"):
             value[there] = wild.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there])
-        elif value.dim() >= 2 and value.is_floating_point() and name not in loss_fn.local_fields:
+        elif value.dim() >= 2 and value.is_floating_point() and name not in loss_fn.requirements.local_names():
             value[there] = poison.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there]).to(value.dtype)
     for name in ("rewards", "preference_labels", "preference_margins"):
         bad[name][data["sample_mask"] == 0] = math.nan
@@ -511,7 +535,7 @@ def run_layout(
     size = len(mine) // layout.micro_batches
     pieces = [cut_rows(mine[i : i + size], batch.lengths, layout, cp_rank) for i in range(0, len(mine), size)]
     datas = [
-        {name: value[piece.rows] for name, value in data.items() if name not in loss_fn.local_fields}
+        {name: value[piece.rows] for name, value in data.items() if name not in loss_fn.requirements.local_names()}
         for piece in pieces
     ]
     counts = count_valid(datas, groups.data)
@@ -521,7 +545,7 @@ def run_layout(
         leaf = _local_logits(batch.logits, piece, columns, carries).to(dtype).requires_grad_()
         shape = (len(piece.rows), -1) if piece.cu_seqlens is None else (1, -1)
         leaves.append(leaf)
-        for name in loss_fn.local_fields:  # it comes in the order and on the shard of the logits
+        for name in loss_fn.requirements.local_names():  # it comes in the order and on the shard of the logits
             local[name] = _local_logits(data[name], piece, columns, carries).view(*shape, len(columns))
         head = (leaf * 1.0).view(*shape, leaf.shape[-1])
         arguments.append((head, local, *counts, groups.tp_rank, groups.tensor, groups.context))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl import LMHeadInput, ParallelGroups, SequencePackingLossWrapper, count_valid, get_loss, reduce_metrics
+from parallel_rl import LMHeadInput, ParallelGroups, SequencePackingLossWrapper, count_valid, reduce_metrics
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.vocab.linear.plan import LinearMode
 from tests.distributed import law
@@ -21,22 +21,22 @@ MODES: tuple[LinearMode, ...] = ("auto", "recompute", "resident")
 
 def takes_head(case: Case) -> bool:
     """Whether the loss reads logits, or what comes of them."""
-    return not get_loss(case.loss).scalar_head
+    return case.build().requirements.reads != "scalar"
 
 
 def reads_log_probs(case: Case) -> bool:
     """Whether it needs no whole logits."""
-    return get_loss(case.loss).reads_log_probs()
+    return case.build().requirements.reads == "log-probs"
 
 
 def reads_one_distribution(case: Case) -> bool:
     """Not the truncated one and, for a KL, the whole."""
-    return not get_loss(case.loss)(case.config, **case.options).needs_untruncated
+    return not case.build().requirements.untruncated
 
 
 def _mode(case: Case, loss_fn: LossFn, variant: int) -> LinearMode:
     if loss_fn.options.truncation:  # its logits are never projected again
-        return MODES[2 * (variant % 2)] if loss_fn.token_separable else "resident"
+        return MODES[2 * (variant % 2)] if loss_fn.requirements.token_separable else "resident"
     return MODES[variant % len(MODES)] if reads_log_probs(case) else "auto"
 
 
@@ -79,7 +79,7 @@ def run_layout(
     size = len(mine) // layout.micro_batches
     pieces = [law.cut_rows(mine[i : i + size], batch.lengths, layout, cp_rank) for i in range(0, len(mine), size)]
     datas = [
-        {name: value[piece.rows] for name, value in data.items() if name not in loss_fn.local_fields}
+        {name: value[piece.rows] for name, value in data.items() if name not in loss_fn.requirements.local_names()}
         for piece in pieces
     ]
     counts, carries = count_valid(datas, groups.data), law._carries_loss(batch.data, case)
@@ -91,7 +91,7 @@ def run_layout(
             law._local_logits(x, piece, width, carries, poison=poison).view(*shape, len(width))
             for x, poison in ((whole, True), (truth_of_hidden, False))
         )
-        for name in loss_fn.local_fields:
+        for name in loss_fn.requirements.local_names():
             local[name] = law._local_logits(data[name], piece, columns, carries).view(*shape, len(columns))
         split = layout.tp > 1 and variant % 2 == 0 and hidden.shape[1] % layout.tp == 0
         part = slice(None)

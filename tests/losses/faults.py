@@ -20,6 +20,7 @@ from parallel_rl import (
     get_loss,
     token_stats,
 )
+from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
 
 B, S, V = 4, 8, 11
 FLOATS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
@@ -86,7 +87,7 @@ def make_data() -> dict[str, Any]:
 
 def make_call(loss: str, config: dict, packed: bool, groups: ParallelGroups) -> Call:
     """Right on every rank: padded vocabulary, zigzag context ranks, ragged rows."""
-    scalar, data, cp = get_loss(loss).scalar_head, make_data(), groups.cp_size
+    scalar, data, cp = issubclass(get_loss(loss), ScalarHeadLoss), make_data(), groups.cp_size
     whole = torch.randn(B, S, 1 if scalar else V, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     true, padded = (torch.tensor([0, *sizes]).cumsum(0).to(torch.int32) for sizes in (LENGTHS, ROOM))
     if packed:

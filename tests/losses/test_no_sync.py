@@ -80,7 +80,10 @@ def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict
 
 def local_fields(loss_fn: LossFn, data: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
     """The fields that come in the order of the logits, cut to their leading shape."""
-    return {name: data[name].flatten(0, 1)[: shape[0] * shape[1]].unflatten(0, shape) for name in loss_fn.local_fields}
+    return {
+        name: data[name].flatten(0, 1)[: shape[0] * shape[1]].unflatten(0, shape)
+        for name in loss_fn.requirements.local_names()
+    }
 
 
 def step(
@@ -132,7 +135,7 @@ def from_hidden_states(loss_fn: LossFn, dtype: torch.dtype, packed: bool, mode: 
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if get_loss(case.loss).reads_log_probs()], ids=lambda case: case.name
+    "case", [case for case in CASES if case.build().requirements.reads == "log-probs"], ids=lambda case: case.name
 )
 def test_nothing_reads_a_value_from_hidden_states(case: Case) -> None:
     from_hidden_states(get_loss(case.loss)(case.config), torch.bfloat16, packed=True)
@@ -229,7 +232,7 @@ def collectives_of_all(rank: int) -> dict[str, list[tuple[list[str], list[str]]]
     return {case.name: collectives(rank, case, groups) for case in CASES}
 
 
-TOKEN_LOSSES = ("nll", "value", "test_entropy")
+TOKEN_LOSSES = ("nll", "value", "test_entropy", "test_class")
 
 
 def _gathers(case: Case) -> int:

@@ -356,9 +356,9 @@ def test_options_that_do_not_do(config: dict, message: str) -> None:
 
 
 def test_only_what_is_read_must_be_there() -> None:
-    assert PolicyLossFn({"surrogate": "reinforce"}).token_fields == ("advantages",)
-    assert PolicyLossFn({"on_policy": True}).token_fields == ("advantages",)
-    assert "generation_logprobs" in PolicyLossFn({"importance": {}}).token_fields
+    assert PolicyLossFn({"surrogate": "reinforce"}).requirements.names == ("advantages",)
+    assert PolicyLossFn({"on_policy": True}).requirements.names == ("advantages",)
+    assert "generation_logprobs" in PolicyLossFn({"importance": {}}).requirements.names
     logits, data = random_batch()
     del data["reference_policy_logprobs"]
     with pytest.raises(ValueError, match="data lacks the field 'reference_policy_logprobs'"):

@@ -28,6 +28,7 @@ from parallel_rl import (
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.core.options import NoConfig
 from parallel_rl.losses.registry import losses
+from parallel_rl.metrics import Mean, MinMax, Sum
 from tests.losses import test_golden as golden
 
 ROWS, WIDTH, VOCAB = 5, 9, 7
@@ -189,6 +190,35 @@ def test_a_class_of_a_user_is_registered_as_ours_are() -> None:
     ):
         register_loss("doc_function")(make)  # type: ignore[type-var]
     assert "doc_function" not in losses()
+
+
+def test_an_objective_returns_metrics_beside_its_value() -> None:
+    @register_objective("doc_measured", token_fields=("advantages",))
+    def Measured(logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Mean | MinMax | Sum]]:
+        high, values = batch["advantages"] > 0, -batch["advantages"] * logprobs
+        return values, {"high": Mean(high), "logprob": MinMax(logprobs), "number": Sum(high)}
+
+    logits, data = make()
+    loss, gradient, metrics = run(Measured(), logits, data)
+    want, want_gradient, _ = run(Reinforce(), logits, data)
+    assert loss == want and torch.equal(gradient, want_gradient)
+    valid = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:].bool()
+    chosen = logits.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0][valid]
+    high = (data["advantages"][:, 1:][valid] > 0).double()
+    assert metrics["high"] == pytest.approx(high.mean().item()) and metrics["number"] == high.sum().item()
+    assert metrics["logprob_min"] == pytest.approx(chosen.min().item())
+    assert metrics["logprob_max"] == pytest.approx(chosen.max().item())
+
+
+def test_metrics_of_an_objective_that_do_not_do() -> None:
+    logits, data = make()
+    for name, measure, message in (
+        ("x", torch.ones(()), "'doc_wrong_x' returns x = Tensor as a metric; it must be a Mean, Sum or MinMax"),
+        ("loss", Mean(torch.ones(())), "'doc_wrong_loss' returns the metric 'loss', which every loss has"),
+    ):
+        wrong = register_objective(f"doc_wrong_{name}")(lambda logprobs, batch, m={name: measure}: (logprobs, m))
+        with pytest.raises(ValueError, match=message):
+            run(wrong(), logits, data)
 
 
 def test_names_and_levels_that_do_not_do() -> None:

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import TokenStats, count_valid, get_loss, register_objective
-from parallel_rl.losses.core.base import LossFn
-from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl import LossFn, TokenBatch, TokenStats, count_valid, get_loss, register_objective
+from parallel_rl.losses.core.batch import ModelOutput
+from parallel_rl.losses.core.call import LossCall
 from tests.distributed.law import CASES, Case, make_batch
 from tests.distributed.linear_law import reads_log_probs
 
@@ -21,17 +21,17 @@ def batch_of(case: Case, loss_fn: LossFn) -> TokenBatch:
     logits, data, _ = make_batch(5, False, case.loss, torch.float64)
     counts = count_valid(data)
     statistics = loss_fn.collect(logits, data, *counts).reduce() if loss_fn.needs_statistics else None
-    return loss_fn._batch(logits, data, *counts, None, None, None, statistics, None)
+    return loss_fn._read(LossCall(logits, data, *counts, statistics=statistics))[0]
 
 
 def gradients(loss_fn: LossFn, batch: TokenBatch, change: Tensor) -> list[Tensor]:
     """Of the log-probs and entropies, after `change` was added to both; the statistics of the step stay."""
-    assert batch.token_stats is not None
+    assert batch.output.stats is not None
     leaves = [
         None if x is None else (x + torch.where(batch.mask, change, 0)).detach().requires_grad_()
-        for x in batch.token_stats
+        for x in batch.output.stats
     ]
-    loss, _ = loss_fn.compute(replace(batch, token_stats=TokenStats(*leaves)))  # type: ignore[arg-type]
+    loss, _ = loss_fn.compute(replace(batch, output=ModelOutput(TokenStats(*leaves))))  # type: ignore[arg-type]
     given = [x for x in leaves if x is not None]
     found = torch.autograd.grad(loss, given, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, given, strict=True)]
@@ -39,7 +39,7 @@ def gradients(loss_fn: LossFn, batch: TokenBatch, change: Tensor) -> list[Tensor
 
 def influence(loss_fn: LossFn, batch: TokenBatch) -> float:
     """How much the gradients of tokens move when other tokens do, at most, relative to the gradients."""
-    assert batch.token_stats is not None
+    assert batch.output.stats is not None
     g = torch.Generator().manual_seed(0)
     tokens = batch.mask.numel()
     base, worst = gradients(loss_fn, batch, torch.zeros(tokens, dtype=torch.float64)), 0.0
@@ -57,7 +57,7 @@ def influence(loss_fn: LossFn, batch: TokenBatch) -> float:
 def test_the_claim_is_true(case: Case) -> None:
     loss_fn = get_loss(case.loss)(case.config)
     found = influence(loss_fn, batch_of(case, loss_fn))
-    if loss_fn.token_separable:
+    if loss_fn.requirements.token_separable:
         assert found < 1e-12
     else:
         assert found > 1e-6, "it separates after all: the claim would make the fused head cheaper"
@@ -88,7 +88,7 @@ def test_the_claim_is_true(case: Case) -> None:
 )
 def test_on_policy_weights_follow_the_present_policy(config: dict, separable: bool) -> None:
     loss_fn = get_loss("policy")(config)
-    assert loss_fn.token_separable == separable
+    assert loss_fn.requirements.token_separable == separable
     found = influence(loss_fn, batch_of(Case("policy", config), loss_fn))
     assert (found < 1e-12) == separable
 

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from parallel_rl.compat.dense import Count, DenseBatch, Step, as_count, dense_batch
+from parallel_rl.compat.dense import Count, Step, as_count, dense_batch
 from parallel_rl.counts import Aggregation, token_weights
 from parallel_rl.functional.value import clipped_squared_error, squared_error
+from parallel_rl.losses.core.batch import TokenBatch
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,7 +24,7 @@ def mode_of(token_level_loss: bool) -> Aggregation:
     return "token-mean" if token_level_loss else "seq-mean-token-mean"
 
 
-def with_totals(batch: DenseBatch, totals: Totals, token_level_loss: bool, step: Step) -> tuple[DenseBatch, float]:
+def with_totals(batch: TokenBatch, totals: Totals, token_level_loss: bool, step: Step) -> tuple[TokenBatch, float]:
     """The batch with the origin's counts of the step where its call gives them, and the factor on its loss."""
     dp_size, tokens, sequences = totals
     total = tokens if token_level_loss else sequences
@@ -35,10 +36,11 @@ def with_totals(batch: DenseBatch, totals: Totals, token_level_loss: bool, step:
             "share instead: give one or the other"
         )
     given = as_count(total, batch.mask.device)
-    return replace(batch, counts=batch.counts._replace(**{"toks" if token_level_loss else "seqs": given})), dp_size
+    counts = batch.counts._replace(**{"toks" if token_level_loss else "seqs": given})
+    return replace(batch, local=replace(batch.local, counts=counts)), dp_size
 
 
-def _aggregated(batch: DenseBatch, values: Tensor, token_level_loss: bool, totals: Totals, step: Step) -> Tensor:
+def _aggregated(batch: TokenBatch, values: Tensor, token_level_loss: bool, totals: Totals, step: Step) -> Tensor:
     batch, factor = with_totals(batch, totals, token_level_loss, step)
     weights = token_weights(mode_of(token_level_loss), batch.tokens_per_sequence, batch.counts)
     return batch.weighted_sum(values, weights) * factor

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from parallel_rl.compat.dense import Count, DenseBatch, Step
+from parallel_rl.compat.dense import Count, Step
 from parallel_rl.config.strict import nearest
 from parallel_rl.counts import Aggregation
+from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 
@@ -133,11 +134,11 @@ def aggregation(mode: str) -> Aggregation:
     return modes[mode]
 
 
-def scaled(loss: Tensor, batch: DenseBatch, mode: str) -> Tensor:
+def scaled(loss: Tensor, batch: TokenBatch, mode: str) -> Tensor:
     """The share after Trinity's denominator: seq-mean-token-sum-norm divides by the padded width alone (Q40)."""
     if mode != "seq-mean-token-sum-norm":
         return loss
-    width = batch.layout.shape[1] * batch.layout.cp_size
+    width = batch.local.layout.shape[1] * batch.local.layout.cp_size
     return (loss * batch.counts.seqs / max(width, 1)).to(loss.dtype)
 
 

@@ -12,6 +12,7 @@ from parallel_rl.compat.dense import Step, as_count, dense_batch
 from parallel_rl.compat.trinity.base import PolicyLossFn, Result, reported, trinity_call
 from parallel_rl.compat.trinity.policy import PPOPolicyLossFn
 from parallel_rl.compat.trinity.supervised import SFTLossFn, SFTPhiLossFn
+from parallel_rl.losses.core.measures import count_true
 from parallel_rl.losses.mix import MuSchedule, MuScheduleConfig
 from parallel_rl.metrics import Metric
 from parallel_rl.statistics import Statistics
@@ -86,7 +87,7 @@ class MixtureLossFn(PolicyLossFn):
             count = batch.counts.seqs * weight
             loss = loss + (part * mean * count).to(mean.dtype)
             metrics |= {f"{side}/{key}": each._replace(value=each.value * count) for key, each in side_metrics.items()}
-            present[side] = batch.count(batch.sequence_mask)
+            present[side] = count_true(batch, batch.sequence_mask)
         metrics["loss"] = Metric("share", loss)
         if self.scheduled:
             metrics["mu"] = Metric("max", torch.full_like(loss, mu))
@@ -103,7 +104,10 @@ class MixtureLossFn(PolicyLossFn):
         sums: dict[str, Tensor] = {}
         for side, rows in _rows(expert_mask).items():
             batch = dense_batch(logprob, action_mask, step=Step(context_group=within.context_group), rows=rows)
-            sums |= {f"{side}_seqs": batch.count(rows).value, f"{side}_toks": batch.count(batch.valid).value}
+            sums |= {
+                f"{side}_seqs": count_true(batch, rows).value,
+                f"{side}_toks": count_true(batch, batch.local.valid).value,
+            }
         return Statistics(sums)
 
 

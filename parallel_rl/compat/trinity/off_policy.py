@@ -6,11 +6,11 @@ from typing import ClassVar, Literal
 
 import torch
 
-from parallel_rl.compat.dense import DenseBatch
 from parallel_rl.compat.trinity.base import aggregation
 from parallel_rl.compat.trinity.policy import RatioLossFn
 from parallel_rl.functional.rec import REC
 from parallel_rl.functional.surrogates import CISPO, SPPO, TOPR, DetachedSAPO, PolicyTerms, Ratio
+from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.policy import PolicyLossFn as LibraryLoss
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.metrics import Metric
@@ -40,7 +40,7 @@ class CISPOPolicyLossFn(RatioLossFn):
         surrogate = CISPO(clip_range_low, clip_range_high, *mask)
         self.loss_fn = LibraryLoss(PolicyLossConfig(surrogate, aggregation(loss_agg_mode)))
 
-    def _metrics(self, batch: DenseBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
+    def _metrics(self, batch: TokenBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
         dropped = torch.zeros_like(batch.mask)
         if self.enable_mask_clip:
             dropped = (terms.ratio > 1 + self.mask_clip_range_high) & (terms.advantages > 0)
@@ -67,7 +67,7 @@ class TOPRPolicyLossFn(RatioLossFn):
         self.advantage_threshold, self.loss_agg_mode = advantage_threshold, loss_agg_mode
         self.loss_fn = LibraryLoss(PolicyLossConfig(TOPR(advantage_threshold), aggregation(loss_agg_mode)))
 
-    def _metrics(self, batch: DenseBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
+    def _metrics(self, batch: TokenBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
         alpha = torch.where(terms.advantages <= self.advantage_threshold, terms.ratio.clamp(0, 1), 1)
         return {
             "topr_loss": loss,
@@ -90,7 +90,7 @@ class SAPOPolicyLossFn(RatioLossFn):
         self.surrogate = DetachedSAPO(tau_pos, tau_neg)
         self.loss_fn = LibraryLoss(PolicyLossConfig(self.surrogate, aggregation(loss_agg_mode)))
 
-    def _metrics(self, batch: DenseBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
+    def _metrics(self, batch: TokenBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
         return {
             "sapo_loss": loss,
             "ppo_kl": batch.token_mean(-terms.token_log_ratio),
@@ -111,7 +111,7 @@ class sPPOPolicyLossFn(RatioLossFn):
         self.epsilon, self.loss_agg_mode = epsilon, loss_agg_mode
         self.loss_fn = LibraryLoss(PolicyLossConfig(SPPO(epsilon), aggregation(loss_agg_mode)))
 
-    def _metrics(self, batch: DenseBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
+    def _metrics(self, batch: TokenBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
         outside = (terms.ratio < 1 / (1 + self.epsilon)) | (terms.ratio > 1 + self.epsilon)
         return {"pg_clipfrac": batch.token_mean(outside), "pg_loss": loss}
 
@@ -124,7 +124,7 @@ class ImportanceSamplingLossFn(RatioLossFn):
         self.loss_agg_mode = loss_agg_mode
         self.loss_fn = LibraryLoss(PolicyLossConfig(Ratio(), aggregation(loss_agg_mode), log_ratio_clamp=20.0))
 
-    def _metrics(self, batch: DenseBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
+    def _metrics(self, batch: TokenBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
         return {
             "pg_loss": loss,
             "ratio/mean": batch.token_mean(terms.ratio),
@@ -172,5 +172,5 @@ class RECPolicyLossFn(RatioLossFn):
         self.surrogate = REC(*bounds, clip_mode, weight, regularizer, regularizer_coef, temp)
         self.loss_fn = LibraryLoss(PolicyLossConfig(self.surrogate, aggregation(self.loss_agg_mode)))
 
-    def _metrics(self, batch: DenseBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
+    def _metrics(self, batch: TokenBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
         return {"pg_clipfrac": batch.token_mean(~self.surrogate.keep(terms)), "pg_loss": loss}

@@ -8,9 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from parallel_rl.compat.dense import DenseBatch, Step, dense_batch
+from parallel_rl.compat.dense import Step, dense_batch
 from parallel_rl.compat.trinity.base import PolicyLossFn, Result, aggregation, reported, scaled, trinity_call
 from parallel_rl.functional.surrogates import OPMD, PPO, PolicyTerms
+from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.measures import sequence_mean
 from parallel_rl.losses.policy import PolicyLossFn as LibraryLoss
 from parallel_rl.losses.policy_config import OffPolicyMaskConfig, PolicyLossConfig
 from parallel_rl.metrics import Metric
@@ -43,7 +45,7 @@ class RatioLossFn(PolicyLossFn):
         loss, metrics = self.share(dense_batch(logprob, action_mask, fields, within))
         return loss, reported(metrics, within)
 
-    def share(self, batch: DenseBatch) -> tuple[Tensor, dict[str, Metric]]:
+    def share(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
         """The share of the loss of a batch with the fields of the call, and its metrics."""
         shares = self.loss_fn.shares(batch)
         loss = scaled(shares.loss, batch, self.loss_agg_mode)
@@ -51,7 +53,7 @@ class RatioLossFn(PolicyLossFn):
             return loss, self._metrics(batch, shares.terms, Metric("share", loss))
 
     @abstractmethod
-    def _metrics(self, batch: DenseBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
+    def _metrics(self, batch: TokenBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
         """The metrics by the origin's names."""
 
 
@@ -100,7 +102,7 @@ class PPOPolicyLossFn(RatioLossFn):
             )
         )
 
-    def _metrics(self, batch: DenseBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
+    def _metrics(self, batch: TokenBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
         ratio, advantages = terms.ratio, terms.advantages
         plain = -advantages * ratio
         clipped = -advantages * ratio.clamp(1 - self.clip_range_low, 1 + self.clip_range_high)
@@ -113,11 +115,11 @@ class PPOPolicyLossFn(RatioLossFn):
         }
         if self.enable_sequence_masking:
             drift = batch.segment_mean(-terms.token_log_ratio)
-            masked = (batch.data["advantages"] < 0) & (drift > self.delta_sequence_masking)[:, None]
+            masked = (batch.local.data["advantages"] < 0) & (drift > self.delta_sequence_masking)[:, None]
             masked_tokens = Metric("share", masked.sum(dtype=torch.float64) / batch.counts.toks)
             metrics |= {
                 "seq_mask/masked_tokens": masked_tokens,
-                "seq_mask/mean_sequence_kl": batch.sequence_mean(drift),
+                "seq_mask/mean_sequence_kl": sequence_mean(batch, drift),
             }
         return metrics
 
@@ -150,14 +152,14 @@ class GSPOLossFn(RatioLossFn):
             PolicyLossConfig(surrogate, aggregation(loss_agg_mode), ratio_level="sequence-mean", ratio_gradient="token")
         )
 
-    def _metrics(self, batch: DenseBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
+    def _metrics(self, batch: TokenBatch, terms: PolicyTerms, loss: Metric) -> dict[str, Metric]:
         plain = -terms.advantages * terms.ratio
         clipped = -terms.advantages * terms.ratio.clamp(1 - self.clip_range_low, 1 + self.clip_range_high)
         return {
             "pg_clipfrac": batch.token_mean(clipped > plain),
             "ppo_kl": batch.token_mean(-terms.token_log_ratio),
             "pg_loss": loss,
-            "ppo_kl_seq": batch.sequence_mean(batch.segment_mean(-terms.token_log_ratio)),
+            "ppo_kl_seq": sequence_mean(batch, batch.segment_mean(-terms.token_log_ratio)),
         }
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_rl.compat.dense import DenseBatch, Step, dense_batch
+from parallel_rl.compat.dense import Step, dense_batch
 from parallel_rl.compat.trinity.base import PolicyLossFn, Result, aggregation, reported, scaled, trinity_call
 from parallel_rl.functional.kl import straight_through
 from parallel_rl.functional.preference import dpo
+from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.measures import sequence_mean
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
 from parallel_rl.losses.pairs import response_sum
 from parallel_rl.metrics import Metric
@@ -34,7 +36,7 @@ class SFTLossFn(PolicyLossFn):
         loss, metrics = self.share(dense_batch(logprob, action_mask, step=within))
         return loss, reported(metrics, within)
 
-    def share(self, batch: DenseBatch) -> tuple[Tensor, dict[str, Metric]]:
+    def share(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
         """The share of the loss of a batch, and its metrics."""
         loss = scaled(self.loss_fn.compute(batch)[0], batch, self.loss_agg_mode)
         return loss, {self.metric_name: Metric("share", loss)}
@@ -95,13 +97,15 @@ class DPOLossFn(PolicyLossFn):
         if statistics is not None:  # the sums of the step, with the gradient of this rank's own
             chosen = straight_through(statistics["chosen"].to(chosen.device), chosen)
             rejected = straight_through(statistics["rejected"].to(rejected.device), rejected)
-        whole = dpo(chosen, rejected, self.beta, self.label_smoothing).to(batch.logprobs.dtype) / batch.layout.cp_size
+        whole = (
+            dpo(chosen, rejected, self.beta, self.label_smoothing).to(batch.logprobs.dtype) / batch.local.layout.cp_size
+        )
         loss = straight_through(whole * part, whole)
         here, one = torch.ones_like(chosen, dtype=torch.bool), torch.ones_like(chosen)
         metrics = {
-            "chosen_reward": batch.sequence_mean(self.beta * chosen * part, here, one),
-            "rejected_reward": batch.sequence_mean(self.beta * rejected * part, here, one),
-            "accuracy_mean": batch.sequence_mean((chosen > rejected) * part, here, one),
+            "chosen_reward": sequence_mean(batch, self.beta * chosen * part, here, one),
+            "rejected_reward": sequence_mean(batch, self.beta * rejected * part, here, one),
+            "accuracy_mean": sequence_mean(batch, (chosen > rejected) * part, here, one),
             "dpo_loss": Metric("share", loss),
         }
         return loss, reported(metrics, step)
@@ -114,9 +118,9 @@ class DPOLossFn(PolicyLossFn):
         chosen, rejected = self._sums(batch)
         here, one = torch.ones_like(chosen, dtype=torch.bool), torch.ones_like(chosen)
         sums = {"chosen": chosen, "rejected": rejected}
-        return Statistics({name: batch.sequence_mean(value, here, one).value for name, value in sums.items()})
+        return Statistics({name: sequence_mean(batch, value, here, one).value for name, value in sums.items()})
 
-    def _sums(self, batch: DenseBatch) -> tuple[Tensor, Tensor]:
+    def _sums(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """Log-ratios of all chosen, and of all rejected tokens: 0-dim, float64."""
         per_row = response_sum(batch, batch.logprobs - batch["ref"])
         return per_row[::2].sum(), per_row[1::2].sum()

@@ -1,10 +1,11 @@
-"""The call that every loss shares: checks, layout, token statistics, then the objective."""
+"""Base of the losses: checks, layout, token statistics, then the objective."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -15,16 +16,19 @@ from parallel_rl.config.strict import configure
 from parallel_rl.counts import ValidCounts, valid_tokens
 from parallel_rl.groups import check_rank
 from parallel_rl.layout import CPLayout, SequenceLayout
-from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.losses.core.checks import Fields, check_counts, check_data, check_lengths, check_statistics
-from parallel_rl.losses.core.from_hidden_states import check_fused_head, project
-from parallel_rl.losses.core.options import PackedSequences, VocabOptions, layout_of_logits
-from parallel_rl.losses.core.truncated_policy import read_truncated_head, with_dropped
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.call import LossCall, LossFunction
+from parallel_rl.losses.core.checks import check_counts, check_data, check_lengths, check_statistics
+from parallel_rl.losses.core.from_hidden_states import check_lm_head, project
+from parallel_rl.losses.core.local_batch import LocalBatch
+from parallel_rl.losses.core.options import VocabOptions
+from parallel_rl.losses.core.requirements import Requirements
+from parallel_rl.losses.core.truncated_policy import read_truncated_policy, with_dropped
 from parallel_rl.metrics import Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
-from parallel_rl.vocab.backends.torch_backend import Backend
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
+from parallel_rl.vocab.linear.logits import whole_logits
 from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
 from parallel_rl.vocab.truncated_stats import check_kept_ids
 from parallel_rl.vocab.truncation import Truncation
@@ -32,11 +36,12 @@ from parallel_rl.vocab.truncation import Truncation
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from parallel_rl.vocab.backends.choice import Backend
 
 ConfigT = TypeVar("ConfigT")
 
 
-class LossFn(ABC, Generic[ConfigT]):
+class LossFn(LossFunction, Generic[ConfigT]):
     """A loss on vocab-parallel logits that returns this rank's share.
 
         loss, metrics = loss_fn(next_token_logits, data, global_valid_seqs, global_valid_toks,
@@ -61,35 +66,6 @@ class LossFn(ABC, Generic[ConfigT]):
     """
 
     config_class: type[ConfigT]
-    #: fields [B, S] of `data` that the loss reads, beside input_ids, token_mask and sample_mask
-    token_fields: tuple[str, ...] = ()
-    #: those of them that are stored where the prediction is made, one column before the token
-    predictor_fields: tuple[str, ...] = ()
-    #: those of them with several values a token: [B, S, K]
-    wide_fields: tuple[str, ...] = ()
-    #: fields [B]
-    sequence_fields: tuple[str, ...] = ()
-    #: fields in the order of the logits, [B, S/cp, ...] or packed [1, T/cp, ...], on this rank only
-    local_fields: tuple[str, ...] = ()
-    #: those of all of these that hold integers or bools; the others are floating point
-    integer_fields: tuple[str, ...] = ()
-    #: whether it reads one output a position (or a row) instead of logits
-    scalar_head: bool = False
-    #: whether rows come as (even, odd) pairs
-    paired: bool = False
-    #: whether the loss needs `statistics` of the whole step
-    needs_statistics: bool = False
-    #: whether the log-probs may be those of a truncated policy (top_k, top_p, kept_sets)
-    truncatable: bool = False
-    #: whether it reads `batch.untruncated_logprobs` beside them
-    needs_untruncated: bool = False
-    #: whether the entropy of the policy is computed
-    needs_entropy: bool = False
-    #: whether the loss is a sum over tokens of terms that depend on the log-prob and entropy of their own token alone, all else
-    #: (data, `statistics`, counts) being constant: the fused head may then compute gradients in forward
-    token_separable: bool = False
-    #: whether the output at position t speaks of token t + 1, which it predicts; False: of token t itself
-    shift: bool = True
 
     def __init__(
         self,
@@ -107,18 +83,18 @@ class LossFn(ABC, Generic[ConfigT]):
     ) -> None:
         self.config = configure(self.config_class, config)
         truncation = Truncation(top_k, top_p, kept_sets)
-        if truncation and not self.truncatable:
-            raise ValueError(
-                f"{type(self).__name__} is not a loss on a sampler's policy, so {truncation} does not fit it"
-            )
         self.options = VocabOptions(
             vocab_size, vocab_start, cp_layout, temperature, consume_logits, backend, truncation
         )
+        if truncation and not self.requirements.truncatable:
+            raise ValueError(
+                f"{type(self).__name__} is not a loss on a sampler's policy, so {truncation} does not fit it"
+            )
 
-    @classmethod
-    def reads_log_probs(cls) -> bool:
-        """Whether log-probs and entropy are all that it reads of the model; from an `LMHeadInput` it needs no whole logits."""
-        return not cls.scalar_head and cls._read_head is LossFn._read_head
+    @cached_property
+    def requirements(self) -> Requirements:
+        """What the loss reads and claims, from its config; by default log-probs and no field."""
+        return Requirements()
 
     @abstractmethod
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
@@ -158,149 +134,70 @@ class LossFn(ABC, Generic[ConfigT]):
         if state:
             raise ValueError(f"{type(self).__name__} has no state, got {dict(state)}")
 
-    def __call__(
-        self,
-        next_token_logits: Tensor | LMHeadInput,
-        data: Mapping[str, Tensor],
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
-        vocab_parallel_rank: int | None = None,
-        vocab_parallel_group: ProcessGroup | None = None,
-        context_parallel_group: ProcessGroup | None = None,
-        *,
-        statistics: Statistics | None = None,
-        packed_sequences: PackedSequences | None = None,
-    ) -> tuple[Tensor, Metrics]:
-        """This rank's share of the loss, and its metrics.
-
-        Args:
-            next_token_logits: [B, S/cp, V/tp]; packed (through `SequencePackingLossWrapper`) [1, T/cp, V/tp]. Or an
-                `LMHeadInput`, hidden states and the head's weight: the same loss, logits never whole.
-            data: whole, token-aligned tensors: input_ids [B, S], token_mask [B, S], sample_mask [B], and the loss's
-                own fields.
-            global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`.
-            vocab_parallel_rank: this rank's place in `vocab_parallel_group`, checked against it.
-            vocab_parallel_group, context_parallel_group: None is a group of one.
-            statistics: of the whole step, for a loss that `needs_statistics`.
-            packed_sequences: how a packed row is laid out; `SequencePackingLossWrapper` gives it.
-
-        Raises:
-            ValueError: input that does not fit, on all ranks of both groups, see `set_validation`.
-        """
-        batch = self._batch(
-            next_token_logits, data, global_valid_seqs, global_valid_toks,
-            vocab_parallel_rank, vocab_parallel_group, context_parallel_group, statistics, packed_sequences,
-        )  # fmt: skip
+    def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
+        batch, carrier = self._read(call)
         loss, metrics = self.compute(batch)
-        if batch.dropped is not None:
-            metrics = with_dropped(metrics, batch.dropped)
-        return loss if batch.carrier is None else loss + batch.carrier, metrics
+        if batch.local.dropped is not None:
+            metrics = with_dropped(metrics, batch.local.dropped)
+        return loss if carrier is None else loss + carrier, metrics
 
     @torch.no_grad()
-    def collect(
-        self,
-        next_token_logits: Tensor | LMHeadInput,
-        data: Mapping[str, Tensor],
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
-        vocab_parallel_rank: int | None = None,
-        vocab_parallel_group: ProcessGroup | None = None,
-        context_parallel_group: ProcessGroup | None = None,
-        *,
-        packed_sequences: PackedSequences | None = None,
-    ) -> Statistics:
-        """This rank's part of the statistics of the step, from the loss's call; `+` joins micro-batches, then `reduce`.
-
-        Raises:
-            ValueError: a loss that needs none; input that does not fit, on all ranks of both groups.
-        """
+    def run_collect(self, call: LossCall) -> Statistics:
         if not self.needs_statistics:
             raise ValueError(f"{type(self).__name__} in this configuration needs no statistics of the step")
-        return self.collect_from(
-            self._batch(
-                next_token_logits, data, global_valid_seqs, global_valid_toks,
-                vocab_parallel_rank, vocab_parallel_group, context_parallel_group, Statistics({}), packed_sequences,
-            )
-        )  # fmt: skip
+        return self.collect_from(self._read(replace(call, statistics=Statistics({})))[0])
 
-    def _batch(
-        self,
-        output: Tensor | LMHeadInput,
-        data: Mapping[str, Tensor],
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
-        rank: int | None,
-        tensor_group: ProcessGroup | None,
-        context_group: ProcessGroup | None,
-        statistics: Statistics | None,
-        packed_sequences: PackedSequences | None,
-    ) -> TokenBatch:
-        head, logits = split_output(output, tensor_group)
-        data = self._complete(logits, data)
-
-        def check() -> SequenceLayout:
-            if head is not None:
-                check_fused_head(self, head, tensor_group)
-            check_statistics(type(self).__name__, self.needs_statistics, statistics)
-            check_rank(rank, tensor_group)
-            check_counts(global_valid_seqs, global_valid_toks)
-            rows, width = check_data(data, self._fields, logits)
-            if self.paired and rows % 2:
-                raise ValueError(
-                    f"preference pairs are (even, odd) rows, so their number must be even; got {rows} rows"
-                )
-            layout = self._layout(logits, rows, width, context_group, packed_sequences)
-            if packed_sequences is not None:
-                check_lengths(data, layout)
-            self._check_head(logits, data, tensor_group)
-            if head is not None:
-                head.check_rows(layout.shard(valid_tokens(data), fill=False), tensor_group)
-            return layout
-
+    def _read(self, call: LossCall) -> tuple[TokenBatch, Tensor | None]:
+        """Check the call and read the model's output; an exact 0 carries a gradient that was computed on the way."""
+        needs, group = self.requirements, call.tensor_group
+        if self.options.truncation.kept_sets:
+            needs = needs.with_kept_ids()
+        head, logits = split_output(call.output, group)
+        call = replace(call, data=self._complete(logits, call.data))
         same = shape_facts(logits, self.options.vocab_size)
-        layout = raise_on_all_ranks(check, [tensor_group, context_group], logits, same)
-        given = (torch.as_tensor(n) for n in (global_valid_seqs, global_valid_toks))
+        layout = raise_on_all_ranks(
+            lambda: self._check(call, needs, head, logits), [group, call.context_group], logits, same
+        )
+        given = (torch.as_tensor(n) for n in (call.global_valid_seqs, call.global_valid_toks))
         counts = ValidCounts(*(n.to(logits.device, non_blocking=True) for n in given))
-        batch = TokenBatch(
-            data, layout, counts, context_group, statistics=statistics, shift=self.shift, together=self._together
-        )
-        return (
-            self._read_head(batch, logits, tensor_group) if head is None else project(self, batch, head, tensor_group)
-        )
+        local = self._narrowed(LocalBatch(call.data, layout, counts, call.context_group, needs, call.statistics))
+        if head is None:
+            return self._read_output(local, logits, group), None
+        if needs.reads == "logits":
+            return self._read_output(local, whole_logits(head, local.mask, group), group), None
+        return project(local, head, group, self.options, lambda batch: self.compute(batch)[0])
 
-    @property
-    def _fields(self) -> Fields:
-        kept = ("kept_ids",) if self.options.truncation.kept_sets else ()
-        return Fields(
-            self.token_fields + kept,
-            self.sequence_fields,
-            self.local_fields,
-            self.predictor_fields,
-            self.wide_fields + kept,
-            self.integer_fields + kept,
-            self.shift,
-        )
-
-    @property
-    def _together(self) -> tuple[str, ...]:
-        apart = (*self.predictor_fields, *self.wide_fields, *self.integer_fields)
-        return tuple(name for name in self.token_fields if name not in apart)
+    def _check(self, call: LossCall, needs: Requirements, head: LMHeadInput | None, logits: Tensor) -> SequenceLayout:
+        name, group = type(self).__name__, call.tensor_group
+        if head is not None:
+            check_lm_head(name, needs, self.options, head, group)
+        check_statistics(name, needs.statistics, call.statistics)
+        check_rank(call.tensor_rank, group)
+        check_counts(call.global_valid_seqs, call.global_valid_toks)
+        rows, width = check_data(call.data, needs, logits)
+        if needs.paired and rows % 2:
+            raise ValueError(f"preference pairs are (even, odd) rows, so their number must be even; got {rows} rows")
+        layout = self._layout(call, logits, rows, width)
+        if call.packed_sequences is not None:
+            check_lengths(call.data, layout)
+        self._check_output(logits, call.data, group)
+        if head is not None:
+            head.check_rows(layout.shard(valid_tokens(call.data), fill=False), group)
+        return layout
 
     def _complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """The data with fields that this loss can do without."""
         return data
 
-    def _layout(
-        self,
-        logits: Tensor,
-        rows: int,
-        width: int,
-        context_group: ProcessGroup | None,
-        packed_sequences: PackedSequences | None,
-    ) -> SequenceLayout:
-        return layout_of_logits(logits, rows, width, context_group, packed_sequences, self.options.cp_layout)
+    def _narrowed(self, local: LocalBatch) -> LocalBatch:
+        """The batch whose mask is the tokens that this loss scores; here all valid ones."""
+        return local
 
-    def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+    def _layout(self, call: LossCall, logits: Tensor, rows: int, width: int) -> SequenceLayout:
+        return call.layout(logits, rows, width, self.options.cp_layout)
+
+    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        """Refuse logits, and values of the data, that do not fit this loss and its options."""
         options = self.options
         check_logits(logits, options.consume_logits, options.backend)
         shard = options.shard(logits.shape[-1], tensor_group)
@@ -309,16 +206,11 @@ class LossFn(ABC, Generic[ConfigT]):
         if options.truncation.kept_sets:
             check_kept_ids(data["kept_ids"], valid_tokens(data), shard.vocab_size)
 
-    def _rows_read(self, batch: TokenBatch) -> Tensor:
-        """[T_local] bool: the positions whose output matters."""
-        return batch.mask
-
-    def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         """The batch with what the objective needs of the model's output."""
         options = self.options
         if options.truncation:
-            return read_truncated_head(self, batch, logits, tensor_group)
-        shard = options.shard(logits.shape[-1], tensor_group, entropy=self.needs_entropy)
-        targets = batch.layout.take(batch.data["input_ids"])
-        stats = stats_of_shard(logits.flatten(0, -2), targets, batch.mask, shard)
-        return replace(batch, token_stats=stats).sharing(batch)
+            return read_truncated_policy(local, logits, tensor_group, options)
+        shard = options.shard(logits.shape[-1], tensor_group, entropy=self.requirements.entropy)
+        targets = local.layout.take(local.data["input_ids"])
+        return TokenBatch(local, ModelOutput(stats_of_shard(logits.flatten(0, -2), targets, local.mask, shard)))

@@ -1,38 +1,21 @@
-"""What a loss asks of its batch: fields, shapes and dtypes always, values where they are looked at."""
+"""Checks of a loss's data against its requirements: fields, shapes and dtypes always, values where they are looked at."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from parallel_rl.counts import valid_tokens
+from parallel_rl.losses.core.requirements import Field
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:
     from parallel_rl.layout import SequenceLayout
-
-
-@dataclass(frozen=True)
-class Fields:
-    """What a loss reads of its data, beside input_ids, token_mask and sample_mask, by shape, place and kind.
-
-    token: [B, S]; those in `wide` [B, S, K]. sequence: [B]. local: in the order of the logits, on this rank only, with the
-    logits' two leading dimensions. predictor: those of `token` that are stored one column before the token. integer: those
-    that hold whole numbers or bools; all others are floating point. shift: whether column 0 has no predictor and so no loss.
-    """
-
-    token: tuple[str, ...] = ()
-    sequence: tuple[str, ...] = ()
-    local: tuple[str, ...] = ()
-    predictor: tuple[str, ...] = ()
-    wide: tuple[str, ...] = ()
-    integer: tuple[str, ...] = ()
-    shift: bool = True
+    from parallel_rl.losses.core.requirements import Requirements
 
 
 def check_statistics(loss: str, needs: bool, statistics: object) -> None:
@@ -54,52 +37,55 @@ def check_counts(global_valid_seqs: object, global_valid_toks: object) -> None:
             raise ValueError(f"{name} = {count} must be at least 1, see count_valid")
 
 
-def check_data(data: Mapping[str, Tensor], fields: Fields, head: Tensor) -> tuple[int, int]:
+def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) -> tuple[int, int]:
     """(B, S) of whole data, after a look at each field's presence, shape, dtype and device, and at values (`set_validation`).
 
     Args:
-        head: the model's output, for its device and its leading shape.
+        output: the model's, for its device and its leading shape.
 
     Raises:
-        ValueError: a missing field, no tensor, another shape, dtype or device; a mask with other values than 0 and 1; NaN in a
-            valid place.
+        ValueError: a missing field, anything but a tensor, a wrong shape, dtype or device; a mask with values other than 0 and
+            1; NaN in a valid place.
     """
-    names = ("input_ids", "token_mask", "sample_mask", *fields.token, *fields.sequence, *fields.local)
+    names = ("input_ids", "token_mask", "sample_mask", *needs.names)
     for name in names:
         if name not in data:
             raise ValueError(f"data lacks the field {name!r}; this loss needs {', '.join(names)}")
         if not isinstance(data[name], Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(data[name]).__name__}")
-        if data[name].device != head.device:
+        if data[name].device != output.device:
             raise ValueError(
-                f"{name} is on {data[name].device}, the model's output on {head.device}; they must be on one device"
+                f"{name} is on {data[name].device}, the model's output on {output.device}; they must be on one device"
             )
     ids = data["input_ids"]
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"input_ids must be integers [B, S], got {ids.dtype} {list(ids.shape)}")
     rows, width = ids.shape
-    for name in names[1:]:
-        shape = tuple(data[name].shape)
-        if name in fields.local:
-            if shape[:2] != tuple(head.shape[:2]):
-                raise ValueError(
-                    f"{name} has shape {list(shape)}; it must begin like the model's output {list(head.shape)}"
-                )
-        elif name in fields.wide:
-            if len(shape) != 3 or shape[:2] != (rows, width) or shape[2] < 1:
-                raise ValueError(f"{name} has shape {list(shape)}; input_ids [B, S] calls for [{rows}, {width}, K]")
-        elif shape != (wanted := (rows,) if name == "sample_mask" or name in fields.sequence else (rows, width)):
-            raise ValueError(
-                f"{name} has shape {list(shape)}; input_ids [B, S] = {[rows, width]} calls for {list(wanted)}"
-            )
-        floats = data[name].is_floating_point()
-        if name in fields.integer and floats:
-            raise ValueError(f"{name} must hold integers or bools, got {data[name].dtype}")
-        if not floats and name not in (*fields.integer, "token_mask", "sample_mask"):
-            raise ValueError(f"{name} must be floating point, got {data[name].dtype}")
+    for name in ("token_mask", "sample_mask"):
+        _check_shape(data[name], Field(name, "token" if name == "token_mask" else "sequence"), (rows, width), output)
+    for field in needs.fields:
+        _check_shape(data[field.name], field, (rows, width), output)
+        floats = data[field.name].is_floating_point()
+        if floats != (field.dtype == "float"):
+            wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
+            raise ValueError(f"{field.name} must {wanted}, got {data[field.name].dtype}")
     if checks_values(ids):
-        _check_values(data, fields)
+        _check_values(data, needs)
     return rows, width
+
+
+def _check_shape(value: Tensor, field: Field, batch: tuple[int, int], output: Tensor) -> None:
+    shape, name = tuple(value.shape), field.name
+    if field.per == "local":
+        if shape[:2] != tuple(output.shape[:2]):
+            raise ValueError(
+                f"{name} has shape {list(shape)}; it must begin like the model's output {list(output.shape)}"
+            )
+    elif field.width:
+        if len(shape) != 3 or shape[:2] != batch or shape[2] < 1:
+            raise ValueError(f"{name} has shape {list(shape)}; input_ids [B, S] calls for [{batch[0]}, {batch[1]}, K]")
+    elif shape != (wanted := batch[:1] if field.per == "sequence" else batch):
+        raise ValueError(f"{name} has shape {list(shape)}; input_ids [B, S] = {list(batch)} calls for {list(wanted)}")
 
 
 def check_lengths(data: Mapping[str, Tensor], layout: SequenceLayout) -> None:
@@ -120,16 +106,19 @@ def check_lengths(data: Mapping[str, Tensor], layout: SequenceLayout) -> None:
         )
 
 
-def _check_values(data: Mapping[str, Tensor], fields: Fields) -> None:
+def _check_values(data: Mapping[str, Tensor], needs: Requirements) -> None:
     for name in ("token_mask", "sample_mask"):
         mask = data[name]
         if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
             raise ValueError(f"{name} must hold 0 and 1 only; a weight belongs into the advantages")
-    valid = valid_tokens(data, fields.shift)
-    places = dict.fromkeys(fields.token, valid)
-    places |= dict.fromkeys(fields.predictor, valid.roll(-1, 1))
-    places |= dict.fromkeys(fields.sequence, data["sample_mask"].bool())
-    for name, place in places.items():
-        bad = data[name].isnan() & place.view(*place.shape, *[1] * (data[name].dim() - place.dim()))
+    valid = valid_tokens(data, needs.shift)
+    for field in needs.fields:
+        if field.per == "local":
+            continue
+        place = valid if field.alignment == "token" else valid.roll(-1, 1)
+        if field.per == "sequence":
+            place = data["sample_mask"].bool()
+        values = data[field.name]
+        bad = values.isnan() & place.view(*place.shape, *[1] * (values.dim() - place.dim()))
         if bool(bad.any()):
-            raise ValueError(f"{name} is NaN at {bad.nonzero()[0].tolist()}, a valid place")
+            raise ValueError(f"{field.name} is NaN at {bad.nonzero()[0].tolist()}, a valid place")

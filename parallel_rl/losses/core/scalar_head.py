@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,13 +13,15 @@ from torch import Tensor
 from parallel_rl.groups import group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.core.base import ConfigT, LossFn
-from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.losses.core.options import PackedSequences
+    from parallel_rl.losses.core.call import LossCall
+    from parallel_rl.losses.core.local_batch import LocalBatch
 
 
 class ScalarHeadLoss(LossFn[ConfigT]):
@@ -27,19 +30,21 @@ class ScalarHeadLoss(LossFn[ConfigT]):
     The constructor takes no option of a vocabulary; the rest of the call is that of `LossFn`.
     """
 
-    scalar_head = True
-
     def __init__(self, config: ConfigT | Mapping | None = None, *, cp_layout: CPLayout = "zigzag") -> None:
         super().__init__(config, cp_layout=cp_layout)
 
-    def _check_head(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+    @cached_property
+    def requirements(self) -> Requirements:
+        return Requirements(reads="scalar")
+
+    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         if not logits.is_floating_point() or (logits.dim() == 3 and logits.shape[-1] != 1):
             raise ValueError(
                 f"a scalar head's output must be floating point [B, S/cp, 1], got {logits.dtype} {list(logits.shape)}"
             )
 
-    def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
-        return replace(batch, head=torch.where(batch.mask, _flat(logits), 0))
+    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        return TokenBatch(local, ModelOutput(head=torch.where(local.mask, _flat(logits), 0)))
 
 
 class PooledHeadLoss(ScalarHeadLoss[ConfigT]):
@@ -55,29 +60,23 @@ class PooledHeadLoss(ScalarHeadLoss[ConfigT]):
         rows = data["sample_mask"].new_ones(data["sample_mask"].numel(), 1)  # nothing of the tokens is read
         return {"input_ids": rows.to(torch.int64), "token_mask": rows, **data}
 
-    def _layout(
-        self,
-        logits: Tensor,
-        rows: int,
-        width: int,
-        context_group: ProcessGroup | None,
-        packed_sequences: PackedSequences | None,
-    ) -> SequenceLayout:
+    def _layout(self, call: LossCall, logits: Tensor, rows: int, width: int) -> SequenceLayout:
         if logits.dim() == 3:
-            return super()._layout(logits, rows, width, context_group, packed_sequences)
+            return super()._layout(call, logits, rows, width)
         if tuple(logits.shape) not in ((rows,), (rows, 1)):
             raise ValueError(f"one reward a row must be [B] or [B, 1] with B = {rows}, got {list(logits.shape)}")
-        return replace(SequenceLayout.padded(rows, width, device=logits.device), cp_size=group_size(context_group))
+        return replace(SequenceLayout.padded(rows, width, device=logits.device), cp_size=group_size(call.context_group))
 
-    def _read_head(self, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         if logits.dim() < 3:
-            return replace(batch, head=torch.where(batch.sequence_mask, _flat(logits), 0))
+            return TokenBatch(local, ModelOutput(head=torch.where(local.sequence_mask, _flat(logits), 0)))
         # The last valid token of each row, at the position that holds it; column 0 may be it.
-        mask = batch.data["token_mask"].bool() & batch.sequence_mask[:, None]
+        mask = local.data["token_mask"].bool() & local.sequence_mask[:, None]
         place = torch.arange(mask.shape[1], device=mask.device)
         last = mask & (place == torch.where(mask, place, -1).amax(1, keepdim=True))
-        here = batch.layout.shard(last, shift=False, fill=False)
-        return replace(batch, head=batch.layout.segment_sum(torch.where(here, _flat(logits), 0), batch.context_group))
+        here = local.layout.shard(last, shift=False, fill=False)
+        scores = torch.where(here, _flat(logits), 0)
+        return TokenBatch(local, ModelOutput(head=local.layout.segment_sum(scores, local.context_group)))
 
 
 def _flat(logits: Tensor) -> Tensor:

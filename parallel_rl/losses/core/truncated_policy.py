@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.vocab.stats import TokenStats, stats_of_shard
 from parallel_rl.vocab.truncated_stats import truncated_stats_of_shard
@@ -16,45 +17,41 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.losses.core.base import LossFn
-    from parallel_rl.losses.core.batch import Alignment, TokenBatch
+    from parallel_rl.losses.core.local_batch import LocalBatch
+    from parallel_rl.losses.core.options import VocabOptions
 
 #: fields of log-probs that the truncated policy of an earlier moment gave
 _TRUNCATED_FIELDS = ("prev_logprobs", "generation_logprobs")
 
 
-def read_truncated_head(
-    loss_fn: LossFn, batch: TokenBatch, logits: Tensor, tensor_group: ProcessGroup | None
+def read_truncated_policy(
+    local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None, options: VocabOptions
 ) -> TokenBatch:
-    """The batch with statistics of the truncated policy, without the tokens that it, or an earlier one, does not keep."""
-    options, layout, flat = loss_fn.options, batch.layout, logits.flatten(0, -2)
-    targets, both = layout.shard(batch.data["input_ids"]), loss_fn.needs_untruncated
-    kept_ids = layout.shard(batch.data["kept_ids"], fill=-1) if options.truncation.kept_sets else None
-    shard = options.shard(logits.shape[-1], tensor_group, entropy=loss_fn.needs_entropy)
+    """Read the statistics of the truncated policy; tokens that it, or an earlier one, does not keep leave the mask."""
+    layout, flat, needs = local.layout, logits.flatten(0, -2), local.requirements
+    targets = layout.shard(local.data["input_ids"])
+    kept_ids = local.kept_ids() if options.truncation.kept_sets else None
+    shard = options.shard(logits.shape[-1], tensor_group, entropy=needs.entropy)
     # `collect` reads the same logits before the loss does: a truncation in place would be truncated again
     consume = options.consume_logits and torch.is_grad_enabled()
-    truncated = replace(shard, consume_logits=consume and not both)
-    stats = truncated_stats_of_shard(flat, targets, batch.mask, truncated, kept_ids)
+    truncated = replace(shard, consume_logits=consume and not needs.untruncated)
+    stats = truncated_stats_of_shard(flat, targets, local.mask, truncated, kept_ids)
     untruncated = None
-    if both:
+    if needs.untruncated:
         whole = replace(shard, entropy=False, truncation=KEEP_ALL, consume_logits=consume)
-        untruncated = stats_of_shard(flat, targets, batch.mask, whole)
-    return without_dropped(loss_fn, batch, stats, untruncated)
+        untruncated = stats_of_shard(flat, targets, local.mask, whole)
+    return without_dropped(local, stats, untruncated)
 
 
-def without_dropped(
-    loss_fn: LossFn, batch: TokenBatch, stats: TokenStats, untruncated: TokenStats | None = None
-) -> TokenBatch:
+def without_dropped(local: LocalBatch, stats: TokenStats, untruncated: TokenStats | None = None) -> TokenBatch:
     """The batch with these statistics, without the tokens that the policy, or an earlier one, does not keep."""
     dropped = stats.logprobs.detach() == -torch.inf
     for name in _TRUNCATED_FIELDS:
-        if name in loss_fn.token_fields:
-            alignment: Alignment = "predictor" if name in loss_fn.predictor_fields else "token"
-            dropped = dropped | (batch.field(name, alignment) == -torch.inf)
-    batch = replace(batch, dropped=dropped)
-    return replace(
-        batch, token_stats=_masked(stats, batch.mask), untruncated=untruncated and _masked(untruncated, batch.mask)
-    )
+        if name in local.requirements.names:
+            dropped = dropped | (local.field(name) == -torch.inf)
+    kept = replace(local, dropped=dropped)
+    whole = None if untruncated is None else masked_stats(untruncated, kept.mask)
+    return TokenBatch(kept, ModelOutput(masked_stats(stats, kept.mask), untruncated=whole))
 
 
 def with_dropped(metrics: Metrics, dropped: Tensor) -> Metrics:
@@ -63,6 +60,7 @@ def with_dropped(metrics: Metrics, dropped: Tensor) -> Metrics:
     return Metrics({**{name: metrics.parts(name) for name in metrics}, "dropped_tokens": count})
 
 
-def _masked(stats: TokenStats, mask: Tensor) -> TokenStats:
+def masked_stats(stats: TokenStats, mask: Tensor) -> TokenStats:
+    """The statistics with 0, and gradient 0, at masked places."""
     entropy = None if stats.entropy is None else torch.where(mask, stats.entropy, 0)
     return TokenStats(torch.where(mask, stats.logprobs, 0), entropy, torch.where(mask, stats.lse, 0))

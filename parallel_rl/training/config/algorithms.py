@@ -63,11 +63,12 @@ class CriticConfig:
     def __post_init__(self) -> None:
         at_least(self, warmup_steps=0)
         check_fields_available(self.loss, {"values": "", "returns": ""}, scalar_head=True)
-        if getattr(self.loss.build().config, "head_position", "predictor") != "predictor":
+        needs = self.loss.requirements
+        if needs.reads == "scalar" and not needs.shift:
             raise ValueError(
                 "loss.options.head_position must be 'predictor': the values come one position before their token"
             )
-        if not self.loss.scalar_head:
+        if needs.reads != "scalar":
             raise ValueError(f"loss.name = {self.loss.name!r} reads logits; a critic has a scalar head")
 
 
@@ -186,7 +187,7 @@ class RLConfig:
 
     @property
     def needs_reference(self) -> bool:
-        return "reference_policy_logprobs" in self.loss.reads or "kl" in self.advantages.needs
+        return "reference_policy_logprobs" in self.loss.requirements.names or "kl" in self.advantages.needs
 
     def _check_estimator(self) -> None:
         needs, name = self.advantages.needs, self.advantages.name
@@ -213,7 +214,7 @@ class RLConfig:
 
     def _check_loss(self) -> None:
         check_fields_available(self.loss, self.fields)
-        if self.experts and "expert_mask" not in self.loss.reads:
+        if self.experts and "expert_mask" not in self.loss.requirements.names:
             raise ValueError(
                 f"experts = {self.experts} has no effect with loss.name = {self.loss.name!r}, which reads no expert_mask"
             )
@@ -272,7 +273,7 @@ class DistillationConfig:
 
 def rows_of_pair(config: PreferenceConfig) -> int:
     """Rows that a pair gives: (chosen, rejected), or labelled ones and a mismatched one."""
-    return 3 if LABELS in config.loss.reads else 2
+    return 3 if LABELS in config.loss.requirements.names else 2
 
 
 def check_fields_available(
@@ -289,13 +290,14 @@ def check_fields_available(
     Raises:
         ValueError: names the field, and what would give it.
     """
-    if choice.loss_class.paired and not paired:
+    needs = choice.requirements
+    if needs.paired and not paired:
         raise ValueError(
             f"loss.name = {choice.name!r} reads (chosen, rejected) pairs; the section 'preference' has them"
         )
-    if choice.scalar_head and not scalar_head:
+    if needs.reads == "scalar" and not scalar_head:
         raise ValueError(f"loss.name = {choice.name!r} reads a scalar head, which the policy does not have")
-    for name in choice.reads:
+    for name in needs.names:
         if fields.get(name, "-") == "":
             continue
         what = fields.get(name, f"which this section does not have ({_listed(fields)})")

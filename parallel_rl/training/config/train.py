@@ -62,7 +62,7 @@ class TrainConfig:
     @property
     def scalar_head(self) -> bool:
         """Whether the trained model gives one number a position in place of logits: a reward model."""
-        return self.preference is not None and self.preference.loss.scalar_head
+        return self.preference is not None and self.preference.loss.requirements.reads == "scalar"
 
     @property
     def teacher(self) -> str | None:
@@ -76,7 +76,7 @@ class TrainConfig:
         """Whether a frozen copy is kept of the policy that the main phase begins with."""
         if self.rl is not None:
             return self.rl.needs_reference
-        return self.preference is not None and "reference_policy_logprobs" in self.preference.loss.reads
+        return self.preference is not None and "reference_policy_logprobs" in self.preference.loss.requirements.names
 
     def _check_data(self) -> None:
         data, rl, distillation = self.data, self.rl, self.distillation
@@ -142,11 +142,11 @@ class TrainConfig:
         if self.rl is None:
             return
         text = f"sampling.top_k = {sampling.top_k} with top_p = {sampling.top_p}"
-        if not self.rl.loss.loss_class.truncatable:
+        if not self.rl.loss.requirements.truncatable:
             raise ValueError(
                 f"{text} does not go with rl.loss.name = {self.rl.loss.name!r}, which is no loss on a truncated policy"
             )
-        if self.model.fused_head and self.rl.loss.build(truncation=sampling.truncation).needs_untruncated:
+        if self.model.fused_head and self.rl.loss.build(truncation=sampling.truncation).requirements.untruncated:
             raise ValueError(
                 f"{text} and a KL to the reference in rl.loss read two distributions of a token, of which model.fused_head = "
                 "True gives one; set it to false, or both to null"
@@ -162,7 +162,7 @@ class TrainConfig:
             )
         if self.model.fused_head:
             section = getattr(self, self.objective)
-            if not section.loss.loss_class.reads_log_probs():
+            if section.loss.requirements.reads != "log-probs":
                 raise ValueError(
                     f"model.fused_head = True does not go with {self.objective}.loss.name = {section.loss.name!r}, which reads "
                     "the model's output itself"

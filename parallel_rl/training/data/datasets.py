@@ -296,7 +296,7 @@ def _check_rewards(first: Rollout, config: RLConfig) -> None:
     if first.reward is not None:
         return
     readers = {
-        f"rl.loss.name = {config.loss.name!r}": "rewards" in config.loss.reads,
+        f"rl.loss.name = {config.loss.name!r}": "rewards" in config.loss.requirements.names,
         "rl.critic": config.critic is not None,
         "rl.teacher": config.teacher is not None,
         "rl.overlong": config.overlong is not None,

@@ -83,7 +83,7 @@ def _models(session: Session, config: RLConfig) -> Models:
     def log_probs(model: torch.nn.Module | None, rule: Truncation = KEEP_ALL) -> Callable[[Experience], Tensor]:
         return lambda made: policy.log_probs(made, model, temperature=sampling.temperature, truncation=rule)
 
-    recompute = config.prev_logprobs == "recompute" and compared & {*config.loss.reads, *needs}
+    recompute = config.prev_logprobs == "recompute" and compared & {*config.loss.requirements.names, *needs}
     return Models(
         policy_logprobs=log_probs(None, sampling.truncation) if recompute else None,
         untruncated_logprobs=log_probs(None) if sampling.truncation and compared & needs else None,

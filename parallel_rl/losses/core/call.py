@@ -1,0 +1,175 @@
+"""The call that every loss has: spelled out once for users, one value behind it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from parallel_rl.groups import group_rank, group_size
+from parallel_rl.layout import CPLayout, SequenceLayout
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.losses.core.requirements import Requirements
+    from parallel_rl.metrics import Metrics
+    from parallel_rl.statistics import Statistics
+    from parallel_rl.vocab.linear.lm_head import LMHeadInput
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequences:
+    """The bounds of the sequences in a packed row (Megatron: `PackedSeqParams`).
+
+    Attributes:
+        cu_seqlens: [B + 1] integer, true lengths summed up from 0.
+        cu_seqlens_padded: [B + 1] integer, with each sequence's padding; None where there is none.
+    """
+
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor | None = None
+    _layouts: dict[tuple[object, ...], SequenceLayout] = field(default_factory=dict, repr=False)
+
+    def layout(
+        self, seq_len: int, total: int, cp_size: int, cp_rank: int, cp_layout: CPLayout, device: torch.device
+    ) -> SequenceLayout:
+        """The layout of a row of `total` positions on one context rank, see `SequenceLayout.packed`; computed once."""
+        key = (seq_len, total, cp_size, cp_rank, cp_layout, device)
+        if key not in self._layouts:
+            self._layouts[key] = SequenceLayout.packed(
+                self.cu_seqlens,
+                self.cu_seqlens_padded,
+                seq_len=seq_len,
+                total=total,
+                cp_size=cp_size,
+                cp_rank=cp_rank,
+                cp_layout=cp_layout,
+                device=device,
+            )
+        return self._layouts[key]
+
+
+@dataclass(frozen=True, eq=False)
+class LossCall:
+    """The arguments of one call; see `LossFunction.__call__`."""
+
+    output: Tensor | LMHeadInput
+    data: Mapping[str, Tensor]
+    global_valid_seqs: Tensor
+    global_valid_toks: Tensor
+    tensor_rank: int | None = None
+    tensor_group: ProcessGroup | None = None
+    context_group: ProcessGroup | None = None
+    statistics: Statistics | None = None
+    packed_sequences: PackedSequences | None = None
+
+    def layout(self, logits: Tensor, rows: int, width: int, cp_layout: CPLayout) -> SequenceLayout:
+        """The layout of logits [B, S/cp, V/tp], or packed [1, T/cp, V/tp], for data [rows, width].
+
+        Raises:
+            ValueError: shape mismatch, or a number of sequences other than the data's rows.
+        """
+        if logits.dim() != 3:
+            raise ValueError(
+                f"next_token_logits must be [B, S/cp, V/tp] (packed: [1, T/cp, V/tp]), got {list(logits.shape)}"
+            )
+        cp_size, cp_rank = group_size(self.context_group), group_rank(self.context_group)
+        if self.packed_sequences is not None:
+            if logits.shape[0] != 1:
+                raise ValueError(f"packed logits must be [1, T/cp, V/tp], got {list(logits.shape)}")
+            total = logits.shape[1] * cp_size
+            layout = self.packed_sequences.layout(width, total, cp_size, cp_rank, cp_layout, logits.device)
+        else:
+            layout = SequenceLayout.padded(
+                rows, width, cp_size=cp_size, cp_rank=cp_rank, cp_layout=cp_layout, device=logits.device
+            )
+        if layout.shape[0] != rows:
+            raise ValueError(f"cu_seqlens describes {layout.shape[0]} sequences, the data has {rows} rows")
+        if tuple(logits.shape[:2]) != layout.local_shape:
+            raise ValueError(
+                f"the logits have leading shape {list(logits.shape[:2])}; data of shape {[rows, width]} over cp = {cp_size} "
+                f"needs {list(layout.local_shape)}"
+            )
+        return layout
+
+
+class LossFunction(ABC):
+    """Base of everything that is called as a loss is: `LossFn`, and `SequencePackingLossWrapper` around one."""
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the call takes `statistics=`, the reduced result of `collect`."""
+        return self.requirements.statistics
+
+    @property
+    @abstractmethod
+    def requirements(self) -> Requirements:
+        """What the loss needs of its caller."""
+
+    @abstractmethod
+    def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
+        """This rank's share of the loss, and its metrics."""
+
+    @abstractmethod
+    def run_collect(self, call: LossCall) -> Statistics:
+        """This rank's part of the statistics of the step."""
+
+    def __call__(
+        self,
+        next_token_logits: Tensor | LMHeadInput,
+        data: Mapping[str, Tensor],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+        *,
+        statistics: Statistics | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """This rank's share of the loss, and its metrics.
+
+        Args:
+            next_token_logits: [B, S/cp, V/tp]; packed (through `SequencePackingLossWrapper`) [1, T/cp, V/tp]. Or an
+                `LMHeadInput`, hidden states and the LM head's weight: the same loss, logits never whole.
+            data: whole, token-aligned tensors: input_ids [B, S], token_mask [B, S], sample_mask [B], and the loss's
+                own fields.
+            global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`.
+            vocab_parallel_rank: this rank's place in `vocab_parallel_group`, checked against it.
+            vocab_parallel_group, context_parallel_group: None is a group of one.
+            statistics: of the whole step, for a loss that `needs_statistics`.
+
+        Raises:
+            ValueError: invalid input, on all ranks of both groups, see `set_validation`.
+        """
+        return self.run(
+            LossCall(
+                next_token_logits, data, global_valid_seqs, global_valid_toks,
+                vocab_parallel_rank, vocab_parallel_group, context_parallel_group, statistics,
+            )
+        )  # fmt: skip
+
+    def collect(
+        self,
+        next_token_logits: Tensor | LMHeadInput,
+        data: Mapping[str, Tensor],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> Statistics:
+        """This rank's part of the statistics of the step, from the loss's call; `+` joins micro-batches, then `reduce`.
+
+        Raises:
+            ValueError: a loss that needs none; invalid input, on all ranks of both groups.
+        """
+        return self.run_collect(
+            LossCall(
+                next_token_logits, data, global_valid_seqs, global_valid_toks,
+                vocab_parallel_rank, vocab_parallel_group, context_parallel_group,
+            )
+        )  # fmt: skip

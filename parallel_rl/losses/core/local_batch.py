@@ -1,0 +1,122 @@
+"""One micro-batch on one rank before the model's output is read: the data in the order of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.counts import ValidCounts, valid_tokens
+from parallel_rl.groups import group_rank
+from parallel_rl.losses.core.requirements import Requirements
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.layout import SequenceLayout
+    from parallel_rl.statistics import Statistics
+
+_NOTHING = Requirements()
+
+
+@dataclass(frozen=True, eq=False)
+class LocalBatch:
+    """The data, where its tokens lie on this rank, and what was computed from both already; the plumbing of `TokenBatch`.
+
+    Attributes:
+        data: the whole, token-aligned tensors.
+        layout: which token each local position holds.
+        counts: valid sequences and tokens of the whole step.
+        context_group: the group over which a sequence is spread.
+        requirements: of the loss, for the alignment of its fields.
+        statistics: of the whole step, for the losses that need them.
+        dropped: [T_local] bool, valid tokens that left the mask because a truncated policy does not keep them.
+    """
+
+    data: Mapping[str, Tensor]
+    layout: SequenceLayout
+    counts: ValidCounts
+    context_group: ProcessGroup | None = None
+    requirements: Requirements = _NOTHING
+    statistics: Statistics | None = None
+    dropped: Tensor | None = None
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """[B, S] bool: whole, token-aligned. Column 0 has no predictor; without a shift it needs none."""
+        return valid_tokens(self.data, self.requirements.shift)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """[T_local] bool: positions whose token (the predicted one, with a shift) carries loss."""
+        shift = self.requirements.shift
+        _, here = self.layout.places(shift)
+        mask = self.layout.take(self.valid, shift) & here
+        return mask if self.dropped is None else mask & ~self.dropped
+
+    @cached_property
+    def sequence_mask(self) -> Tensor:
+        """[B] bool."""
+        return self.data["sample_mask"].bool()
+
+    @cached_property
+    def tokens_per_sequence(self) -> Tensor:
+        """[B] valid tokens of each sequence, over all context ranks."""
+        if self.dropped is not None:  # known where the token is only
+            return self.layout.segment_sum(self.mask.double(), self.context_group).to(torch.int64)
+        return self.valid.sum(1)
+
+    def masked(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """[T_local], or K quantities [K, T_local]: x, and a 0 of `dtype` at masked places."""
+        return torch.where(self.mask, x, self.zero(dtype))
+
+    def zero(self, dtype: torch.dtype | None) -> Tensor:
+        """A 0-dim 0, made once: a Python number would become a new tensor in each `where`."""
+        if dtype not in self._zeros:
+            self._zeros[dtype] = torch.zeros((), dtype=dtype, device=self.mask.device)
+        return self._zeros[dtype]
+
+    def field(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """[T_local] a field [B, S] ([B, S, K]: [T_local, K]), 0 at masked places; a float one in `dtype`, if given."""
+        needs = self.requirements
+        shift = needs.shift and needs.field(name).alignment == "token"
+        key = name, dtype
+        if key not in self._fields:
+            together = needs.plain_names()
+            if name in together:
+                stacked = torch.stack([in_dtype(self.data[each], dtype) for each in together]).flatten(1)
+                found = self.masked(stacked.index_select(1, self.layout.places(shift)[0]), dtype)
+                self._fields.update({(each, dtype): x for each, x in zip(together, found, strict=True)})
+            else:
+                local = self.layout.take(in_dtype(self.data[name], dtype), shift)
+                self._fields[key] = torch.where(self.mask.view(-1, *[1] * (local.dim() - 1)), local, 0)
+        return self._fields[key]
+
+    def unmasked(self, name: str) -> Tensor:
+        """[T_local, ...] a field that comes in the order of the logits, as it is, masked places included."""
+        return self.data[name].flatten(0, 1)
+
+    def kept_ids(self) -> Tensor:
+        """[T_local, K] the sampler's kept token ids, padded with −1."""
+        return self.layout.shard(self.data["kept_ids"], fill=-1)
+
+    def once(self, total: Tensor, *, of_tokens: bool) -> Tensor:
+        """A sum over whole data, which every context rank holds, as this rank's part of the sum over ranks."""
+        return total if group_rank(self.context_group) == 0 else torch.zeros_like(total)
+
+    @cached_property
+    def _fields(self) -> dict[tuple[str, torch.dtype | None], Tensor]:
+        return {}
+
+    @cached_property
+    def _zeros(self) -> dict[torch.dtype | None, Tensor]:
+        return {}
+
+
+def in_dtype(values: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Floats in `dtype`, if given; integers as they are."""
+    return values if dtype is None or not values.is_floating_point() else values.to(dtype)

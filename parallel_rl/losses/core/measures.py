@@ -1,0 +1,80 @@
+"""Metrics of a batch under the law: shares of tokens live on their owner, numbers of whole sequences on context rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.metrics import Mean, Measure, Metric, MinMax, Sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.losses.core.batch import TokenBatch
+
+
+def token_means(batch: TokenBatch, values: Mapping[str, Tensor]) -> dict[str, Metric]:
+    """Means of name → [T_local] over all valid tokens of the step, summed together."""
+    stacked = torch.stack([x.detach().to(batch.output.dtype) for x in values.values()])
+    means = batch.local.masked(stacked, batch.output.dtype).sum(-1, dtype=torch.float64) / batch.counts.toks
+    return {name: Metric("share", mean) for name, mean in zip(values, means.unbind(), strict=True)}
+
+
+def token_ranges(batch: TokenBatch, values: Mapping[str, Tensor]) -> dict[str, Metric]:
+    """Extrema of name → [T_local] over valid tokens; the smallest is `name_min`, the largest `name_max`."""
+    return _ranges(values, batch.mask)
+
+
+def sequence_mean(batch: TokenBatch, x: Tensor, mask: Tensor | None = None, count: Tensor | None = None) -> Metric:
+    """Mean of [B] over all valid sequences of the step; of other entries with their mask and global count."""
+    mask = batch.sequence_mask if mask is None else mask
+    count = batch.counts.seqs if count is None else count
+    total = torch.where(mask, x.detach(), 0).sum(dtype=torch.float64) / count
+    return Metric("share", batch.local.once(total, of_tokens=False))
+
+
+def count_true(batch: TokenBatch, mask: Tensor) -> Metric:
+    """Number of true entries in [B], or in whole data [B, S], over the step."""
+    return Metric("count", batch.local.once(mask.sum(dtype=torch.float64), of_tokens=mask.dim() == 2))
+
+
+def measured_tokens(batch: TokenBatch, measures: Mapping[str, Measure]) -> dict[str, Metric]:
+    """Metrics of an objective's measures, [T_local] each."""
+    means = {name: measure.values for name, measure in measures.items() if isinstance(measure, Mean)}
+    metrics = token_means(batch, means) if means else {}
+    for name, measure in measures.items():
+        if isinstance(measure, MinMax):
+            metrics |= token_ranges(batch, {name: measure.values})
+        elif isinstance(measure, Sum):
+            total = torch.where(batch.mask, measure.values.detach(), 0).sum(dtype=torch.float64)
+            metrics[name] = Metric("share", total)
+    return metrics
+
+
+def measured_entries(
+    batch: TokenBatch, measures: Mapping[str, Measure], mask: Tensor, number: Tensor
+) -> dict[str, Metric]:
+    """Metrics of an objective's measures, one value a sequence or pair: `mask` says which are valid, `number` how many."""
+    metrics: dict[str, Metric] = {}
+    for name, measure in measures.items():
+        x = measure.values
+        if isinstance(measure, MinMax):
+            metrics |= _ranges({name: x}, mask)
+        else:
+            metrics[name] = sequence_mean(
+                batch, x, mask, number if isinstance(measure, Mean) else torch.ones_like(number)
+            )
+    return metrics
+
+
+def _ranges(values: Mapping[str, Tensor], mask: Tensor) -> dict[str, Metric]:
+    stacked = torch.stack([x.detach() for x in values.values()])
+    if not stacked.shape[1]:  # a rank without a row
+        least, most = (stacked.new_full((len(values),), nothing) for nothing in (torch.inf, -torch.inf))
+    else:
+        least = torch.where(mask, stacked, torch.inf).amin(1)
+        most = torch.where(mask, stacked, -torch.inf).amax(1)
+    metrics = {f"{name}_min": Metric("min", x) for name, x in zip(values, least.unbind(), strict=True)}
+    return metrics | {f"{name}_max": Metric("max", x) for name, x in zip(values, most.unbind(), strict=True)}

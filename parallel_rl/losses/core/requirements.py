@@ -1,0 +1,85 @@
+"""Everything that a loss needs of its caller, in one value that an instance builds from its config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Alignment = Literal["token", "predictor"]
+Reads = Literal["logits", "log-probs", "scalar"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a loss's data.
+
+    >>> Field("rewards", per="sequence")
+    Field(name='rewards', per='sequence', dtype='float', alignment='token', width=False)
+
+    Attributes:
+        name: key of the data.
+        per: "token" [B, S], whole on every context rank; "sequence" [B]; "local" in the order of the logits, on this rank only,
+            with the logits' two leading dimensions.
+        dtype: "float", or "integer" for integers and bools.
+        alignment: column t describes token t ("token"), or token t + 1, which is predicted there ("predictor").
+        width: several values a token, [B, S, K].
+    """
+
+    name: str
+    per: Literal["token", "sequence", "local"] = "token"
+    dtype: Literal["float", "integer"] = "float"
+    alignment: Alignment = "token"
+    width: bool = False
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a loss reads and claims.
+
+    >>> Requirements((Field("advantages"),), token_separable=True).names
+    ('advantages',)
+
+    Attributes:
+        fields: of the data, beside input_ids, token_mask and sample_mask.
+        reads: "log-probs" (and entropy), for which an `LMHeadInput` makes no whole logits; "logits"; or "scalar", one output a
+            position or a row in place of logits.
+        paired: rows come as (even, odd) pairs.
+        statistics: the call takes `statistics=` of the whole step.
+        entropy: the entropy of the policy is computed.
+        untruncated: log-probs of the whole distribution are read beside those of a truncated policy.
+        truncatable: the log-probs may be those of a truncated policy (top_k, top_p, kept_sets).
+        token_separable: a sum over tokens of terms that depend on the log-prob and entropy of their own token alone, all else
+            (data, statistics, counts) being constant, so that gradients may be computed in forward (`LMHeadInput`).
+        shift: position t speaks of token t + 1, which it predicts; False: of token t itself.
+    """
+
+    fields: tuple[Field, ...] = ()
+    reads: Reads = "log-probs"
+    paired: bool = False
+    statistics: bool = False
+    entropy: bool = False
+    untruncated: bool = False
+    truncatable: bool = False
+    token_separable: bool = False
+    shift: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the fields."""
+        return tuple(field.name for field in self.fields)
+
+    def field(self, name: str) -> Field:
+        """The field of this name; one that is not declared is a token-aligned float."""
+        return next((field for field in self.fields if field.name == name), Field(name))
+
+    def local_names(self) -> tuple[str, ...]:
+        """Names of the fields that only this rank has."""
+        return tuple(field.name for field in self.fields if field.per == "local")
+
+    def plain_names(self) -> tuple[str, ...]:
+        """Names of the token-aligned float fields [B, S], which one look-up takes together."""
+        return tuple(field.name for field in self.fields if field == Field(field.name))
+
+    def with_kept_ids(self) -> Requirements:
+        """Require `kept_ids` [B, S, K] too, the sampler's kept token ids."""
+        return replace(self, fields=(*self.fields, Field("kept_ids", dtype="integer", width=True)))
