@@ -89,6 +89,7 @@ def _runs(*fast: Run, slow: tuple[Run, ...] = ()) -> pytest.MarkDecorator:
     ),
 )  # fmt: skip
 def test_float64(case: law.Case, run: Run) -> None:
+    """The first case of a run launches the world that serves them all: 36 layouts of four ranks take up to a minute."""
     _assert_law(case, run, Setting(), 1e-10)
 
 

@@ -18,6 +18,7 @@ CASES = Path(__file__).parent / "triton_cases"
     ["traps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kernels", "operators", "ranks", "law"))],
 )
 def test_under_the_interpreter(cases: str) -> None:
+    """Half a minute each where it is slow: the interpreter runs every element of a block in numpy, in a process of its own."""
     command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-p", "no:cacheprovider", "-W", "ignore"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
