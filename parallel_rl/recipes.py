@@ -71,7 +71,11 @@ def loss_of(tree: Mapping[str, object]) -> Mapping[str, object] | None:
 
 
 def main_section(tree: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
-    """The section of a recipe that holds its loss, and its name; the whole recipe, named "", if it is a loss without a run."""
+    """The name of the section that holds a recipe's loss, and the section; "" and the whole recipe if it has no run.
+
+    >>> main_section({"run": {"seed": 0}, "sft": {"loss": {"name": "nll"}}})[0]
+    'sft'
+    """
     sections = ((name, value) for name, value in tree.items() if isinstance(value, Mapping) and "loss" in value)
     return next(sections, ("", tree))
 

@@ -16,7 +16,7 @@ from parallel_rl.training.tokenizer import CharTokenizer
 
 @dataclass(frozen=True)
 class Session:
-    """What the steps of a phase work with; None where the run has none.
+    """The models and data of a phase; None for those that the run does not have.
 
     Attributes:
         policy: the trained model; a reward model too.

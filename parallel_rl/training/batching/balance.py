@@ -28,7 +28,7 @@ def balance(
     together: int = 1,
     loads: Sequence[int] = (),
 ) -> tuple[SamplesT, list[int]]:
-    """The same rows of all data ranks, dealt anew: each rank's tokens are nearly as many in each part of the step.
+    """Redistribute the rows of all data ranks, so that their tokens are nearly even in each part of the step.
 
     The deal depends on the lengths alone. A part is dealt by itself, as it is an optimizer step.
 
@@ -62,7 +62,7 @@ def balance(
 def _lengths(
     rows: SamplesT, most: int, of_ranks: list[list[int]], group: ProcessGroup | None, device: torch.device
 ) -> list[list[int]]:
-    """Of every rank's rows."""
+    """The lengths of every rank's rows."""
     mine = torch.nn.functional.pad(rows.lengths, (0, most - len(rows))).to(device)
     found: list[list[int]] = all_gather(mine, group).tolist()
     return [every[: facts[0]] for every, facts in zip(found, of_ranks, strict=True)]

@@ -11,7 +11,7 @@ from parallel_rl.training.config.sections import BatchConfig, ParallelConfig
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a packed micro-batch holds.
+    """The capacity of a packed micro-batch.
 
     Attributes:
         tokens: of the whole row, padding included.
@@ -40,7 +40,7 @@ class Capacity:
 
     @classmethod
     def of_config(cls, batch: BatchConfig, parallel: ParallelConfig) -> Capacity | None:
-        """Where micro-batches are filled by tokens."""
+        """The capacity that `batch.tokens` sets; None if micro-batches are filled by number of sequences."""
         if batch.tokens is None:
             return None
         return cls.of_layout(batch.tokens, tensor=parallel.tensor, context=parallel.context)

@@ -33,7 +33,7 @@ NumberT = TypeVar("NumberT")
 
 
 class Controller(Protocol[NumberT]):
-    """Something small that is the same on every rank and kept once: a KL controller, a schedule."""
+    """A small state, equal on every rank and saved once: a KL controller, a loss's schedule."""
 
     def state_dict(self) -> Mapping[str, NumberT]: ...
 
@@ -44,7 +44,7 @@ Controllers = Mapping[str, "Controller[int] | Controller[float]"]
 
 
 class Stateful(Protocol):
-    """Something that every data rank has a state of its own of, in tensors on the host: rollouts in flight, a stream.
+    """Per-data-rank state, held in host tensors: rollouts in flight, a stream.
 
     The ranks of one data rank hold the same. `load_state_dict` is given, on every rank, the states of all data ranks of the run
     that was saved, in their order; there may be more or fewer of them than data ranks now.
@@ -57,11 +57,11 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds of a run beside the random states, each part where the run has it.
+    """The parts of a run that a checkpoint holds beside the random states; None where the run has none.
 
     Attributes:
         engine: the trained model. optimizer: its moments.
-        reference: the frozen policy that the objective began with.
+        reference: the frozen policy that the main phase began with.
         critic, critic_optimizer: the value function.
         controllers, extra: by names of their own.
     """

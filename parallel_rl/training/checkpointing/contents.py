@@ -87,7 +87,7 @@ def same_weights(
 
 
 def _identity(config: TrainConfig) -> dict[str, Value]:
-    """What makes two runs' checkpoints interchangeable, by the names of the config; defaults are written out."""
+    """The settings in which two runs must agree to share checkpoints, by the names of the config; defaults are written out."""
     model = config.model
     return {
         "objective": config.objective,

@@ -135,7 +135,7 @@ def written_by(name: str, ranks: int) -> int:
 
 
 def fault(path: Path, entry: FileEntry, *, contents: bool = True) -> str | None:
-    """What is wrong with a file, or None; without `contents` it is not read, only its size is looked at."""
+    """The fault of a file, or None; without `contents` only its size is checked, it is not read."""
     try:
         size = path.stat().st_size
         if size != entry.size:

@@ -1,4 +1,4 @@
-"""Where a run starts: at its newest checkpoint, or at its first step in a cleared folder."""
+"""The start of a run: from its newest checkpoint, or at its first step in a cleared folder."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def save_sharded(state: State, folder: Path, what: str) -> None:
 
 
 def load_sharded(wanted: State, folder: Path, what: str) -> State:
-    """What `wanted` asks for of a folder that any layout wrote.
+    """Read the entries of `wanted` from a folder that any layout wrote.
 
     Raises:
         RuntimeError: `what`, with each rank that failed and the cause; on all ranks.
@@ -65,7 +65,7 @@ def load_sharded(wanted: State, folder: Path, what: str) -> State:
 
 
 def bytes_of(state: State, device: torch.device) -> int:
-    """What the tensors of a sharded state take in a checkpoint; the same on every rank, one all-reduce."""
+    """Bytes of the tensors of a sharded state in a checkpoint, equal on every rank; one all-reduce."""
     mine = sum(
         value.data.numel() * value.data.element_size()
         for value in nested_values(state)

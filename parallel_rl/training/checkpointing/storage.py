@@ -26,7 +26,7 @@ class Retention:
 
 
 def path_of(folder: Path, number: int) -> Path:
-    """Where the checkpoint of a number stands."""
+    """The folder of the checkpoint after `number` steps."""
     return folder / f"step_{number:06d}"
 
 
@@ -95,17 +95,17 @@ def _step_of(path: Path) -> int:
 
 def clean_up(folder: Path) -> list[str]:
     """Clears up after saves that a kill cut off; says what was done."""
-    said = []
+    notes = []
     for path in sorted(folder.glob(".*_step_*")) if folder.is_dir() else []:
         final = folder / path.name[path.name.index("step_") :]
         if path.name.startswith(_REPLACED) and not final.exists():
             path.rename(final)
-            said.append(f"{final}: a save that was cut off had moved it; it is in its place again")
+            notes.append(f"{final}: a save that was cut off had moved it; it is in its place again")
         elif path.name.startswith((_PARTIAL, _REPLACED, _PRUNED)):
             shutil.rmtree(path)
             if path.name.startswith(_PARTIAL):
-                said.append(f"{final}: its save was cut off; the unfinished part was removed")
-    return said
+                notes.append(f"{final}: its save was cut off; the unfinished part was removed")
+    return notes
 
 
 def set_aside(path: Path) -> Path:
@@ -127,13 +127,13 @@ def remove(folder: Path, names: Sequence[str]) -> None:
 
 
 def bytes_in(folder: Path, names: Sequence[str]) -> int:
-    """What `remove` would give back to the disk."""
+    """Bytes that `remove` would free."""
     files = (file for name in names for file in (folder / name).rglob("*") if file.is_file() and not file.is_symlink())
     return sum(512 * file.stat().st_blocks for file in files)
 
 
 def free_bytes(path: Path) -> int:
-    """What the disk of a folder, which need not be there yet, has left."""
+    """Free bytes on the disk of a folder, which need not exist yet."""
     while not path.exists() and path != path.parent:
         path = path.parent
     return shutil.disk_usage(path).free

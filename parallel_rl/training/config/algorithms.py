@@ -167,13 +167,13 @@ class RLConfig:
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """What a run writes in its folder beside what every run does."""
+        """Folders that this run writes beside those of every run."""
         updated = self.server is not None and self.server.update_path is not None
         return (("rollouts",) if self.record else ()) + (("policy",) if updated else ())
 
     @property
     def fields(self) -> dict[str, str]:
-        """What a loss may read, each with what is to be set for it."""
+        """Fields that a loss may read, each with the setting that it lacks ("": none)."""
         experts = "" if self.experts else "which rl.experts = 0 leaves out; set it to a number of demonstrations a step"
         names = (
             "advantages",

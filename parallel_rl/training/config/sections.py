@@ -1,4 +1,4 @@
-"""The sections of a config that every objective has: the run, its layout, model, data and optimizer."""
+"""The sections that any run may have: run, layout, model, data, batch, sampling, evaluation; and the optimizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run writes, from which seed, and in which precision.
+    """The folder, seed, precision and checkpoints of a run.
 
     Attributes:
         dir: folder of metrics.jsonl, tensorboard/, checkpoints/ and curves.png.
@@ -133,7 +133,7 @@ Paths = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class DataConfig:
-    """JSONL and Parquet files, relative to the config file; which are needed depends on the objective.
+    """JSONL and Parquet files, relative to the config file; which are needed depends on the main section.
 
     Each is a path, a pattern (`shard_*.parquet`, `part_{000..127}.jsonl`) or a list of them. They are read a window at a time,
     however large they are; all but held_out and rollouts are shuffled in each pass.

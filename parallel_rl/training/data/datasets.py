@@ -37,7 +37,7 @@ SOURCES = ("held_out", "train", "examples", "pairs", "rollouts")
 
 @dataclass(frozen=True)
 class Datasets:
-    """What the config names; the rest is empty.
+    """The sources that the config names; the others are empty.
 
     Attributes:
         seed: of the order of the records.

@@ -34,7 +34,7 @@ def fused_head(engine: Engine, model: torch.nn.Module) -> Iterator[FusedHead | N
 def forward_batches(
     engine: Engine, model: torch.nn.Module, batches: Sequence[MicroBatch], collect: Callable[[Tensor, int], ResultT]
 ) -> list[ResultT] | None:
-    """What `collect` makes of the output on each micro-batch, without gradient; None on all stages but the last."""
+    """Run `collect(output, index)` on each micro-batch, without gradient; None on all stages but the last."""
 
     def forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
         tick("scoring")

@@ -1,4 +1,4 @@
-"""What frozen models and a critic say of rows: log-probs, values, and a teacher's logits, all without gradient."""
+"""Scores of micro-batches without gradient: log-probs, a critic's values, a teacher's logits."""
 
 from __future__ import annotations
 

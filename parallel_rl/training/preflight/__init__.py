@@ -1,0 +1,1 @@
+"""Checks before a run: sizes against the layout, a dry run over the data, the gate that meets every rank."""

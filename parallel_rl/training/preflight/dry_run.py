@@ -25,7 +25,7 @@ Record = Prompt | Example | Pair | Rollout
 
 @dataclass(frozen=True)
 class Reading:
-    """What a step of a phase reads: `count` records of the source `name`, shuffled or in the order of the files."""
+    """A source that a phase reads, shuffled or in the order of its files: `count` records of `name` each step."""
 
     phase: str
     steps: int
@@ -49,7 +49,7 @@ class Progress:
 
 
 def readings(config: TrainConfig) -> list[Reading]:
-    """What the steps take, phase by phase and source by source."""
+    """The readings of a run, phase by phase and source by source."""
     return [
         Reading(phase.name, phase.steps, name, count, shuffled=name != "rollouts")
         for phase in phases(config)
@@ -120,7 +120,7 @@ def _rows(config: TrainConfig, reading: Reading) -> int:
 
 
 def _lengths(config: TrainConfig, batch: Sequence[Record], index: int, rows: int) -> list[int]:
-    """Of the sequences that a record of a step gives."""
+    """The lengths of the sequences that a record of a step gives."""
     record = batch[index]
     if isinstance(record, Prompt):
         return [len(record.tokens) + config.sampling.max_new_tokens] * rows

@@ -1,4 +1,4 @@
-"""The gate before a long run: every rank is up, groups and pipeline neighbours carry, a tiny step is as in one process."""
+"""The gate before a long run: every rank is up, groups and pipeline neighbours communicate, a tiny step is right."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ def check_in(seconds: float) -> dist.Store:
         while missing and time.monotonic() < end:
             time.sleep(0.05)
             missing = _missing(store, "up", missing)
-        store.set("gate/told", f"{_named(missing)} did not come up in {seconds:g} s" if missing else "")
+        store.set("gate/verdict", f"{_named(missing)} did not come up in {seconds:g} s" if missing else "")
     else:
         try:
-            store.wait(["gate/told"], timedelta(seconds=seconds + _GRACE))
+            store.wait(["gate/verdict"], timedelta(seconds=seconds + _GRACE))
         except (dist.DistError, TimeoutError):
             raise ValueError(f"{_named([0])} did not come up in {seconds:g} s") from None
-    if told := store.get("gate/told").decode():
-        raise ValueError(told)
+    if verdict := store.get("gate/verdict").decode():
+        raise ValueError(verdict)
     return store
 
 

@@ -1,4 +1,4 @@
-"""Whether the sizes of a config, its data and its world go together; looked at before any work."""
+"""Checks that the sizes of a config, its data and its world go together, before any work."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
 
 
 def length_check(config: TrainConfig) -> Callable[[int], None]:
-    """What raises ValueError where the model or a micro-batch has no room for a sequence of so many tokens; where it is in a
-    pair, for a pair of such."""
+    """A check that raises ValueError if the model or a micro-batch has no room for a sequence of so many tokens.
+
+    If the run trains on pairs, a micro-batch needs room for a pair of such sequences.
+    """
     sizes, packing, most = config.parallel, config.batch.packing, config.model.max_positions
     unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
     capacity = Capacity.of_config(config.batch, sizes)

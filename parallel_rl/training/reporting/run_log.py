@@ -1,4 +1,4 @@
-"""What a run shows and writes: a progress bar with one table row a step, metrics.jsonl, TensorBoard events."""
+"""The display and the metrics of a run: a progress bar with one table row a step, metrics.jsonl, TensorBoard events."""
 
 from __future__ import annotations
 

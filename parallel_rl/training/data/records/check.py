@@ -73,7 +73,7 @@ class TextSet:
 
 
 def keys_of(texts: Iterable[str]) -> NDArray[np.uint64]:
-    """What `TextSet` is made of."""
+    """The 64-bit keys of texts, for `TextSet`."""
     return np.fromiter(map(_key, texts), np.uint64)
 
 

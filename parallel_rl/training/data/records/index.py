@@ -1,4 +1,4 @@
-"""Where the records of a source lie: one entry a block, a few hundred thousand entries at most."""
+"""The index of a source: one entry a block, a few hundred thousand entries at most."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def entries(rows: Sequence[tuple[int, int, int, int, int]]) -> Entries:
 
 
 def fingerprint(sizes: Sequence[int], index: Entries, window: int) -> str:
-    """Of the content of files of `sizes` bytes and the order in which it is used; the files' names do not matter."""
+    """A fingerprint of files of `sizes` bytes, their content and the order of its use; their names do not matter."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(np.array([window, *sizes], dtype="<i8").tobytes())
     digest.update(index.tobytes())

@@ -24,7 +24,7 @@ AT_ONCE = 1024  # records that `batches` holds
 
 
 class Records(Generic[RecordT]):
-    """What `parse` makes of the rows of `files`, read when asked for.
+    """The rows of `files` as `parse` returns them, read on demand.
 
     `records[place]` counts in the order of the files; `stream` shuffles. Blocks stay in memory until `window` bytes and one
     block are exceeded; the least recently used goes first.
@@ -90,12 +90,12 @@ class Records(Generic[RecordT]):
 
     @property
     def bytes(self) -> int:
-        """Of all files (Parquet: uncompressed)."""
+        """The size of all files (Parquet: uncompressed)."""
         return int(self.index["size"].sum())
 
     @property
     def fingerprint(self) -> str:
-        """Of what is read and in which order."""
+        """A fingerprint of the records and their order."""
         return fingerprint([file.size for file in self.files], self.index, self.window)
 
     def _record(self, block: int, place: int) -> RecordT:
