@@ -42,26 +42,6 @@ LACKING = [  # is to become empty; a line goes when its example comes
     "get_loss",
     "register_loss",
     "register_objective",
-    # advantages
-    "advantages.discounted_returns",
-    "advantages.estimate",
-    "advantages.estimator_config",
-    "advantages.gae",
-    "advantages.length_adaptive_lambda",
-    "advantages.moments",
-    "advantages.terminal_rewards",
-    "advantages.whiten",
-    # experience
-    "experience.ask_models",
-    "experience.clip_filter_like_weight",
-    "experience.compute_advantages",
-    "experience.compute_reward",
-    "experience.draw_groups",
-    "experience.kl_controller",
-    "experience.padded_samples",
-    "experience.register_reward",
-    "experience.reward_function",
-    "experience.text_rewards",
     # functional.ratio
     "functional.ratio.straight_through_one",
     # megatron

@@ -1,4 +1,7 @@
-"""Advantages and returns: from the rewards of a step to a number for every token, the same for any split over ranks."""
+"""Advantages and returns: from the rewards of a step to a number for every token, the same for any split over ranks.
+
+An estimator is a frozen dataclass with a name; where rewards and KL come from is `parallel_rl.experience`'s concern.
+"""
 
 from parallel_rl.advantages.base import AdvantageEstimator, Advantages
 from parallel_rl.advantages.estimate import estimate, estimator_config

@@ -20,6 +20,9 @@ class GAE(NamedTuple):
 def terminal_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl_coefficient: float = 0.0) -> Tensor:
     """r_t = −c·kl_t, plus the sample's reward at its last valid token; a row without a valid token gets none.
 
+    >>> terminal_rewards(torch.tensor([2.0]), torch.tensor([[0, 1, 1, 0]]))
+    tensor([[0., 0., 2., 0.]])
+
     Args:
         rewards: [N].
         mask: [N, S] valid tokens.
@@ -42,6 +45,9 @@ def terminal_rewards(rewards: Tensor, mask: Tensor, kl: Tensor | None = None, kl
 
 def discounted_returns(token_rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """G_t = Σ_{s≥t} γ^{(valid tokens from t to s)} r_s over the valid tokens; masked holes are carried over, not counted.
+
+    >>> discounted_returns(torch.tensor([[1.0, 0.0, 4.0]]), torch.tensor([[1, 0, 1]]), gamma=0.5)
+    tensor([[3., 0., 4.]])
 
     Args:
         token_rewards: [N, S].
@@ -70,6 +76,9 @@ def gae(
     bootstrap_values: Tensor | None = None,
 ) -> GAE:
     """Generalised advantage estimation (arXiv 1506.02438) over the valid tokens of each row.
+
+    >>> gae(torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.5]]), torch.ones(1, 2)).advantages
+    tensor([[0.5000, 0.5000]])
 
         δ_t = r_t + γ V_{t'} − V_t        A_t = δ_t + γλ A_{t'}        R_t = A_t + V_t
 
@@ -106,7 +115,11 @@ def gae(
 
 
 def length_adaptive_lambda(mask: Tensor, alpha: float) -> Tensor:
-    """[N] λ_i = clamp(1 − 1/max(α·n_i, 1), 0, 1) of VAPO (arXiv 2504.05118), n_i the valid tokens of row i."""
+    """[N] λ_i = clamp(1 − 1/max(α·n_i, 1), 0, 1) of VAPO (arXiv 2504.05118), n_i the valid tokens of row i.
+
+    >>> length_adaptive_lambda(torch.ones(1, 40), alpha=0.05)
+    tensor([0.5000], dtype=torch.float64)
+    """
     return (1 - 1 / (alpha * mask.bool().sum(1).double()).clamp(min=1)).clamp(0, 1)
 
 

@@ -78,6 +78,13 @@ def draw_groups(
 ) -> Drawn:
     """Draw `size` samples of each of `count` prompts; with dynamic sampling of prompts that stay, round after round.
 
+    >>> from parallel_rl.experience import padded_samples
+    >>> rewards = [[1.0, 1.0, 0.0, 1.0], [0.0, 1.0]]  # the first prompt teaches nothing and is replaced
+    >>> def draw(places, number):
+    ...     return padded_samples([[number]] * 2 * len(places), [[9]] * 2 * len(places)), torch.tensor(rewards[number])
+    >>> draw_groups(draw, 2, 2, DynamicSampling(), ParallelGroups()).samples.input_ids[:, 0].tolist()
+    [1, 1, 0, 0]
+
     Args:
         draw: see `Draw`.
         groups: the data ranks; each goes on as long as another one lacks prompts.

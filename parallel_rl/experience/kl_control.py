@@ -72,7 +72,12 @@ class AdaptiveKLController(FixedKLController):
 
 
 def kl_controller(value: float, target: float | None = None, horizon: float | None = None) -> FixedKLController:
-    """An adaptive controller where there is a target (horizon: 10000 unless told), else a fixed one.
+    """An adaptive controller where there is a target (horizon 10000 by default), else a fixed one.
+
+    >>> controller = kl_controller(0.1, target=0.05)
+    >>> controller.update(current=0.2, n_steps=500)
+    >>> round(controller.value, 6)
+    0.101
 
     Raises:
         ValueError: a horizon without a target, which would have no effect, or what the controllers refuse.

@@ -45,7 +45,13 @@ class Sources(Models, Generic[PromptT]):
 
 
 def text_rewards(reward: RewardFunction) -> Callable[[Samples], Tensor]:
-    """A score for `Sources` from a reward function on texts: of `prompts`, `completions` and `answers` (none: empty ones)."""
+    """A score for `Sources` from a reward function on texts: of `prompts`, `completions` and `answers` (none: empty ones).
+
+    >>> from parallel_rl.experience import padded_samples, reward_function
+    >>> samples = replace(padded_samples([[1]], [[2]]), prompts=("1+1=",), completions=("2",), answers=("2",))
+    >>> text_rewards(reward_function("exact_match"))(samples)
+    tensor([1.], dtype=torch.float64)
+    """
 
     def score(samples: Samples) -> Tensor:
         if samples.prompts is None or samples.completions is None:

@@ -49,6 +49,11 @@ class Models:
 def ask_models(samples: Experience, models: Models, kl_estimator: KLType | None) -> dict[str, Tensor]:
     """The fields that the models give, and `kl` [N, S], the estimated KL to the reference (`kl_estimator` None: not).
 
+    >>> from parallel_rl.experience import padded_samples
+    >>> made = Experience.of(padded_samples([[1]], [[2, 3]], logprobs=[[-1.0, -2.0]]))
+    >>> ask_models(made, Models(reference_logprobs=lambda made: torch.full((1, 3), -3.0)), "k1")["kl"][:, 1:]
+    tensor([[2., 1.]])
+
     Raises:
         ValueError: a field of another shape, or a KL without log-probs of the policy.
     """
@@ -115,6 +120,11 @@ def compute_advantages(
     controller: FixedKLController | None = None,
 ) -> Advantages:
     """`estimate` with the KL in the reward, whose coefficient is the controller's where there is one.
+
+    >>> from parallel_rl.advantages import estimator_config
+    >>> fields = {"rewards": torch.tensor([1.0]), "kl": torch.tensor([[0.0, 2.0]]), "token_mask": torch.ones(1, 2)}
+    >>> compute_advantages(fields, estimator_config({"name": "reinforce", "kl_coefficient": 0.25})).advantages
+    tensor([[0.5000, 0.5000]])
 
     Args:
         fields: of an `Experience`, see `Samples.data`; what the estimator reads, and `sample_mask`.

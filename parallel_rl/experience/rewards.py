@@ -28,6 +28,12 @@ _CHECKERS: dict[str, Checker] = {}
 def register_reward(name: str) -> Callable[[Checker], Checker]:
     """Decorator: makes a checker known by a name.
 
+    >>> @register_reward("doc_length")
+    ... def length(prompt: str, completion: str, answer: str) -> float:
+    ...     return len(completion)
+    >>> reward_function("doc_length")(["1+1="], ["two"], ["2"])
+    tensor([3.], dtype=torch.float64)
+
     Raises:
         ValueError: the name is taken, or reads like "module:function".
     """
@@ -78,6 +84,9 @@ def checker(name: str) -> Checker:
 
 def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> RewardFunction:
     """One call for a batch of samples, whatever scores them.
+
+    >>> reward_function("exact_match")(["1+1="], ["2"], ["2"])
+    tensor([1.], dtype=torch.float64)
 
     Args:
         reward: a registered name, "module:function", a URL ("http://..."), the options of a server (`HTTPRewardConfig`), or a

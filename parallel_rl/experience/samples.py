@@ -119,13 +119,13 @@ class Samples:
 
     def to_device(self: SamplesT, device: torch.device | str, *, non_blocking: bool = False) -> SamplesT:
         """Every tensor on `device`."""
-        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+        return self._rebuild(lambda per, x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self: SamplesT) -> SamplesT:
         """Host tensors in pinned memory, for copies that do not block; unchanged without an accelerator."""
         if not torch.accelerator.is_available():
             return self
-        return self._map(lambda x: x.pin_memory() if x.device.type == "cpu" else x)
+        return self._rebuild(lambda per, x: x.pin_memory() if x.device.type == "cpu" else x)
 
     def select(self: SamplesT, rows: Sequence[int] | Tensor) -> SamplesT:
         """The sequences at these indices, in this order."""
@@ -191,7 +191,7 @@ class Samples:
         if self.packed:
             return self
         keep = self.attention_mask
-        return self._rebuild(lambda per, x: x[keep.to(x.device)][None] if per == "token" else x, None, packed=True)
+        return self._rebuild(lambda per, x: x[keep.to(x.device)][None] if per == "token" else x, packed=True)
 
     def pad(self: SamplesT) -> SamplesT:
         """The same sequences as [N, S], right-padded with 0; padded ones unchanged."""
@@ -204,7 +204,7 @@ class Samples:
                 return x
             return pad_sequence(list(x[0].split(sizes)), batch_first=True) if sizes else x[:0]
 
-        return self._rebuild(spread, None, packed=False)
+        return self._rebuild(spread, packed=False)
 
     def _items(self) -> list[tuple[str, str, Tensor | tuple[str, ...]]]:
         """(name, "token" or "sample", value) of each field that is there, mappings opened."""
@@ -216,11 +216,8 @@ class Samples:
                 items += [(name, _unit(per, part), part) for name, part in opened]
         return items
 
-    def _map(self: SamplesT, change: Callable[[Tensor], Tensor]) -> SamplesT:
-        return self._rebuild(lambda per, x: change(x), None)
-
     def _rebuild(
-        self: SamplesT, change: Callable[[str, Tensor], Tensor], rows: list[int] | None, **others: bool
+        self: SamplesT, change: Callable[[str, Tensor], Tensor], rows: list[int] | None = None, **others: bool
     ) -> SamplesT:
         """Every tensor changed, and the texts of `rows`."""
         fields: dict[str, object] = {}

@@ -114,6 +114,10 @@ class RewardShaping:
 def clip_filter_like_weight(rewards: Tensor, clip: float = 3.0, lamda: float = 1.0) -> Tensor:
     """Weights that make up for prompts whose samples are all alike: min(P/P', clip) for the P' others, `lamda` for those.
 
+    >>> clip_filter_like_weight(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    tensor([[2., 2.],
+            [1., 1.]])
+
     Args:
         rewards: [P, n], one prompt a row.
         clip: the largest weight.
@@ -144,6 +148,9 @@ def compute_reward(
     clip_range: tuple[float, float] | None = None,
 ) -> Tensor | list[Tensor]:
     """Token rewards: −c·kl_t, plus the sample's reward at its last token.
+
+    >>> compute_reward(torch.tensor([1.0]), 0.5, torch.tensor([[0.0, 2.0, 4.0]]), torch.tensor([[0, 1, 1]]))
+    tensor([[ 0., -1., -1.]])
 
     Args:
         rewards: [N], cut to `clip_range` first.
