@@ -1,4 +1,4 @@
-"""What every advantage estimator has: options of the last stage, the fields it needs, and the call."""
+"""The base of advantage estimators: options of the last stage, the fields it needs, and the call."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class AdvantageEstimator(Variants):
         return 1.0
 
     def check_batch(self, batch: Mapping[str, Tensor]) -> None:
-        """What this estimator refuses in fields of the right shapes."""
+        """Refuse fields that have the right shapes but are otherwise invalid for this estimator."""
 
     def scores(self, table: SampleTable) -> Tensor:
         """[M] what each sample of the step is worth."""

@@ -50,7 +50,7 @@ def estimate(
     in float64 and cost two all-gathers over the data ranks (of how many samples, and of their scalars); whitening costs one.
 
     Args:
-        config: an estimator, `{name: rloo, ...}` or a name; `estimator_config(config).needs` says which fields it reads.
+        config: an estimator, `{name: rloo, ...}` or a name; `estimator_config(config).needs` lists the fields that it reads.
         batch: this rank's samples, whole on its tensor, context and pipeline ranks; N may be 0 on some ranks.
             rewards [N]; group_ids, sample_ids [N] integers; token_mask [N, S]: the response's tokens, in any pattern;
             sample_mask [N], optional: what it drops is in no statistic and gets 0;

@@ -32,11 +32,11 @@ class GroupedEstimator(AdvantageEstimator):
     grouped: ClassVar[bool] = True
 
     def compare(self, table: SampleTable) -> Tensor:
-        """[M] the scores; what they say of a group of one does not count."""
+        """[M] the scores; those of a group of one are not used."""
         return table.centred
 
     def scores(self, table: SampleTable) -> Tensor:
-        """[M] the scores, groups of one as `singleton` says.
+        """[M] the scores, groups of one by `singleton`.
 
         Raises:
             ValueError: a group of one where `singleton` is "error".

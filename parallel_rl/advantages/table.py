@@ -162,7 +162,7 @@ def gather_samples(columns: Mapping[str, Tensor], group: ProcessGroup | None) ->
 def by_group(
     score: Callable[[SampleTable], Tensor], columns: Mapping[str, Tensor], keep: Tensor, group: ProcessGroup | None
 ) -> Tensor:
-    """[N] float64: what `score` says of each sample of this rank among the kept ones of all ranks; 0 for those not kept.
+    """[N] float64: the `score` of each sample of this rank among the kept ones of all ranks; 0 for those not kept.
 
     Args:
         score: from a table of M samples to [M].

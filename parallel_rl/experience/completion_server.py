@@ -146,7 +146,7 @@ class CompletionServer:
         """No attempt begins any more: what is asked for fails, and nothing is asked again."""
         self._stop.set()
 
-    def tell(self, path: str, body: object) -> list[Future[None]]:
+    def post_to_all(self, path: str, body: object) -> list[Future[None]]:
         """Posts to `path` of every server, such as an order to load weights; a future for each fails where a server refuses or
         does not answer."""
 
@@ -262,7 +262,7 @@ def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
 
 
 def _share(request: Future[list[Completion]], found: Sequence[Future[Completion]]) -> None:
-    """A request's end, told to each of its samples."""
+    """Pass a request's result or failure to each of its samples."""
     failure = request.exception()
     for index, future in enumerate(found):
         if not future.set_running_or_notify_cancel():

@@ -1,4 +1,4 @@
-"""What completion servers answer, read and checked: token ids, their log-probs, how it ended, whose policy it was."""
+"""Answers of completion servers, parsed and checked: token ids, log-probs, how each ended, the policy's version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Completion:
 
     Attributes:
         stopped: it came to its end token; else it was cut off.
-        version: of the policy that drew it, where the server says so.
+        version: of the policy that drew it, if the server gives one.
     """
 
     tokens: tuple[int, ...]
@@ -32,7 +32,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Expected:
-    """What was asked for: these samples, of at most `max_tokens` tokens in [0, vocab_size), up to `end`."""
+    """A request: these samples, of at most `max_tokens` tokens in [0, vocab_size), up to `end`."""
 
     sample_ids: tuple[int, ...]
     max_tokens: int
@@ -77,7 +77,7 @@ def read_native(answer: bytes, expected: Expected) -> list[Completion]:
     if isinstance(found, dict) and "meta_info" in found:
         found = [found]
     if not isinstance(found, list):
-        raise ValueError(f"the answer is no list of completions: {answer[:200]!r}")
+        raise ValueError(f"the answer is not a list of completions: {answer[:200]!r}")
     if len(found) != len(expected.sample_ids):
         raise ValueError(f"{len(found)} completions came back for {len(expected.sample_ids)} samples")
     result = []

@@ -54,7 +54,7 @@ class PostingConfig:
 
 
 def check_url(url: str) -> None:
-    """Refuses what is no HTTP address.
+    """Refuse anything but an HTTP address.
 
     Raises:
         ValueError: another scheme.
@@ -197,7 +197,7 @@ def read_json(answer: bytes) -> object:
     try:
         found: object = json.loads(answer)
     except ValueError:
-        raise ValueError(f"the answer is no JSON: {answer[:200]!r}") from None
+        raise ValueError(f"the answer is not JSON: {answer[:200]!r}") from None
     return found
 
 

@@ -1,4 +1,4 @@
-"""Rewards from a server: batches at once, with a deadline for each, and errors that say what happened where."""
+"""Rewards from a server: batches at once, with a deadline for each, and errors that name the request."""
 
 from __future__ import annotations
 

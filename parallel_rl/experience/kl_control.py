@@ -24,7 +24,7 @@ class FixedKLController:
         """Leaves the value."""
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -30,7 +30,7 @@ _MADE_HERE = ("rewards", "reward_components", "group_ids", "token_mask")
 
 @dataclass(frozen=True, kw_only=True)
 class Sources(Models, Generic[PromptT]):
-    """Where experience comes from: a sampler, a score, and the models that `Models` describes.
+    """The sources of experience: a sampler, a score, and the models that `Models` describes.
 
     Attributes:
         generate: (prompts, n) -> n samples of each prompt, those of a prompt together. It does not communicate over data ranks,
@@ -71,7 +71,7 @@ class Made(NamedTuple):
 class ExperienceMaker(Generic[PromptT]):
     """Makes the experience of a step, the same for any split of its prompts over data ranks. The order is
 
-        generate → score (with dynamic sampling: again, for other prompts in place of those that tell nothing)
+        generate → score (with dynamic sampling: again, for other prompts in place of those that teach nothing)
         → log-probs of policy and reference, values → KL → reward scale → overlong → running norm → clip
         → advantages, with the KL in the reward → prompt weights → mask of truncated responses → KL controller
 
@@ -145,7 +145,7 @@ class ExperienceMaker(Generic[PromptT]):
         return Made(made, _metrics(made, drawn, clipped & keep))
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """What a checkpoint keeps: the KL controller and the running moments of the rewards."""
+        """The state for a checkpoint: of the KL controller and of the running moments of the rewards."""
         return {"controller": self.controller.state_dict(), "running": self.running.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:

@@ -1,4 +1,4 @@
-"""From samples to advantages: what models say of them, shaped rewards, the KL in the reward.
+"""From samples to advantages: the fields that models give, shaped rewards, the KL in the reward.
 
 The trainer's RL step and `ExperienceMaker` are made of these functions, in this order; before them come `draw_groups` and a
 score. Nothing here knows who samples, who scores, or what is trained.
@@ -141,7 +141,7 @@ def compute_advantages(
 
 
 def is_truncated(samples: Samples) -> Tensor:
-    """[N] bool: cut off responses; none where the samples do not say."""
+    """[N] bool: cut off responses; none if `truncated` is missing."""
     if samples.truncated is None:
         return torch.zeros_like(samples.lengths, dtype=torch.bool)
     return samples.truncated.bool()

@@ -41,7 +41,7 @@ def register_reward(name: str) -> Callable[[Checker], Checker]:
     if name in _CHECKERS:
         raise ValueError(f"reward {name!r} is registered already")
     if ":" in name:
-        raise ValueError(f"reward name {name!r} must not have a colon: that is how 'module:function' and URLs are told")
+        raise ValueError(f"reward name {name!r} must not have a colon: colons mark 'module:function' and URLs")
 
     def register(function: Checker) -> Checker:
         _CHECKERS[name] = function
@@ -106,7 +106,7 @@ def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> Rewar
     if isinstance(reward, str):
         return _Checked(checker(reward), reward)
     if not callable(reward):
-        raise ValueError(f"reward = {reward!r} is no name, no function and no server's options")
+        raise ValueError(f"reward = {reward!r} is not a name, a function or a server's options")
     return _Checked(reward, getattr(reward, "__name__", repr(reward)))
 
 
@@ -116,7 +116,7 @@ def score_once(
     sharing: Sequence[ProcessGroup | None] = (),
     data: ProcessGroup | None = None,
 ) -> Tensor:
-    """The rewards of samples that several ranks hold: the first of them asks, the others hear of it.
+    """Score samples that several ranks hold once: the first of them asks and broadcasts.
 
     Args:
         score: gives [N]; called on the rank that is the first of every group in `sharing`.
@@ -162,7 +162,7 @@ class _Checked:
 
 
 def _number(value: object) -> float:
-    """NaN for what is no number; tensors and numpy numbers of one element are numbers."""
+    """The number, NaN for anything else; tensors and numpy numbers of one element are numbers."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.dim() == 0 else math.nan
     return float(value) if isinstance(value, numbers.Real) else math.nan

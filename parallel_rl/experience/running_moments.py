@@ -44,7 +44,7 @@ class RunningMoments:
         return centred / self.std if self.std > 0 else centred
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The state for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "square": self._square}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

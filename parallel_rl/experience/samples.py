@@ -66,9 +66,9 @@ class Samples:
                 raise ValueError(f"lengths {self.lengths.tolist()} do not fit input_ids {shape}")
         for name, per, value in self._items():
             found = list(value.shape[:2]) if per == "token" and isinstance(value, Tensor) else [len(value)]
-            expected_shape = shape if per == "token" else [count]
-            if found != expected_shape:
-                raise ValueError(f"{name} must be {expected_shape}, got {found}")
+            wanted = shape if per == "token" else [count]
+            if found != wanted:
+                raise ValueError(f"{name} must be {wanted}, got {found}")
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -76,8 +76,7 @@ class Samples:
     @property
     def cu_seqlens(self) -> Tensor:
         """[N + 1] int32: the start of each sequence when packed, and the end of the last."""
-        zero = torch.zeros(1, dtype=torch.int32, device=self.lengths.device)
-        return torch.cat([zero, self.lengths.cumsum(0).to(torch.int32)])
+        return torch.nn.functional.pad(self.lengths.cumsum(0).to(torch.int32), (1, 0))
 
     @property
     def attention_mask(self) -> Tensor:
@@ -97,8 +96,8 @@ class Samples:
 
     def tensors(self) -> dict[str, Tensor]:
         """Every tensor that is there, by name."""
-        named = ((spec.name, getattr(self, spec.name)) for spec in dataclasses.fields(self))
-        return {**{name: value for name, value in named if isinstance(value, Tensor)}, **self.others}
+        own = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
+        return {**{name: value for name, value in own.items() if isinstance(value, Tensor)}, **self.others}
 
     def data(self) -> dict[str, Tensor]:
         """The mapping that losses take as `data`: whole padded tensors by name.
@@ -111,11 +110,10 @@ class Samples:
         return {"sample_mask": torch.ones_like(self.lengths), **self.tensors()}
 
     def with_fields(self: SamplesT, **fields: Tensor) -> SamplesT:
-        """The same sequences with these fields set or replaced; names that are no attribute go to `others`."""
+        """The same sequences with these fields set or replaced; names other than attributes go to `others`."""
         own = {spec.name for spec in dataclasses.fields(self)}
-        others = {**self.others, **{name: value for name, value in fields.items() if name not in own}}
-        mine = {name: value for name, value in fields.items() if name in own}
-        return dataclasses.replace(self, **mine, others=others)  # type: ignore[arg-type]
+        others = {**self.others, **{name: fields.pop(name) for name in [*fields] if name not in own}}
+        return dataclasses.replace(self, **fields, others=others)  # type: ignore[arg-type]
 
     def to_device(self: SamplesT, device: torch.device | str, *, non_blocking: bool = False) -> SamplesT:
         """Every tensor on `device`."""
@@ -130,20 +128,17 @@ class Samples:
     def select(self: SamplesT, rows: Sequence[int] | Tensor) -> SamplesT:
         """The sequences at these indices, in this order."""
         picked = torch.as_tensor(rows, device=self.lengths.device, dtype=torch.int64)
-        if not self.packed:
-            return self._rebuild(lambda per, x: x.index_select(0, picked.to(x.device)), picked.tolist())
-        sizes = self.lengths.tolist()
 
         def take(per: str, x: Tensor) -> Tensor:
-            if per == "sample":
+            if per == "sample" or not self.packed:
                 return x.index_select(0, picked.to(x.device))
-            parts = x[0].split(sizes)
+            parts = x[0].split(self.lengths.tolist())
             return torch.cat([parts[row] for row in picked.tolist()] or [x[0, :0]])[None]
 
         return self._rebuild(take, picked.tolist())
 
     def split(self: SamplesT, size: int | Sequence[int]) -> list[SamplesT]:
-        """Parts in order: `size` sequences each, the last one perhaps fewer; or as many in each as a list says.
+        """Parts in order: `size` sequences each, the last one perhaps fewer; or as many in each as a list gives.
 
         Raises:
             ValueError: `size` below 1.

@@ -35,7 +35,7 @@ class RewardScale:
 
 
 class Overlong(Variants):
-    """What becomes of the reward of a response that is too long: (rewards [N], lengths [N], truncated [N]) -> [N]."""
+    """Base of the rules for rewards of responses that are too long: (rewards [N], lengths [N], truncated [N]) -> [N]."""
 
     def __call__(self, rewards: Tensor, lengths: Tensor, truncated: Tensor) -> Tensor:
         """[N] rewards from the rewards, the lengths of the responses in tokens, and which of them were cut off."""
@@ -86,7 +86,7 @@ class StopProperly(Overlong, name="stop_properly"):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardShaping:
-    """What happens to raw rewards, from the top to the bottom; see `pipeline.shape_rewards`.
+    """Options of reward shaping, applied from the top to the bottom; see `shape_rewards`.
 
     Attributes:
         reward_scale: clipped and mapped raw rewards.

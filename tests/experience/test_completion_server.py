@@ -201,7 +201,7 @@ SAMPLE = r"attempt 1 of 3: sample 8 \(choice 1 of 2\): "
     ("bad", "message"),
     [
         (lambda n, b: (404, b"no such model"), "attempt 1 of 3: status 404 Not Found: no such model"),
-        (lambda n, b: (200, b"<html>"), "attempt 1 of 3: the answer is no JSON: b'<html>'"),
+        (lambda n, b: (200, b"<html>"), "attempt 1 of 3: the answer is not JSON: b'<html>'"),
         (lambda n, b: (200, {"error": "no"}), 'the answer is not {"choices": .*error'),
         (other(lambda found: {**found, "choices": found["choices"][:1]}), "1 choices came back for 2 samples"),
         (other(lambda found: {**found, "choices": found["choices"] * 2}), "4 choices came back for 2 samples"),
@@ -253,7 +253,7 @@ def test_what_a_server_does_wrong_is_told(bad: Answer, message: str) -> None:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ({"text": ""}, "the answer is no list of completions"),
+        ({"text": ""}, "the answer is not a list of completions"),
         ([], "0 completions came back for 1 samples"),
         ([{"text": ""}], r"sample 7 \(completion 0 of 1\): meta_info is None"),
         ([{"meta_info": {}}], "output_token_logprobs is None"),
@@ -330,7 +330,7 @@ def test_the_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_orders_go_to_every_server() -> None:
     with serve(lambda n, b: (200, {"success": True})) as one, serve(lambda n, b: (200, b"")) as two:
-        orders = client(one.root, two.root).tell("/update_weights_from_disk", {"weight_version": "3"})
+        orders = client(one.root, two.root).post_to_all("/update_weights_from_disk", {"weight_version": "3"})
         assert [order.result() for order in orders] == [None, None]
         assert one.requests == two.requests == [{"weight_version": "3"}]
         assert one.paths == ["/update_weights_from_disk"]
@@ -340,7 +340,7 @@ def test_orders_go_to_every_server() -> None:
             CompletionServerError, match=r"update_weights_from_disk, attempt 1 of 4: the server refused.*no such"
         ),
     ):
-        client(one.root).tell("/update_weights_from_disk", {})[0].result()
+        client(one.root).post_to_all("/update_weights_from_disk", {})[0].result()
 
 
 @pytest.mark.parametrize(

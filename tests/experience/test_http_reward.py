@@ -71,8 +71,8 @@ def test_a_failure_in_passing_is_tried_again_later(status: int) -> None:
         (lambda n, b: (200, b'{"rewards": [1.0, -Infinity]}'), "reward 1 of 2 is -inf", 1),
         (lambda n, b: (200, {"scores": [1.0, 2.0]}), r"the answer is not \{\"rewards\": \[...\]\}: b'\{\"scores\"", 1),
         (lambda n, b: (200, [1.0, 2.0]), "the answer is not", 1),
-        (lambda n, b: (200, b"<html>"), "the answer is no JSON: b'<html>'", 1),
-        (lambda n, b: (200, b"\xff\xfe"), "the answer is no JSON", 1),
+        (lambda n, b: (200, b"<html>"), "the answer is not JSON: b'<html>'", 1),
+        (lambda n, b: (200, b"\xff\xfe"), "the answer is not JSON", 1),
     ],
 )
 def test_what_a_server_does_wrong_is_told(answer: Answer, message: str, requests: int) -> None:

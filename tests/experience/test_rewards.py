@@ -57,7 +57,7 @@ def test_what_does_not(value: float) -> None:
         ("no.such.module:f", "reward = 'no.such.module:f' cannot be loaded"),
         ("math:no_such", "reward = 'math:no_such' cannot be loaded"),
         ("math:pi", "reward = 'math:pi' is a float; a function"),
-        (7, "reward = 7 is no name, no function"),
+        (7, "reward = 7 is not a name, a function"),
     ],
 )
 def test_bad_names(name: str, message: str) -> None:

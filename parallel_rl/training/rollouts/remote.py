@@ -1,4 +1,4 @@
-"""Completions from a server: one rank of each data rank asks, the others hear of it; what is in flight survives a restart."""
+"""Completions from servers: one process of each data rank requests and broadcasts; requests in flight survive a restart."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class _Asked:
 class RemoteRollouts:
     """This data rank's source of completions.
 
-    What was asked for stays until it is taken, also over a restart: a checkpoint keeps it (`state_dict`), so that a run that
-    goes on trains on the same samples, whatever the server would say now.
+    A requested sample stays until it is taken, also over a restart: a checkpoint keeps it (`state_dict`), so that a resumed
+    run trains on the same samples, whatever the server would answer now.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
@@ -60,7 +60,7 @@ class RemoteRollouts:
         self._server = CompletionServer(config, wanted)
         self._asked: dict[int, _Asked] = {}
         self._version = 0  # of the weights that were last sent
-        self.updated = False  # by this process: the servers may have begun anew, too
+        self.updated = False  # by this process: the servers may have been restarted as well
 
     def request(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> None:
         """Asks for what is not asked for yet, without waiting; does not communicate."""
@@ -130,7 +130,7 @@ class RemoteRollouts:
         assert path is not None
         self._settle()
         body = {"model_path": str(save().absolute()), "weight_version": str(version)}
-        orders = self._server.tell(path, body) if dist.get_rank() == 0 else []
+        orders = self._server.post_to_all(path, body) if dist.get_rank() == 0 else []
         self._wait(orders)
 
         def read() -> None:
@@ -142,7 +142,7 @@ class RemoteRollouts:
         self._version, self.updated = version, True
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """What is in flight, once it has come: M samples. What failed is left out, to be asked for again."""
+        """The samples in flight, once all M have arrived; failed ones are left out, to be requested again."""
         self._settle()
         done = [
             (sample, asked.prompt, _known(asked))
@@ -209,12 +209,12 @@ def _failed(future: Future) -> bool:
 
 
 def _known(asked: _Asked) -> Completion:
-    """The completion with its policy's version, told or taken to be that of the weights last sent."""
+    """The completion with its policy's version: the server's, or else that of the weights last sent."""
     found = asked.future.result()
     return found if found.version is not None else replace(found, version=asked.version)
 
 
 def _mark(prompt: Sequence[int]) -> int:
-    """63 bits that tell prompts apart: a checkpoint's samples are of no use to a run whose data have changed."""
+    """A 63-bit hash of the prompt: a checkpoint's samples are useless to a run whose data have changed."""
     digest = hashlib.blake2b(array("q", prompt).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

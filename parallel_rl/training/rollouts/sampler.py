@@ -74,7 +74,7 @@ def _decode(
     config: SamplingConfig,
     greedy: bool,
 ) -> None:
-    """Fills the rows in place, one position after the other; the whole prefix is run each time (there is no cache)."""
+    """Fill the rows in place, position by position; the whole prefix is run each time (there is no cache)."""
     alive = torch.arange(len(lengths))
     for _ in range(config.max_new_tokens):
         tick("sampling")
@@ -119,7 +119,7 @@ def _draw(
 
 
 def _exchange(engine: Engine, mine: range, fields: Sequence[Tensor]) -> None:
-    """Context ranks tell each other their rows: the sum of what is zero outside one's own, in place."""
+    """Exchange rows between context ranks in place, as a sum of tensors that are zero outside each rank's own rows."""
     for field in fields:
         whole = torch.zeros_like(field, device=engine.device)
         whole[mine.start : mine.stop] = field[mine.start : mine.stop].to(engine.device)

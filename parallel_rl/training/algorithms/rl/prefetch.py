@@ -1,4 +1,4 @@
-"""What a step does before it takes samples from a server: weights out, requests for this step and the next ones."""
+"""The server side of an RL step: weights sent, samples of this step and the next ones requested, stale samples masked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parallel_rl.training.session import Session
 
 
 def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
-    """Sends the weights where they are due, then asks for the first round of this step and of `ahead` more.
+    """Send the weights if they are due, then request the first round of this step and of `ahead` more.
 
     Raises:
         ValueError: a server did not take the weights.
@@ -40,7 +40,7 @@ def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
 
 
 def mask_stale(session: Session, config: RLConfig, made: Experience) -> tuple[Experience, StepMetrics]:
-    """The experience with samples of a policy too far away masked, and the staleness over all of them.
+    """Mask samples of a policy too far away; the metrics of staleness over all samples.
 
     It comes after the advantages: groups stay whole, and what is too old for the gradient still counts in their means.
 

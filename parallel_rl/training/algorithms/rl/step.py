@@ -1,4 +1,4 @@
-"""One step of RL: samples, what models say of them, advantages, and the optimizer steps."""
+"""One step of RL: samples, log-probs and values, advantages, and the optimizer steps."""
 
 from __future__ import annotations
 
