@@ -8,9 +8,15 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from parallel_rl import __version__
 from parallel_rl.cluster import preemption
+
+if TYPE_CHECKING:
+    from parallel_rl.training.config.sections import ParallelConfig
 
 # what `submit` hands on by the same name
 _SBATCH = (
@@ -19,14 +25,17 @@ _SBATCH = (
 )
 _SHORT = {"A": "account", "C": "constraint", "J": "job-name", "N": "nodes", "c": "cpus-per-task", "d": "dependency"}
 _SHORT |= {"o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude"}
+# what people write for ours
+_SYNONYMS = {"gres": "gpus-per-node", "gpus": "gpus-per-node", "ntasks-per-node": "ranks-per-node"}
 _SUBMIT = ("recipe", "nodes", "gpus-per-node", "ranks-per-node", "time", *_SBATCH, "dry-run")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, or 2 for a config, data or world that does not fit."""
+    """Run one command; returns the exit status: 0, or 2 for a config, data or world that does not fit."""
     parser = argparse.ArgumentParser(
         prog="parallel-rl", description="Losses for RL post-training, and a reference trainer on Megatron-core."
     )
+    parser.add_argument("--version", action="version", version=f"parallel-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser(
         "train",
@@ -64,12 +73,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data.add_argument("--steps", metavar="N", type=int, help="steps of each phase, in place of the config's")
     commands.add_parser("recipes", help="list the recipes")
     known, rest = parser.parse_known_args(arguments)
+    if known.command != "recipes" and not _has_megatron():
+        return _refuse(
+            ValueError(f"`parallel-rl {known.command}` needs megatron-core: pip install 'parallel-rl[megatron]'")
+        )
     if known.command == "train":
         if arguments is None:  # the process is ours, and seconds of imports follow
             preemption.listen()
         return _train(known.recipe, rest, known.gate)
     if known.command == "check":
-        return _check(known.recipe, known.world, rest)
+        return _check(known.recipe, known.world, f"{known.world} ranks", rest)
     if known.command == "submit":
         return _submit(known, rest)
     if known.command == "data":
@@ -77,6 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         return _refuse(ValueError(f"{rest[0]!r} is not an argument of `parallel-rl recipes`"))
     return _recipes()
+
+
+def _has_megatron() -> bool:
+    try:
+        return find_spec("megatron.core") is not None
+    except ModuleNotFoundError:  # its parent is not there
+        return False
 
 
 def _add_submit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -114,7 +134,8 @@ def _submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
             raise ValueError("--nodes N is needed: the whole nodes of the job")
         resources = Resources(known.nodes, known.gpus_per_node, known.ranks_per_node, known.time, more)
         job = plan(resources, arguments)
-        if status := _check(known.recipe, job.world, rest):
+        ranks = f"{known.nodes} nodes × {job.world // known.nodes} = {job.world} ranks"
+        if status := _check(known.recipe, job.world, ranks, rest):
             return status
         print(job, flush=True)
         if known.dry_run:
@@ -140,22 +161,26 @@ def _check_options(rest: Sequence[str]) -> None:
     sections, ours = {field.name for field in fields(TrainConfig)}, [f"--{name}" for name in _SUBMIT]
     for word in rest:
         name = word.lstrip("-").partition("=")[0]
-        name = _SHORT.get(name[:1], name) if word[:1] == "-" != word[1:2] else name
+        name = _SHORT.get(name[:1], name) if word[:1] == "-" != word[1:2] else _SYNONYMS.get(name, name)
         if word.startswith("-") and name[:1].isalpha() and name.partition(".")[0] not in sections:
             raise ValueError(
-                f"{word.partition('=')[0]} is no option of `parallel-rl submit`; {nearest(f'--{name}', ours)}"
+                f"{word.partition('=')[0]} is not an option of `parallel-rl submit`; {nearest(f'--{name}', ours)}"
             )
 
 
 def _recipes() -> int:
-    from parallel_rl.recipes import recipes, summary
+    from parallel_rl.recipes import recipes, runs, summary
 
-    for name, path in recipes().items():
-        print(f"{name:30} {summary(path)}")
+    try:
+        for name, path in recipes().items():
+            print(f"{name:30} {summary(path)}{'' if runs(path) else ' (load_recipe only: `train` lacks its data)'}")
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`; the interpreter flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def _check(recipe: str | None, world: int, rest: Sequence[str]) -> int:
+def _check(recipe: str | None, world: int, ranks: str, rest: Sequence[str]) -> int:
     from parallel_rl.training.config.load import load_config
     from parallel_rl.training.config.sections import data_parallel_size
 
@@ -164,13 +189,9 @@ def _check(recipe: str | None, world: int, rest: Sequence[str]) -> int:
         config = load_config(path, overrides)
         data_parallel_size(config.parallel, world)
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-        from parallel_rl.training.checkpointing.resume import check_sources
-        from parallel_rl.training.data.datasets import find_data
-        from parallel_rl.training.preflight.sizes import check_layout
+        from parallel_rl.training.preflight.check import check_run
 
-        check_layout(config, world)
-        find_data(config.data)
-        check_sources(config)
+        print(f"ok: {config.objective}, {ranks}, {check_run(config, world)}", flush=True)
     except ValueError as error:
         return _refuse(error)
     return 0
@@ -179,12 +200,11 @@ def _check(recipe: str | None, world: int, rest: Sequence[str]) -> int:
 def _train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
     # torch and Megatron are imported only here, so that --help answers at once.
     from parallel_rl.training.config.load import load_config
-    from parallel_rl.training.config.sections import data_parallel_size
 
     try:
         path, overrides = _source(recipe, rest)
         config = load_config(path, overrides)
-        data_parallel_size(config.parallel, int(os.environ.get("WORLD_SIZE", "1")))
+        _check_world(config.parallel)
     except ValueError as error:
         return _refuse(error)
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")  # of optional packages that are not there
@@ -205,6 +225,20 @@ def _train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0
+
+
+def _check_world(layout: ParallelConfig) -> None:
+    from parallel_rl.training.config.sections import data_parallel_size
+
+    try:
+        data_parallel_size(layout, int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as error:
+        if "WORLD_SIZE" in os.environ:
+            raise
+        ranks = layout.tensor * layout.context * layout.pipeline * (layout.data or 1)
+        raise ValueError(
+            f"{error}: start it by torchrun --nproc-per-node {ranks}, or as one process with --parallel '{{}}'"
+        ) from None
 
 
 def _data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
@@ -234,7 +268,7 @@ def _source(recipe: str | None, rest: Sequence[str]) -> tuple[str, Sequence[str]
     """The config's file, and the overrides."""
     from parallel_rl.recipes import find_recipe
 
-    given = bool(rest) and not rest[0].startswith("--")
+    given = bool(rest) and not rest[0].startswith("--") and (recipe is None or "=" not in rest[0])
     if recipe is not None:
         if given:
             raise ValueError(f"{rest[0]!r} beside --recipe {recipe}: give a config file or a recipe")

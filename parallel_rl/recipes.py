@@ -64,6 +64,15 @@ def summary(path: Path) -> str:
     return path.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# ").rstrip()
 
 
+def runs(path: Path) -> bool:
+    """Whether `parallel-rl train` runs a recipe; others are losses whose data this trainer does not have.
+
+    >>> runs(find_recipe("grpo")), runs(find_recipe("prm"))
+    (True, False)
+    """
+    return not any(line.startswith("needs:") for line in path.read_text(encoding="utf-8").splitlines())
+
+
 def loss_of(tree: Mapping[str, object]) -> Mapping[str, object] | None:
     """Return the mapping {name: ..., options: ...} of a recipe's loss, if it has one."""
     loss = main_section(tree)[1].get("loss")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import parallel_rl
 from parallel_rl.cli import main
 from tests.distributed.pool import run_world
 from tests.training.helpers import CONFIGS, ROOT
@@ -130,7 +131,66 @@ def test_a_recipe_is_found_and_refused_before_any_work(capsys: pytest.CaptureFix
     assert main(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) > 40 and any(line.startswith("gspo ") and "GSPO: group sequence" in line for line in listed)
+    marked = [line.split()[0] for line in listed if line.endswith("(load_recipe only: `train` lacks its data)")]
+    assert marked == ["distillation_topk", "prm", "value"]
     assert main(["recipes", "all"]) == 2
+
+
+def test_the_version_and_a_reader_that_leaves_early(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"parallel-rl {parallel_rl.__version__}\n"
+    line = f"{sys.executable} -u -m parallel_rl.cli recipes | head -1"
+    done = subprocess.run(["bash", "-c", line], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("\n") == 1 and done.stderr == ""
+
+
+@pytest.mark.parametrize("words", ["train --recipe grpo", "check --recipe grpo --world 1", "data --recipe grpo"])
+def test_without_megatron_the_command_says_what_to_install(words: str) -> None:
+    code = "import sys; sys.modules['megatron'] = None\nfrom parallel_rl.cli import main\nsys.exit(main(sys.argv[1:]))"
+    line = [sys.executable, "-c", code, *words.split()]
+    done = subprocess.run(line, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    needs = (
+        f"parallel-rl: error: `parallel-rl {words.split()[0]}` needs megatron-core: pip install 'parallel-rl[megatron]'"
+    )
+    assert done.returncode == 2 and done.stderr == f"{needs}\n"
+
+
+def test_check_says_what_it_checked_and_finds_what_a_start_would(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    grpo = ["check", "--recipe", "grpo", "--world", "8", "--run.dir"]
+    good, empty = [*grpo, str(tmp_path / "new" / "run")], [*grpo, str(tmp_path)]
+    cases = {
+        "ok: rl, 8 ranks, TP 1 × CP 2 × PP 1 × DP 4, float32, writes to ": [*good, "--parallel.context", "2"],
+        "reward = 'exact_mach' is not valid; did you mean 'exact_match'?": [*empty, "--reward", "exact_mach"],
+        "line 1: the character '+' of ": [*empty, "--tokenizer.alphabet", "0123456789=#"],
+        f"cannot be made: {tmp_path}/file is not a folder": [*grpo, str(tmp_path / "file" / "run")],
+        "run.dir = '/proc/run' cannot be written: /proc: ": [*grpo, "/proc/run"],
+        "unknown key steps = 3 in TrainConfig; did you mean 'warmup.steps' or 'rl.steps'?": [*empty, "--steps", "3"],
+        "'rl.steps=3' is not an override; write --rl.steps=3": [*grpo[:-1], "rl.steps=3"],
+    }
+    [said] = run_world(1, all_said, list(cases.values()))
+    for (message, arguments), (status, text) in zip(cases.items(), said, strict=True):
+        assert message in text and text.count("\n") == 1, text
+        assert status == (0 if message.startswith("ok") else 2), arguments
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # nothing was made
+
+
+def all_said(rank: int, commands: list[list[str]]) -> list[tuple[int, str]]:
+    said = []
+    for arguments in commands:
+        screen = io.StringIO()
+        with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(screen):
+            said.append((main(arguments), screen.getvalue()))
+    return said
+
+
+def test_a_run_for_many_ranks_started_as_one_process_says_how_to_start_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", GRPO]) == 2
+    hint = (
+        "needs 4 or a multiple of it: start it by torchrun --nproc-per-node 4, or as one process with --parallel '{}'"
+    )
+    assert hint in capsys.readouterr().err
 
 
 @pytest.mark.slow

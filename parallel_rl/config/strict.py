@@ -48,7 +48,8 @@ def configure(cls: type[ConfigT], value: ConfigT | Mapping | str | None = None, 
     for key, item in (value or {}).items():
         path = f"{where}.{key}" if where else f"{key}"
         if key not in fields:
-            raise ValueError(f"unknown key {path} = {item!r} in {cls.__name__}; {nearest(str(key), fields)}")
+            near = _deeper(str(key), value or {}, hints) or nearest(str(key), fields)
+            raise ValueError(f"unknown key {path} = {item!r} in {cls.__name__}; {near}")
         kwargs[key] = _convert(hints[key], item, path)
     required = [
         field.name
@@ -97,6 +98,21 @@ def nearest(key: str, valid: typing.Iterable[str]) -> str:
     names = sorted(valid)
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"
+
+
+def _deeper(key: str, value: Mapping, hints: Mapping[str, typing.Any]) -> str:
+    """End the message for a key that belongs into one of the given sections, such as `steps` into `rl`; else ""."""
+    sections = [name for name, item in value.items() if isinstance(item, Mapping) and name in hints]
+    kinds = {
+        name: [hint for hint in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(hint)]
+        for name in sections
+    }
+    found = [
+        f"{name}.{key}"
+        for name in sections
+        if any(key in {field.name for field in dataclasses.fields(kind)} for kind in kinds[name])
+    ]
+    return f"did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def _choose(family: type[Variants], value: typing.Any, path: str) -> typing.Any:

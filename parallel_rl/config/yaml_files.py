@@ -107,17 +107,25 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
     while items:
         name = items.pop(0)
         if not name.startswith("--") or len(name) == 2:
-            raise ValueError(f"{name!r} is not an override; write --section.key value")
+            instead = f"--{name}" if "=" in name else "--section.key value"
+            raise ValueError(f"{name!r} is not an override; write {instead}")
         name, equals, text = name[2:].partition("=")
         if not equals:
             if not items or items[0].startswith("--"):
                 raise ValueError(f"the override --{name} has no value; write --{name} value")
             text = items.pop(0)
         try:
-            pairs.append((name, yaml.safe_load(text)))
+            pairs.append((name, _value(text)))
         except yaml.YAMLError:
             raise ValueError(f"the value of --{name}, {text!r}, is not valid YAML") from None
     return pairs
+
+
+def _value(text: str) -> object:
+    """Read a value in YAML; a plain text keeps its blanks and its "#", which YAML would take for a comment."""
+    value = yaml.safe_load(text)
+    plain = text.lstrip()[:1] not in ("'", '"', "|", ">", "!", "&")
+    return text if plain and (isinstance(value, str) or (value is None and "#" in text)) else value
 
 
 def _set(tree: Tree, dotted: str, value: object) -> None:

@@ -45,7 +45,8 @@ def test_submit_shows_the_command_and_writes_nothing(
     shell = "LOG_DIR='/my logs' MAX_RESTARTS=3 NCCL_DEBUG=INFO"
     settings = f"{shell} SBATCH_ACCOUNT='my lab' SBATCH_GPUS_PER_NODE=h100:4 SITE_CONF={site}"
     command = f"sbatch --nodes=2 --time=1:00:00 slurm/train.sbatch {CONFIG} --run.dir={tmp_path}/run --rl.steps 5"
-    assert capsys.readouterr().out == f"{settings} {command}\n"
+    checked = f"ok: rl, 2 nodes × 4 = 8 ranks, TP 2 × CP 2 × PP 1 × DP 2, float32, writes to {tmp_path}/run"
+    assert capsys.readouterr().out == f"{checked}\n{settings} {command}\n"
     assert not (tmp_path / "run").exists()
 
 
@@ -59,9 +60,9 @@ def test_submit_shows_the_command_and_writes_nothing(
         ([CONFIG, "--nodes", "1", "--gpus-per-node", "4", "--ranks-per-node", "8"], "8 ranks on a node of 4 GPUs"),
         ([CONFIG, "--nodes", "1", "--cpus-per-task", "0"], "--cpus-per-task 0 is not valid"),
         ([CONFIG, "--nodes", "1", "--time", "1 hour"], "--time 1 hour is not valid; minutes"),
-        ([CONFIG, "--nodes", "1", "--partion", "x"], "--partion is no option .* did you mean '--partition'"),
-        ([CONFIG, "--node", "1"], "--node is no option .* did you mean '--nodes'"),
-        ([CONFIG, "-p", "x"], "-p is no option .* did you mean '--partition'"),
+        ([CONFIG, "--nodes", "1", "--partion", "x"], "--partion is not an option .* did you mean '--partition'"),
+        ([CONFIG, "--node", "1"], "--node is not an option .* did you mean '--nodes'"),
+        ([CONFIG, "-p", "x"], "-p is not an option .* did you mean '--partition'"),
         (["configs/none.yaml", "--nodes", "1"], "does not exist"),
         ([CONFIG, "--nodes", "1", "--data.train", "none.jsonl"], "none.jsonl"),
     ],
@@ -165,7 +166,7 @@ def test_the_record_of_a_job_is_there_before_the_job_is(
     assert main(given) == 0
     [record] = (run / "submitted").iterdir()
     assert record.name.endswith("-17")
-    command, said = capsys.readouterr().out.splitlines()
+    _, command, said = capsys.readouterr().out.splitlines()
     assert (record / "command.sh").read_text() == f"cd {ROOT}\n{command}\n"
     logs = "its log comes to slurm-mine-17.out, those of the ranks to runs/slurm/17"
     assert said == f"Submitted batch job 17; {logs}; its command, config and script are in {record}"

@@ -147,7 +147,7 @@ def read_datasets(
             steps with whole groups.
     """
     reader = _Reader(config, files, room)
-    prompts = partial(_prompt, tokenizer=tokenizer, most=config.sampling.max_new_tokens)
+    prompts = partial(fitting_prompt, tokenizer=tokenizer, most=config.sampling.max_new_tokens)
     held_out, held = reader.held_out(prompts)
 
     def train(row: Mapping[str, object]) -> Prompt:
@@ -262,7 +262,8 @@ def _length(record: Prompt | Example | Pair | Rollout, new: int) -> int:
     return len(record.tokens)
 
 
-def _prompt(row: Mapping[str, object], tokenizer: CharTokenizer, most: int) -> Prompt:
+def fitting_prompt(row: Mapping[str, object], tokenizer: CharTokenizer, most: int) -> Prompt:
+    """Parse a prompt whose answer `most` sampled tokens can hold."""
     prompt = parse_prompt(row, tokenizer)
     needed = len(tokenizer.completion(prompt.answer))
     if needed > most:

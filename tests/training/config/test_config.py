@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from parallel_rl.config.strict import configure
+from parallel_rl.config.yaml_files import override
 from parallel_rl.training.config.load import as_mapping, load_config
 from parallel_rl.training.config.sections import ParallelConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
@@ -118,6 +119,25 @@ def test_what_does_not_fit_is_named(overrides: dict[str, object], message: str) 
 def test_malformed_overrides(arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(str(CONFIGS / "sft_arithmetic.yaml"), arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (" 01", 1),
+        (" ab ", " ab "),
+        ("#abc", "#abc"),
+        ("a #b", "a #b"),
+        ("'#a' ", "#a"),
+        ("null", None),
+        ("", None),
+        ("1e-4", "1e-4"),
+    ],
+)
+def test_an_override_keeps_blanks_and_hashes(text: str, value: object) -> None:
+    tree: dict[str, object] = {}
+    override(tree, ["--tokenizer.alphabet", text])
+    assert tree == {"tokenizer": {"alphabet": value}}
 
 
 def test_malformed_files(tmp_path: Path) -> None:

@@ -1,0 +1,78 @@
+"""Check a run from its config alone, on a host without GPUs: layout, reward, folder, files and their first records."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from parallel_rl.experience.rewards import reward_function
+from parallel_rl.training.checkpointing.resume import check_sources
+from parallel_rl.training.config.sections import data_parallel_size
+from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.data.datasets import Files, find_data, fitting_prompt
+from parallel_rl.training.data.examples import parse_example, parse_pair, parse_rollout
+from parallel_rl.training.data.records.index import stretch
+from parallel_rl.training.data.records.source import Records
+from parallel_rl.training.preflight.sizes import check_layout
+from parallel_rl.training.tokenizer import CharTokenizer
+
+
+def check_run(config: TrainConfig, world_size: int) -> str:
+    """Check a run that `world_size` ranks shall make, in seconds; the rest of its data is checked when it starts.
+
+    Returns:
+        the layout and the folder, as in "TP 2 × CP 2 × PP 1 × DP 8, float32, writes to runs/grpo".
+
+    Raises:
+        ValueError: the world does not match the layout, a reward that cannot be found, a folder that cannot be written, data
+            files that are missing or begin with a bad record, checkpoints that do not fit.
+    """
+    check_layout(config, world_size)
+    reward_function(config.reward)
+    check_writable(Path(config.run.dir))
+    check_first_records(config, CharTokenizer(config.tokenizer.alphabet), find_data(config.data))
+    check_sources(config)
+    sizes, data = config.parallel, data_parallel_size(config.parallel, world_size)
+    layout = f"TP {sizes.tensor} × CP {sizes.context} × PP {sizes.pipeline} × DP {data}"
+    return f"{layout}, {config.run.dtype}, writes to {config.run.dir}"
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a run's folder that cannot be made or written.
+
+    Raises:
+        ValueError: it, or the nearest folder above it that exists, is not a folder that this user may write to.
+    """
+    there = folder.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {there} is not a folder")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"run.dir = {str(folder)!r} cannot be written: {there}: {error.strerror}") from None
+
+
+def check_first_records(config: TrainConfig, tokenizer: CharTokenizer, files: Files) -> None:
+    """Parse the first records of each file, which show most mistakes of a config without reading the rest.
+
+    Raises:
+        ValueError: a malformed line or row, by file and number.
+    """
+    prompts = partial(fitting_prompt, tokenizer=tokenizer, most=config.sampling.max_new_tokens)
+    parse: dict[str, Callable[[Mapping[str, object]], object]] = {
+        "train": prompts,
+        "held_out": prompts,
+        "examples": partial(parse_example, tokenizer=tokenizer),
+        "pairs": partial(parse_pair, tokenizer=tokenizer),
+        "rollouts": partial(parse_rollout, vocab_size=tokenizer.vocab_size),
+    }
+    for name, found in files.items():
+        for file in found:
+            index = file.index(0, 0, 1, stretch(file.size))
+            if len(index):
+                next(Records((file,), index, parse[name]).batches(0))
