@@ -17,9 +17,10 @@ FLOORS = (
     ("agreement", "functional", "layout", "metrics", "statistics"),
     ("counts",),
     ("vocab",),
-    ("advantages", "losses", "megatron"),
+    ("advantages", "losses"),
     ("experience", "packing", "recipes"),
-    ("compat", "training"),
+    ("compat", "megatron"),
+    ("training",),
     ("cli",),
 )
 TRAINING = (
@@ -34,7 +35,7 @@ TRAINING = (
     ("preflight",),
     ("trainer",),
 )
-MOST_ROOMS, MOST_ARROWS, MOST_LINES = 13, 50, 330
+MOST_FLOORS, MOST_ROOMS, MOST_ARROWS, MOST_LINES = 9, 13, 50, 326
 KNOWN_CIRCLES = [
     "parallel_rl.losses.core.base, parallel_rl.losses.core.from_hidden_states, parallel_rl.losses.core.truncated_policy"
 ]
@@ -132,14 +133,14 @@ def house() -> House:
 
 
 def test_imports_run_to_lower_floors(house: House) -> None:
-    assert house.climbs("parallel_rl", FLOORS) == [] and len(FLOORS) <= 8
+    assert house.climbs("parallel_rl", FLOORS) == [] and len(FLOORS) <= MOST_FLOORS
     assert house.climbs("parallel_rl.training", TRAINING) == []
     users = {module for module, others in house.graph.items() if "parallel_rl" in others}
     assert users == {"parallel_rl.cli"}, "the public face is for users, its version for the command"
 
 
 def test_there_is_no_circle(house: House) -> None:
-    assert circles(house.graph) == KNOWN_CIRCLES
+    assert circles(house.graph) == []
 
 
 def test_rooms_arrows_and_files_stay_few_and_small(house: House) -> None:
