@@ -82,10 +82,10 @@ def _runs(*fast: Run, slow: tuple[Run, ...] = ()) -> pytest.MarkDecorator:
 
 
 @_runs(
-    Run("core", 4, 6), Run("more", 4, 2), Run("truncated", 4, 2),
+    Run("core", 4, 6), Run("more", 4, 2), Run("truncated", 4, 2), Run("recipes", 4, 1),
     slow=(
         *(Run("core", world) for world in (1, 2, 4)), Run("core", 8, 3), Run("more", 4), Run("truncated", 4, 6),
-        Run("recipes", 4, 2),
+        Run("recipes", 4, 6),
     ),
 )  # fmt: skip
 def test_float64(case: law.Case, run: Run) -> None:
