@@ -1,7 +1,9 @@
-"""Draws docs/law.png: the loss of one GRPO step on many layouts, by local means and by `parallel_rl`. python -m tools.law_figure
+"""Draw docs/law.png: the loss of one GRPO step on many layouts, by local means and by `parallel_rl`.
 
-Both see the same eight responses of 1 to 40 tokens. "Local means" is what a loss gives that divides by the tokens it happens to hold
-and is then averaged over ranks and micro-batches, as data parallelism and gradient accumulation do.
+    python -m tools.law_figure
+
+Both see the same eight responses of 1 to 40 tokens. A loss by "local means" divides by the tokens that it happens to hold and
+is averaged over ranks and micro-batches, as data parallelism and gradient accumulation do.
 """
 
 from __future__ import annotations
