@@ -43,7 +43,6 @@ LACKING = [  # is to become empty; a line goes when its example comes
     "register_loss",
     "register_objective",
     # functional.ratio
-    "functional.ratio.straight_through_one",
     # megatron
     "megatron.broadcast_from_last_stage",
     "megatron.build_config",

@@ -35,6 +35,9 @@ A loss is a class with the call of `LossFn` and a class of options; a recipe is 
 trainer's settings, in one YAML file. `get_loss(name)` gives the one, `parallel_rl.recipes.load_recipe(name)` the other,
 `parallel-rl train --recipe NAME` runs it, [adding_a_loss.md](adding_a_loss.md) adds one.
 
+`clipped_pg` or `policy`? Take `policy`: every recipe is a set of its options; `clipped_pg` is the same mathematics under
+NeMo-RL's option names, data and metrics, for a config that comes from there.
+
 Notation: l = log π(token), l_old of the policy that the step began with (`prev_logprobs`), ρ = exp(l − l_old),
 A the advantage, sg stop-gradient, σ the logistic function; N_tok valid tokens and N_seq valid sequences of the whole step.
 """

@@ -20,11 +20,6 @@ def safe_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=MAX_EXPONENT).exp()
 
 
-def straight_through_one(logprobs: Tensor) -> Tensor:
-    """exp(l − sg[l]): the value 1 with the gradient of a ratio."""
-    return (logprobs - logprobs.detach()).exp()
-
-
 def exp_or_zero(log_weight: Tensor) -> Tensor:
     """exp(x), and 0 with gradient 0 where that is not finite.
 

@@ -43,7 +43,10 @@ class PolicyTerms:
 
 
 class Surrogate(Variants):
-    """A family: `name: ppo` with that class's options in a config."""
+    """Base of the surrogates: one option of the policy loss, chosen in its config as `name: ppo` with that class's options.
+
+    It is a union of config classes; losses are registered with `register_loss`.
+    """
 
     uses_ratio: ClassVar[bool] = True
     #: whether only the ratio of single tokens makes sense

@@ -1,7 +1,13 @@
-"""What users call: an objective, token statistics and the reducer behind one signature."""
+"""Catalogue of the losses, a file each, with their options; importing it registers them all.
+
+A loss of this package is called with vocab-parallel logits and process groups, see `LossFn`, and returns this rank's share.
+Pointwise mathematics is in `parallel_rl.functional`.
+"""
 
 from parallel_rl.losses.clipped_pg import ClippedPGLossFn
 from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
+from parallel_rl.losses.core.options import NoConfig
+from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.distillation import (
     DistillationLossConfig,
     DistillationLossFn,
@@ -69,4 +75,7 @@ __all__ = [
     "OffPolicyMaskConfig",
     "RejectionConfig",
     "RejectionRule",
+    "Requirements",
+    "Field",
+    "NoConfig",
 ]

@@ -8,10 +8,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from parallel_rl.counts import Aggregation, check_aggregation
-from parallel_rl.functional import covariance, rec  # noqa: F401  they register their surrogates
+from parallel_rl.functional.covariance import ClipCov, KLCov
 from parallel_rl.functional.importance import MismatchStatistic, Truncation
 from parallel_rl.functional.kl import KLType
+from parallel_rl.functional.rec import REC
 from parallel_rl.functional.surrogates import PPO, Surrogate
+
+#: surrogates with a module of their own; a config names them like those of `functional.surrogates`
+MORE_SURROGATES = (ClipCov, KLCov, REC)
 
 RatioLevel = Literal["token", "sequence-mean", "sequence-sum"]
 
@@ -44,7 +48,7 @@ class KLConfig:
                 raise ValueError(f"{name} = {getattr(self, name)} must be positive, or None for no clamp")
         if self.estimator == "k1" and self.gradient == "plain":
             warnings.warn(
-                "a k1 estimate with its plain gradient regularises nothing in expectation; see objectives.kl",
+                "a k1 estimate with its plain gradient regularises nothing in expectation; see parallel_rl.functional.kl",
                 stacklevel=2,
             )
         if self.estimator == "k2" and self.gradient == "straight-through":

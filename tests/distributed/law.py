@@ -27,8 +27,7 @@ from parallel_rl import (
     register_objective,
 )
 from parallel_rl.config.yaml_files import read_tree
-from parallel_rl.losses.core.options import NoConfig
-from parallel_rl.losses.core.requirements import Field, Requirements
+from parallel_rl.losses import Field, NoConfig, Requirements
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
 from parallel_rl.metrics import Mean, Measure, Metric, MinMax, Sum
 from parallel_rl.recipes import loss_of, recipes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.functional.kl import kl_estimate, straight_through
-from parallel_rl.functional.ratio import straight_through_one
+from parallel_rl.functional.ratio import exp_or_zero
 
 V = 6
 
@@ -41,7 +41,7 @@ def expected(kind: str, gradient: str) -> tuple[Tensor, Tensor]:
     logp = z.log_softmax(0)
     sampler, weight = logp.detach().exp(), None
     if gradient == "score-function":
-        weight = straight_through_one(logp)
+        weight = exp_or_zero(logp - logp.detach())
     elif gradient == "old":
         sampler, weight = old.exp(), (logp - old).exp()
     k = kl_estimate(logp, ref, kind, weight=weight)  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def test_expected_value_is_the_kl(kind: str, gradient: str) -> None:
 def test_weighted_k3_has_the_coefficient_of_k2_on_every_word() -> None:
     z, ref, _ = setting()
     logp = z.detach().log_softmax(0).requires_grad_()
-    weighted = kl_estimate(logp, ref, "k3", weight=straight_through_one(logp))
+    weighted = kl_estimate(logp, ref, "k3", weight=exp_or_zero(logp - logp.detach()))
     for estimate in (weighted, kl_estimate(logp, ref, "k2")):
         (coefficient,) = torch.autograd.grad(estimate.sum(), logp)
         torch.testing.assert_close(coefficient, (logp - ref).detach(), rtol=1e-12, atol=1e-15)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl import LossFn, Metrics, TokenBatch, register_loss
-from parallel_rl.losses.core.options import NoConfig
+from parallel_rl.losses import NoConfig
 from parallel_rl.metrics import Metric
 from tests.distributed.pool import run_world
 from tests.training.helpers import DATA, cut, run, train_rows
