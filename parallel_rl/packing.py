@@ -23,6 +23,15 @@ class SequencePackingLossWrapper(LossFunction):
     row, of which the first `cu_seqlens_q[i + 1] − cu_seqlens_q[i]` are tokens. Kernel launches and collectives do not
     grow with the number of sequences; preference pairs are (even, odd) sequences of one row.
 
+    >>> import torch
+    >>> from parallel_rl import NLLLoss, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2], [0, 3, 0]]), "sample_mask": torch.ones(2)}
+    >>> data["token_mask"] = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    >>> loss_fn = SequencePackingLossWrapper(NLLLoss(), torch.tensor([0, 3, 5]))
+    >>> loss, _ = loss_fn(torch.zeros(1, 5, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    1.3863
+
     Args:
         loss_fn: any loss of this library.
         cu_seqlens_q: [B + 1] integer, true lengths summed up from 0.

@@ -1,4 +1,4 @@
-"""What a loss needs to know of a whole optimizer step before its first gradient: sums, and samples for order statistics."""
+"""Statistics of a whole optimizer step, reduced before its first gradient: sums, and samples for order statistics."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ class Statistics(Mapping[str, Tensor]):
 
         statistics = (loss_fn.collect(*first) + loss_fn.collect(*second)).reduce(groups)
         loss, metrics = loss_fn(*first, statistics=statistics)
+
+    >>> first, second = Statistics({"rows": torch.tensor(3)}), Statistics({"rows": torch.tensor(4)})
+    >>> (first + second).reduce()["rows"].item()
+    7.0
 
     Args:
         sums: 0-dim tensors, each this rank's own part. As a mapping, the statistics are these sums.

@@ -38,6 +38,16 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
 
     Papers: arXiv 1707.06347 (PPO), 2402.03300 (GRPO), 2503.14476 (DAPO), 1912.09729 (dual clip), 2402.14740 (RLOO),
     2507.18071 (GSPO), 2506.13585 (CISPO), 2506.09477 (KL gradient), 2504.05118 (VAPO).
+
+    >>> import torch
+    >>> from parallel_rl import ClippedPGLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    >>> names = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+    >>> data |= {"advantages": torch.ones(1, 3)} | {name: torch.full((1, 3), -1.5) for name in names}
+    >>> loss_fn = ClippedPGLossFn({"ratio_clip_max": 0.28})
+    >>> loss, _ = loss_fn(torch.zeros(1, 3, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    -1.1204
     """
 
     config_class = ClippedPGLossConfig

@@ -77,6 +77,14 @@ class FullDistillationLossFn(LossFn[FullDistillationLossConfig]):
     Metrics: loss, num_valid_samples. Call and errors: see `LossFn`.
 
     Papers: arXiv 1503.02531; GKD arXiv 2306.13649; MiniLLM arXiv 2306.08543; DistiLLM arXiv 2402.03898.
+
+    >>> import torch
+    >>> from parallel_rl import FullDistillationLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    >>> data["teacher_logits"] = torch.tensor([2.0, 1.0, 0.0, 0.0]).expand(1, 3, 4)
+    >>> loss, _ = FullDistillationLossFn()(torch.zeros(1, 3, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    0.3376
     """
 
     config_class = FullDistillationLossConfig
@@ -163,6 +171,15 @@ class DistillationLossFn(LossFn[DistillationLossConfig]):
     Metrics: loss, num_valid_samples. Call and errors: see `LossFn`; an id outside the vocabulary raises.
 
     Papers: arXiv 1503.02531; the options are those of NeMo-RL.
+
+    >>> import torch
+    >>> from parallel_rl import DistillationLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    >>> data["teacher_topk_logits"] = torch.tensor([1.0, 0.0]).expand(1, 3, 2)
+    >>> data["teacher_topk_indices"] = torch.tensor([0, 1]).expand(1, 3, 2)
+    >>> loss, _ = DistillationLossFn()(torch.zeros(1, 3, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    0.1155
     """
 
     config_class = DistillationLossConfig

@@ -67,6 +67,16 @@ class KTOLossFn(LossFn[KTOLossConfig]):
         ValueError: see `LossFn`; a label other than +1, −1 and 0.
 
     Papers: arXiv 2402.01306 (KTO), 2408.06266 (APO-zero).
+
+    >>> import torch
+    >>> from parallel_rl import KTOLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2], [0, 3, 1]]), "token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2)}
+    >>> data |= {"reference_policy_logprobs": torch.full((2, 3), -1.5), "preference_labels": torch.tensor([1.0, -1.0])}
+    >>> loss_fn = KTOLossFn()
+    >>> call = (torch.zeros(2, 3, 4), data, *count_valid(data))
+    >>> loss, _ = loss_fn(*call, statistics=loss_fn.collect(*call).reduce())
+    >>> round(loss.item(), 4)
+    0.5
     """
 
     config_class = KTOLossConfig

@@ -54,6 +54,9 @@ class MuScheduleConfig:
 class MuSchedule:
     """The weight of the expert side, one value an optimizer step; its state is the number of steps made.
 
+    >>> MuSchedule(MuScheduleConfig(peak=0.8, valley=0.2, warmup_steps=4, decay_steps=10)).at(2)
+    0.4
+
     Paper: CHORD, arXiv 2508.11408.
     """
 
@@ -130,6 +133,17 @@ class MixLossFn(LossFn[MixLossConfig]):
     Metrics: loss, mu, usual/... of `PolicyLossFn`, expert/... of `NLLLoss`. Call and errors: see `LossFn`.
 
     Papers: Trinity-RFT arXiv 2505.17826 (MIX); CHORD arXiv 2508.11408.
+
+    >>> import torch
+    >>> from parallel_rl import MixLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2], [0, 3, 1]]), "token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2)}
+    >>> data |= {"advantages": torch.ones(2, 3), "prev_logprobs": torch.full((2, 3), -1.5)}
+    >>> data["expert_mask"] = torch.tensor([False, True])
+    >>> loss_fn = MixLossFn({"mu": 0.2})
+    >>> call = (torch.zeros(2, 3, 4), data, *count_valid(data))
+    >>> loss, _ = loss_fn(*call, statistics=loss_fn.collect(*call).reduce())
+    >>> round(loss.item(), 4)
+    -0.6191
     """
 
     config_class = MixLossConfig

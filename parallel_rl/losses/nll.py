@@ -50,6 +50,13 @@ class NLLLoss(LossFn[NLLLossConfig]):
     Metrics: loss, num_unmasked_tokens, num_valid_samples. Call and errors: see `LossFn`.
 
     Papers: arXiv 2508.05629 (SFT-IS), CHORD arXiv 2508.11408 (SFT-phi).
+
+    >>> import torch
+    >>> from parallel_rl import NLLLoss, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    >>> loss, _ = NLLLoss()(torch.zeros(1, 3, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    1.3863
     """
 
     config_class = NLLLossConfig

@@ -220,6 +220,15 @@ class PolicyLossFn(PolicyLoss[PolicyLossConfig]):
         ValueError: see `LossFn` and `PolicyLossConfig`.
 
     Papers: those of the surrogates and options.
+
+    >>> import torch
+    >>> from parallel_rl import PolicyLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    >>> data |= {"advantages": torch.ones(1, 3), "prev_logprobs": torch.full((1, 3), -1.5)}
+    >>> loss_fn = PolicyLossFn({"surrogate": {"name": "ppo", "clip_high": 0.28}})
+    >>> loss, _ = loss_fn(torch.zeros(1, 3, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    -1.1204
     """
 
     config_class = PolicyLossConfig

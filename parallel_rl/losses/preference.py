@@ -110,6 +110,15 @@ class DPOLossFn(LossFn[DPOLossConfig]):
 
     Papers: arXiv 2305.18290 (DPO), 2310.12036 (IPO), 2403.00409 (robust DPO), 2409.06411 (LD-DPO), 2404.19733 (NLL term);
     the other kinds' stand at their functions.
+
+    >>> import torch
+    >>> from parallel_rl import DPOLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2], [0, 3, 1]]), "token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2)}
+    >>> data["reference_policy_logprobs"] = torch.tensor([[0.0, -2.0, -2.0], [0.0, -1.0, -1.0]])
+    >>> loss_fn = DPOLossFn({"reference_policy_kl_penalty": 0.1})
+    >>> loss, _ = loss_fn(torch.zeros(2, 3, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    0.5981
     """
 
     config_class = DPOLossConfig

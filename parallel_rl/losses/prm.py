@@ -78,6 +78,16 @@ class PRMLossFn(LossFn[PRMLossConfig]):
             outside the vocabulary.
 
     Papers: arXiv 2305.20050; 2312.08935.
+
+    >>> import torch
+    >>> from parallel_rl import PRMLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    >>> data["reward_labels"] = torch.tensor([[-100, 2, -100]])
+    >>> loss_fn = PRMLossFn({"placeholder_token_id": 1, "reward_token_ids": (2, 3)})
+    >>> call = (torch.zeros(1, 3, 4), data, *count_valid(data))
+    >>> loss, _ = loss_fn(*call, statistics=loss_fn.collect(*call).reduce())
+    >>> round(loss.item(), 4)
+    0.6931
     """
 
     config_class = PRMLossConfig

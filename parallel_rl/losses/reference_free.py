@@ -46,6 +46,13 @@ class SimPOLossFn(LossFn[SimPOLossConfig]):
     errors: see `LossFn`; an odd number of rows raises.
 
     Paper: arXiv 2405.14734.
+
+    >>> import torch
+    >>> from parallel_rl import SimPOLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2], [0, 3, 1]]), "token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2)}
+    >>> loss, _ = SimPOLossFn()(torch.zeros(2, 3, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    1.3133
     """
 
     config_class = SimPOLossConfig
@@ -92,6 +99,13 @@ class CPOLossFn(LossFn[CPOLossConfig]):
     num_valid_samples (pairs). Call and errors: see `LossFn`; an odd number of rows raises.
 
     Paper: arXiv 2401.08417.
+
+    >>> import torch
+    >>> from parallel_rl import CPOLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2], [0, 3, 1]]), "token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2)}
+    >>> loss, _ = CPOLossFn()(torch.zeros(2, 3, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    3.4657
     """
 
     config_class = CPOLossConfig
@@ -127,6 +141,13 @@ class ORPOLossFn(LossFn[ORPOLossConfig]):
     num_valid_samples (pairs). Call and errors: see `LossFn`; an odd number of rows raises.
 
     Paper: arXiv 2403.07691.
+
+    >>> import torch
+    >>> from parallel_rl import ORPOLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2], [0, 3, 1]]), "token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2)}
+    >>> loss, _ = ORPOLossFn()(torch.zeros(2, 3, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    1.4556
     """
 
     config_class = ORPOLossConfig

@@ -29,7 +29,13 @@ Objective = Callable[..., "Tensor | tuple[Tensor, Mapping[str, Measure]]"]
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """aggregation: how tokens are averaged. max_length: L_max of "constant-length"."""
+    """Options of an objective on tokens; one with options of its own extends it.
+
+    aggregation: how tokens are averaged. max_length: L_max of "constant-length".
+
+    >>> ObjectiveConfig("constant-length", max_length=512).aggregation
+    'constant-length'
+    """
 
     aggregation: Aggregation = "token-mean"
     max_length: int | None = None
@@ -46,6 +52,9 @@ def losses() -> Mapping[str, type[LossFn]]:
 def get_loss(name: str) -> type[LossFn]:
     """The loss registered as `name`.
 
+    >>> get_loss("nll").__name__
+    'NLLLoss'
+
     Raises:
         ValueError: an unknown name, with the nearest one.
     """
@@ -57,8 +66,14 @@ def get_loss(name: str) -> type[LossFn]:
 def register_loss(name: str) -> Callable[[LossT], LossT]:
     """Register a loss class, so that `get_loss`, the trainer's `loss: {name: ...}` and the law harness find it.
 
-        @register_loss("my_loss")
-        class MyLoss(LossFn[MyConfig]): ...
+    >>> from parallel_rl import NLLLoss, get_loss
+    >>> @register_loss("doc_doubled_nll")
+    ... class Doubled(NLLLoss):
+    ...     def compute(self, batch):
+    ...         loss, metrics = super().compute(batch)
+    ...         return 2 * loss, metrics
+    >>> get_loss("doc_doubled_nll").__name__
+    'Doubled'
 
     Args:
         name: in the registry.
@@ -102,9 +117,12 @@ def register_objective(
 ) -> Callable[[Objective], type[LossFn]]:
     """Makes a loss of a function on flat local tokens; it then has every layout, packing, metrics and the law harness.
 
-        @register_objective("reinforce", token_fields=("advantages",))
-        def Reinforce(logprobs, batch):
-            return -batch["advantages"] * logprobs
+    >>> from parallel_rl import MinMax
+    >>> @register_objective("doc_reinforced", token_fields=("advantages",))
+    ... def Reinforced(logprobs, batch):
+    ...     return -batch["advantages"] * logprobs, {"logprob": MinMax(logprobs)}
+    >>> Reinforced({"aggregation": "seq-mean-token-mean"}).requirements.names
+    ('advantages',)
 
     Args:
         name: in the registry.
@@ -121,6 +139,9 @@ def register_objective(
         token_separable: on level "token", a token's loss depends on the log-prob and entropy of no other token, so that the
             fused head (`LMHeadInput`) may compute gradients in forward; a claim that is not true gives a wrong gradient.
         collect: what it needs of the whole step, from the batch; it then reads `batch.statistics`, see `Statistics`.
+
+    The function returns its values, or (values, {"name": Mean(x), ...}): metrics with one number a token (a sequence, a pair),
+    reduced over the valid ones of the step.
 
     Returns:
         A decorator that gives the loss class, whose instances have the call of `LossFn`.

@@ -61,6 +61,13 @@ class PreferenceLoss(PooledHeadLoss[PreferenceLossConfig]):
     Call and errors: see `LossFn`; an odd number of rows raises.
 
     Papers: Bradley & Terry 1952; arXiv 2203.02155; margins: arXiv 2307.09288.
+
+    >>> import torch
+    >>> from parallel_rl import PreferenceLoss, count_valid
+    >>> data = {"token_mask": torch.ones(2, 1), "sample_mask": torch.ones(2)}
+    >>> loss, _ = PreferenceLoss()(torch.tensor([1.0, 0.0]), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    0.3133
     """
 
     config_class = PreferenceLossConfig

@@ -58,6 +58,14 @@ class ValueLossFn(ScalarHeadLoss[ValueLossConfig]):
     num_valid_samples. Call and errors: see `LossFn`.
 
     Papers: arXiv 1506.02438, 1707.06347.
+
+    >>> import torch
+    >>> from parallel_rl import ValueLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    >>> data["returns"] = torch.ones(1, 3)
+    >>> loss, _ = ValueLossFn()(torch.zeros(1, 3, 1), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    0.5
     """
 
     config_class = ValueLossConfig

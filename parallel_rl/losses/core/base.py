@@ -58,11 +58,25 @@ class LossFn(LossFunction, Generic[ConfigT]):
         temperature: the policy is softmax(logits / temperature).
         consume_logits: the backward writes the gradient over the logits.
         backend: of the token statistics, see `token_stats`.
-        top_k, top_p: of the sampler, for a loss on a policy that is truncated as it was when the tokens were drawn. A token
+        top_k, top_p: the sampler's truncation; the loss scores the policy truncated the same way. A token
             that the current policy does not keep, or whose prev_logprobs or generation_logprobs is −inf, leaves the mask;
             it stays in the step's denominators, and the metric dropped_tokens counts it. Log-probs that are compared with
             an untruncated reference are untruncated.
-        kept_sets: the words that the sampler kept are in the field kept_ids [B, S, K], filled up with −1; instead of the two.
+        kept_sets: replay the sampler's kept token ids from `data["kept_ids"]` [B, S, K], padded with −1; excludes top_k and
+            top_p.
+
+    >>> import torch
+    >>> from parallel_rl import LossFn, Metrics, count_valid
+    >>> from parallel_rl.losses import NoConfig, Requirements
+    >>> class Certainty(LossFn[NoConfig]):
+    ...     config_class = NoConfig
+    ...     requirements = Requirements(entropy=True, token_separable=True)
+    ...     def compute(self, batch):
+    ...         return batch.weighted_sum(batch.entropy, 1 / batch.counts.toks.expand(1)), Metrics({})
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    >>> loss, _ = Certainty()(torch.zeros(1, 3, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    1.3863
     """
 
     config_class: type[ConfigT]
