@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.groups import group_size
+from parallel_rl.layout import valid_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,19 +24,6 @@ class ValidCounts(NamedTuple):
 
     seqs: Tensor
     toks: Tensor
-
-
-def valid_tokens(data: Mapping[str, Tensor], shift: bool = True) -> Tensor:
-    """[B, S] bool: the tokens that carry loss. Column 0 has no predictor and never does, unless `shift` is False.
-
-    >>> data = {"token_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "sample_mask": torch.tensor([1, 0])}
-    >>> valid_tokens(data).tolist()
-    [[False, True, False], [False, False, False]]
-    """
-    mask = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
-    if not shift:
-        return mask
-    return torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
 
 
 def count_valid(

@@ -18,10 +18,25 @@ from parallel_rl.groups import group_size, group_sum
 from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
 CPLayout = Literal["zigzag", "contiguous"]
+
+
+def valid_tokens(data: Mapping[str, Tensor], shift: bool = True) -> Tensor:
+    """[B, S] bool: the tokens that carry loss. Column 0 has no predictor and never does, unless `shift` is False.
+
+    >>> data = {"token_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "sample_mask": torch.tensor([1, 0])}
+    >>> valid_tokens(data).tolist()
+    [[False, True, False], [False, False, False]]
+    """
+    mask = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
+    if not shift:
+        return mask
+    return torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +92,11 @@ class SequenceLayout:
                 f"sequence length {seq_len} is not divisible by {parts} ({_parts_text(cp_size, cp_layout)})"
             )
         local = seq_len // cp_size
-        place = torch.arange(local, device=device)
+        rows, place = torch.arange(batch_size, device=device), torch.arange(local, device=device)
         place = _zigzag(place, seq_len // parts, cp_size, cp_rank) if cp_layout == "zigzag" else place + cp_rank * local
         return cls(
             shape=(batch_size, seq_len),
-            sequence_ids=torch.arange(batch_size, device=device).repeat_interleave(
-                local, output_size=batch_size * local
-            ),
+            sequence_ids=rows.repeat_interleave(local, output_size=batch_size * local),
             positions=place.repeat(batch_size),
             offsets=torch.arange(batch_size + 1, device=device) * local,
             lengths=torch.full((batch_size,), seq_len, device=device),
@@ -194,9 +207,7 @@ class SequenceLayout:
             ValueError: a field of another shape.
         """
         if tuple(field.shape[:2]) != self.shape:
-            raise ValueError(
-                f"the field has shape {list(field.shape)}; the layout describes [B, S] = {list(self.shape)}"
-            )
+            raise ValueError(f"the field has shape {list(field.shape)}; the layout has [B, S] = {list(self.shape)}")
         index, _ = self.places(shift)
         return field.reshape(-1, *field.shape[2:])[index]
 
@@ -257,11 +268,8 @@ def _parts(cp_size: int, cp_layout: CPLayout) -> int:
 
 
 def _parts_text(cp_size: int, cp_layout: CPLayout) -> str:
-    return (
-        f"2·cp = {2 * cp_size} chunks of the zigzag layout"
-        if cp_layout == "zigzag"
-        else f"cp = {cp_size} contiguous parts"
-    )
+    zigzag = f"2·cp = {2 * cp_size} chunks of the zigzag layout"
+    return zigzag if cp_layout == "zigzag" else f"cp = {cp_size} contiguous parts"
 
 
 def _zigzag(local: Tensor, chunk: Tensor | int, cp_size: int, cp_rank: int) -> Tensor:

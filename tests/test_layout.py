@@ -306,5 +306,5 @@ def test_bounds_are_not_looked_at_where_validation_is_off() -> None:
 
 def test_a_field_of_another_shape() -> None:
     layout = SequenceLayout.padded(2, 8)
-    with pytest.raises(ValueError, match=r"the field has shape \[2, 7\]; the layout describes \[B, S\] = \[2, 8\]"):
+    with pytest.raises(ValueError, match=r"the field has shape \[2, 7\]; the layout has \[B, S\] = \[2, 8\]"):
         layout.shard(torch.zeros(2, 7))

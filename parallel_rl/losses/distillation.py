@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, check_aggregation, token_weights, valid_tokens
+from parallel_rl.counts import Aggregation, check_aggregation, token_weights
 from parallel_rl.functional.distillation import Divergence, ForwardKL, mixed_kl, reverse_tail, with_tail
+from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.measures import count_true

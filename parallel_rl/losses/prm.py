@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import valid_tokens
 from parallel_rl.functional.reward import cross_entropy
+from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.measures import count_true

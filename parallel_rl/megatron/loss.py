@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import valid_tokens
 from parallel_rl.groups import ParallelGroups
+from parallel_rl.layout import valid_tokens
 from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.metrics import Metrics
 from parallel_rl.vocab.linear.lm_head import LMHeadInput

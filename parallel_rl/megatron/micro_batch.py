@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import check_masks, valid_tokens
+from parallel_rl.counts import check_masks
+from parallel_rl.layout import valid_tokens
 from parallel_rl.megatron.lm_head import FusedHead
 from parallel_rl.megatron.model_input import ModelInput, packed_bounds, packed_input, padded_input
 from parallel_rl.packing import SequencePackingLossWrapper

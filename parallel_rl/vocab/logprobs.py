@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.agreement import raise_on_all_ranks, shape_facts
-from parallel_rl.counts import valid_tokens
 from parallel_rl.groups import check_rank, group_rank, group_size
-from parallel_rl.layout import CPLayout, SequenceLayout
+from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.token_stats import stats_of_head
 from parallel_rl.vocab.shards import VocabShard

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.config.strict import configure
-from parallel_rl.counts import ValidCounts, valid_tokens
+from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import check_rank
-from parallel_rl.layout import CPLayout, SequenceLayout
+from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.core.checks import check_counts, check_data, check_lengths, check_statistics

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import valid_tokens
+from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.requirements import Field
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.counts import ValidCounts, valid_tokens
+from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import group_rank
+from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.requirements import Requirements
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import valid_tokens
+from parallel_rl.layout import valid_tokens
 from parallel_rl.megatron import broadcast_from_last_stage
 from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.models.engine import Engine

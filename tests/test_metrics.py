@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_rl import Metrics, ParallelGroups, ValidCounts, count_valid, reduce_metrics
-from parallel_rl.counts import token_weights, valid_tokens
+from parallel_rl.counts import token_weights
 from parallel_rl.groups import group_sum
+from parallel_rl.layout import valid_tokens
 from parallel_rl.metrics import Metric
 from parallel_rl.validation import validation
 from tests.collectives import recorded
