@@ -17,9 +17,8 @@ FLOORS = (
     ("agreement", "functional", "layout", "metrics", "statistics"),
     ("counts", "vocab"),
     ("advantages", "losses"),
-    ("experience", "packing", "recipes"),
-    ("compat", "megatron"),
-    ("training",),
+    ("experience", "megatron", "packing", "recipes"),
+    ("compat", "training"),
     ("cli",),
 )
 TRAINING = (

@@ -1,4 +1,4 @@
-"""The loss callback of Megatron's schedules, and the one place where what Megatron multiplies is undone."""
+"""Loss callback for Megatron's schedules; the only place that undoes Megatron's loss scaling."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class LossFunction(Protocol):
-    """What every loss of this package is; see `ClippedPGLossFn`."""
+class AnyLoss(Protocol):
+    """The call of a loss: of this package, or a `functools.partial` of one with statistics."""
 
     def __call__(
         self,
@@ -45,7 +45,7 @@ LossResult = tuple[Tensor, LossReport] | tuple[Tensor, Tensor, LossReport]
 
 
 def megatron_loss_func(
-    loss_fn: LossFunction,
+    loss_fn: AnyLoss,
     data: Mapping[str, Tensor],
     global_valid_seqs: Tensor,
     global_valid_toks: Tensor,
@@ -86,6 +86,35 @@ def megatron_loss_func(
         ValueError: num_microbatches below 1; experts or multi-token prediction with calculate_per_token_loss and
         without DDP.
     """
+    where = groups or ParallelGroups.from_megatron()
+
+    def share(output: Tensor) -> tuple[Tensor, Metrics]:
+        return loss_fn(
+            output if head is None else head(output),
+            data,
+            global_valid_seqs,
+            global_valid_toks,
+            vocab_parallel_rank=where.tp_rank,
+            vocab_parallel_group=where.tensor,
+            context_parallel_group=where.context,
+        )
+
+    return scaled_loss_func(
+        share, data, global_valid_toks, config=config, num_microbatches=num_microbatches, ddp=ddp, groups=where
+    )
+
+
+def scaled_loss_func(
+    share: Callable[[Tensor], tuple[Tensor, Metrics]],
+    data: Mapping[str, Tensor],
+    global_valid_toks: Tensor,
+    *,
+    config: TransformerConfig,
+    num_microbatches: int,
+    ddp: bool,
+    groups: ParallelGroups,
+) -> Callable[[Tensor], LossResult]:
+    """`megatron_loss_func` for any function from the model's output to this rank's share of the loss and its metrics."""
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches = {num_microbatches} must be at least 1")
     auxiliary = bool(config.num_moe_experts) or bool(config.mtp_num_layers)
@@ -93,33 +122,24 @@ def megatron_loss_func(
         raise ValueError(
             "calculate_per_token_loss = True with experts or multi-token prediction needs Megatron's DDP (ddp=True)"
         )
-    where = groups or ParallelGroups.from_megatron()
 
-    def loss_func(logits: Tensor) -> LossResult:
+    def loss_func(output: Tensor) -> LossResult:
         with plain_torch():
-            share, metrics = loss_fn(
-                logits if head is None else head(logits),
-                data,
-                global_valid_seqs,
-                global_valid_toks,
-                vocab_parallel_rank=where.tp_rank,
-                vocab_parallel_group=where.tensor,
-                context_parallel_group=where.context,
-            )
+            loss, metrics = share(output)
         # The schedule divides in place, so what is reported must not share memory with what is returned.
-        report = LossReport(loss=share.detach().clone(), metrics=metrics)
+        report = LossReport(loss=loss.detach().clone(), metrics=metrics)
         if not config.calculate_per_token_loss:
-            return share * (num_microbatches * where.dp_size if ddp else num_microbatches / where.cp_size), report
+            return loss * (num_microbatches * groups.dp_size if ddp else num_microbatches / groups.cp_size), report
         if not auxiliary:
-            return share, torch.zeros((), dtype=torch.int, device=share.device), report
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
         # finalize_model_grads multiplies by 1.0 / Σn, rounded to torch's default dtype; dividing by the same number
         # loses nothing.
-        scaling = (1.0 / global_valid_toks.to(torch.int)).to(share)
-        return share / scaling, _counted_tokens(data, where, share.device), report
+        scaling = (1.0 / global_valid_toks.to(torch.int)).to(loss)
+        return loss / scaling, _counted_tokens(data, groups, loss.device), report
 
     return loss_func
 
 
 def _counted_tokens(data: Mapping[str, Tensor], groups: ParallelGroups, device: torch.device) -> Tensor:
-    """This micro-batch's tokens, told by one context rank only: Megatron sums them over data × context."""
+    """This micro-batch's tokens, counted on one context rank only: Megatron sums them over data × context."""
     return valid_tokens(data).sum().to(device=device, dtype=torch.int) * (groups.cp_rank == 0)

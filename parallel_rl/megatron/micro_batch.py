@@ -12,15 +12,13 @@ from torch import Tensor
 
 from parallel_rl.counts import check_masks
 from parallel_rl.layout import valid_tokens
+from parallel_rl.losses.core.call import PackedSequences
 from parallel_rl.megatron.lm_head import FusedHead
 from parallel_rl.megatron.model_input import ModelInput, packed_bounds, packed_input, padded_input
-from parallel_rl.packing import SequencePackingLossWrapper
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from parallel_rl.losses.core.base import LossFn
 
 
 @dataclass(frozen=True)
@@ -30,14 +28,14 @@ class MicroBatch:
     Attributes:
         input: what `forward_logits` takes.
         data: whole, token-aligned tensors for the loss: input_ids [B, S], token_mask [B, S], sample_mask [B], ...
-        cu_seqlens: [B + 1] true and padded bounds of packed sequences; None for padded rows.
+        packed: the bounds of packed sequences; None for padded rows.
         carries: [B, S/cp], packed [1, T/cp], bool, on the host: this rank's positions that carry loss. None where only a
             device knows them.
     """
 
     input: ModelInput
     data: Mapping[str, Tensor]
-    cu_seqlens: tuple[Tensor, Tensor] | None = None
+    packed: PackedSequences | None = None
     carries: Tensor | None = None
 
     def width(self, cp_size: int) -> int:
@@ -47,10 +45,6 @@ class MicroBatch:
     def with_data(self, **fields: Tensor) -> Self:
         """The same micro-batch with more fields for the loss, such as old log-probs."""
         return replace(self, data={**self.data, **fields})
-
-    def wrap(self, loss_fn: LossFn) -> LossFn | SequencePackingLossWrapper:
-        """`loss_fn` for this micro-batch's logits: packed ones need the bounds."""
-        return loss_fn if self.cu_seqlens is None else SequencePackingLossWrapper(loss_fn, *self.cu_seqlens)
 
     def loss_input(self, output: Tensor, head: FusedHead | None) -> Tensor | LMHeadInput:
         """The model's output as a loss takes it: through `head`, which projects only the rows that carry loss."""
@@ -119,5 +113,5 @@ def _micro_batch(
     if ids.device.type == "cpu":
         layout = (model_input if home.type == "cpu" else make_input(ids)).layout
         carries = layout.shard(valid_tokens(data), fill=False).view(layout.local_shape)
-    bounds = None if cu_seqlens is None else (cu_seqlens[0].to(home), cu_seqlens[1].to(home))
-    return MicroBatch(model_input, moved, bounds, carries)
+    packed = None if cu_seqlens is None else PackedSequences(cu_seqlens[0].to(home), cu_seqlens[1].to(home))
+    return MicroBatch(model_input, moved, packed, carries)

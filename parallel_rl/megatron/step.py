@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from operator import add
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.counts import ValidCounts, count_valid
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead, is_fused
-from parallel_rl.megatron.loss import LossReport, megatron_loss_func
+from parallel_rl.megatron.loss import LossReport, scaled_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
 from parallel_rl.megatron.model_input import forward_logits
 from parallel_rl.metrics import reduce_metrics
@@ -47,7 +47,7 @@ class StepReport:
 
 def forward_backward(
     model: torch.nn.Module | Sequence[torch.nn.Module],
-    loss_fn: LossFn,
+    loss_fn: LossFunction,
     batches: Sequence[MicroBatch | Mapping[str, Tensor]],
     *,
     head: FusedHead | None = None,
@@ -101,16 +101,14 @@ def forward_backward(
 
     def step(queue: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
         batch = next(queue)
-        call = batch.wrap(loss_fn)
-        loss_func = megatron_loss_func(
-            call if statistics is None else partial(call, statistics=statistics),
+        loss_func = scaled_loss_func(
+            lambda output: loss_fn.run(_call(output, batch, counts, head, groups, statistics)),
             batch.data,
-            *counts,
+            counts.toks,
             config=config,
             num_microbatches=len(prepared),
             ddp=ddp,
             groups=groups,
-            head=partial(batch.loss_input, head=head),
         )
         return forward(model, batch), loss_func
 
@@ -188,7 +186,7 @@ def _check_pipeline(models: Sequence[torch.nn.Module], tokens: Sequence[Tensor])
 def _statistics(
     forward: Callable[[torch.nn.Module, MicroBatch], Tensor],
     models: Sequence[torch.nn.Module],
-    loss_fn: LossFn,
+    loss_fn: LossFunction,
     batches: Sequence[MicroBatch],
     counts: ValidCounts,
     head: FusedHead | None,
@@ -199,10 +197,7 @@ def _statistics(
         return None
 
     def collect(output: Tensor, index: int) -> Statistics:
-        batch = batches[index]
-        return batch.wrap(loss_fn).collect(
-            batch.loss_input(output, head), batch.data, *counts, groups.tp_rank, groups.tensor, groups.context
-        )
+        return loss_fn.run_collect(_call(output, batches[index], counts, head, groups))
 
     found = forward_only(
         forward,
@@ -213,6 +208,20 @@ def _statistics(
         micro_batch_size=batches[0].input.tokens.shape[0],
     )
     return Statistics({}) if found is None else reduce(add, found).reduce(groups)
+
+
+def _call(
+    output: Tensor,
+    batch: MicroBatch,
+    counts: ValidCounts,
+    head: FusedHead | None,
+    groups: ParallelGroups,
+    statistics: Statistics | None = None,
+) -> LossCall:
+    return LossCall(
+        batch.loss_input(output, head), batch.data, counts.seqs, counts.toks,
+        groups.tp_rank, groups.tensor, groups.context, statistics, batch.packed,
+    )  # fmt: skip
 
 
 def _reduced(reports: Sequence[LossReport], groups: ParallelGroups) -> dict[str, Tensor]:

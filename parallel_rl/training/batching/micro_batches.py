@@ -96,4 +96,4 @@ def _micro_batch(
     else:
         batch = padded_batch(data, device=device)
     tokens = int(rows.lengths.sum())
-    return MicroBatch(batch.input, batch.data, batch.cu_seqlens, batch.carries, places=places, tokens=tokens)
+    return MicroBatch(batch.input, batch.data, batch.packed, batch.carries, places=places, tokens=tokens)

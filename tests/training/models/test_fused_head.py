@@ -21,7 +21,7 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
     """(carrying rows of each sequence parallel part of this rank, by counting; what the loss is told; a bound one too small)"""
     from megatron.core import parallel_state
 
-    from parallel_rl import NLLLoss, count_valid
+    from parallel_rl import NLLLoss, SequencePackingLossWrapper, count_valid
     from parallel_rl.experience import padded_samples
     from parallel_rl.megatron import forward_logits
     from parallel_rl.training.batching.micro_batches import in_order, micro_batches, width_unit
@@ -41,7 +41,7 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
     for bin in in_order(len(rows), 3):
         [batch] = micro_batches(rows, [bin], packing=config.batch.packing, unit=unit, device=engine.device)
         width = batch.data["input_ids"].shape[1]
-        room = [width] * len(bin) if batch.cu_seqlens is None else batch.cu_seqlens[1].diff().tolist()
+        room = [width] * len(bin) if batch.packed is None else batch.packed.cu_seqlens_padded.diff().tolist()
         local = []  # row by row, the columns that this context rank holds: chunks `place` and 2·cp - 1 - `place`
         for row, size in zip(bin, room, strict=True):
             chunk = size // (2 * cp)
@@ -53,7 +53,7 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
             local.append(
                 [row != MASKED and prompt <= t + 1 < prompt + completion for t in (columns if cp > 1 else range(size))]
             )
-        lines = local if batch.cu_seqlens is None else [[x for row in local for x in row]]
+        lines = local if batch.packed is None else [[x for row in local for x in row]]
         counted = [
             sum(sum(line[p * len(line) // parts : (p + 1) * len(line) // parts]) for line in lines)
             for p in range(parts)
@@ -61,7 +61,9 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
         with fused_head(engine, engine.model) as head, torch.no_grad():
             output = forward_logits(engine.model, batch.input)
             told = batch.loss_input(output, head)
-            call = batch.wrap(NLLLoss(vocab_size=engine.vocab_size))
+            call = NLLLoss(vocab_size=engine.vocab_size)
+            if batch.packed is not None:
+                call = SequencePackingLossWrapper(call, batch.packed.cu_seqlens, batch.packed.cu_seqlens_padded)
             groups, error = engine.groups, ""
             rest = batch.data, *count_valid([batch.data]), groups.tp_rank, groups.tensor, groups.context
             assert bool(call(told, *rest)[0].isfinite())
