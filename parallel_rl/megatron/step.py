@@ -89,7 +89,7 @@ def forward_backward(
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     groups = groups or ParallelGroups.from_megatron()
     config, ddp = get_model_config(models[0]), hasattr(models[0], "finish_grad_sync")
-    prepared = _prepare(models, batches, head, groups)
+    prepared = _prepare(models, loss_fn, batches, head, groups)
     counts = count_valid([batch.data for batch in prepared], groups.data)
 
     def forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
@@ -129,6 +129,7 @@ def forward_backward(
 
 def _prepare(
     models: Sequence[torch.nn.Module],
+    loss_fn: LossFunction,
     batches: Sequence[MicroBatch | Mapping[str, Tensor]],
     head: FusedHead | None,
     groups: ParallelGroups,
@@ -146,6 +147,11 @@ def _prepare(
         if not batches:
             raise ValueError("batches is empty; a rank without data passes a micro-batch whose sample_mask is 0")
         prepared = [batch if isinstance(batch, MicroBatch) else padded_batch(batch) for batch in batches]
+        # The last pipeline stage alone calls the loss; what it would miss, the other stages must hear before they send.
+        names = [field.name for field in loss_fn.requirements.fields if field.per != "local"]
+        missing = sorted({name for batch in prepared for name in names if name not in batch.data})
+        if missing:
+            raise ValueError(f"data lacks the fields {missing}; this loss needs {', '.join(names)}")
         _check_model(models, head)
         _check_pipeline(models, [batch.input.tokens for batch in prepared])
         return prepared

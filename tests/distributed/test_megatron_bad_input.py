@@ -18,6 +18,7 @@ _STEPS = {
     "no batch": "batches is empty; a rank without data passes a micro-batch whose sample_mask is 0",
     "no mask": "rank 1: data lacks the field 'token_mask'",
     "no rows": "rank 1: input_ids must be [B, S] as token_mask [2, 8], got none",
+    "no advantages": "data lacks the fields ['advantages'",
     "fewer batches": "the ranks of a group differ in the number of micro-batches: it is 1 on one and 2 on another",
     "other rows": "the ranks of a group differ in the number of tokens in their rows: it is 32 on one and 36 on another",
     "shapes": "micro-batches have local shapes [(2, 8), (2, 10)], but pipeline stages with variable_seq_lengths = False",
@@ -29,11 +30,15 @@ _STEPS = {
 def _bad_step(rank: int, what: str) -> None:
     """One of the two ranks has bad micro-batches; they are data ranks, or tensor ranks, or pipeline stages."""
     import parallel_rl.megatron as M
-    from parallel_rl import NLLLoss
+    from parallel_rl import NLLLoss, PolicyLossFn
 
-    sizes = {"fewer batches": {"tp": 2}, "no rows": {"tp": 2}, "other rows": {"pp": 2}, "shapes": {"pp": 2}}.get(
-        what, {}
-    )
+    sizes = {
+        "fewer batches": {"tp": 2},
+        "no rows": {"tp": 2},
+        "other rows": {"pp": 2},
+        "no advantages": {"pp": 2},
+        "shapes": {"pp": 2},
+    }.get(what, {})
 
     def rows(width: int, count: int = 2) -> dict[str, torch.Tensor]:
         ids = torch.zeros(count, width, dtype=torch.int64)
@@ -56,7 +61,8 @@ def _bad_step(rank: int, what: str) -> None:
         model.config.finalize_model_grads_func = None
     if what == "fused head":
         M.fuse_head(model)
-    M.forward_backward(model, NLLLoss(vocab_size=VOCAB), batches)
+    loss_fn = (PolicyLossFn if what == "no advantages" else NLLLoss)(vocab_size=VOCAB)
+    M.forward_backward(model, loss_fn, batches)
 
 
 def _bad(rank: int, what: str) -> None:
