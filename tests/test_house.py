@@ -17,8 +17,9 @@ FLOORS = (
     ("agreement", "functional", "layout", "metrics", "statistics"),
     ("counts", "vocab"),
     ("advantages", "losses"),
-    ("experience", "megatron", "packing", "recipes"),
-    ("compat", "training"),
+    ("experience", "packing", "recipes"),
+    ("compat", "megatron"),
+    ("training",),
     ("cli",),
 )
 TRAINING = (

@@ -9,6 +9,14 @@ In the order in which a training script needs them:
 - for a loop that calls Megatron's schedules by itself: `megatron_loss_func`, `ModelInput`, `sum_gradients`
 - parts of models, weights by name: `layer_spec`, `ScalarHead`, `global_parameters`, ...
 
+The examples in this package start from
+
+    >>> initialize()
+    >>> config = build_config(num_layers=1, hidden_size=16, num_attention_heads=2)
+    >>> model = wrap_model(build_model(config, vocab_size=8, max_sequence_length=4))
+    >>> ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]])
+    >>> data = {"input_ids": ids, "token_mask": ids > 0, "sample_mask": torch.ones(2)}
+
 Only this package imports megatron. What a loss computes does not belong here, nor what a trainer decides (data, learning rates,
 checkpoints): this package turns tensors and a model into gradients.
 """

@@ -64,9 +64,12 @@ _mode: _HostMode | None = None
 
 
 def enable_cpu() -> bool:
-    """Makes megatron-core usable without CUDA in this process (and this thread); call it before a model is built.
+    """Make megatron-core usable without CUDA in this process (and this thread); call it before a model is built.
 
     Does nothing where a CUDA device is available, and nothing the second time.
+
+    >>> enable_cpu() == (not torch.cuda.is_available())
+    True
 
     Returns:
         True where the CPU stands in for CUDA.

@@ -1,4 +1,4 @@
-"""Megatron's schedules without gradients, and what the last pipeline stage alone knows."""
+"""Megatron's schedules without gradients, and broadcasts of what only the last pipeline stage knows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ def forward_only(
     seq_length: int,
     micro_batch_size: int,
 ) -> list[ResultT] | None:
-    """Runs the pipeline without gradient and keeps what `collect` makes of each micro-batch's logits.
+    """Run the pipeline without gradient and collect a result from each micro-batch's logits.
+
+    >>> inputs = [padded_input(data["input_ids"])]
+    >>> shape = lambda logits, index: tuple(logits.shape)
+    >>> forward_only(forward_logits, [model], inputs, shape, seq_length=4, micro_batch_size=2)
+    [(2, 4, 8)]
 
     Args:
         forward: model chunk and micro-batch → the chunk's output (`forward_logits` for a `ModelInput`).
@@ -74,21 +79,28 @@ def forward_only(
 
 
 def is_last_stage() -> bool:
-    """Whether this rank is on the last pipeline stage, the one that has logits."""
+    """Whether this rank is on the last pipeline stage, the one that has logits.
+
+    >>> is_last_stage()
+    True
+    """
     return bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
 
 
 def broadcast_from_last_stage(
     tensor: Tensor | None, *, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """The last pipeline stage's tensor on every stage; called by every rank of the pipeline group.
+    """Broadcast the last pipeline stage's tensor to every stage; every rank of the pipeline group calls it.
+
+    >>> broadcast_from_last_stage(torch.tensor(3.0))
+    tensor(3.)
 
     Args:
         tensor: on the last stage; the other stages pass None (or anything).
         shape, dtype: of the tensor, where every stage knows them: one broadcast. Without, a header goes first.
 
     Raises:
-        ValueError: no tensor on the last stage; one of the two known only; more than 6 dimensions or an unusual dtype.
+        ValueError: no tensor on the last stage; only one of shape and dtype; more than 6 dimensions or an unusual dtype.
     """
     group = parallel_state.get_pipeline_model_parallel_group()
     if is_last_stage() and tensor is None:

@@ -15,17 +15,25 @@ from torch.nn import Parameter
 
 
 def gradient(parameter: Parameter) -> Tensor | None:
-    """`main_grad` of Megatron's DDP where there is one, else `grad`."""
+    """Return a parameter's `main_grad` of Megatron's DDP, if there is one, else `grad`.
+
+    >>> gradient(unwrap(model).output_layer.weight).shape
+    torch.Size([8, 16])
+    """
     grad: Tensor | None = getattr(parameter, "main_grad", None)
     return parameter.grad if grad is None else grad
 
 
 @torch.no_grad()
 def sum_gradients(models: Sequence[torch.nn.Module]) -> None:
-    """What `finalize_model_grads` does, for models without Megatron's DDP: afterwards `grad` holds ∇L.
+    """Sum gradients as `finalize_model_grads` does, for models without Megatron's DDP; afterwards `grad` holds ∇L.
 
     Sums over data × context; over tensor ranks where sequence parallelism or a norm on the heads left a part on each;
     over the first and last stage for tied embeddings. A parameter that got no gradient counts as zero.
+
+    >>> bare = build_model(config, 8, 4)
+    >>> forward_logits(bare, padded_input(data["input_ids"])).logsumexp(-1).sum().backward()
+    >>> sum_gradients([bare])
     """
     config = get_model_config(models[0])
     every, parts = [], []
@@ -57,6 +65,10 @@ def grad_norm(models: Sequence[torch.nn.Module]) -> Tensor:
     Replicated parameters count on one tensor rank, tied embeddings on one stage. Call it after `finalize_model_grads`
     or `sum_gradients`.
 
+    >>> model.zero_grad_buffer()
+    >>> grad_norm([model])
+    tensor(0., dtype=torch.float64)
+
     Raises:
         ValueError: the distributed optimizer (its gradients are whole on their own shard only: use the optimizer's
             `clip_grad` and `get_grad_norm`), or expert parameters (spread over other groups: likewise).
@@ -80,7 +92,9 @@ def grad_norm(models: Sequence[torch.nn.Module]) -> Tensor:
 
 @torch.no_grad()
 def clip_grads_(models: Sequence[torch.nn.Module], max_norm: float, norm: Tensor) -> None:
-    """Scales the gradients by min(1, max_norm / (norm + 1e-6)), in place, without a host sync.
+    """Scale the gradients by min(1, max_norm / (norm + 1e-6)), in place, without a host sync.
+
+    >>> clip_grads_([model], 1.0, grad_norm([model]))
 
     Raises:
         ValueError: max_norm not above 0; the distributed optimizer (see `grad_norm`).

@@ -106,10 +106,15 @@ def _hidden_states(
 def fuse_head(
     model: torch.nn.Module, *, mode: LinearMode = "auto", budget: int | None = None, softcap: float | None = None
 ) -> FusedHead:
-    """Installs a `FusedHead` on a model chunk, wrapped or not; `remove()` takes it off.
+    """Install a `FusedHead` on a model chunk, wrapped or not; `remove()` takes it off.
 
     Where `gradient_accumulation_fusion` is on, the weight's gradient is added to `main_grad` in backward, unscaled, as the
     layer itself would (factor 1: what Megatron multiplies later it multiplies for all parameters alike).
+
+    >>> head = fuse_head(model)
+    >>> type(head(forward_logits(model, padded_input(data["input_ids"])))).__name__
+    'LMHeadInput'
+    >>> head.remove()
 
     Args:
         model: a GPTModel, or its wrapper.

@@ -56,7 +56,7 @@ def megatron_loss_func(
     groups: ParallelGroups | None = None,
     head: Callable[[Tensor], Tensor | LMHeadInput] | None = None,
 ) -> Callable[[Tensor], LossResult]:
-    """The function of the logits that a forward step returns to `get_forward_backward_func`, such that the law holds.
+    """Make the loss callback that a forward step returns to `get_forward_backward_func`, such that the law holds.
 
     The gradients that the optimizer sees are Σ over data and context ranks and micro-batches of ∇share = ∇L, whatever
     the number of micro-batches and ranks and whether `calculate_per_token_loss` is set:
@@ -66,6 +66,11 @@ def megatron_loss_func(
       auxiliary losses rely on the division by Σn in `finalize_model_grads`.
     - otherwise: (L·M·DP, report) under Megatron's DDP, (L·M/CP, report) without; the schedule multiplies by CP/M and
       DDP by 1/(DP·CP).
+
+    >>> counts = count_valid(data)
+    >>> loss_func = megatron_loss_func(NLLLoss(), data, *counts, config=config, num_microbatches=1)
+    >>> loss_func(torch.zeros(2, 4, 8))[-1]["loss"]  # log 8
+    tensor(2.0794)
 
     Args:
         loss_fn: any loss with the package's call; it returns this rank's share and its metrics. One that needs

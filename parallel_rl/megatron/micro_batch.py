@@ -60,6 +60,9 @@ class MicroBatch:
 def padded_batch(data: Mapping[str, Tensor], *, device: torch.device | None = None) -> MicroBatch:
     """Rows as they are, right-padded to one width S.
 
+    >>> padded_batch(data).input.tokens.shape
+    torch.Size([2, 4])
+
     Args:
         data: input_ids [B, S], token_mask [B, S], sample_mask [B] and the loss's fields, the same on every tensor, context
             and pipeline rank.
@@ -81,6 +84,9 @@ def packed_batch(
     device: torch.device | None = None,
 ) -> MicroBatch:
     """The rows' true sequences one after the other in one row; `data` stays [B, S].
+
+    >>> packed_batch(data, torch.tensor([4, 3])).input.tokens.shape
+    torch.Size([1, 7])
 
     Args:
         data, device: see `padded_batch`.

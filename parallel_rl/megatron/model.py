@@ -31,10 +31,12 @@ PositionEmbedding = Literal["rope", "learned_absolute"]
 def initialize(
     tp: int = 1, cp: int = 1, pp: int = 1, *, seed: int = 0, virtual_pp: int | None = None, timeout: float = 1800.0
 ) -> None:
-    """Megatron's process groups and random states over the default process group; what remains of the world is data
+    """Create Megatron's process groups and random states over the default process group; the rest of the world is data
     parallel.
 
-    A layout that is there already is destroyed first. Where CUDA is missing, `enable_cpu()` is called.
+    A present layout is destroyed first. Without CUDA, `enable_cpu()` is called.
+
+    >>> initialize(tp=1, cp=1, pp=1)
 
     Args:
         tp, cp, pp: tensor, context and pipeline parallel sizes.
@@ -71,14 +73,20 @@ def initialize(
 
 
 def destroy() -> None:
-    """Forgets Megatron's process groups; the default process group stays."""
+    """Destroy Megatron's process groups; the default process group stays.
+
+    >>> destroy()
+    >>> initialize()
+    """
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """Megatron's Transformer Engine layers where they can be used, otherwise its local layers with our norm and
-    attention.
+    """Return Megatron's Transformer Engine layers if they can be used, else its local layers with our norm and attention.
+
+    >>> layer_spec(config).module.__name__
+    'TransformerLayer'
     """
     if has_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(
@@ -97,7 +105,11 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
 
 
 def padded_vocab_size(vocab_size: int, multiple: int = 1) -> int:
-    """The smallest multiple of `multiple` × the tensor parallel size that is ≥ `vocab_size`."""
+    """The smallest multiple of `multiple` × the tensor parallel size that is ≥ `vocab_size`.
+
+    >>> padded_vocab_size(31, multiple=8)
+    32
+    """
     unit = multiple * parallel_state.get_tensor_model_parallel_world_size()
     return -(-vocab_size // unit) * unit
 
@@ -116,7 +128,10 @@ def build_model(
     seed: int = 0,
     vp_stage: int | None = None,
 ) -> GPTModel:
-    """This rank's part of a GPT decoder; its weights depend on (seed, name), not on the layout.
+    """Build this rank's part of a GPT decoder; its weights depend on (seed, name), not on the layout.
+
+    >>> build_model(config, vocab_size=8, max_sequence_length=4).vocab_size
+    8
 
     Args:
         config: from `build_config`.
@@ -124,7 +139,7 @@ def build_model(
             true V to the losses as `vocab_size=`, they then leave the padding out.
         max_sequence_length: the longest sequence (learned positions have as many rows).
         position_embedding: rotary or learned.
-        tie_embeddings: one matrix for embedding and head.
+        tie_embeddings: one matrix for embedding and LM head.
         scalar_head: one output a position (`ScalarHead`) in place of logits: a critic or a reward model.
         seed: of the weights.
         vp_stage: which model chunk of this stage, for an interleaved schedule.
@@ -144,7 +159,7 @@ def build_model(
             f"position_embedding = {position_embedding!r} is not valid; choose 'rope' or 'learned_absolute'"
         )
     if scalar_head and tie_embeddings:
-        raise ValueError("tie_embeddings = True does not go with scalar_head = True, which has no matrix to tie")
+        raise ValueError("tie_embeddings = True is incompatible with scalar_head = True, which has no matrix to tie")
     spec = layer_spec(config)
     if not has_transformer_engine():
         # A bare layer spec would get Megatron's own final norm, which does not know sequence parallelism without TE
@@ -183,10 +198,13 @@ def build_model(
 def wrap_model(
     model: GPTModel, *, ddp: bool | DistributedDataParallelConfig = True
 ) -> GPTModel | Float16Module | DistributedDataParallel:
-    """`Float16Module` where the config says bf16 or fp16, then Megatron's data parallel wrapper.
+    """Wrap a model in `Float16Module` if its config says bf16 or fp16, then in Megatron's data parallelism.
 
     With the wrapper the config gets `finalize_model_grads_func` (and `no_sync_func` where reductions overlap),
     without it neither.
+
+    >>> type(wrap_model(build_model(config, 8, 4))).__name__
+    'DistributedDataParallel'
 
     Args:
         ddp: True for gradient buffers in max(float32, dtype) without overlap, a config for anything else, False for
@@ -209,7 +227,11 @@ def wrap_model(
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside its wrappers."""
+    """Return the GPTModel inside its wrappers.
+
+    >>> type(unwrap(model)).__name__
+    'GPTModel'
+    """
     while isinstance(model, DistributedDataParallel | Float16Module):
         model = model.module
     return model

@@ -1,4 +1,4 @@
-"""A TransformerConfig for the present layout, with what a CPU needs where there is no CUDA."""
+"""A TransformerConfig for the present layout, on GPUs or CPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def has_transformer_engine() -> bool:
-    """Whether Megatron's Transformer Engine layers can be used: the package is there, and a CUDA device."""
+    """Whether Megatron's Transformer Engine layers can be used: the package is installed and there is a CUDA device.
+
+    >>> has_transformer_engine() and not torch.cuda.is_available()
+    False
+    """
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 
@@ -45,8 +49,10 @@ def build_config(
     virtual_pp: int | None = None,
     overrides: Mapping[str, object] | None = None,
 ) -> TransformerConfig:
-    """A Megatron config of a Llama-like decoder for the layout that `initialize` set, with what a CPU needs where
-    there is no CUDA.
+    """Make Megatron's config of a Llama-like decoder for the layout that `initialize` set, for CPUs too.
+
+    >>> build_config(num_layers=2, hidden_size=64, num_attention_heads=4).ffn_hidden_size
+    176
 
     Args:
         num_layers, hidden_size, num_attention_heads, num_query_groups, ffn_hidden_size, kv_channels: as Megatron

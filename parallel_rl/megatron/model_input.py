@@ -26,7 +26,11 @@ class ModelInput:
 
 
 def padded_input(input_ids: Tensor, *, context_parallel: bool = True) -> ModelInput:
-    """Rows as they are: [B, S] tokens, right-padded.
+    """Take [B, S] tokens as they are, right-padded.
+
+    >>> padded_input(data["input_ids"]).positions
+    tensor([[0, 1, 2, 3],
+            [0, 1, 2, 3]])
 
     Args:
         input_ids: [B, S], the same on every context rank.
@@ -43,7 +47,10 @@ def padded_input(input_ids: Tensor, *, context_parallel: bool = True) -> ModelIn
 def packed_input(
     input_ids: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None, *, context_parallel: bool = True
 ) -> ModelInput:
-    """The sequences of [B, S] rows one after the other in one row.
+    """Pack the sequences of [B, S] rows one after the other into one row.
+
+    >>> packed_input(data["input_ids"], torch.tensor([0, 4, 7])).positions
+    tensor([[0, 1, 2, 3, 0, 1, 2]])
 
     Args:
         input_ids: [B, S], the same on every context rank.
@@ -87,10 +94,14 @@ def packed_input(
 def packed_bounds(
     lengths: Tensor, *, multiple: int = 1, total: int | None = None, context_parallel: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`cu_seqlens` and `cu_seqlens_padded` (int32, on the host) with the padding that the layout needs.
+    """Compute `cu_seqlens` and `cu_seqlens_padded` (int32, on the host) with the padding that the layout needs.
 
     Each padded length is a multiple of 2·cp under context parallelism, the row of cp·tp (sequence parallelism); the last
     sequence takes what the row needs.
+
+    >>> true, padded = packed_bounds(torch.tensor([4, 3]), multiple=4)
+    >>> true.tolist(), padded.tolist()
+    ([0, 4, 7], [0, 4, 8])
 
     Args:
         lengths: [B] true lengths.
@@ -118,7 +129,10 @@ def packed_bounds(
 
 
 def forward_logits(model: torch.nn.Module, batch: ModelInput) -> Tensor:
-    """The model chunk's output: logits [B, S/cp, V/tp] in the model's dtype on the last stage, hidden states before it.
+    """Run a model chunk: logits [B, S/cp, V/tp] in the model's dtype on the last stage, hidden states before it.
+
+    >>> forward_logits(model, padded_input(data["input_ids"])).shape
+    torch.Size([2, 4, 8])
 
     Raises:
         ValueError: under sequence parallelism, a local length that is not divisible by tp.

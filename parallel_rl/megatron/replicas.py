@@ -22,10 +22,15 @@ class _Alone:
 
 @contextlib.contextmanager
 def replicas(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, every context rank runs whole sequences by itself (a data replica) and sequence parallelism is off.
+    """Let every context rank run whole sequences by itself (a data replica) and sequence parallelism is off.
 
     Sequences need no particular length then. Tensor and pipeline parallelism stay. For use without gradients: the
     gradients of the norms would be summed over the tensor ranks twice.
+
+    >>> with replicas([model]), torch.no_grad():
+    ...     inputs = padded_input(torch.tensor([[1, 2, 3]]), context_parallel=False)
+    ...     forward_logits(model, inputs).shape
+    torch.Size([1, 3, 8])
     """
     changes = [change for model in models for change in _changes(model)]
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]

@@ -30,14 +30,17 @@ class ScalarHead(torch.nn.Module):
 
 
 def replace_head(model: GPTModel) -> None:
-    """Gives the stage that has the output layer a `ScalarHead` in its place."""
+    """Replace the output layer, on the stage that has one, by a `ScalarHead`."""
     if model.post_process:
         model.output_layer = ScalarHead(model.config)
 
 
 @torch.no_grad()
 def copy_trunk(source: torch.nn.Module, target: torch.nn.Module) -> None:
-    """Copies the weights of two models of one shape and layout, all but the head's.
+    """Copy all weights but the head's between two models of one shape and layout.
+
+    >>> critic = build_model(config, 8, 4, scalar_head=True)
+    >>> copy_trunk(build_model(config, 8, 4), critic)
 
     Raises:
         ValueError: models of other shapes.

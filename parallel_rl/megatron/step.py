@@ -63,11 +63,11 @@ def forward_backward(
     Megatron multiplies, and reduces the metrics. With Megatron's DDP the gradient is in `main_grad`, otherwise it is summed
     over ranks into `grad`. Zeroing gradients before, clipping and the optimizer's step after it are the caller's:
 
-        model.zero_grad_buffer()
-        report = forward_backward(model, loss_fn, batches)
-        clip_grads_([model], 1.0, grad_norm([model]))
-        optimizer.step()
-        print(report.floats()["loss"])
+    >>> model.zero_grad_buffer()
+    >>> report = forward_backward(model, NLLLoss(vocab_size=8), [data])
+    >>> clip_grads_([model], 1.0, grad_norm([model]))
+    >>> sorted(report.floats())
+    ['loss', 'num_unmasked_tokens', 'num_valid_samples']
 
     Args:
         model: this rank's model, wrapped by `wrap_model` or by Megatron's own training code; under an interleaved schedule

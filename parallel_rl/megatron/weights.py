@@ -18,10 +18,13 @@ HEAD = "output_layer.weight"
 
 
 def global_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Parameter]]:
-    """Each parameter of this rank with the name that a one-process model gives it.
+    """Iterate over this rank's parameters with the names that a one-process model gives them.
 
     Layers count from the first pipeline stage on, and the copy of tied embeddings on the last stage has the
     embedding's name.
+
+    >>> next(global_parameters([model]))[0]
+    'embedding.word_embeddings.weight'
     """
     for model in models:
         module = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
@@ -52,10 +55,13 @@ def whole_shape(parameter: Parameter) -> tuple[int, ...]:
 
 
 def local_shard(whole: Tensor, parameter: Parameter) -> Tensor:
-    """This tensor rank's part of a whole tensor (a weight, a gradient), as Megatron cuts `parameter`.
+    """Cut this tensor rank's part out of a whole tensor (a weight, a gradient), as Megatron cuts `parameter`.
 
     A gated linear layer (stride 2) is cut in each half. Rows that `whole` lacks at the end, vocabulary padding, are
     zero.
+
+    >>> local_shard(torch.zeros(7, 16), unwrap(model).output_layer.weight).shape  # a row of padding is added
+    torch.Size([8, 16])
 
     Raises:
         ValueError: a tensor that does not fit the parameter.
@@ -77,10 +83,12 @@ def local_shard(whole: Tensor, parameter: Parameter) -> Tensor:
 
 @torch.no_grad()
 def initialize_weights(models: Sequence[torch.nn.Module], seed: int, vocab_size: int) -> None:
-    """Draws each weight matrix from a generator keyed by (seed, name), so that every layout starts from the same model.
+    """Draw each weight matrix from a generator keyed by (seed, name), so that every layout starts from the same model.
 
     Normal with the config's `init_method_std`; the projections that write to the residual stream get std /
     √(2·layers). Biases are 0, norms as they were built. Rows of the vocabulary padding are 0.
+
+    >>> initialize_weights([model], seed=0, vocab_size=8)
     """
     for model in models:
         config = get_attr_wrapped_model(model, "config")
