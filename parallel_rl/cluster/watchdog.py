@@ -243,7 +243,10 @@ class _Watch:
             return True
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
             return False
-        return not torch.cuda.default_stream(int(os.environ.get("LOCAL_RANK", "0"))).query()
+        try:
+            return not torch.cuda.default_stream(int(os.environ.get("LOCAL_RANK", "0"))).query()
+        except RuntimeError:  # of the GPU, not of the store: the main thread hears of it in its own next call
+            return False
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}"

@@ -177,6 +177,30 @@ def test_long_work_outside_of_collectives_is_no_hang(
     assert not store.check(["parallel_rl/watch/0/alarm"])
 
 
+def test_an_error_of_the_gpu_is_not_taken_for_a_lost_store(
+    watches: tuple[dist.TCPStore, Callable[[int, float], _Watch]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process would end with "torchrun's agent is gone" in place of the error itself."""
+
+    class Broken:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for name in ("is_available", "is_initialized"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Broken())
+    store, make = watches
+    watch = make(0, 0.4)
+    ended: list[str] = []
+    monkeypatch.setattr(watch, "_end", ended.append)
+    watch.start()
+    store.wait(["parallel_rl/watch/0/beat/0"], timedelta(seconds=60))
+    time.sleep(0.5)
+    assert watch._thread.is_alive() and not ended
+    watch.close()
+    assert not store.check(["parallel_rl/watch/0/alarm"])
+
+
 def test_a_tick_costs_nothing() -> None:
     began = time.thread_time()  # of this thread alone, whatever else the machine does
     for _ in range(10_000):

@@ -11,10 +11,15 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 
 def begin_random_state(seed: int, data_rank: int) -> None:
-    """Python's and numpy's, where a run begins: a reward function may draw from them. Megatron begins torch's."""
+    """Python's and numpy's, where a run begins: a reward function may draw from them.
+
+    Megatron begins torch's on the device that trains; beside a GPU the host's is begun here.
+    """
     ours = random.Random(f"{seed} {data_rank}").getrandbits(32)
     random.seed(ours)
     np.random.seed(ours)
+    if torch.cuda.is_available():
+        torch.default_generator.manual_seed(ours)
 
 
 def random_state() -> Mapping[str, object]:

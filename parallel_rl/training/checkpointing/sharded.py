@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -61,7 +62,10 @@ def load_sharded(wanted: State, folder: Path, what: str) -> State:
     """
     # each rank reads the common part alone, before the first collective
     raise_on_all_ranks(lambda: dist_checkpointing.load_common_state_dict(str(folder)), what=what)
-    return raise_on_all_ranks(lambda: dist_checkpointing.load(wanted, str(folder)), what=what)
+    with warnings.catch_warnings():
+        # Megatron's own way to load; nothing that a user could change
+        warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
+        return raise_on_all_ranks(lambda: dist_checkpointing.load(wanted, str(folder)), what=what)
 
 
 def bytes_of(state: State, device: torch.device) -> int:

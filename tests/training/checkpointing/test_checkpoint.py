@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -291,3 +292,16 @@ def test_files_are_looked_at_by_one_rank_each_and_hashed_by_their_writer() -> No
     assert sorted(name for part in parts for name in part) == sorted(files)
     assert max(sum(files[name].size for name in part) for part in parts) <= 1500
     assert [written_by(name, 4) for name in ("__3_0.distcp", "__12_1.distcp", "common.pt", ".metadata")] == [3, 0, 0, 0]
+
+
+def _warnings_of_a_load(rank: int, given: list[str]) -> list[str]:
+    small = Small(given)
+    small.save(1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        small.load()
+    return [str(warning.message) for warning in said if "ShardedTensor" in str(warning.message)]
+
+
+def test_a_load_does_not_warn_of_what_megatron_does(tmp_path: Path) -> None:
+    assert run_world(1, _warnings_of_a_load, arguments(tmp_path)) == [[]]

@@ -179,6 +179,27 @@ def test_init_from_starts_with_those_weights(tmp_path: Path) -> None:
     assert rows == curve(first)[4:]
 
 
+def test_beside_a_gpu_the_host_s_generator_begins_with_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron seeds the GPU's alone; on the host it has seeded torch's already, which must stay."""
+    from parallel_rl.training.checkpointing.random_state import begin_random_state
+
+    def drawn(seed: int, rank: int) -> float:
+        torch.rand(3)
+        begin_random_state(seed, rank)
+        return float(torch.rand(()))
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        assert drawn(1, 0) != drawn(1, 0)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert drawn(1, 0) == drawn(1, 0)
+        assert len({drawn(1, 0), drawn(2, 0), drawn(1, 1)}) == 3
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
 def test_never_starts_anew(tmp_path: Path) -> None:
     [rows] = run_world(1, train_rows, arguments(tmp_path, "float32"))
     assert run_world(1, train_rows, arguments(tmp_path, "float32", run__resume="never")) == [rows]
