@@ -1,4 +1,4 @@
-"""What the benchmarks share: real gloo ranks, CPU clocks, peak memory, and a description of the machine."""
+"""Common parts of the benchmarks: real gloo ranks, CPU clocks, peak memory, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Seconds(NamedTuple):
 
     @classmethod
     def mean(cls, ranks: Sequence[Seconds]) -> Seconds:
-        """Of the average process."""
+        """Seconds of the average process."""
         return cls(*(sum(x) / len(x) for x in zip(*ranks, strict=True)))
 
 
@@ -68,14 +68,14 @@ class PeakMemory:
 
 
 def return_freed_memory(threshold: int = 1 << 16) -> None:
-    """From now on a block above `threshold` bytes is unmapped as soon as it is freed (glibc), so that a peak is one."""
+    """Make glibc unmap a block above `threshold` bytes as soon as it is freed, so that a peak is one."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, threshold)
     libc.mallopt(_M_TRIM_THRESHOLD, threshold)
 
 
 def keep_freed_memory() -> None:
-    """From now on freed memory is kept for reuse (glibc), as PyTorch does on a GPU.
+    """Make glibc keep freed memory for reuse, as PyTorch does on a GPU.
 
     Otherwise the kernel's zeroing of fresh pages would decide between two methods, and differ from run to run: it can
     take longer than a whole pass.
@@ -94,7 +94,7 @@ def _status(field: str) -> int:
 
 @contextlib.contextmanager
 def short_collections() -> Iterator[None]:
-    """What is alive now is out of the garbage collector's sight: the collections before each measurement are short."""
+    """Hide what is alive from the garbage collector, so that the collections before each measurement are short."""
     gc.collect()
     gc.freeze()
     try:

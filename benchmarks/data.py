@@ -38,7 +38,7 @@ SECONDS = 120  # to check a million records in one process; twice that of two ra
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one kind of file: bytes on disk, seconds to index and check all records, resident bytes then, and what steps told."""
+    """Figures of one kind of file: bytes on disk, seconds to index and check all records, resident bytes then, progress."""
 
     bytes: int
     checked: float
@@ -89,9 +89,9 @@ def measure(folder: str, kind: str, steps: int, batch: int, buffer: int) -> Figu
         "parallel": "{}",
     }
     config = load_config(str(CONFIG), [f"--{key}={value}" for key, value in overrides.items()])
-    began, told = time.monotonic(), list[tuple[float, int]]()
-    found = list(dry_run(config, steps, lambda line: told.append((time.monotonic() - began, resident()))))
-    return Figures(sum(path.stat().st_size for path in Path(folder).glob(f"*.{kind}")), *told[0], found)
+    began, reports = time.monotonic(), list[tuple[float, int]]()
+    found = list(dry_run(config, steps, lambda line: reports.append((time.monotonic() - began, resident()))))
+    return Figures(sum(path.stat().st_size for path in Path(folder).glob(f"*.{kind}")), *reports[0], found)
 
 
 def measure_alone(*arguments: object) -> Figures:

@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Of the whole."""
+    """Sizes of the whole problem."""
 
     tokens: int
     vocab: int
@@ -40,7 +40,7 @@ class Shape(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How many ranks share the head, and whether each has its tokens only."""
+    """Number of ranks that share the head, and whether each has its tokens only."""
 
     tp: int = 1
     sequence_parallel: bool = False
@@ -89,7 +89,7 @@ def grpo(logprobs: Tensor, case: Case) -> Tensor:
 
 
 def make_case(shape: Shape, dtype: torch.dtype, device: str, part: Part | None = None, truths: bool = True) -> Case:
-    """The same on every call; `truths` are needed to check a method, and take longer than one."""
+    """Make one case, the same on every call; `truths` are needed to check a method, and take longer than one."""
     part = Part() if part is None else part
     tokens, vocab, size = shape
     g = torch.Generator().manual_seed(0)
@@ -114,7 +114,7 @@ def make_case(shape: Shape, dtype: torch.dtype, device: str, part: Part | None =
 
 
 def _truth(objective: Objective, logprobs: Tensor, case: Case) -> Truth:
-    """Of whole operands; what another rank holds is left away."""
+    """Truth from whole operands; what another rank holds is left out."""
     logprobs = logprobs.requires_grad_()
     loss = objective(logprobs, case)
     (slope,) = torch.autograd.grad(loss, logprobs)

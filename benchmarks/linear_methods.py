@@ -1,4 +1,4 @@
-"""What `benchmarks.linear` compares: the fused head in its modes, and a matmul followed by each peer's cross-entropy."""
+"""Methods of `benchmarks.linear`: the fused head in its modes, and a matmul followed by each peer's cross-entropy."""
 
 from __future__ import annotations
 

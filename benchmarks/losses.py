@@ -46,7 +46,7 @@ NO_ENTROPY = "plain PyTorch, compiled, no entropy"  # it does less: for informat
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one number of sequences."""
+    """Figures of one number of sequences."""
 
     sequences: int
     seconds: Seconds  # of one call and its backward
@@ -55,7 +55,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Whole:
-    """Of one method with a real vocabulary."""
+    """Figures of one method with a real vocabulary."""
 
     seconds: Seconds
     bytes: float  # a logit, beyond the logits

@@ -1,4 +1,4 @@
-"""How full micro-batches are, and how even the data ranks, on lognormal lengths: ours beside what keeps the order of the data.
+"""Fill of micro-batches and balance of data ranks on lognormal lengths: ours beside what keeps the order of the data.
 
 A step's sequences go to data ranks and into packed rows of a fixed capacity. Efficiency is true tokens over the capacity of
 all rows; a part that is missing is padding to what the layout needs, or room that no sequence fits. Imbalance is the tokens of
@@ -53,7 +53,7 @@ LAYOUTS = ((1, 1, 1), (1, 1, 2), (2, 2, 1), (8, 8, 1))  # tensor, context, rows 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one way to make micro-batches; `fewest` is what no way can go below."""
+    """Figures of one way to make micro-batches; `fewest` is what no way can go below."""
 
     micro_batches: int
     fewest: int
@@ -72,7 +72,7 @@ def lognormal_lengths(count: int, median: int, sigma: float, longest: int, seed:
 
 
 def balanced(lengths: Lengths, case: Case, ranks: int) -> list[Batches]:
-    """Ours: units of all ranks are dealt anew, then packed by first-fit decreasing."""
+    """Ours: units are redistributed over all ranks, then packed by first-fit decreasing."""
     units = [lengths[first : first + case.together] for first in range(0, len(lengths), case.together)]
     mine: list[list[int]] = [[] for _ in range(ranks)]
     for unit, owner in zip(units, deal([sum(unit) for unit in units], ranks), strict=True):
@@ -91,7 +91,7 @@ def in_order(lengths: Lengths, case: Case, ranks: int) -> list[Batches]:
 
 
 def by_number(lengths: Lengths, case: Case, ranks: int) -> list[Batches]:
-    """As many sequences in each micro-batch as always fit: those of the longest."""
+    """Put as many sequences into each micro-batch as always fit: those of the longest."""
     size = max(1, case.capacity.usable // (case.capacity.padded(max(lengths)) * case.together)) * case.together
     return [
         [list(share[first : first + size]) for first in range(0, len(share), size)] for share in _shares(lengths, ranks)

@@ -39,14 +39,14 @@ def _plain(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _megatron(logits: Tensor, targets: Tensor) -> Tensor:
-    """It overwrites float32 logits, and takes a float32 copy of others. Its group is parallel_state's: see `join_megatron`."""
+    """Overwrites float32 logits, takes a float32 copy of others; the group is parallel_state's (`join_megatron`)."""
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
     return vocab_parallel_cross_entropy(logits[:, None], targets[:, None])[:, 0]  # [S, B, V/tp] with B = 1
 
 
 def _megatron_fused(logits: Tensor, targets: Tensor) -> Tensor:
-    """The same compiled; it wants a group even of one, and its gradient has gone through bfloat16."""
+    """Compiled; it wants a group even of one, and its gradient has gone through bfloat16."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
     return fused_vocab_parallel_cross_entropy(logits[:, None], targets[:, None], dist.group.WORLD)[:, 0]
@@ -66,14 +66,14 @@ def _can_overwrite(function: Callable[..., Tensor]) -> bool:
 
 
 def _liger(logits: Tensor, targets: Tensor) -> Tensor:
-    """Its forward writes the gradient over the logits; its loss has the logits' dtype."""
+    """Forward writes the gradient over the logits; the loss has the logits' dtype."""
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     return liger_cross_entropy(logits, targets, reduction="none")
 
 
 def _liger_shards(logits: Tensor, targets: Tensor) -> Tensor:
-    """It leaves the logits alone: exponentials, then the gradient, are in a float32 buffer of their size."""
+    """Leaves the logits alone; exponentials, then the gradient, are in a float32 buffer of their size."""
     from liger_kernel.transformers import LigerVocabParallelCrossEntropy
 
     return LigerVocabParallelCrossEntropy()(logits[:, None], targets[:, None], _world())[:, 0]
@@ -101,7 +101,7 @@ _PEERS = (
 
 
 def peers(device: str, tp: int = 1) -> list[Peer]:
-    """Those that are installed and run on the device; on more than one rank those that know shards."""
+    """Peers that are installed and run on the device; on more than one rank those that know shards."""
     return [
         peer
         for peer in _PEERS

@@ -1,4 +1,4 @@
-"""What every benchmark does with its figures: tables, JSON, a plot, the verdict; and the ceilings they are held against."""
+"""Reports of every benchmark's figures: tables, JSON, a plot, the verdict; and the ceilings they are held against."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def matmul_rate(device: str, dtype: torch.dtype, size: int | None = None, repeat
 
 
 def least_seconds(call: Callable[[], object], device: str, repeats: int) -> float:
-    """Of one call: CPU-seconds of this process, or the GPU's, the least of the repeats after one to warm up."""
+    """Seconds of one call: CPU-seconds of this process, or the GPU's, the least of the repeats after one to warm up."""
     times = []
     for _ in range(repeats + 1):
         if device == "cuda":

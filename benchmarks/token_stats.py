@@ -59,7 +59,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one rank measured of one method; bytes are per local logit, beyond the logits."""
+    """Measurements of one method on one rank; bytes are per local logit, beyond the logits."""
 
     forward: Seconds
     both: Seconds
@@ -185,7 +185,7 @@ def measure_memory(method: Method, case: Case, work: Tensor, passes: int = 2) ->
 def measure(
     rank: int, tokens: int, vocab: int, tp: int, repeats: int, only: tuple[str, ...] | None = None
 ) -> dict[str, dict[str, Figures]]:
-    """On one rank: every dtype and method. Repeats are interleaved, so that a busy moment hits all methods alike."""
+    """Measure every dtype and method on one rank. Repeats are interleaved, so that a busy moment hits all methods alike."""
     return_freed_memory()  # before any large block: the allocator would reuse what it has once kept, unseen
     join_megatron(tp)
     cases = {name: make_case(rank, tokens, vocab, tp, dtype) for name, dtype in DTYPES.items()}

@@ -72,7 +72,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Figures:
-    """What one rank measured of one method; bytes are per local logit, beyond the logits."""
+    """Measurements of one method on one rank; bytes are per local logit, beyond the logits."""
 
     forward: Seconds
     both: Seconds
@@ -173,7 +173,7 @@ METHODS = (
 
 
 def make_case(rank: int, tokens: int, vocab: int, tp: int, dtype: torch.dtype) -> Case:
-    """The same logits on every rank, of which each keeps its columns; the targets are likely words."""
+    """Make the same logits on every rank, of which each keeps its columns; the targets are likely words."""
     generator = torch.Generator().manual_seed(0)
     width = vocab // tp
     columns = slice(rank * width, (rank + 1) * width)
@@ -260,7 +260,7 @@ def measure_memory(method: Method, name: str, case: Case, work: Tensor, passes: 
 
 
 def _draws(case: Case) -> dict[str, Callable[[], object]]:
-    """What else shards give without being gathered, beside the way that gathers."""
+    """Draws from shards that are not gathered, beside the way that gathers."""
     group, width = dist.group.WORLD, case.logits.shape[1]
     shard = VocabShard.of(width, group)
 
@@ -281,7 +281,7 @@ def _draws(case: Case) -> dict[str, Callable[[], object]]:
 def measure(
     rank: int, tokens: int, vocab: int, tp: int, repeats: int, names: tuple[str, ...], whole: bool
 ) -> tuple[dict[str, dict[str, dict[str, Figures]]], dict[str, Seconds]]:
-    """On one rank: dtype → rule → method → figures, and the seconds of the draws. Repeats are interleaved."""
+    """Measure on one rank: dtype → rule → method → figures, and the seconds of the draws. Repeats are interleaved."""
     return_freed_memory()
     dtypes = DTYPES if whole else {"float32": torch.float32}
     rules = list(RULES) if whole else list(RULES)[:1]

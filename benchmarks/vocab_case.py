@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
 
 def make_case(rank: int, tokens: int, vocab: int, tp: int, dtype: torch.dtype) -> Case:
-    """The same [T, V] logits on every rank, of which each keeps its columns; float64 references by blocks of rows."""
+    """Make the same [T, V] logits on every rank, of which each keeps its columns; float64 references by blocks of rows."""
     generator = torch.Generator().manual_seed(0)
     width = vocab // tp
     start = rank * width

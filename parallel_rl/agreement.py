@@ -44,7 +44,7 @@ def raise_on_all_ranks(
         work: a check of this rank's input, or anything that may fail on one rank alone.
         groups: whose collectives come next; None entries are groups of one. None: the world, if there is one.
         like: input that `work` checks the values of; where the mode does not look at them (`set_validation`), `work` runs
-            without a collective. None: ranks always hear of each other.
+            without a collective. None: ranks always exchange their faults.
         same: numbers by name that all ranks of the groups must agree in, such as the number of tokens; the names are
             the same everywhere.
         what: put before the causes.
@@ -131,7 +131,7 @@ def check_replicated(gradients: Sequence[Tensor | None], group: ProcessGroup | N
 
 
 def shape_facts(logits: Tensor, vocab_size: int | None) -> dict[str, int]:
-    """What ranks that share a batch agree in: tokens, and the shard's width where no `vocab_size` allows for uneven ones."""
+    """Facts that ranks with a common batch must agree on: tokens, and without `vocab_size` the shard's width."""
     width = logits.shape[-1] if logits.dim() else 1
     return {
         "the number of local tokens": logits.numel() // max(width, 1),
@@ -140,7 +140,7 @@ def shape_facts(logits: Tensor, vocab_size: int | None) -> dict[str, int]:
 
 
 def communication_device(group: ProcessGroup | None, home: torch.device) -> torch.device:
-    """Where the collectives of `group` find their tensors; `home` without NCCL."""
+    """Device of the tensors that `group`'s collectives take; `home` without NCCL."""
     if group_size(group) > 1 and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return home

@@ -1,4 +1,4 @@
-"""Which token of which sequence each local position holds: padded and packed rows, both context-parallel layouts.
+"""Map from local positions to tokens of sequences: padded and packed rows, both context-parallel layouts.
 
 Everything that is an index lives here, is computed once from `cu_seqlens` with tensor operations, and never waits for
 the device. Legend: B sequences, S tokens a row of the data, T positions of the (packed) row, `local` what this context

@@ -26,7 +26,7 @@ class Statistics(Mapping[str, Tensor]):
 
     Args:
         sums: 0-dim tensors, each this rank's own part. As a mapping, the statistics are these sums.
-        samples: [n] tensors of one length, one entry a local token or sequence, for what is no sum (a quantile, the
+        samples: [n] tensors of one length, one entry a local token or sequence, for other statistics than sums (a quantile, the
             largest k). An entry that is masked or that another rank owns is NaN, in each of them; it sorts last.
     """
 

@@ -21,7 +21,7 @@ export MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
 export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12000))}
 gpus=${SLURM_GPUS_ON_NODE:-0}
 export NPROC_PER_NODE=${NPROC_PER_NODE:-$gpus}
-[[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE = $NPROC_PER_NODE is no number of ranks (a node has $gpus GPUs here):\
+[[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE = $NPROC_PER_NODE is not a number of ranks (a node has $gpus GPUs here):\
  NPROC_PER_NODE=N sbatch ..., or sbatch --gpus-per-node=N"
 ((gpus == 0 || NPROC_PER_NODE <= gpus)) || fail "NPROC_PER_NODE = $NPROC_PER_NODE: a node has $gpus GPUs here, and a rank needs one"
 

@@ -97,7 +97,7 @@ def test_the_environment_comes_from_the_job_and_the_site(tmp_path: Path) -> None
     [
         ({"SITE_CONF": "/none"}, "SITE_CONF = /none is not there or cannot be read"),
         ({"NPROC_PER_NODE": "16"}, "NPROC_PER_NODE = 16: a node has 8 GPUs here, and a rank needs one"),
-        ({"SLURM_GPUS_ON_NODE": "0"}, r"NPROC_PER_NODE = 0 is no number of ranks \(a node has 0 GPUs here\)"),
+        ({"SLURM_GPUS_ON_NODE": "0"}, r"NPROC_PER_NODE = 0 is not a number of ranks \(a node has 0 GPUs here\)"),
         ({"JOB_FILES": "none"}, "there is no none/env.sh in .*: call sbatch from the repository's root"),
     ],
 )

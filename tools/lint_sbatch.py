@@ -1,4 +1,4 @@
-"""What `sbatch --test-only` does not see in a script's #SBATCH lines: `python -m tools.lint_sbatch SCRIPT ...`.
+"""Faults of a script's #SBATCH lines that `sbatch --test-only` does not see: `python -m tools.lint_sbatch SCRIPT ...`.
 
 sbatch reads directives up to the first command, knows no shell, and says nothing about what it skips.
 """
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _first_command(lines: Sequence[str]) -> int:
-    """How many lines stand before the first that is neither blank nor a comment."""
+    """Number of lines before the first that is neither blank nor a comment."""
     return next((index for index, line in enumerate(lines) if line.strip() and line.strip()[0] != "#"), len(lines))
 
 

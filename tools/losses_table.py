@@ -169,7 +169,7 @@ def _formula(text: str) -> str:
 
 
 def _described(cls: type) -> dict[str, str]:
-    """What the class's docstring says of each option: "name: ...", or "name, other: ..."."""
+    """Descriptions of options in the class's docstring: "name: ...", or "name, other: ..."."""
     text, marks = _marks(cls)
     found: dict[str, str] = {}
     for index, mark in enumerate(marks):

@@ -1,4 +1,4 @@
-"""From the rewards of a step to the advantages of its tokens: the one entry for every estimator."""
+"""Advantages of a step's tokens from its rewards: the one entry for every estimator."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ Whitening = Literal["none", "center", "population", "unbiased"]
 
 
 class Moments(NamedTuple):
-    """Of n numbers: how many, their mean, Σ(x − mean)², the smallest and the largest; 0-dim float64."""
+    """Moments of n numbers: how many, their mean, Σ(x − mean)², the smallest and the largest; 0-dim float64."""
 
     number: Tensor
     mean: Tensor

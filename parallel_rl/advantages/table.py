@@ -32,7 +32,7 @@ class SampleTable:
         self.names, self.index, self.size = group_ids.unique(return_inverse=True, return_counts=True)
 
     def with_rewards(self, rewards: Tensor) -> SampleTable:
-        """The same samples and groups with other rewards [M]."""
+        """Replace the rewards [M]; samples and groups stay."""
         return SampleTable(rewards, self.group_ids, self.columns)
 
     def sums(self, x: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class GPG(GroupedEstimator, name="gpg"):
 
 @dataclass(frozen=True, kw_only=True)
 class PassAtK(GroupedEstimator, name="pass_at_k"):
-    """Only the best sample of a group gets something: r_max − r_second (pass@k training, arXiv 2503.19595).
+    """A = r_max − r_second for the best sample of a group, 0 for the others (pass@k training, arXiv 2503.19595).
 
     Attributes:
         normalize: "std" divides by the group's unbiased deviation + eps.

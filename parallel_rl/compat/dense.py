@@ -37,7 +37,7 @@ def as_count(count: Count, device: torch.device | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """What the call of an origin cannot say.
+    """Counts, ranks and statistics of the step, which an origin's call has no arguments for.
 
     seqs, toks: valid sequences and tokens of the whole optimizer step; None are those of this call, over `context_group`.
     context_group: the ranks over which the tokens of each row are spread, [B, A/cp] each, all tensors of a call cut alike.
@@ -62,7 +62,7 @@ class Step:
         return self.seqs is None and group_size(self.context_group) == 1
 
     def with_statistics(self) -> Step:
-        """Itself, where a loss that has `collect` got all that it needs.
+        """Check that a loss with `collect` got both counts and statistics, and return the step itself.
 
         Raises:
             ValueError: counts of the step without its statistics, or the other way round.
@@ -140,7 +140,7 @@ def dense_batch(
         count_empty: whether a row without a token is one of the sequences, where `step` does not give their number.
 
     Raises:
-        ValueError: shapes that differ, log-probs that are no floats.
+        ValueError: shapes that differ, log-probs of an integer dtype.
     """
     step, fields = step or Step(), dict(fields or {})
     if logprobs.dim() != 2 or not logprobs.is_floating_point():

@@ -164,7 +164,7 @@ class PRMLoss(nn.Module):
             inputs: [B, S/cp] token ids. logits: [B, S/cp, V/tp]. labels: [B, S/cp].
 
         Raises:
-            ValueError: soft labels without two reward tokens; a label that is no class (where values are checked).
+            ValueError: soft labels without two reward tokens; a label outside the classes (where values are checked).
         """
         places, scored = self._places(inputs, labels)
         counts: dict[str, Tensor] = (

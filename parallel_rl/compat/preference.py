@@ -172,7 +172,7 @@ class VanillaKTOLoss(nn.Module):
     def _sum(
         self, chosen: Tensor, rejected: Tensor, good: Tensor, bad: Tensor, chosen_kl: Tensor, rejected_kl: Tensor
     ) -> Tensor:
-        """Of the losses of both classes, where `good` and `bad` say that there is one."""
+        """Sum of the losses of both classes over the pairs that `good` and `bad` mark."""
         desirable = kto_desirable(torch.where(good, chosen, 0), rejected_kl, self.beta)
         undesirable = kto_undesirable(torch.where(bad, rejected, 0), chosen_kl, self.beta)
         return torch.where(good, desirable, 0).sum() + torch.where(bad, undesirable, 0).sum()

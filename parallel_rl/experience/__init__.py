@@ -1,4 +1,4 @@
-"""From prompts to what a loss reads: samples, rewards, log-probs, KL, shaping, dynamic sampling, advantages.
+"""Experience from prompts: samples, rewards, log-probs, KL, shaping, dynamic sampling, advantages.
 
 `pipeline` and `draw_groups` are the steps that the trainer and `ExperienceMaker` share. Estimators of advantages belong in
 `parallel_rl.advantages`, pointwise mathematics in `parallel_rl.functional`, the order of records and layouts in the trainer.

@@ -79,7 +79,7 @@ class CompletionServerConfig(PostingConfig):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn: `max_tokens` at most, or up to `end`, at `temperature`, from what top-k, then top-p keeps.
+    """Sampling options: at most `max_tokens`, or up to `end`, at `temperature`, truncated by top-k, then top-p.
 
     Raises:
         ValueError: k outside [1, vocab_size], p outside (0, 1].
@@ -123,7 +123,7 @@ class CompletionServer:
         return gather(self.submit(prompts, sample_ids), self._stop)
 
     def submit(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> list[Future[Completion]]:
-        """The same without waiting: one future a sample."""
+        """Do as `complete` without waiting: one future a sample."""
         if len(prompts) != len(sample_ids):
             raise ValueError(f"{len(prompts)} prompts and {len(sample_ids)} sample_ids; they must be as many")
         for sample, prompt in zip(sample_ids, prompts, strict=True):
@@ -211,7 +211,7 @@ class CompletionServer:
 
 
 class _Loads:
-    """How many requests each server has; a request goes to the least loaded, and after a failure to another one."""
+    """Load balancer: a request goes to the server with the fewest in flight, and after a failure to another one."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._running = dict.fromkeys(urls, 0)

@@ -29,7 +29,7 @@ class PassingError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class PostingConfig:
-    """How a server is asked.
+    """Timeout, retries and concurrency of requests to a server.
 
     Attributes:
         timeout: seconds for one attempt, from the connection to the last byte.
@@ -86,7 +86,7 @@ class Poster:
         read: Callable[[bytes], ResultT],
         stop: threading.Event,
     ) -> ResultT:
-        """What `read` makes of the answer to `body`.
+        """Post `body` and return `read(answer)`, after retries where they can help.
 
         Args:
             url: the address, or the one for an attempt (from 1).

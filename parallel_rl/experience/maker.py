@@ -160,7 +160,7 @@ class ExperienceMaker(Generic[PromptT]):
         self.running.load_state_dict(state["running"])
 
     def _source(self, name: str) -> tuple[str, bool]:
-        """Which source gives the field that an estimator reads, and whether it is there."""
+        """Name of the source of the field that an estimator reads, and whether it is given."""
         own = {"kl": "reference_logprobs", "values": "values"}
         if name in own:
             return own[name], getattr(self.sources, own[name]) is not None

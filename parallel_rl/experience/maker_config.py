@@ -14,7 +14,7 @@ from parallel_rl.functional.kl import KLType
 
 @dataclass(frozen=True, kw_only=True)
 class ExperienceConfig(RewardShaping):
-    """How experience is made; the shaping of rewards comes after the KL and before the advantages.
+    """Options of `ExperienceMaker`; the shaping of rewards comes after the KL and before the advantages.
 
     Attributes:
         samples_per_prompt: n.

@@ -1,4 +1,4 @@
-"""From samples to advantages: the fields that models give, shaped rewards, the KL in the reward.
+"""Experience from samples: the fields that models give, shaped rewards, the KL in the reward, advantages.
 
 The trainer's RL step and `ExperienceMaker` are made of these functions, in this order; before them come `draw_groups` and a
 score. Nothing here knows who samples, who scores, or what is trained.

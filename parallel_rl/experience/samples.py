@@ -110,7 +110,7 @@ class Samples:
         return {"sample_mask": torch.ones_like(self.lengths), **self.tensors()}
 
     def with_fields(self: SamplesT, **fields: Tensor) -> SamplesT:
-        """The same sequences with these fields set or replaced; names other than attributes go to `others`."""
+        """Set or replace fields; names other than attributes go to `others`."""
         own = {spec.name for spec in dataclasses.fields(self)}
         others = {**self.others, **{name: fields.pop(name) for name in [*fields] if name not in own}}
         return dataclasses.replace(self, **fields, others=others)  # type: ignore[arg-type]
@@ -182,14 +182,14 @@ class Samples:
         return cls(**joined)  # type: ignore[arg-type]
 
     def pack(self: SamplesT) -> SamplesT:
-        """The same sequences as [1, T], without padding; packed ones unchanged."""
+        """Pack the sequences into [1, T], without padding; packed ones unchanged."""
         if self.packed:
             return self
         keep = self.attention_mask
         return self._rebuild(lambda per, x: x[keep.to(x.device)][None] if per == "token" else x, packed=True)
 
     def pad(self: SamplesT) -> SamplesT:
-        """The same sequences as [N, S], right-padded with 0; padded ones unchanged."""
+        """Pad the sequences to [N, S] on the right with 0; padded ones unchanged."""
         if not self.packed:
             return self
         sizes = self.lengths.tolist()

@@ -1,4 +1,4 @@
-"""From a raw reward to the one that is learned from: scale, length, stop, clip, KL."""
+"""Shaping of raw rewards: scale, length, stop, clip, KL."""
 
 from __future__ import annotations
 

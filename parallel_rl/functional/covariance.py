@@ -20,7 +20,7 @@ def _covariance(terms: PolicyTerms) -> tuple[Tensor, Tensor]:
 
 
 def _number(samples: Tensor, fraction: float) -> Tensor:
-    """How many tokens are chosen: the fraction of the valid ones, rounded down, at least 1."""
+    """Number of chosen tokens: the fraction of the valid ones, rounded down, at least 1."""
     return ((~samples.isnan()).sum().double() * fraction).floor().clamp(min=1).long()
 
 
@@ -79,7 +79,7 @@ class ClipCov(Surrogate, name="clip_cov"):
         return torch.where(chosen, 0, clipped_surrogate(terms.ratio, clipped, terms.advantages))
 
     def _clipped(self, terms: PolicyTerms) -> Tensor:
-        """Where the clipped branch is the larger, so that PPO gives no gradient."""
+        """Mask of the tokens whose clipped branch is the larger, so that PPO gives no gradient."""
         ratio = terms.ratio.detach()
         return ((ratio > 1 + self.clip_high) & (terms.advantages > 0)) | (
             (ratio < 1 - self.clip_low) & (terms.advantages < 0)

@@ -45,7 +45,7 @@ class LossConfig:
 
     @property
     def requirements(self) -> Requirements:
-        """What the loss needs with these options."""
+        """Requirements of the loss with these options."""
         return self.build().requirements
 
     def build(
@@ -59,7 +59,7 @@ class LossConfig:
         """The loss on logits [.., V/tp], or on a scalar head, which has no vocabulary.
 
         Raises:
-            ValueError: options that do not fit, a truncation of what is no loss on a sampler's policy.
+            ValueError: options that do not fit, a truncation of a loss that does not score the sampler's policy.
         """
         cls = self.loss_class
         config = configure(cls.config_class, self.options, "options")

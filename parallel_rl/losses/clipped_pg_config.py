@@ -58,7 +58,7 @@ class ClippedPGLossConfig:
 
     @cached_property
     def policy(self) -> PolicyLossConfig:
-        """The same options in the terms of `PolicyLossFn`."""
+        """Translate the options to those of `PolicyLossFn`."""
         sequence = self.sequence_level_importance_ratios
         surrogate: Surrogate = PPO(self.ratio_clip_min, self.ratio_clip_max, self.ratio_clip_c)
         if self.use_cispo:

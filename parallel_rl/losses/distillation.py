@@ -155,7 +155,7 @@ class DistillationLossConfig:
 
     @property
     def forward_weight(self) -> float:
-        """Of the forward KL."""
+        """Weight of the forward KL."""
         return {"forward": 1.0, "reverse": 0.0, "mixed": self.mixed_kl_weight}[self.kl_type]
 
 

@@ -66,7 +66,7 @@ class MuSchedule:
 
     @property
     def mu(self) -> float:
-        """Of the present step."""
+        """μ of the present step."""
         return self.at(self.steps)
 
     def at(self, step: int) -> float:
@@ -80,7 +80,7 @@ class MuSchedule:
         return cfg.valley + (cfg.peak - cfg.valley) * 0.5 * (1 + math.cos(math.pi * after / cfg.decay_steps))
 
     def step(self) -> None:
-        """To be called after each optimizer step."""
+        """Advance the schedule; call it after each optimizer step."""
         self.steps += 1
 
     def state_dict(self) -> dict[str, int]:
@@ -211,7 +211,7 @@ def _rows(batch: TokenBatch) -> dict[str, Tensor]:
 
 
 def _counts(statistics: Statistics, side: str) -> ValidCounts:
-    """Of one side over the whole step."""
+    """Counts of one side over the whole step."""
     return ValidCounts(statistics[f"{side}_sequences"].clamp(min=1), statistics[f"{side}_tokens"].clamp(min=1))
 
 

@@ -1,4 +1,4 @@
-"""What guards a policy loss against data that the policy would not have drawn: weights, rejections and masks, all constant."""
+"""Off-policy corrections: importance weights, rejection, masking; all without gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What losses on (even, odd) pairs of rows share: sums over responses, the mean over pairs, the chosen's likelihood."""
+"""Parts of losses on (even, odd) pairs of rows: sums over responses, the mean over pairs, the chosen's likelihood."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class RejectionRule:
 
 @dataclass(frozen=True)
 class RejectionConfig:
-    """What a rule rejects carries no surrogate, no KL and no entropy bonus.
+    """Rejection of tokens and sequences: a rejected one carries no surrogate, no KL and no entropy bonus.
 
     rules: every one must pass. denominator: counts of all valid tokens and sequences ("original"), or of the step's kept ones.
     """

@@ -53,7 +53,7 @@ class _HostMode(TorchFunctionMode):
 
 
 def _type_name(name: object, caller: str) -> object:
-    # Megatron's optimizers tell parameters apart by 'torch.cuda.FloatTensor'; nobody else is told that a host tensor
+    # Megatron's optimizers tell parameters apart by 'torch.cuda.FloatTensor'; nobody else sees that a host tensor
     # is not one.
     if isinstance(name, str) and caller.startswith("megatron.") and not name.startswith("torch.cuda."):
         return "torch.cuda." + name.removeprefix(_TYPE_PREFIX)

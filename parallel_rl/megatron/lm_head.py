@@ -79,13 +79,13 @@ class FusedHead:
             self.install()
 
     def install(self) -> None:
-        """From now on the model gives hidden states."""
+        """Make the model return hidden states."""
         if self.model.post_process:
             # On the instance: the module keeps its class, its parameters' names, and the hooks that gather parameters.
             self.model.output_layer.forward = _hidden_states
 
     def remove(self) -> None:
-        """From now on the model gives logits again."""
+        """Make the model return logits again."""
         if self.model.post_process:
             vars(self.model.output_layer).pop("forward", None)
 
@@ -99,7 +99,7 @@ def is_fused(model: torch.nn.Module) -> bool:
 def _hidden_states(
     hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> tuple[Tensor, None]:
-    """In place of the forward of Megatron's output layer."""
+    """Replace the forward of Megatron's output layer by the identity."""
     return hidden, None
 
 

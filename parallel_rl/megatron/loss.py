@@ -35,7 +35,7 @@ class AnyLoss(Protocol):
 
 
 class LossReport(TypedDict):
-    """Of one micro-batch, on the last stage: this rank's share of the loss, and the metrics for `reduce_metrics`."""
+    """Result of one micro-batch, on the last stage: this rank's share of the loss, and the metrics for `reduce_metrics`."""
 
     loss: Tensor
     metrics: Metrics

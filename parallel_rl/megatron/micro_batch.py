@@ -43,7 +43,7 @@ class MicroBatch:
         return self.input.tokens.shape[1] * cp_size
 
     def with_data(self, **fields: Tensor) -> Self:
-        """The same micro-batch with more fields for the loss, such as old log-probs."""
+        """Add fields for the loss, such as old log-probs."""
         return replace(self, data={**self.data, **fields})
 
     def loss_input(self, output: Tensor, head: FusedHead | None) -> Tensor | LMHeadInput:

@@ -1,4 +1,4 @@
-"""From whole rows of tokens to what `GPTModel.forward` takes on this rank."""
+"""This rank's input of `GPTModel.forward`, from whole rows of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel_rl.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class ModelInput:
-    """This context rank's tokens and places, [B, S/cp] or packed [1, T/cp], and the bounds of packed sequences."""
+    """This context rank's tokens and their positions, [B, S/cp] or packed [1, T/cp], and the bounds of packed sequences."""
 
     tokens: Tensor
     positions: Tensor
@@ -110,7 +110,7 @@ def packed_bounds(
         context_parallel: False while context ranks are data replicas (`replicas`): no padding but `multiple`.
 
     Raises:
-        ValueError: lengths that are not [B] integers ≥ 1, or a `total` that does not hold them or is no such multiple.
+        ValueError: lengths that are not [B] integers ≥ 1, or a `total` that does not hold them or is not such a multiple.
     """
     if lengths.dim() != 1 or lengths.is_floating_point() or lengths.numel() == 0 or int(lengths.min()) < 1:
         raise ValueError(f"lengths must be [B] integers ≥ 1, got {lengths.dtype} {lengths.tolist()}")

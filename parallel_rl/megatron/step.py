@@ -198,7 +198,7 @@ def _statistics(
     head: FusedHead | None,
     groups: ParallelGroups,
 ) -> Statistics | None:
-    """Of all micro-batches of all ranks, if the loss needs them; empty on the stages that compute no loss."""
+    """Statistics of all micro-batches of all ranks, if the loss needs them; empty on the stages that compute no loss."""
     if not loss_fn.needs_statistics:
         return None
 
@@ -239,5 +239,5 @@ def _reduced(reports: Sequence[LossReport], groups: ParallelGroups) -> dict[str,
     source = parallel_state.get_pipeline_model_parallel_last_rank()
     dist.broadcast_object_list(names, src=source, group=parallel_state.get_pipeline_model_parallel_group())
     values = torch.stack(list(metrics.values())) if metrics else None
-    told = broadcast_from_last_stage(values, shape=(len(names[0]),), dtype=torch.float64)
-    return dict(zip(names[0], told.unbind(), strict=True))
+    shared = broadcast_from_last_stage(values, shape=(len(names[0]),), dtype=torch.float64)
+    return dict(zip(names[0], shared.unbind(), strict=True))

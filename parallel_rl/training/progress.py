@@ -1,4 +1,4 @@
-"""How far a run has come, in steps and in records of its data."""
+"""Progress of a run, in steps and in records of its data."""
 
 from __future__ import annotations
 

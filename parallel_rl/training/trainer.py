@@ -98,7 +98,7 @@ class _Run:
         self.session = Session(self._phase().learner(engine), tokenizer, data)
 
     def run(self) -> bool:
-        """Does every step that is left; False if the run was asked to stop before the last."""
+        """Run every step that is left; False if the run was asked to stop before the last."""
         random_state = self._load_start()
         self._describe()
         for phase in self.phases[self.phases.index(self._phase()) :]:
@@ -213,7 +213,7 @@ class _Run:
         self.stop = boundary.stop
 
     def _halt(self, cause: str, phase: Phase) -> None:
-        """Leaves everything such that the same command goes on from here."""
+        """Save everything such that the same command goes on from here."""
         preemption.ignore_signals()
         if self.rows and (self.saved is None or self.saved[1] != self.progress):
             self._save()
@@ -222,7 +222,7 @@ class _Run:
         text = (
             f"stopped by {cause} after {phase.name} step {self.progress.step} of {phase.steps}; the same command{then}"
         )
-        # the other ranks hear of it when the marker is there
+        # the other ranks see it when the marker is there
         why = "the marker REQUEUE could not be written; all is saved"
         on_first_rank(lambda: preemption.ask_for_restart(text), why)
         self.log.say(text)
@@ -252,7 +252,7 @@ class _Run:
 
     @property
     def _started(self) -> str:
-        """When the first evaluation was, in words."""
+        """Words for when the first evaluation was."""
         return "after the warm-up" if self.config.warmup else "before"
 
     def _evaluates_after(self, step: int, last: bool) -> bool:

@@ -99,7 +99,7 @@ CASES: Mapping[str, tuple[Callable[[Good], Overrides], str]] = {
         r"run\.init_from = '\S+' cannot be used: \S+ is damaged: \S+ does not match",
     ),
     "a line is cut off": (_jsonl, r"bad\.jsonl, line 7: no JSON"),
-    "a Parquet file is cut off": (_parquet, r"bad\.parquet (cannot be read as Parquet|is no whole Parquet file)"),
+    "a Parquet file is cut off": (_parquet, r"bad\.parquet (cannot be read as Parquet|is not a whole Parquet file)"),
     "a full disk": (_full, r"run\.dir = '\S+': a checkpoint takes [\d.]+ \wB and [\d.]+ \w*B are free"),
 }
 

@@ -1,4 +1,4 @@
-"""What all policy losses of Trinity-RFT share: the names of its trainers, the way they are called, and what they return."""
+"""Base of Trinity-RFT's policy losses: the names of its trainers, the call, and the returned values."""
 
 from __future__ import annotations
 

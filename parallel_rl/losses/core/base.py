@@ -107,7 +107,7 @@ class LossFn(LossFunction, Generic[ConfigT]):
 
     @cached_property
     def requirements(self) -> Requirements:
-        """What the loss reads and claims, from its config; by default log-probs and no field."""
+        """Fields that the loss reads and properties that it claims, from its config; by default log-probs and no field."""
         return Requirements()
 
     @abstractmethod

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ModelOutput(NamedTuple):
-    """What a loss reads of the model: token statistics, or the output of a scalar head, or what it made of whole logits.
+    """The model's output as a loss reads it: token statistics, a scalar head's output, or values made of whole logits.
 
     Attributes:
         stats: of the current policy, flat.

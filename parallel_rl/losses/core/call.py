@@ -108,7 +108,7 @@ class LossFunction(ABC):
     @property
     @abstractmethod
     def requirements(self) -> Requirements:
-        """What the loss needs of its caller."""
+        """Requirements on the caller."""
 
     @abstractmethod
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:

@@ -28,7 +28,7 @@ class VocabOptions:
     truncation: Truncation = KEEP_ALL
 
     def shard(self, width: int, group: ProcessGroup | None, *, entropy: bool = False) -> VocabShard:
-        """How this rank's `width` columns are read."""
+        """Build the `VocabShard` that says how this rank's `width` columns are read."""
         return VocabShard.of(
             width, group, self.vocab_size, self.vocab_start, temperature=self.temperature, entropy=entropy,
             truncation=self.truncation, consume_logits=self.consume_logits, backend=self.backend,

@@ -34,7 +34,7 @@ class Field:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What a loss reads and claims.
+    """Inputs that a loss reads and properties that it claims.
 
     >>> Requirements((Field("advantages"),), token_separable=True).names
     ('advantages',)

@@ -1,4 +1,4 @@
-"""One step towards a teacher's distributions."""
+"""A step towards a teacher's distributions."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _parts(count: int, parts: int) -> Tensor:
 def _exchange(
     rows: SamplesT, owners: Sequence[Tensor], width: int, rank: int, group: ProcessGroup | None, device: torch.device
 ) -> SamplesT:
-    """This rank's new rows, in the order of the ranks and places that they come from; one all-to-all of bytes."""
+    """This rank's new rows, in the order of the ranks and indices that they come from; one all-to-all of bytes."""
     columns = {name: fit(field, width) if field.dim() == 2 else field for name, field in rows.tensors().items()}
     record = torch.cat([_bytes(field) for field in columns.values()], 1)
     order = owners[rank].argsort(stable=True)

@@ -1,4 +1,4 @@
-"""Which sequences go to which data rank and into which micro-batch, from their lengths alone; the same answer everywhere."""
+"""Assignment of sequences to data ranks and micro-batches, from their lengths alone; the same on every rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From sequences of tokens to what the model and the losses read: whole rows, cut into micro-batches, padded or packed."""
+"""Micro-batches of whole rows for the model and the losses, padded or packed, from sequences of tokens."""
 
 from __future__ import annotations
 

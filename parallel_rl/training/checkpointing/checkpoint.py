@@ -182,7 +182,7 @@ def load_weights(
 
 
 def _seal(partial: Path, failed: str) -> Mapping[str, FileEntry]:
-    """Every file brought to the disk by the rank that wrote it, with its checksum."""
+    """Bring every file to the disk, by the rank that wrote it, and return all entries."""
     names = on_first_rank(lambda: sorted(path.name for path in partial.iterdir()), failed)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = [name for name in names if files.written_by(name, ranks) == rank]

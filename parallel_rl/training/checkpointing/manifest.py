@@ -76,14 +76,14 @@ def read_manifest(path: Path) -> Manifest:
         ValueError: no folder there, or a manifest of another format.
     """
     if not path.is_dir():
-        raise ValueError(f"{path.absolute()} is no checkpoint: there is no such folder")
+        raise ValueError(f"{path.absolute()} is not a checkpoint: there is no such folder")
     try:
         outer = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         body: str = outer["body"]
         if hashlib.sha256(body.encode()).hexdigest() != outer["sha256"]:
             raise DamagedCheckpoint(f"{path.absolute()} is damaged: {MANIFEST} does not match its own checksum")
     except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path.absolute()} is no checkpoint: it has no {MANIFEST}") from None
+        raise DamagedCheckpoint(f"{path.absolute()} is not a checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
         raise DamagedCheckpoint(f"{path.absolute()} is damaged: {MANIFEST} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError):
@@ -120,7 +120,7 @@ def checksum(path: Path, *, sync: bool = False) -> FileEntry:
 
 
 def sync_folder(path: Path) -> None:
-    """Has the names in a folder on the disk when this returns."""
+    """Bring the names in a folder to the disk (`fsync`)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

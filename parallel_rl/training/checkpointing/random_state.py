@@ -23,7 +23,7 @@ def begin_random_state(seed: int, data_rank: int) -> None:
 
 
 def random_state() -> Mapping[str, object]:
-    """All of them, as they are now."""
+    """Present states of all random generators."""
     kind, keys, place, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "python": random.getstate(),

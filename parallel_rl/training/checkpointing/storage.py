@@ -19,7 +19,7 @@ _PARTIAL, _REPLACED, _PRUNED = ".partial_", ".replaced_", ".pruned_"
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay: the `newest` ones, and those whose step in the phase is a multiple of `every` (0: none)."""
+    """Checkpoints that stay: the `newest` ones, and those whose step in the phase is a multiple of `every` (0: none)."""
 
     newest: int
     every: int = 0
@@ -94,7 +94,7 @@ def _step_of(path: Path) -> int:
 
 
 def clean_up(folder: Path) -> list[str]:
-    """Clears up after saves that a kill cut off; says what was done."""
+    """Clear up after saves that a kill cut off; return a line on each thing done."""
     notes = []
     for path in sorted(folder.glob(".*_step_*")) if folder.is_dir() else []:
         final = folder / path.name[path.name.index("step_") :]

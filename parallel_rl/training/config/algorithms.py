@@ -151,13 +151,13 @@ class RLConfig:
         self._check_loss()
 
     def build_kl_controller(self) -> AdaptiveKLController | None:
-        """At its start."""
+        """Build the KL controller at its initial state."""
         kl = self.kl_controller
         return None if kl is None else AdaptiveKLController(self.advantages.kl_coefficient, kl.target, kl.horizon)
 
     @property
     def rounds(self) -> int:
-        """How often a step samples at most."""
+        """Upper bound of the rounds in which a step samples."""
         return 1 if self.dynamic_sampling is None else self.dynamic_sampling.max_rounds
 
     def policy_version(self, step: int) -> int:

@@ -1,4 +1,4 @@
-"""From a YAML file and dotted overrides to a config."""
+"""A run's config from a YAML file and dotted overrides."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class ParallelConfig:
 
 
 def data_parallel_size(config: ParallelConfig, world_size: int) -> int:
-    """How many data parallel ranks the world leaves.
+    """Number of data parallel ranks that the world leaves.
 
     Raises:
         ValueError: `world_size` does not match tensor × context × pipeline (× data).
@@ -123,7 +123,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Every character that the data uses."""
+    """Tokenizer of characters; `alphabet` is every one that the data uses."""
 
     alphabet: str
 
@@ -163,7 +163,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How the sequences of a step reach the model.
+    """Micro-batches: how the sequences of a step reach the model.
 
     Attributes:
         micro_batch_size: sequences at a time, in the order of the data; 64 where `tokens` is not given either.
@@ -193,7 +193,7 @@ class BatchConfig:
 
     @property
     def sequences(self) -> int:
-        """In a micro-batch that is filled by their number."""
+        """Number of sequences in a micro-batch that is not filled by tokens."""
         return 64 if self.micro_batch_size is None else self.micro_batch_size
 
 
@@ -229,7 +229,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How rollouts are drawn: new tokens at most, and from what.
+    """Sampling of rollouts: at most so many new tokens, and from which distribution.
 
     Log-probs of the policy in RL, old ones and those of the loss, are of the same truncated distribution: a token that one of
     them does not keep leaves the mask (the metric dropped_tokens). What is compared with a frozen model is never truncated.
@@ -250,7 +250,7 @@ class SamplingConfig:
         at_least(self, max_new_tokens=1)
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature = {self.temperature} must be a finite number above 0")
-        _ = self.truncation  # refuses what is no rule
+        _ = self.truncation  # refuses an invalid rule
 
     @property
     def truncation(self) -> Truncation:

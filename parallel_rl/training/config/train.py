@@ -144,7 +144,7 @@ class TrainConfig:
         text = f"sampling.top_k = {sampling.top_k} with top_p = {sampling.top_p}"
         if not self.rl.loss.requirements.truncatable:
             raise ValueError(
-                f"{text} does not go with rl.loss.name = {self.rl.loss.name!r}, which is no loss on a truncated policy"
+                f"{text} does not go with rl.loss.name = {self.rl.loss.name!r}, which does not score a truncated policy"
             )
         if self.model.fused_head and self.rl.loss.build(truncation=sampling.truncation).requirements.untruncated:
             raise ValueError(

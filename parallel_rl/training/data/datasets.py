@@ -1,4 +1,4 @@
-"""Everything a run reads: found, indexed and checked before any work, read when a step needs it."""
+"""The data of a run: located, indexed and checked before any work, read when a step needs it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Datasets:
     checked: Mapping[str, float] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[str, Records]]:
-        """Those that have records, by name."""
+        """Sources that have records, by name."""
         for name in SOURCES:
             records: Records = getattr(self, name)
             if len(records):
@@ -102,7 +102,7 @@ class Datasets:
                 raise ValueError(f"{key} is {here} and was {there} {then}. Restore it, {otherwise}")
 
     def describe_next(self, taken: Mapping[str, int]) -> str:
-        """Which record of each source is the next, where so many were taken."""
+        """Describe the next record of each source after `taken` of it."""
         parts = []
         for name, number in taken.items():
             turn, place = divmod(number, len(getattr(self, name)))
@@ -198,7 +198,7 @@ class _Reader:
         return records
 
     def held_out(self, parse: Callable[[Mapping[str, object]], Prompt]) -> tuple[Records[Prompt], TextSet]:
-        """With the set of the prompts, which is whole: each evaluation reads all of them."""
+        """Held-out prompts, with the set of them all: each evaluation reads every one."""
         records, mine = self._open("held_out", parse), list[NDArray[np.uint64]]()
         if len(records):
             self._check("held_out", records, float("inf"), lambda _, batch: mine.append(keys_of(p.text for p in batch)))

@@ -53,7 +53,7 @@ class Learner:
     def balance(
         self, rows: SamplesT, parts: int = 1, together: int = 1, beside: Sequence[Samples] = ()
     ) -> tuple[SamplesT, list[int]]:
-        """If `batch.tokens` is set, rebalance rows across data ranks (see `balance`); otherwise return them unchanged.
+        """Rebalance rows across data ranks if `batch.tokens` is set (see `balance`); otherwise return them unchanged.
 
         Args:
             rows: equal parts, one for each optimizer step.
@@ -111,7 +111,7 @@ class Learner:
         return self._score(rows, lambda batches: values(self.engine, batches))
 
     def _fill_metrics(self, batches: Sequence[MicroBatch]) -> StepMetrics:
-        """If `batch.tokens` is set: how full the micro-batches are, and how uneven the data ranks."""
+        """Metrics of how full micro-batches and how uneven data ranks are; none unless `batch.tokens` is set."""
         if self.capacity is None:
             return {}
         groups = self.engine.groups

@@ -20,7 +20,7 @@ StepMetrics = dict[str, float]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step reports, equal on every rank."""
+    """Report of one optimizer step, equal on every rank."""
 
     metrics: dict[str, float]
     grad_norm: float

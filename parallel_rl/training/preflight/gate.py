@@ -55,7 +55,7 @@ def pass_gate(config: TrainConfig, seconds: float) -> None:
 
 
 def check_in(seconds: float) -> dist.Store:
-    """Waits until every rank of torchrun's world has said that it is there; before any process group. Gives their store.
+    """Wait until every rank of torchrun's world has reported, before any process group; return their store.
 
     Raises:
         ValueError: some did not in `seconds`: which ranks, and on which host where Slurm tells; on all ranks alike.

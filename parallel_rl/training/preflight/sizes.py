@@ -12,10 +12,10 @@ from parallel_rl.training.config.train import TrainConfig
 
 
 def check_layout(config: TrainConfig, world_size: int) -> None:
-    """Each batch is divisible by the data parallel ranks of the world.
+    """Check that each batch is divisible by the data parallel ranks of the world.
 
     Raises:
-        ValueError: it does not, or the world does not match the layout.
+        ValueError: one is not, or the world does not match the layout.
     """
     ranks = data_parallel_size(config.parallel, world_size)
     batches = [

@@ -137,7 +137,7 @@ class RunLog:
         if self._writer is not None:
             for name, value in row.items():
                 if isinstance(value, (int, float)):
-                    # by the row's number in the run: what a resumed run writes again is told by it over all phases
+                    # by the row's number in the run: it tells over all phases which rows a resumed run writes again
                     self._writer.add_scalar(f"{phase}/{name}", value, self._written)
             self._writer.flush()
         self._print(phase, step, row)
@@ -195,7 +195,7 @@ def read_metrics(path: Path) -> list[dict[str, float | int | str]]:
     """The rows of a metrics.jsonl; a last line that a kill cut off is left out.
 
     Raises:
-        ValueError: another line is no row; the message names it.
+        ValueError: another line is not a row; the message names it.
     """
     return _read(path)[0]
 
@@ -213,7 +213,7 @@ def _read(path: Path) -> tuple[list[dict[str, float | int | str]], bool]:
             if number > len(lines):
                 return rows, True
             raise ValueError(
-                f"{path.absolute()}, line {number} is no row of metrics: {line[:60]!r}. Nothing was changed; mend or remove "
+                f"{path.absolute()}, line {number} is not a row of metrics: {line[:60]!r}. Nothing was changed; mend or remove "
                 "the line, or move the file away"
             ) from None
         rows.append(row)
@@ -221,7 +221,7 @@ def _read(path: Path) -> tuple[list[dict[str, float | int | str]], bool]:
 
 
 def _kept(path: Path, after: Mapping[str, int]) -> tuple[list[dict[str, float | int | str]], str]:
-    """The row of each step up to those of `after`, and what is to be said of others: cut off, dropped, missing."""
+    """The row of each step up to those of `after`, and a remark on others: cut off, dropped, missing."""
     rows, cut_off = _read(path)
     by_step = {(str(row["phase"]), int(row["step"])): row for row in rows}
     kept = {key: row for key, row in by_step.items() if key[1] <= after.get(key[0], 0)}

@@ -117,7 +117,7 @@ class RemoteRollouts:
         return padded_samples(prompts, responses, logprobs=logprobs, dtype=self._engine.float_dtype), facts[:, 1]
 
     def update(self, version: int, save: Callable[[], Path]) -> None:
-        """Has the servers load the trainer's weights, once all samples in flight are there; every rank calls it.
+        """Make the servers load the trainer's weights, once all samples in flight are there; every rank calls it.
 
         Args:
             version: optimizer steps behind the weights.
@@ -174,11 +174,11 @@ class RemoteRollouts:
                 self._asked[sample] = _Asked(prompt, version, future)
 
     def _settle(self) -> None:
-        """Every rank calls it: nothing is in flight any more, well or not."""
+        """Wait until nothing is in flight any more, successful or not; every rank calls it."""
         self._wait([asked.future for asked in self._asked.values()], tolerant=True)
 
     def _wait(self, futures: Sequence[Future], *, tolerant: bool = False) -> bool:
-        """Until all are done on every rank, or (but for `tolerant`) one has failed on some, which is False everywhere.
+        """Wait until all are done on every rank, or (but for `tolerant`) one has failed on some: then False on all.
 
         Ranks look at each other now and then, so that no collective runs into its timeout while a server works.
         """

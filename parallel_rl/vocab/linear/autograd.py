@@ -47,7 +47,7 @@ class ForwardObjective:
     context_group: ProcessGroup | None
 
     def calls(self, params: LinearParams) -> int:
-        """How often every rank of the context group calls `gradients`, whatever it holds."""
+        """Number of times that every rank of the context group calls `gradients`, whatever it holds."""
         if group_size(self.context_group) == 1:
             return 0
         at_once = params.plan.size * (2 if group_size(params.shard.group) > 1 else 1)

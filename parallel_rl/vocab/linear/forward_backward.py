@@ -152,7 +152,7 @@ class Gradients:
     Args:
         wanted: which of (hidden, weight, bias) to compute.
         weight: where the weight's gradient is added, [W, D] in float32 or wider; None makes a buffer.
-        at_once: there is one span, so that the weight's gradient is no sum and the buffer has the operands' dtype.
+        at_once: there is one span, so that the weight's gradient is not accumulated and the buffer has the operands' dtype.
     """
 
     def __init__(

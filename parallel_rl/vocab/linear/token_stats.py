@@ -164,8 +164,8 @@ def stats_of_head(
     params = LinearParams.of(head, shard, *tokens, mode=head.mode if grad and not early else "recompute")
     if shard.truncation and grad and not early and not params.plan.resident:
         raise ValueError(
-            f"{shard.truncation} with a loss that is no sum over tokens, or with mode = {head.mode!r}, keeps its logits until "
-            "the backward: mode = 'resident', or 'auto' with a budget that holds them"
+            f"{shard.truncation} with a loss that is not a sum over tokens, or with mode = {head.mode!r}, keeps its logits "
+            "until the backward: mode = 'resident', or 'auto' with a budget that holds them"
         )
     zero = None
     if early:

@@ -229,7 +229,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     sft = run("sft_arithmetic.yaml", run__dir=tmp_path, model__hidden=32)
     with pytest.raises(WorldError, match="objective is 'rl' there and 'sft' in this run"):
         run_world(1, train_rows, sft)
-    with pytest.raises(WorldError, match="is no checkpoint"):
+    with pytest.raises(WorldError, match="is not a checkpoint"):
         run_world(1, train_rows, arguments(tmp_path / "new", "float32", run__init_from=tmp_path))
 
 

@@ -203,7 +203,7 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
     whole = write_parquet(tmp_path / "a.parquet", range(100), 10)
     cut = tmp_path / "cut.parquet"
     cut.write_bytes(whole.read_bytes()[:-40])
-    with pytest.raises(ValueError, match=r"cut.parquet is no whole Parquet file: its end is missing"):
+    with pytest.raises(ValueError, match=r"cut.parquet is not a whole Parquet file: its end is missing"):
         open_records(str(cut), "data.train", number)
     hole = tmp_path / "hole.parquet"
     data = bytearray(whole.read_bytes())

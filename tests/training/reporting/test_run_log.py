@@ -88,5 +88,5 @@ def test_a_line_that_is_no_row_is_named_on_all_ranks_and_nothing_is_overwritten(
     with pytest.raises(WorldError) as refused:
         run_world(2, train_rows, arguments(tmp_path, "{}"))
     for rank in range(2):
-        assert refused.value.errors[rank].startswith(f"ValueError: {path}, line 2 is no row of metrics: ")
+        assert refused.value.errors[rank].startswith(f"ValueError: {path}, line 2 is not a row of metrics: ")
     assert snapshot(tmp_path) == before

@@ -61,7 +61,7 @@ def spread_blocks(index: Entries, budget: float) -> NDArray[np.int64]:
 
 
 class TextSet:
-    """Which texts there are, in eight bytes each; two texts are taken for one with a probability of 2⁻⁶⁴."""
+    """Set of texts, in eight bytes each; two texts are taken for one with a probability of 2⁻⁶⁴."""
 
     def __init__(self, keys: NDArray[np.uint64]) -> None:
         self._keys = np.sort(keys)

@@ -48,7 +48,7 @@ class JsonlFile:
     word = "line"
 
     def units(self, step: int) -> int:
-        """How many blocks of `step` bytes there are to be indexed."""
+        """Number of blocks of `step` bytes to index."""
         return -(-self.size // step)
 
     def index(self, number: int, first: int, last: int, step: int) -> Entries:

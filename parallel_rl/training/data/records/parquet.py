@@ -96,6 +96,6 @@ class ParquetFile:
             tail = file.read(8)
             length = int.from_bytes(tail[:4], "little")
             if len(tail) < 8 or tail[4:] != _MAGIC or length > size - 8:
-                raise ValueError(f"{self.path} is no whole Parquet file: its end is missing")
+                raise ValueError(f"{self.path} is not a whole Parquet file: its end is missing")
             file.seek(size - 8 - length)
             return crc32(file.read(length), size & 0xFFFFFFFF)

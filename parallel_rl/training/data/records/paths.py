@@ -1,4 +1,4 @@
-"""From what a config says (a path, a pattern, a list of them) to files in a fixed order."""
+"""Files in a fixed order, from a path, a pattern or a list of them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _PROGRAMS_PER_PROCESSOR = 4  # fewer rows than that, and a row is split over sev
 
 
 class Tiling(NamedTuple):
-    """How a row is cut: tiles of `lanes` × `per_lane` columns, and `splits` programs of `columns` columns each."""
+    """Division of a row: tiles of `lanes` × `per_lane` columns, and `splits` programs of `columns` columns each."""
 
     lanes: int
     per_lane: int
