@@ -43,6 +43,10 @@ def serve(answer: Answer) -> Iterator[Server]:
                 state.most_at_once = max(state.most_at_once, state.at_once)
             try:
                 status, found = answer(number, body)
+            finally:
+                with state.lock:  # before the client has its answer and asks for more
+                    state.at_once -= 1
+            try:
                 raw = found if isinstance(found, bytes) else json.dumps(found).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(raw)))
@@ -50,9 +54,6 @@ def serve(answer: Answer) -> Iterator[Server]:
                 self.wfile.write(raw)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # the client has gone
-            finally:
-                with state.lock:
-                    state.at_once -= 1
 
         def log_message(self, format: str, *args: object) -> None:
             """Says nothing."""

@@ -92,8 +92,8 @@ def _train_and_tell(rank: int, given: list[str]) -> list[str]:
 
         return tells
 
-    stream, rollouts = telling(Records.stream), telling(recorded._recorded)
-    with mock.patch.object(Records, "stream", stream), mock.patch.object(recorded, "_recorded", rollouts):
+    stream, rollouts = telling(Records.stream), telling(recorded._read)
+    with mock.patch.object(Records, "stream", stream), mock.patch.object(recorded, "_read", rollouts):
         train_rows(rank, given)
     return taken
 
