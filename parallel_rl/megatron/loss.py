@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,22 +16,6 @@ from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from torch.distributed import ProcessGroup
-
-
-class AnyLoss(Protocol):
-    """The call of a loss: of this package, or a `functools.partial` of one with statistics."""
-
-    def __call__(
-        self,
-        next_token_logits: Tensor | LMHeadInput,
-        data: Mapping[str, Tensor],
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
-        vocab_parallel_rank: int | None = None,
-        vocab_parallel_group: ProcessGroup | None = None,
-        context_parallel_group: ProcessGroup | None = None,
-    ) -> tuple[Tensor, Metrics]: ...
 
 
 class LossReport(TypedDict):
@@ -45,7 +29,7 @@ LossResult = tuple[Tensor, LossReport] | tuple[Tensor, Tensor, LossReport]
 
 
 def megatron_loss_func(
-    loss_fn: AnyLoss,
+    loss_fn: Callable[..., tuple[Tensor, Metrics]],
     data: Mapping[str, Tensor],
     global_valid_seqs: Tensor,
     global_valid_toks: Tensor,
@@ -73,7 +57,7 @@ def megatron_loss_func(
     tensor(2.0794)
 
     Args:
-        loss_fn: any loss with the package's call; it returns this rank's share and its metrics. One that needs
+        loss_fn: any function with the call of `LossFn`; it returns this rank's share and its metrics. One that needs
             statistics of the step comes as `functools.partial(loss_fn, statistics=...)`.
         data: the whole, token-aligned tensors of this micro-batch.
         global_valid_seqs, global_valid_toks: from `count_valid` over all micro-batches of the step and all data ranks.
