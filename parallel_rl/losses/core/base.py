@@ -136,7 +136,10 @@ class LossFn(LossFunction, Generic[ConfigT]):
         """Move on by one optimizer step; the trainer calls it after each. A loss with a schedule overrides it."""
 
     def state_dict(self) -> dict[str, float]:
-        """The numbers that change over the steps, for a checkpoint; equal on all ranks, empty without a state."""
+        """The numbers that change over the steps, for a checkpoint; equal on all ranks, empty without a state.
+
+        A loss with a state names it from its start on: a resumed run looks for what its new loss has.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

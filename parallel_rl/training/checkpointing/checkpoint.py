@@ -113,7 +113,7 @@ def save(folder: Path, number: int, contents: Contents, metadata: CheckpointMeta
         entries = _seal(partial, failed)
         on_first_rank(lambda: files.write_manifest(partial, Manifest(metadata, entries)), failed)
         on_first_rank(lambda: storage.publish(partial, final), failed)
-    except RuntimeError:
+    except (RuntimeError, ValueError):
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -131,7 +131,7 @@ def load(path: Path, contents: Contents, metadata: CheckpointMetadata) -> Mappin
     Raises:
         ValueError: it lacks a part, or does not fit this run; on all ranks.
     """
-    for name in contents.models:
+    for name in (*contents.models, *(f"controllers.{name}" for name in contents.controllers)):
         if name not in metadata.parts:
             raise ValueError(
                 f"the checkpoint {path} holds no {name}, which this run has; it holds {', '.join(metadata.parts)}"
@@ -153,8 +153,7 @@ def load(path: Path, contents: Contents, metadata: CheckpointMetadata) -> Mappin
         for name in extra:
             contents.extra[name].load_state_dict([state["extra"][f"{name}.{rank}"] for rank in range(ranks)])
         for name, controller in contents.controllers.items():
-            if name in state["controllers"]:
-                controller.load_state_dict(state["controllers"][name])
+            controller.load_state_dict(state["controllers"][name])
 
     _or_refuse(fill, path)
     return state["random"] if same_layout else None

@@ -211,6 +211,46 @@ def test_a_checkpoint_without_a_part_that_the_run_has_is_refused(tmp_path: Path)
         run_world(1, _lacks_a_part, arguments(tmp_path))
 
 
+def _lacks_a_schedule(rank: int, given: list[str]) -> None:
+    from parallel_rl.losses.mix import MixLossFn
+
+    small = Small(given)
+    small.contents = replace(small.contents, controllers={"mu": MixLossFn().mu_schedule})
+    small.save(1)
+    small.contents = replace(small.contents, controllers={"loss": MixLossFn()})
+    small.load()
+
+
+def test_a_schedule_does_not_start_over_without_a_word(tmp_path: Path) -> None:
+    """A checkpoint that names the state of its loss otherwise, as older ones do, must not leave the loss at its first step."""
+    with pytest.raises(WorldError, match=r"holds no controllers\.loss, which this run has; .*controllers\.mu"):
+        run_world(1, _lacks_a_schedule, arguments(tmp_path))
+
+
+def _refuses_to_be_sealed(rank: int, given: list[str]) -> list[str]:
+    from parallel_rl.training.checkpointing import manifest
+
+    small = Small(given)
+    checksum = manifest.checksum
+
+    def refuse(path: Path, *, sync: bool = False) -> object:
+        raise ValueError("not a file")
+
+    manifest.checksum = refuse  # type: ignore[assignment]
+    try:
+        small.save(1)
+    except ValueError as error:
+        return [str(error), *(path.name for path in small.folder.iterdir())]
+    finally:
+        manifest.checksum = checksum
+    return []
+
+
+def test_a_value_error_in_a_save_leaves_no_part_of_it(tmp_path: Path) -> None:
+    [[text, *left]] = run_world(1, _refuses_to_be_sealed, arguments(tmp_path))
+    assert "could not be written, those before it are untouched: not a file" in text and not left
+
+
 def _begin_anew(rank: int, given: list[str]) -> list[bool]:
     from parallel_rl.training.checkpointing import resume
     from parallel_rl.training.config.load import load_config
