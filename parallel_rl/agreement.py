@@ -24,6 +24,7 @@ ResultT = TypeVar("ResultT")
 
 _ROUNDING = 1e-4  # what nondeterministic sums on a GPU may differ in
 _CAUSES = 4  # different ones in a message
+_AGREED = "_faults_of_ranks"  # an attribute of errors that ranks agreed on, for an agreement around theirs
 
 
 def raise_on_all_ranks(
@@ -59,12 +60,15 @@ def raise_on_all_ranks(
         return work()
     result, error = _attempt(work)
     # One group after the other: whoever heard of a fault over the first passes it on over the second.
-    faults = {group_rank(dist.group.WORLD): None if error is None else _Fault.of(error)}
+    faults = _known(error)
     for group in real:
         faults |= _faults_of_group(faults, group, torch.device("cpu") if like is None else like.device, same or {})
     if any(faults.values()):
         refused = all(fault is None or fault.refused for fault in faults.values())
-        raise (ValueError if refused else RuntimeError)(_message(what, faults)) from error
+        agreed = (ValueError if refused else RuntimeError)(_message(what, faults))
+        if not what:
+            vars(agreed)[_AGREED] = faults
+        raise agreed from error
     return cast(ResultT, result)
 
 
@@ -170,6 +174,13 @@ class _Fault:
 
 
 _Faults = Mapping[int, _Fault | None]  # of each rank that was heard of
+
+
+def _known(error: BaseException | None) -> dict[int, _Fault | None]:
+    """Return this rank's fault, or those of the ranks that agreed on `error` already."""
+    mine = {group_rank(dist.group.WORLD): None if error is None else _Fault.of(error)}
+    agreed: _Faults | None = None if error is None else vars(error).get(_AGREED)
+    return mine if agreed is None else dict(agreed)
 
 
 def _attempt(work: Callable[[], ResultT]) -> tuple[ResultT | None, BaseException | None]:

@@ -54,6 +54,27 @@ def test_the_same_exception_with_ranks_and_causes_on_all() -> None:
     assert all(found == each[0] for found in each)
 
 
+def nested(rank: int) -> list[str]:
+    """Agreement among the pairs (0, 1), (2, 3), within one among (0, 2), (1, 3); one rank fails, then one pair disagrees."""
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    inner, outer = pairs[rank // 2], pairs[2 + rank % 2]
+    found = []
+    for error, length in ((ValueError("no rows") if rank == 1 else None, 4), (None, 4 + (rank == 3))):
+        try:
+            raise_on_all_ranks(
+                lambda e=error, n=length: raise_on_all_ranks(lambda: fail(e), [inner], same={"length": n}),  # type: ignore[misc]
+                [outer],
+            )
+        except ValueError as raised:
+            found.append(str(raised))
+    return found
+
+
+def test_an_agreement_within_another_gives_one_message() -> None:
+    differ = "rank 2, 3: the ranks of a group differ in length: it is 4 on one and 5 on another"
+    assert run_world(WORLD, nested, timeout=60) == [["rank 1: no rows", differ]] * WORLD
+
+
 def prices(rank: int) -> tuple[list[str], list[str], list[object], list[object]]:
     with recorded() as ops:
         raise_on_all_ranks(lambda: object())  # is not pickled
