@@ -165,15 +165,15 @@ def register_objective(
             logprobs = batch.logprobs if level == "token" else batch.segment_sum(batch.logprobs)
             result = objective(logprobs, batch, *options)
             values, measures = result if isinstance(result, tuple) else (result, {})
-            _check_measures(name, measures)
+            mask, number = batch.mask if level == "token" else batch.sequence_mask, batch.counts.seqs
+            if level == "pair":
+                mask, number = mask[::2] & mask[1::2], number / 2
+            _check_measures(name, measures, mask)
             if level == "token":
                 cfg = self.config
                 weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
                 loss, metrics = batch.weighted_sum(values, weights), measured_tokens(batch, measures)
             else:
-                mask, number = batch.sequence_mask, batch.counts.seqs
-                if level == "pair":
-                    mask, number = mask[::2] & mask[1::2], number / 2
                 loss = batch.sequence_sum(values, mask, number)
                 metrics = measured_entries(batch, measures, mask, number)
             own = {"loss": Metric("share", loss), "num_valid_samples": count_true(batch, batch.sequence_mask)}
@@ -202,7 +202,7 @@ def register_objective(
     return decorate
 
 
-def _check_measures(objective: str, measures: Mapping[str, Measure]) -> None:
+def _check_measures(objective: str, measures: Mapping[str, Measure], mask: Tensor) -> None:
     for name, measure in measures.items():
         if not isinstance(measure, Measure):
             raise ValueError(
@@ -212,4 +212,9 @@ def _check_measures(objective: str, measures: Mapping[str, Measure]) -> None:
         if name in ("loss", "num_valid_samples"):
             raise ValueError(
                 f"the objective {objective!r} returns the metric {name!r}, which every loss has; rename it"
+            )
+        if measure.values.shape != mask.shape:
+            raise ValueError(
+                f"the objective {objective!r} returns the metric {name!r} with shape {list(measure.values.shape)}; it must "
+                f"have one value for each token (sequence, pair), {list(mask.shape)}"
             )

@@ -148,7 +148,7 @@ def test_entropy_needs_to_be_declared() -> None:
         return -batch.entropy
 
     logits, data = make()
-    with pytest.raises(AssertionError, match="does not declare needs_entropy"):
+    with pytest.raises(AssertionError, match="does not require the entropy"):
         run(undeclared(), logits, data)
 
 
@@ -215,6 +215,12 @@ def test_metrics_of_an_objective_that_do_not_do() -> None:
     for name, measure, message in (
         ("x", torch.ones(()), "'doc_wrong_x' returns x = Tensor as a metric; it must be a Mean, Sum or MinMax"),
         ("loss", Mean(torch.ones(())), "'doc_wrong_loss' returns the metric 'loss', which every loss has"),
+        # a mean of its own would be this rank's, not the step's
+        (
+            "mine",
+            Mean(torch.ones(())),
+            r"'doc_wrong_mine' returns the metric 'mine' with shape \[\]; it must have one value",
+        ),
     ):
         wrong = register_objective(f"doc_wrong_{name}")(lambda logprobs, batch, m={name: measure}: (logprobs, m))
         with pytest.raises(ValueError, match=message):

@@ -89,7 +89,7 @@ class TokenBatch:
     def entropy(self) -> Tensor:
         """[T_local] of the distribution at each position, with gradient; for a loss that declares it."""
         stats = self.output.stats
-        assert stats is not None and stats.entropy is not None, "the loss does not declare needs_entropy"
+        assert stats is not None and stats.entropy is not None, "the loss does not require the entropy"
         return stats.entropy
 
     @property
