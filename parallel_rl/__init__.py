@@ -1,6 +1,6 @@
 """Loss functions for RL post-training: one loss, any layout, the same numbers.
 
-Names are imported on first use. The options of the losses (`...Config`) are in `parallel_rl.losses`.
+Names and subpackages are imported on first use. The options of the losses (`...Config`) are in `parallel_rl.losses`.
 """
 
 from __future__ import annotations
@@ -114,11 +114,18 @@ _ROOM = {name: room for room, names in _ROOMS.items() for name in names}  # of a
 if not TYPE_CHECKING:  # a checker would take every name for known
 
     def __getattr__(name: str) -> object:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_ROOM.get(name, 'losses')}"), name)
-        globals()[name] = value
-        return value
+        if name in __all__:
+            value = getattr(import_module(f"{__name__}.{_ROOM.get(name, 'losses')}"), name)
+            globals()[name] = value
+            return value
+        room = f"{__name__}.{name}"
+        try:
+            if not name.startswith("_"):
+                return import_module(room)
+        except ModuleNotFoundError as error:
+            if error.name != room:
+                raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

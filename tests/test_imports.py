@@ -37,6 +37,14 @@ def test_names_and_help_come_without_torch(code: str) -> None:
     assert {name.partition(".")[0] for name in brought(code)}.isdisjoint(HEAVY)
 
 
+def test_subpackages_are_attributes_once_the_package_is_imported() -> None:
+    found = brought(
+        "import parallel_rl\nassert parallel_rl.losses.NLLLossConfig().aggregation\nparallel_rl.vocab.shards"
+    )
+    assert "parallel_rl.losses.nll" in found
+    assert not hasattr(parallel_rl, "__main__") and not hasattr(parallel_rl, "lossses")
+
+
 def test_losses_come_without_what_only_some_need() -> None:
     found = brought("from parallel_rl import ClippedPGLossFn")
     assert "parallel_rl.losses.clipped_pg" in found

@@ -32,7 +32,7 @@ class PackedSequences:
 
     cu_seqlens: Tensor
     cu_seqlens_padded: Tensor | None = None
-    _layouts: dict[tuple[object, ...], SequenceLayout] = field(default_factory=dict, repr=False)
+    _layouts: dict[tuple[object, ...], SequenceLayout] = field(default_factory=dict, init=False, repr=False)
 
     def layout(
         self, seq_len: int, total: int, cp_size: int, cp_rank: int, cp_layout: CPLayout, device: torch.device
@@ -116,7 +116,11 @@ class LossFunction(ABC):
 
     @abstractmethod
     def run_collect(self, call: LossCall) -> Statistics:
-        """This rank's part of the statistics of the step."""
+        """This rank's part of the statistics of the step.
+
+        Raises:
+            ValueError: see `collect`.
+        """
 
     def __call__(
         self,
