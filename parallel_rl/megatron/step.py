@@ -74,17 +74,17 @@ def forward_backward(
             the list of its chunks.
         loss_fn: any loss of this package, registered objectives included.
         batches: this data rank's micro-batches, the same on its tensor, context and pipeline ranks. A mapping is rows padded
-            to one width, see `padded_batch`; packed ones come from `packed_batch`. Data ranks may hold different numbers of
-            them, each at least one; one that is fully masked will do.
+            to one width, which go to the model's device, see `padded_batch`; packed ones come from `packed_batch`. Data ranks
+            may hold different numbers of them, each at least one; one that is fully masked will do.
         head: what `fuse_head` gave, if the model (its last chunk) has a fused head.
         groups: defaults to `ParallelGroups.from_megatron()`.
         before_forward: called before each forward of a micro-batch, such as a heartbeat.
 
     Raises:
-        ValueError: on all ranks, before anything runs: a rank without a micro-batch; data that lacks a mask or does not suit
-            the layout; ranks of one data rank that disagree in their micro-batches; micro-batches of different shapes in a
-            pipeline that was built for one; a wrapper without `finalize_model_grads_func`; a fused head that is not given.
-            What `loss_fn` raises.
+        ValueError: on all ranks (see `set_validation`), before anything runs: a rank without a micro-batch; data that lacks a
+            mask or does not suit the layout; ranks of one data rank that disagree in their micro-batches; micro-batches of
+            different shapes in a pipeline that was built for one; a wrapper without `finalize_model_grads_func`; a fused head
+            that is not given. What `loss_fn` raises.
     """
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     groups = groups or ParallelGroups.from_megatron()
@@ -146,7 +146,9 @@ def _prepare(
     def prepare() -> list[MicroBatch]:
         if not batches:
             raise ValueError("batches is empty; a rank without data passes a micro-batch whose sample_mask is 0")
-        prepared = [batch if isinstance(batch, MicroBatch) else padded_batch(batch) for batch in batches]
+        prepared = [
+            batch if isinstance(batch, MicroBatch) else padded_batch(batch, device=like.device) for batch in batches
+        ]
         # The last pipeline stage alone calls the loss; what it would miss, the other stages must hear before they send.
         names = [field.name for field in loss_fn.requirements.fields if field.per != "local"]
         missing = sorted({name for batch in prepared for name in names if name not in batch.data})
