@@ -74,6 +74,8 @@ def token_stats(
 
     Raises:
         ValueError: shapes, dtypes or options that do not fit; logits that an earlier call consumed; where values are checked
+            (see `set_validation`) a target outside [0, V) and a temperature that is not positive and finite; on all ranks of
+            the group. In the backward of mode "always": upstream gradients in which the ranks differ.
         RuntimeError: in a backward, logits that were written over since the forward.
     """
 

@@ -487,6 +487,11 @@ def cut_rows(rows: list[int], lengths: list[int], layout: Layout, cp_rank: int) 
     return Piece(rows, places, sums[0], None if layout.packing == "packed" else sums[1])
 
 
+def local_names(loss_fn: LossFn) -> list[str]:
+    """The fields that only this rank has, in the order of the logits."""
+    return [field.name for field in loss_fn.requirements.fields if field.per == "local"]
+
+
 def poisoned(data: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     """NaN, inf and wild ids wherever no loss is carried."""
     loss_fn = case.build()
@@ -499,7 +504,7 @@ def poisoned(data: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
         there = masked.roll(-1, 1) if loss_fn.requirements.field(name).alignment == "predictor" else masked
         if name in ("input_ids", "reward_labels", "teacher_topk_indices", "kept_ids"):
             value[there] = wild.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there])
-        elif value.dim() >= 2 and value.is_floating_point() and name not in loss_fn.requirements.local_names():
+        elif value.dim() >= 2 and value.is_floating_point() and name not in local_names(loss_fn):
             value[there] = poison.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there]).to(value.dtype)
     for name in ("rewards", "preference_labels", "preference_margins"):
         bad[name][data["sample_mask"] == 0] = math.nan
@@ -534,7 +539,7 @@ def run_layout(
     size = len(mine) // layout.micro_batches
     pieces = [cut_rows(mine[i : i + size], batch.lengths, layout, cp_rank) for i in range(0, len(mine), size)]
     datas = [
-        {name: value[piece.rows] for name, value in data.items() if name not in loss_fn.requirements.local_names()}
+        {name: value[piece.rows] for name, value in data.items() if name not in local_names(loss_fn)}
         for piece in pieces
     ]
     counts = count_valid(datas, groups.data)
@@ -544,7 +549,7 @@ def run_layout(
         leaf = _local_logits(batch.logits, piece, columns, carries).to(dtype).requires_grad_()
         shape = (len(piece.rows), -1) if piece.cu_seqlens is None else (1, -1)
         leaves.append(leaf)
-        for name in loss_fn.requirements.local_names():  # it comes in the order and on the shard of the logits
+        for name in local_names(loss_fn):  # it comes in the order and on the shard of the logits
             local[name] = _local_logits(data[name], piece, columns, carries).view(*shape, len(columns))
         head = (leaf * 1.0).view(*shape, leaf.shape[-1])
         arguments.append((head, local, *counts, groups.tp_rank, groups.tensor, groups.context))

@@ -79,7 +79,7 @@ def run_layout(
     size = len(mine) // layout.micro_batches
     pieces = [law.cut_rows(mine[i : i + size], batch.lengths, layout, cp_rank) for i in range(0, len(mine), size)]
     datas = [
-        {name: value[piece.rows] for name, value in data.items() if name not in loss_fn.requirements.local_names()}
+        {name: value[piece.rows] for name, value in data.items() if name not in law.local_names(loss_fn)}
         for piece in pieces
     ]
     counts, carries = count_valid(datas, groups.data), law._carries_loss(batch.data, case)
@@ -91,7 +91,7 @@ def run_layout(
             law._local_logits(x, piece, width, carries, poison=poison).view(*shape, len(width))
             for x, poison in ((whole, True), (truth_of_hidden, False))
         )
-        for name in loss_fn.requirements.local_names():
+        for name in law.local_names(loss_fn):
             local[name] = law._local_logits(data[name], piece, columns, carries).view(*shape, len(columns))
         split = layout.tp > 1 and variant % 2 == 0 and hidden.shape[1] % layout.tp == 0
         part = slice(None)

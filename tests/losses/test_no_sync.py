@@ -23,7 +23,7 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import losses
 from parallel_rl.validation import validation
 from parallel_rl.vocab.linear.plan import LinearMode
-from tests.distributed.law import CORE, MORE, REWARD_IDS, Case, has_scalar_head
+from tests.distributed.law import CORE, MORE, REWARD_IDS, Case, has_scalar_head, local_names
 from tests.distributed.pool import run_world
 from tests.watch import Watch
 
@@ -80,10 +80,7 @@ def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict
 
 def local_fields(loss_fn: LossFn, data: dict[str, Tensor], shape: tuple[int, int]) -> dict[str, Tensor]:
     """The fields that come in the order of the logits, cut to their leading shape."""
-    return {
-        name: data[name].flatten(0, 1)[: shape[0] * shape[1]].unflatten(0, shape)
-        for name in loss_fn.requirements.local_names()
-    }
+    return {name: data[name].flatten(0, 1)[: shape[0] * shape[1]].unflatten(0, shape) for name in local_names(loss_fn)}
 
 
 def step(

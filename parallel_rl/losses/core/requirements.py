@@ -72,10 +72,6 @@ class Requirements:
         """The field of this name; one that is not declared is a token-aligned float."""
         return next((field for field in self.fields if field.name == name), Field(name))
 
-    def local_names(self) -> tuple[str, ...]:
-        """Names of the fields that only this rank has."""
-        return tuple(field.name for field in self.fields if field.per == "local")
-
     def plain_names(self) -> tuple[str, ...]:
         """Names of the token-aligned float fields [B, S], which one look-up takes together."""
         return tuple(field.name for field in self.fields if field == Field(field.name))

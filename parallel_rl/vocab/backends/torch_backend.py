@@ -5,7 +5,7 @@ logits' size:
 
     m = max z    a = Σ e^u    t = u_y or −inf    b = Σ e^u·u        with u = (z − m) / temperature
 
-The gradient is one more pass, `dz = p·(c0 + c1·log p) + 1[y]·ct` with per-row coefficients, written in at_row or to a
+The gradient is one more pass, `dz = p·(c0 + c1·log p) + 1[y]·ct` with per-row coefficients, written in place or to a
 buffer. Both take e^u as 2^(u·log2 e), the factor folded into that of the temperature: on a CPU a power of two is cheaper.
 """
 
