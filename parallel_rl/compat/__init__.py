@@ -1,6 +1,6 @@
 """Classes with the names, arguments and numbers of other projects: `lightrft`, `openrlhf`, `trinity`.
 
-Each is a thin face on the objectives and losses of this package. Called as its origin documents it, it gives the origin's
+Each is a thin face on this package's losses and `functional`. Called as its origin documents it, it gives the origin's
 number: means over what one process holds, oddities included; where the origin gives NaN or crashes, an empty row or an empty
 batch counts as 0. Given the counts of the whole optimizer step (`global_valid_seqs`, `global_valid_toks`, see `count_valid`)
 and process groups as keywords, it returns this rank's share, and shares, their gradients and metrics add up to what one
