@@ -126,7 +126,7 @@ def _start(chosen: Sequence[Method], tp: int) -> None:
 def measure(
     rank: int, shape: Shape, layout: Layout, dtype: torch.dtype, repeats: int, budget: int | None, device: str
 ) -> tuple[dict[str, Figures], float]:
-    """Every method, and the TFLOP/s of a matrix product; repeats are interleaved, so that a busy moment hits all alike."""
+    """Measure every method, and the TFLOP/s of a matrix product; repeats are interleaved: a busy moment hits all alike."""
     if device == "cpu":
         return_freed_memory()
     chosen = methods(device, budget, layout.tp)

@@ -214,7 +214,7 @@ def measure_memory(method: Method, case: Case, work: Tensor, device: str) -> tup
 
 
 def measure(chosen: list[Method], case: Case, repeats: int, device: str, checked: bool = True) -> dict[str, Figures]:
-    """Every method; repeats are interleaved."""
+    """Measure every method; repeats are interleaved."""
     work = torch.empty_like(case.logits)
     for method in chosen:
         if checked:

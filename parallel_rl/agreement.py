@@ -214,7 +214,7 @@ def _faults_of_group(faults: _Faults, group: ProcessGroup, home: torch.device, s
 
 
 def _message(what: str, faults: _Faults) -> str:
-    """Each cause once, with its ranks, unless all have the same."""
+    """Join the causes, each once with its ranks, unless all have the same."""
     ranks: dict[str, list[str]] = {}
     for rank, fault in sorted(faults.items()):
         if fault is not None:

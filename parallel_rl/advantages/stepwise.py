@@ -44,7 +44,7 @@ class _Runs:
 
 @dataclass(frozen=True, kw_only=True)
 class StepwiseGRPO(GroupedEstimator, name="stepwise_grpo"):
-    """Every step of a run gets the GRPO advantage of the run's last reward among the runs of its task.
+    """Give every step of a run the GRPO advantage of the run's last reward among the runs of its task.
 
     Attributes:
         normalize: "std" divides by the unbiased deviation over the task's runs + eps; "none".

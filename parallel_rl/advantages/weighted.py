@@ -155,7 +155,7 @@ class REC(GroupedEstimator, name="rec"):
 
 @dataclass(frozen=True, kw_only=True)
 class GDPO(GroupedEstimator, name="gdpo"):
-    """Each reward component is compared by itself, then the sum over the step (GDPO, arXiv 2601.05242).
+    """Compare each reward component by itself, then the sum over the step (GDPO, arXiv 2601.05242).
 
         a_i = Σ_k w_k·GRPO_k(i)        A_i = (a_i − mean)/unbiased std over all samples; where that is 0: a_i − mean
 

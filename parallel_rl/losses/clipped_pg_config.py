@@ -155,7 +155,9 @@ class ClippedPGLossConfig:
             ]
         for name, wrong, because in rules:
             if wrong:
-                raise ValueError(f"{name} = {getattr(self, name)!r} does not go with {because}; leave out one of them")
+                raise ValueError(
+                    f"{name} = {getattr(self, name)!r} is incompatible with {because}; leave out one of them"
+                )
 
     def _is_set(self, name: str) -> bool:
         default = next(field.default for field in dataclasses.fields(self) if field.name == name)
@@ -185,5 +187,6 @@ class ClippedPGLossConfig:
             )
         if kind == "seq-mask-tis" and self.sequence_level_importance_ratios:
             raise ValueError(
-                "truncated_importance_sampling_type = 'seq-mask-tis' does not go with sequence_level_importance_ratios = True"
+                "truncated_importance_sampling_type = 'seq-mask-tis' is incompatible with "
+                "sequence_level_importance_ratios = True"
             )

@@ -86,9 +86,7 @@ class ImportanceConfig:
         if bounded != (self.mode != "none"):
             raise ValueError(f"mode = {self.mode!r} with bounds [{self.low}, {self.high}]: give both or none")
         if self.mode == "seq-mask-tis" and self.level != "token":
-            raise ValueError(
-                f"mode = 'seq-mask-tis' keeps token weights, so level = {self.level!r} does not go with it"
-            )
+            raise ValueError(f"mode = 'seq-mask-tis' keeps token weights, so level = {self.level!r} is incompatible")
 
 
 @dataclass(frozen=True)

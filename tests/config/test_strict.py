@@ -142,28 +142,28 @@ POLICY_FAULTS: list[tuple[dict, str]] = [
     ({"reference_policy_kl_type": "k4"}, "reference_policy_kl_type = 'k4' is not valid; choose one of 'k1', 'k2', 'k3'"),
     (
         {"disable_ppo_ratio": True, "force_on_policy_ratio": True},
-        "disable_ppo_ratio = True does not go with force_on_policy_ratio = True",
+        "disable_ppo_ratio = True is incompatible with force_on_policy_ratio = True",
     ),
     (
         {"sequence_level_importance_ratios": True},
-        "token_level_loss = True does not go with sequence_level_importance_ratios = True",
+        "token_level_loss = True is incompatible with sequence_level_importance_ratios = True",
     ),
-    ({"use_cispo": True, "token_level_loss": False}, "token_level_loss = False does not go with use_cispo = True"),
+    ({"use_cispo": True, "token_level_loss": False}, "token_level_loss = False is incompatible with use_cispo = True"),
     (
         {"use_cispo": True, "token_level_loss": True, "sequence_level_importance_ratios": True},
-        "does not go with",
+        "is incompatible with",
     ),
-    ({"use_cispo": True, "ratio_clip_c": 3.0}, "ratio_clip_c = 3.0 does not go with use_cispo = True"),
+    ({"use_cispo": True, "ratio_clip_c": 3.0}, "ratio_clip_c = 3.0 is incompatible with use_cispo = True"),
     (
         {"use_on_policy_kl_approximation": True, "reference_policy_kl_penalty": 0.0},
-        "use_on_policy_kl_approximation = True does not go with no KL in the loss",
+        "use_on_policy_kl_approximation = True is incompatible with no KL in the loss",
     ),
     (
         {"use_on_policy_kl_approximation": True, "use_kl_in_reward": True},
-        "use_on_policy_kl_approximation = True does not go with no KL in the loss",
+        "use_on_policy_kl_approximation = True is incompatible with no KL in the loss",
     ),
     *(
-        ({switch: True, key: value}, f"{key} = {value} does not go with {switch} = True")
+        ({switch: True, key: value}, f"{key} = {value} is incompatible with {switch} = True")
         for switch in ("disable_ppo_ratio", "force_on_policy_ratio")
         for key, value in {
             "use_cispo": True, "ratio_clip_c": 3.0, "ratio_clip_min": 0.1, "ratio_clip_max": 0.3,
@@ -184,7 +184,7 @@ POLICY_FAULTS: list[tuple[dict, str]] = [
             **TIS, "truncated_importance_sampling_type": "seq-mask-tis", MIN: 0.5,
             "sequence_level_importance_ratios": True, "token_level_loss": False,
         },
-        "'seq-mask-tis' does not go with sequence_level_importance_ratios = True",
+        "'seq-mask-tis' is incompatible with sequence_level_importance_ratios = True",
     ),
 ]  # fmt: skip
 

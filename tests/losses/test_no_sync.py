@@ -145,7 +145,7 @@ def test_no_mode_of_the_head_reads_a_value(mode: LinearMode, dtype: torch.dtype,
     level = "token" if mode == "in_forward" else "sequence-mean"
     loss_fn = get_loss("policy")({**GRPO, "ratio_level": level})
     if (mode, dtype) == ("in_forward", torch.float16):
-        with pytest.raises(ValueError, match="does not go with float16"):
+        with pytest.raises(ValueError, match="is incompatible with float16"):
             from_hidden_states(loss_fn, dtype, packed, mode)
     else:
         from_hidden_states(loss_fn, dtype, packed, mode)

@@ -89,7 +89,7 @@ def _check_shape(value: Tensor, field: Field, batch: tuple[int, int], output: Te
 
 
 def check_lengths(data: Mapping[str, Tensor], layout: SequenceLayout) -> None:
-    """Every token that carries loss lies within its sequence in the packed row, where values are checked.
+    """Check that every token that carries loss lies within its sequence in the packed row, where values are checked.
 
     Raises:
         ValueError: one that does not; it would be counted and never summed.

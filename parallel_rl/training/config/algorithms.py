@@ -226,7 +226,7 @@ class RLConfig:
             )
         if loss_fn.on_policy and self.updates > 1:
             raise ValueError(
-                f"loss {self.loss.name!r} on policy does not go with updates = {self.updates}: the second is off-policy"
+                f"loss {self.loss.name!r} on policy is incompatible with updates = {self.updates}: the second is off-policy"
             )
 
 

@@ -144,7 +144,7 @@ class TrainConfig:
         text = f"sampling.top_k = {sampling.top_k} with top_p = {sampling.top_p}"
         if not self.rl.loss.requirements.truncatable:
             raise ValueError(
-                f"{text} does not go with rl.loss.name = {self.rl.loss.name!r}, which does not score a truncated policy"
+                f"{text} is incompatible with rl.loss.name = {self.rl.loss.name!r}, which does not score a truncated policy"
             )
         if self.model.fused_head and self.rl.loss.build(truncation=sampling.truncation).requirements.untruncated:
             raise ValueError(
@@ -164,14 +164,16 @@ class TrainConfig:
             section = getattr(self, self.objective)
             if section.loss.requirements.reads != "log-probs":
                 raise ValueError(
-                    f"model.fused_head = True does not go with {self.objective}.loss.name = {section.loss.name!r}, which reads "
-                    "the model's output itself"
+                    f"model.fused_head = True is incompatible with {self.objective}.loss.name = {section.loss.name!r}, which "
+                    "reads the model's output itself"
                 )
         if self.preference is not None and self.batch.sequences % 2:
             raise ValueError(f"batch.micro_batch_size = {self.batch.sequences} must be even: a pair is two rows")
         has_critic = self.rl is not None and self.rl.critic is not None
         if self.model.tie_embeddings and (self.scalar_head or has_critic):
-            raise ValueError("model.tie_embeddings = True does not go with a scalar head (a critic, a reward model)")
+            raise ValueError(
+                "model.tie_embeddings = True is incompatible with a scalar head (a critic, a reward model)"
+            )
         if self.scalar_head:
             for name in ("warmup", "evaluation"):
                 if getattr(self, name) is not None:

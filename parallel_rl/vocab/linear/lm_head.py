@@ -109,7 +109,7 @@ class LMHeadInput:
         check_mode(self.mode, self.budget, self.rows)
         if self.mode == "in_forward" and hidden.dtype == torch.float16:
             raise ValueError(
-                "mode = 'in_forward' does not go with float16: the loss scale comes after the gradient, which underflows "
+                "mode = 'in_forward' is incompatible with float16: the loss scale comes after the gradient, which underflows "
                 "without it; use 'resident' or 'recompute'"
             )
         make_plan(hidden.flatten(0, -2), weight.shape[0], group, self.parts(group), self.mode, self.budget)

@@ -37,7 +37,9 @@ def check_whole(head: LMHeadInput, group: ProcessGroup | None) -> None:
         ValueError: a mode or main_grad_factor that excludes them, a budget that does not hold them.
     """
     if head.mode not in ("auto", "resident"):
-        raise ValueError(f"mode = {head.mode!r} does not go with a loss that reads whole logits; leave it at 'auto'")
+        raise ValueError(
+            f"mode = {head.mode!r} is incompatible with a loss that reads whole logits; leave it at 'auto'"
+        )
     if head.main_grad_factor is not None:
         raise ValueError("main_grad_factor has no effect with a loss that reads whole logits; leave it out")
     size = head.logits_like(group).numel() * head.hidden.element_size()

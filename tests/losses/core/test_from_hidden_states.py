@@ -86,7 +86,7 @@ def test_what_a_loss_must_be_to_take_a_head() -> None:
     data["teacher_logits"] = torch.zeros(4, 8, V)
     whole = get_loss("full_distillation")()
     assert takes_head(Case("full_distillation"))
-    with pytest.raises(ValueError, match="mode = 'recompute' does not go with a loss that reads whole logits"):
+    with pytest.raises(ValueError, match="mode = 'recompute' is incompatible with a loss that reads whole logits"):
         whole(head_for(4, 8, mode="recompute"), data, *counts)
     with pytest.raises(ValueError, match="does not hold the whole logits that this loss reads, 3072 bytes"):
         whole(head_for(4, 8, budget=3000), data, *counts)

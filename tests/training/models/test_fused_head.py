@@ -104,13 +104,13 @@ def test_truncated_sampling_goes_with_it_but_for_a_kl_that_is_not_truncated() ->
 
 def test_a_loss_that_is_not_of_a_sampler_s_policy_takes_no_truncation() -> None:
     path = str(CONFIGS / "grpo_arithmetic.yaml")
-    with pytest.raises(ValueError, match=r"sampling.top_k = 3 .* does not go with rl.loss.name = 'nll'"):
+    with pytest.raises(ValueError, match=r"sampling.top_k = 3 .* is incompatible with rl.loss.name = 'nll'"):
         load_config(path, ["--sampling.top_k=3", "--rl.loss={name: nll}"])
 
 
 def test_a_loss_that_reads_the_output_itself_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"model.fused_head = True does not go with preference.loss.name = 'preference'"
+        ValueError, match=r"model.fused_head = True is incompatible with preference.loss.name = 'preference'"
     ):
         load_config(
             str(CONFIGS / "dpo_arithmetic.yaml"),
