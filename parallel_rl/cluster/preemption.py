@@ -65,13 +65,13 @@ def agree(device: torch.device, failed: bool) -> Boundary:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     cause = _seen or int(_asked_by_file())
-    found = [cause * world + rank if cause else 0, int(failed)]
+    state = [cause * world + rank if cause else 0, int(failed)]
     if world > 1:
-        agreed = torch.tensor(found, device=device)
+        agreed = torch.tensor(state, device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        found = agreed.tolist()
-    cause, rank = divmod(found[0], world)
-    return Boundary(f"{_CAUSES[cause]} (rank {rank})" if cause else None, bool(found[1]))
+        state = agreed.tolist()
+    cause, rank = divmod(state[0], world)
+    return Boundary(f"{_CAUSES[cause]} (rank {rank})" if cause else None, bool(state[1]))
 
 
 def ask_for_restart(text: str) -> bool:

@@ -66,9 +66,9 @@ def _place(lines: Sequence[Line]) -> Place:
     if not lines:
         return Place(None, "an unknown place")
     # the outermost: all_gather_object calls all_gather
-    found = max((index for index, line in enumerate(lines) if line.file.endswith(_COLLECTIVES)), default=None)
-    if found is None and any(part in lines[0].file for part in _HANDLES):
-        found = 0
-    outer = lines if found is None else lines[found + 1 :]
+    call = max((index for index, line in enumerate(lines) if line.file.endswith(_COLLECTIVES)), default=None)
+    if call is None and any(part in lines[0].file for part in _HANDLES):
+        call = 0
+    outer = lines if call is None else lines[call + 1 :]
     own = next((line for line in outer if not any(part in line.file for part in _TORCH)), lines[0])
-    return Place(None if found is None else lines[found].function, str(own))
+    return Place(None if call is None else lines[call].function, str(own))

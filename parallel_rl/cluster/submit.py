@@ -122,16 +122,16 @@ def submit(job: Job, folder: Path, config: str) -> str:
         (record / "config.yaml").write_text(config, encoding="utf-8")
         for name in _RECORDED:
             (record / name).write_bytes((_FILES / name).read_bytes())
-        said = _sbatch(job)
+        answer = _sbatch(job)
     except Exception:
         shutil.rmtree(record)
         with contextlib.suppress(OSError):  # another's is beside it
             for path in made:
                 path.rmdir()
         raise
-    number = "".join(re.findall(r"\d+", said)[:1])
+    number = "".join(re.findall(r"\d+", answer)[:1])
     record = record.rename(f"{when}-{number}")
-    return f"{said}; {job.logs.replace('%j', number)}; its command, config and script are in {record}"
+    return f"{answer}; {job.logs.replace('%j', number)}; its command, config and script are in {record}"
 
 
 def seconds(time: str) -> int | None:
@@ -145,12 +145,12 @@ def seconds(time: str) -> int | None:
     """
     if time.lower() in ("unlimited", "infinite"):
         return None
-    found = _TIME.fullmatch(time)
-    if found is None:
+    match = _TIME.fullmatch(time)
+    if match is None:
         raise ValueError(f"--time {time} is not valid; minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S is needed")
-    days, hours, minutes, rest, *short = (int(part or 0) for part in found.groups())
-    if found[1] is None:
-        hours, minutes, rest = short if found[7] is not None else (0, *short[:2])
+    days, hours, minutes, rest, *short = (int(part or 0) for part in match.groups())
+    if match[1] is None:
+        hours, minutes, rest = short if match[7] is not None else (0, *short[:2])
     return ((days * 24 + hours) * 60 + minutes + -(-rest // 60)) * 60 or None  # to sbatch, 0 is none
 
 
@@ -210,9 +210,9 @@ def _gpus(resources: Resources, site: Mapping[str, str]) -> int:
     """Count the GPUs of a node, as sbatch would: from its options, the environment or the script."""
     if resources.gpus_per_node is not None:
         return resources.gpus_per_node
-    found = re.search(r"^#SBATCH --gpus-per-node=(\S+)$", (_FILES / _SCRIPT).read_text(encoding="utf-8"), re.MULTILINE)
-    assert found is not None
-    text = site.get("SBATCH_GPUS_PER_NODE") or found[1]
+    match = re.search(r"^#SBATCH --gpus-per-node=(\S+)$", (_FILES / _SCRIPT).read_text(encoding="utf-8"), re.MULTILINE)
+    assert match is not None
+    text = site.get("SBATCH_GPUS_PER_NODE") or match[1]
     return _number("SBATCH_GPUS_PER_NODE", text.rpartition(":")[2], text)  # "h100:8" names a type
 
 

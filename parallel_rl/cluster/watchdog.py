@@ -61,12 +61,12 @@ def watching(timeout: float) -> Iterator[None]:
 
 def lost_peer(error: BaseException) -> BaseException | None:
     """The failure of a collective among an error and its causes: a peer that is gone, or one that did not come in time."""
-    found: BaseException | None = error
-    while found is not None:
-        text = str(found)
-        if isinstance(found, dist.DistError) or (isinstance(found, RuntimeError) and "/gloo/" in text):
-            return found
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        text = str(cause)
+        if isinstance(cause, dist.DistError) or (isinstance(cause, RuntimeError) and "/gloo/" in text):
+            return cause
+        cause = cause.__cause__ or cause.__context__
     return None
 
 

@@ -71,11 +71,11 @@ def report(mine: Post, posts: Mapping[int, Post], heard: Mapping[int, tuple[Post
             lines.append("no rank is missing: they wait in different collectives, or the network does not carry")
     else:
         lines += [f"rank {post.rank} on {post.host} is at {post.what}, in {post.at}" for post in busy[:NAMED]]
-    places: dict[tuple[str, str], list[int]] = {}
+    collectives: dict[tuple[str, str], list[int]] = {}
     for post in posts.values():
         if post.kind == "waits":
-            places.setdefault((post.what, post.at), []).append(post.rank)
-    lines += [f"waiting in {what}, {at}: rank {ranges(ranks)}" for (what, at), ranks in places.items()]
+            collectives.setdefault((post.what, post.at), []).append(post.rank)
+    lines += [f"waiting in {what}, {at}: rank {ranges(ranks)}" for (what, at), ranks in collectives.items()]
     return "\n  ".join(lines) + "\n"
 
 
@@ -105,12 +105,12 @@ def _missing(rank: int, last: tuple[Post, float] | None) -> str:
     return f"rank {rank} on {post.host} is MISSING: no answer; last heard of {ago:.1f} s ago, in {post.at}"
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def ranges(values: Sequence[int]) -> str:
     """0-3, 7"""
     parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1] = [parts[-1][0], number]
+    for value in sorted(values):
+        if parts and parts[-1][-1] == value - 1:
+            parts[-1] = [parts[-1][0], value]
         else:
-            parts.append([number])
+            parts.append([value])
     return ", ".join("-".join(map(str, part)) for part in parts)

@@ -134,16 +134,16 @@ class CompletionServer:
             self.sampling.seed, torch.tensor(sample_ids, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         )
         seeds: list[int] = (keys & _SEEDS).tolist()
-        found: list[Future[Completion]] = [Future() for _ in prompts]
+        completions: list[Future[Completion]] = [Future() for _ in prompts]
         for rows in _batches(prompts, self.config.batch_size):
             asked, ids = [list(prompts[row]) for row in rows], tuple(sample_ids[row] for row in rows)
             body = self._body(asked, [seeds[row] for row in rows])
             request = self._workers.submit(lambda body=body, ids=ids: self._ask(body, ids))  # type: ignore[misc]
-            request.add_done_callback(lambda done, rows=rows: _share(done, [found[row] for row in rows]))  # type: ignore[misc]
-        return found
+            request.add_done_callback(lambda done, rows=rows: _share(done, [completions[row] for row in rows]))  # type: ignore[misc]
+        return completions
 
     def close(self) -> None:
-        """No attempt begins any more: what is asked for fails, and nothing is asked again."""
+        """Begin no further attempt: open requests fail, and nothing is asked again."""
         self._stop.set()
 
     def post_to_all(self, path: str, body: object) -> list[Future[None]]:
@@ -151,8 +151,8 @@ class CompletionServer:
         does not answer."""
 
         def read(answer: bytes) -> None:
-            found = read_json(answer) if answer.strip() else {}
-            if isinstance(found, dict) and found.get("success") is False:
+            reply = read_json(answer) if answer.strip() else {}
+            if isinstance(reply, dict) and reply.get("success") is False:
                 raise ValueError(f"the server refused: {answer[:200]!r}")
 
         stop = threading.Event()
@@ -261,10 +261,10 @@ def _batches(prompts: Sequence[Sequence[int]], size: int) -> list[list[int]]:
     return [rows[first : first + size] for rows in rounds for first in range(0, len(rows), size)]
 
 
-def _share(request: Future[list[Completion]], found: Sequence[Future[Completion]]) -> None:
+def _share(request: Future[list[Completion]], futures: Sequence[Future[Completion]]) -> None:
     """Pass a request's result or failure to each of its samples."""
     failure = request.exception()
-    for index, future in enumerate(found):
+    for index, future in enumerate(futures):
         if not future.set_running_or_notify_cancel():
             continue
         if failure is not None:

@@ -47,13 +47,13 @@ def read_openai(answer: bytes, expected: Expected) -> list[Completion]:
         ValueError: what is missing or wrong, in which sample.
         PassingError: a generation was aborted.
     """
-    found = read_json(answer)
-    choices = found.get("choices") if isinstance(found, dict) else None
-    if not isinstance(found, dict) or not isinstance(choices, list):
+    reply = read_json(answer)
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    if not isinstance(reply, dict) or not isinstance(choices, list):
         raise ValueError(f'the answer is not {{"choices": [...]}}: {answer[:200]!r}')
     if len(choices) != len(expected.sample_ids):
         raise ValueError(f"{len(choices)} choices came back for {len(expected.sample_ids)} samples")
-    metadata = found.get("metadata")
+    metadata = reply.get("metadata")
     version = _version(metadata.get("weight_version") if isinstance(metadata, dict) else None)
     by_index = {_mapping(choice, "choice").get("index"): choice for choice in choices}
     if set(by_index) != set(range(len(choices))):
@@ -73,16 +73,16 @@ def read_native(answer: bytes, expected: Expected) -> list[Completion]:
         ValueError: what is missing or wrong, in which sample.
         PassingError: a generation was aborted.
     """
-    found = read_json(answer)
-    if isinstance(found, dict) and "meta_info" in found:
-        found = [found]
-    if not isinstance(found, list):
+    reply = read_json(answer)
+    if isinstance(reply, dict) and "meta_info" in reply:
+        reply = [reply]
+    if not isinstance(reply, list):
         raise ValueError(f"the answer is not a list of completions: {answer[:200]!r}")
-    if len(found) != len(expected.sample_ids):
-        raise ValueError(f"{len(found)} completions came back for {len(expected.sample_ids)} samples")
+    if len(reply) != len(expected.sample_ids):
+        raise ValueError(f"{len(reply)} completions came back for {len(expected.sample_ids)} samples")
     result = []
-    for index, (sample, item) in enumerate(zip(expected.sample_ids, found, strict=True)):
-        where = f"sample {sample} (completion {index} of {len(found)})"
+    for index, (sample, item) in enumerate(zip(expected.sample_ids, reply, strict=True)):
+        where = f"sample {sample} (completion {index} of {len(reply)})"
         meta = _mapping(_mapping(item, where).get("meta_info"), f"{where}: meta_info")
         pairs = meta.get("output_token_logprobs")
         if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) >= 2 for pair in pairs):

@@ -98,10 +98,10 @@ def draw_groups(
     device = communication_device(groups.data, torch.device("cpu"))
     group_at, missing, tried, left = [0] * count, list(range(count)), 0, 0
     for number in range(1 if dynamic is None else dynamic.max_rounds):
-        found = draw(missing, number)
-        if found is not None:
-            parts.append(found)
-            rewards = found[1] if found[1].dim() == 1 else found[1].sum(1)
+        drawn = draw(missing, number)
+        if drawn is not None:
+            parts.append(drawn)
+            rewards = drawn[1] if drawn[1].dim() == 1 else drawn[1].sum(1)
             stays = [True] * len(missing) if dynamic is None else dynamic.keeps(rewards.view(len(missing), size))
             for place in missing:
                 group_at[place], tried = tried, tried + 1

@@ -195,10 +195,10 @@ def read_json(answer: bytes) -> object:
         ValueError: no JSON; the message has its start.
     """
     try:
-        found: object = json.loads(answer)
+        value: object = json.loads(answer)
     except ValueError:
         raise ValueError(f"the answer is not JSON: {answer[:200]!r}") from None
-    return found
+    return value
 
 
 def _opener() -> urllib.request.OpenerDirector:

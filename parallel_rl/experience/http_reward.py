@@ -53,10 +53,10 @@ class HTTPReward:
         size, stop, workers = self.config.batch_size, threading.Event(), Workers(self.config.concurrency)
         futures = []
         for first in range(0, len(prompts), size):
-            asked, said = list(prompts[first : first + size]), list(completions[first : first + size])
-            query = [prompt + completion for prompt, completion in zip(asked, said, strict=True)]
+            asked, responses = list(prompts[first : first + size]), list(completions[first : first + size])
+            query = [prompt + completion for prompt, completion in zip(asked, responses, strict=True)]
             labels = list(answers[first : first + size])
-            body = {"query": query, "prompts": asked, "completions": said, "labels": labels}
+            body = {"query": query, "prompts": asked, "completions": responses, "labels": labels}
             futures.append(workers.submit(lambda body=body: self._score(body, stop)))  # type: ignore[misc]
         rewards = [reward for batch in gather(futures, stop) for reward in batch]
         return torch.tensor(rewards, dtype=torch.float64)
@@ -67,8 +67,8 @@ class HTTPReward:
 
 
 def _rewards(answer: bytes, count: int) -> list[float]:
-    found = read_json(answer)
-    rewards = found.get("rewards") if isinstance(found, dict) else None
+    reply = read_json(answer)
+    rewards = reply.get("rewards") if isinstance(reply, dict) else None
     if not isinstance(rewards, list):
         raise ValueError(f'the answer is not {{"rewards": [...]}}: {answer[:200]!r}')
     if len(rewards) != count:

@@ -122,21 +122,21 @@ class ExperienceMaker(Generic[PromptT]):
         )
         rewards, clipped = shape_rewards(made, total, config, self.running, keep, groups.data)
         fields = {**made.data(), "rewards": rewards, "reward_components": drawn.rewards}
-        found = compute_advantages(fields, config.advantages, groups, self.controller)
+        estimates = compute_advantages(fields, config.advantages, groups, self.controller)
         weights = torch.ones_like(total)
         if config.weight_clip is not None:
             limit, columns = config.weight_clip, {"rewards": total, "group_ids": fields["group_ids"]}
             weights = by_group(lambda table: table.informative_weight(limit), columns, keep, groups.data)
         mask = made.token_mask.bool() & keep[:, None]
-        kl = torch.zeros_like(found.advantages) if made.kl is None else torch.where(mask, made.kl, 0.0)
+        kl = torch.zeros_like(estimates.advantages) if made.kl is None else torch.where(mask, made.kl, 0.0)
         if config.kl_target is not None:
             samples = moments(keep.double(), keep, groups.data).number
             self.controller.update(float(moments(kl, mask, groups.data).mean), int(samples))
         made = replace(
             made,
             kl=kl,
-            advantages=found.advantages * weights[:, None].to(found.advantages.dtype),
-            returns=found.returns,
+            advantages=estimates.advantages * weights[:, None].to(estimates.advantages.dtype),
+            returns=estimates.returns,
             rewards=rewards,
             sample_mask=keep & ~is_truncated(made) if config.mask_truncated else keep,
             info=_info(made, total, kl),
@@ -209,10 +209,10 @@ def _generate(sources: Sources[PromptT], prompts: Sequence[PromptT], count: int)
 
 def _others(sources: Sources[PromptT], count: int) -> list[PromptT]:
     assert sources.more is not None
-    found = list(sources.more(count)) if count else []
-    if len(found) != count:
-        raise ValueError(f"sources.more gave {len(found)} prompts where {count} were asked for")
-    return found
+    prompts = list(sources.more(count)) if count else []
+    if len(prompts) != count:
+        raise ValueError(f"sources.more gave {len(prompts)} prompts where {count} were asked for")
+    return prompts
 
 
 def _info(samples: Samples, rewards: Tensor, kl: Tensor) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ def ask_models(samples: Experience, models: Models, kl_estimator: KLType | None)
     Raises:
         ValueError: a field of another shape, or a KL without log-probs of the policy.
     """
-    found = {} if samples.generation_logprobs is None else {"prev_logprobs": samples.generation_logprobs}
+    fields = {} if samples.generation_logprobs is None else {"prev_logprobs": samples.generation_logprobs}
     asked = {
         "prev_logprobs": models.policy_logprobs,
         _WHOLE: models.untruncated_logprobs,
@@ -68,18 +68,18 @@ def ask_models(samples: Experience, models: Models, kl_estimator: KLType | None)
     wide = samples.input_ids.shape
     for name, model in asked.items():
         if model is not None:
-            found[name] = model(samples)
-            if found[name].shape[:2] not in (wide, wide[:1]):
-                raise ValueError(f"{name} must be {list(wide)} or {list(wide[:1])}, got {list(found[name].shape)}")
+            fields[name] = model(samples)
+            if fields[name].shape[:2] not in (wide, wide[:1]):
+                raise ValueError(f"{name} must be {list(wide)} or {list(wide[:1])}, got {list(fields[name].shape)}")
     if models.reference_logprobs is not None and kl_estimator is not None:
-        if "prev_logprobs" not in found:
+        if "prev_logprobs" not in fields:
             raise ValueError(
                 "the KL needs sources.policy_logprobs or samples with generation_logprobs; both are missing"
             )
-        mask, policy = samples.token_mask.bool(), found.get(_WHOLE, found["prev_logprobs"])
-        policy, reference = (torch.where(mask, x, 0.0) for x in (policy, found["reference_policy_logprobs"]))
-        found["kl"] = kl_estimate(policy, reference, kl_estimator)
-    return found
+        mask, policy = samples.token_mask.bool(), fields.get(_WHOLE, fields["prev_logprobs"])
+        policy, reference = (torch.where(mask, x, 0.0) for x in (policy, fields["reference_policy_logprobs"]))
+        fields["kl"] = kl_estimate(policy, reference, kl_estimator)
+    return fields
 
 
 def shape_rewards(

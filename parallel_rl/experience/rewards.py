@@ -71,14 +71,14 @@ def checker(name: str) -> Checker:
             f"reward = {name!r} is not valid; {nearest(name, _CHECKERS)} Or write 'module:function' or a server's URL"
         )
     try:
-        found = getattr(importlib.import_module(module), function)
+        loaded = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"reward = {name!r} cannot be loaded: {error}") from None
-    if not callable(found):
+    if not callable(loaded):
         raise ValueError(
-            f"reward = {name!r} is a {type(found).__name__}; a function (prompt, completion, answer) is needed"
+            f"reward = {name!r} is a {type(loaded).__name__}; a function (prompt, completion, answer) is needed"
         )
-    named: Checker = found
+    named: Checker = loaded
     return named
 
 
@@ -97,7 +97,7 @@ def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> Rewar
         finite number is a ValueError that names the sample; of a server see `HTTPReward`.
 
     Raises:
-        ValueError: a reward that cannot be found, or options that are not valid.
+        ValueError: a reward that cannot be loaded, or options that are not valid.
     """
     if isinstance(reward, str) and reward.startswith(("http://", "https://")):
         return HTTPReward(HTTPRewardConfig(reward))

@@ -65,10 +65,10 @@ class Samples:
             if (total != shape[1]) if self.packed else (longest > shape[1]):
                 raise ValueError(f"lengths {self.lengths.tolist()} do not fit input_ids {shape}")
         for name, per, value in self._items():
-            found = list(value.shape[:2]) if per == "token" and isinstance(value, Tensor) else [len(value)]
+            actual = list(value.shape[:2]) if per == "token" and isinstance(value, Tensor) else [len(value)]
             wanted = shape if per == "token" else [count]
-            if found != wanted:
-                raise ValueError(f"{name} must be {wanted}, got {found}")
+            if actual != wanted:
+                raise ValueError(f"{name} must be {wanted}, got {actual}")
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -173,9 +173,9 @@ def compute_reward(
                 f"kl [N, S] = {list(kl.shape)} needs an action_mask like it and rewards [N], got {got} and {list(value.shape)}"
             )
         mask = action_mask.bool()
-        found = terminal_rewards(value, mask, kl, coefficient)
-        empty = torch.where(mask.any(1), 0.0, value).to(found.dtype)
-        return torch.cat([found[:, :-1], found[:, -1:] + empty[:, None]], 1)
+        shaped = terminal_rewards(value, mask, kl, coefficient)
+        empty = torch.where(mask.any(1), 0.0, value).to(shaped.dtype)
+        return torch.cat([shaped[:, :-1], shaped[:, -1:] + empty[:, None]], 1)
     if num_actions is None or [len(part) for part in kl] != list(num_actions) or len(value) != len(kl):
         raise ValueError(
             f"kl of {[len(part) for part in kl]} tokens needs num_actions like it and as many rewards, got {num_actions} and "

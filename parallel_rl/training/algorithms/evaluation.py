@@ -34,5 +34,5 @@ def held_out_reward(session: Session, samples: int) -> float:
     return mean_over_ranks(torch.cat(rewards), groups.data, engine.device)
 
 
-def _each(prompts: Records[Prompt], places: Sequence[int]) -> list[Prompt]:
-    return [prompts[place] for place in places]
+def _each(prompts: Records[Prompt], indices: Sequence[int]) -> list[Prompt]:
+    return [prompts[index] for index in indices]

@@ -64,8 +64,8 @@ def _lengths(
 ) -> list[list[int]]:
     """The lengths of every rank's rows."""
     mine = torch.nn.functional.pad(rows.lengths, (0, most - len(rows))).to(device)
-    found: list[list[int]] = all_gather(mine, group).tolist()
-    return [every[: facts[0]] for every, facts in zip(found, of_ranks, strict=True)]
+    gathered: list[list[int]] = all_gather(mine, group).tolist()
+    return [every[: facts[0]] for every, facts in zip(gathered, of_ranks, strict=True)]
 
 
 def _owners(
@@ -78,14 +78,14 @@ def _owners(
         capacity.rooms(of_rank, together)
     owners = [torch.zeros(len(of_rank), dtype=torch.int64) for of_rank in lengths]
     for part in range(parts):
-        weights, places = [], []
+        weights, starts = [], []
         for rank, of_rank in enumerate(lengths):
             size = len(of_rank) // parts
             for first in range(part * size, (part + 1) * size, together):
                 weights.append(sum(of_rank[first : first + together]))
-                places.append((rank, first))
+                starts.append((rank, first))
         dealt = deal(weights, len(lengths), [of_rank[part] for of_rank in loads])
-        for (rank, first), owner in zip(places, dealt, strict=True):
+        for (rank, first), owner in zip(starts, dealt, strict=True):
             owners[rank][first : first + together] = owner
     return owners
 
@@ -106,12 +106,12 @@ def _exchange(
     come = [int((owner == rank).sum()) for owner in owners]
     received = record.new_empty(sum(come), record.shape[1], device=device)
     dist.all_to_all_single(received, record[order].to(device), come, leave, group=group)
-    found, at = {}, 0
+    fields, at = {}, 0
     for name, field in columns.items():
         size = _bytes(field[:0]).shape[1]
-        found[name] = _from_bytes(received[:, at : at + size].cpu(), field)
+        fields[name] = _from_bytes(received[:, at : at + size].cpu(), field)
         at += size
-    return rows.with_fields(**found)
+    return rows.with_fields(**fields)
 
 
 def _bytes(field: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class Capacity:
 
 
 def pack(lengths: Sequence[int], capacity: Capacity, together: int = 1) -> list[list[int]]:
-    """Micro-batches of whole units by first-fit decreasing: the places of their sequences.
+    """Micro-batches of whole units by first-fit decreasing: the indices of their sequences.
 
     Units are taken from the largest to the smallest (of equals the first), each into the first micro-batch that has room
     for it. That is at most 11/9 of the fewest micro-batches + 6/9 (Dósa 2007), in O(n log n).
@@ -96,7 +96,7 @@ def pack(lengths: Sequence[int], capacity: Capacity, together: int = 1) -> list[
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Bins of places, each with at most `capacity` in it; the places in a bin rise."""
+    """Bins of indices, each with at most `capacity` in it; the indices in a bin rise."""
     if not sizes:
         return []
     # First fit leaves at most one bin half empty, which bounds their number.
@@ -119,7 +119,7 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
             if room[node] == most_of_both:
                 break
             room[node] = most_of_both
-    return [sorted(places) for places in bins if places]
+    return [sorted(indices) for indices in bins if indices]
 
 
 def deal(weights: Sequence[int], ranks: int, loads: Sequence[int] = ()) -> list[int]:

@@ -17,11 +17,11 @@ from parallel_rl.megatron import packed_batch, packed_bounds, padded_batch
 
 @dataclass(frozen=True)
 class MicroBatch(megatron.MicroBatch):
-    """Rows for the model and the loss, `places`: those of the rows among the ones they were taken from, and `tokens`: their
+    """Rows for the model and the loss, `indices`: those of the rows among the ones they were taken from, and `tokens`: their
     true lengths summed up.
     """
 
-    places: list[int] = field(kw_only=True)
+    indices: list[int] = field(kw_only=True)
     tokens: int = field(kw_only=True)
 
 
@@ -44,7 +44,7 @@ def local_shares(count: int, parts: int, groups: ParallelGroups) -> list[int]:
 
 
 def in_order(count: int, size: int) -> list[list[int]]:
-    """The places of `count` rows, `size` at a time."""
+    """The indices of `count` rows, `size` at a time."""
     return [list(range(first, min(first + size, count))) for first in range(0, count, size)]
 
 
@@ -57,7 +57,7 @@ def micro_batches(
     device: torch.device,
     row_unit: int | None = None,
 ) -> list[MicroBatch]:
-    """This rank's rows, in micro-batches of the places in `bins`.
+    """This rank's rows, in micro-batches of the indices in `bins`.
 
     Args:
         unit: a padded width is a multiple of it: see `width_unit`.
@@ -66,7 +66,7 @@ def micro_batches(
     Raises:
         ValueError: from the layout, where lengths do not fit.
     """
-    return [_micro_batch(rows.select(places), places, packing, unit, row_unit, device) for places in bins]
+    return [_micro_batch(rows.select(indices), indices, packing, unit, row_unit, device) for indices in bins]
 
 
 def width_unit(*, tensor: int, context: int, sequence_parallel: bool) -> int:
@@ -83,7 +83,7 @@ def fit(field: Tensor, width: int) -> Tensor:
 
 
 def _micro_batch(
-    rows: Samples, places: list[int], packing: bool, unit: int, row_unit: int | None, device: torch.device
+    rows: Samples, indices: list[int], packing: bool, unit: int, row_unit: int | None, device: torch.device
 ) -> MicroBatch:
     longest = int(rows.lengths.max())
     width = longest if packing else -(-longest // unit) * unit
@@ -96,4 +96,4 @@ def _micro_batch(
     else:
         batch = padded_batch(data, device=device)
     tokens = int(rows.lengths.sum())
-    return MicroBatch(batch.input, batch.data, batch.packed, batch.carries, places=places, tokens=tokens)
+    return MicroBatch(batch.input, batch.data, batch.packed, batch.carries, indices=indices, tokens=tokens)

@@ -172,12 +172,12 @@ def load_weights(
         manifest = on_first_rank(lambda: read_manifest(path), f"the checkpoint {path} cannot be read")
         check(path, manifest.metadata)
         verify(path, manifest)
-        bare, theirs = unwrap(model), bool(manifest.metadata.model["scalar_head"])
+        bare, has_head = unwrap(model), bool(manifest.metadata.model["scalar_head"])
         wanted = bare.sharded_state_dict()
-        if scalar_head and not theirs:
+        if scalar_head and not has_head:
             wanted = {name: value for name, value in wanted.items() if not name.startswith("output_layer.")}
         state = _load(path, {"model": wanted})
-    _or_refuse(lambda: bare.load_state_dict(state["model"], strict=theirs == scalar_head), path)
+    _or_refuse(lambda: bare.load_state_dict(state["model"], strict=has_head == scalar_head), path)
 
 
 def _seal(partial: Path, failed: str) -> Mapping[str, FileEntry]:

@@ -49,16 +49,16 @@ def same_run(config: TrainConfig, phases: Mapping[str, int]) -> Callable[[Path, 
 
     `phases` are the run's, each with its steps, in order.
     """
-    ours = _identity(config)
+    identity = _identity(config)
 
-    def check(path: Path, found: CheckpointMetadata) -> None:
-        difference = differing(found.model, ours, ours)
-        if difference is None and found.progress.phase not in phases:
-            difference = f"it stands in the phase {found.progress.phase!r} and this run has {', '.join(phases)}"
+    def check(path: Path, metadata: CheckpointMetadata) -> None:
+        progress, difference = metadata.progress, differing(metadata.model, identity, identity)
+        if difference is None and progress.phase not in phases:
+            difference = f"it is in the phase {progress.phase!r} and this run has {', '.join(phases)}"
         if difference is None:
-            before = sum(list(phases.values())[: list(phases).index(found.progress.phase)])
-            if (number := before + found.progress.step) != storage.number_of(path):
-                where = f"its {found.progress.phase} step {found.progress.step} is step {storage.number_of(path)} of all phases"
+            before = sum(list(phases.values())[: list(phases).index(progress.phase)])
+            if (number := before + progress.step) != storage.number_of(path):
+                where = f"its {progress.phase} step {progress.step} is step {storage.number_of(path)} of all phases"
                 difference = f"{where} there and {number} in this run"
         if difference is not None:
             raise ValueError(
@@ -73,12 +73,12 @@ def same_weights(
     config: TrainConfig, key: str, *, scalar_head: bool = False
 ) -> Callable[[Path, CheckpointMetadata], None]:
     """A check that a checkpoint's weights fit the model of a run; `key` of the config names it."""
-    ours = _identity(config)
-    names = [name for name in ours if name.startswith(_MODEL) or name == _WEIGHTS]
+    identity = _identity(config)
+    names = [name for name in identity if name.startswith(_MODEL) or name == _WEIGHTS]
 
-    def check(path: Path, found: CheckpointMetadata) -> None:
-        difference = differing(found.model, ours, names)
-        if difference is None and found.model["scalar_head"] and not scalar_head:
+    def check(path: Path, metadata: CheckpointMetadata) -> None:
+        difference = differing(metadata.model, identity, names)
+        if difference is None and metadata.model["scalar_head"] and not scalar_head:
             difference = "it is of a model with a scalar head and one with logits is needed"
         if difference is not None:
             raise ValueError(f"{key} = {str(path)!r} does not fit: {difference}")

@@ -160,9 +160,9 @@ def share(files: Mapping[str, FileEntry], rank: int, ranks: int) -> list[str]:
     return mine
 
 
-def differing(theirs: Mapping[str, Value], ours: Mapping[str, Value], names: Iterable[str]) -> str | None:
+def differing(saved: Mapping[str, Value], current: Mapping[str, Value], names: Iterable[str]) -> str | None:
     """The first of the named values in which a checkpoint and a run differ, in words."""
     for name in names:
-        if name in theirs and theirs[name] != ours[name]:
-            return f"{name} is {theirs[name]!r} there and {ours[name]!r} in this run"
+        if name in saved and saved[name] != current[name]:
+            return f"{name} is {saved[name]!r} there and {current[name]!r} in this run"
     return None

@@ -15,11 +15,11 @@ def begin_random_state(seed: int, data_rank: int) -> None:
 
     Megatron begins torch's on the device that trains; beside a GPU the host's is begun here.
     """
-    ours = random.Random(f"{seed} {data_rank}").getrandbits(32)
-    random.seed(ours)
-    np.random.seed(ours)
+    rank_seed = random.Random(f"{seed} {data_rank}").getrandbits(32)
+    random.seed(rank_seed)
+    np.random.seed(rank_seed)
     if torch.cuda.is_available():
-        torch.default_generator.manual_seed(ours)
+        torch.default_generator.manual_seed(rank_seed)
 
 
 def random_state() -> Mapping[str, object]:

@@ -65,7 +65,7 @@ def verify(path: Path, manifest: Manifest) -> None:
         DamagedCheckpoint: names the first file that is not as it was written, and the fault; on all ranks.
     """
     mine = share(manifest.files, dist.get_rank(), dist.get_world_size())
-    parts = gather_results(lambda: [found for name in mine if (found := fault(path / name, manifest.files[name]))])
-    if everywhere := sorted(found for part in parts for found in part):
+    parts = gather_results(lambda: [damage for name in mine if (damage := fault(path / name, manifest.files[name]))])
+    if everywhere := sorted(damage for part in parts for damage in part):
         more = f" (and {len(everywhere) - 1} more)" if len(everywhere) > 1 else ""
         raise DamagedCheckpoint(f"{path.absolute()} is damaged: {everywhere[0]}{more}")

@@ -39,8 +39,8 @@ def check_sources(config: TrainConfig) -> None:
             raise ValueError(f"{key} = {name!r} cannot be used: {error}") from None
         same_weights(config, key, scalar_head=scalar_head)(path, manifest.metadata)
         for file, entry in manifest.files.items():
-            if found := fault(path / file, entry, contents=False):
-                raise ValueError(f"{key} = {name!r} is damaged: {found}")
+            if damage := fault(path / file, entry, contents=False):
+                raise ValueError(f"{key} = {name!r} is damaged: {damage}")
 
 
 def verify_sources(config: TrainConfig, *, begins: bool) -> None:
@@ -103,8 +103,8 @@ def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None
     weight = DTYPES[config.run.dtype].itemsize
     moments = 2 * max(4, weight) + (4 if weight < 4 else 0)  # and a master weight
     trained = 2 if config.rl is not None and config.rl.critic is not None else 1
-    numbers = bytes_of({"model": engine.bare.sharded_state_dict()}, engine.device) // weight
-    needed = numbers * (trained * (weight + moments) + (weight if config.needs_reference else 0))
+    parameters = bytes_of({"model": engine.bare.sharded_state_dict()}, engine.device) // weight
+    needed = parameters * (trained * (weight + moments) + (weight if config.needs_reference else 0))
     folder = Path(config.run.dir)
 
     def check() -> None:

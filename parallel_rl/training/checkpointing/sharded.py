@@ -137,16 +137,16 @@ def _write(writer: FileSystemWriterAsync, preload: Callable[[], list[Any]] | Non
     buckets, transforms = preload(), [writer.transforms] if hasattr(writer, "transforms") else []
 
     def write(index: int) -> object:
-        told: queue.Queue[tuple[int, object]] = queue.Queue()
+        answers: queue.Queue[tuple[int, object]] = queue.Queue()
         turn: queue.Queue[int] = queue.Queue()
         turn.put(index)
-        writer.write_preloaded_data(transforms, index, buckets[index], told, turn, True)
-        return told.get_nowait()[1]
+        writer.write_preloaded_data(transforms, index, buckets[index], answers, turn, True)
+        return answers.get_nowait()[1]
 
     with ThreadPoolExecutor(len(buckets)) as threads:
-        found = list(threads.map(write, range(len(buckets))))
-    _raise([result for result in found if isinstance(result, Exception)])
-    writer.results_queue.put(dict(enumerate(found)))
+        results = list(threads.map(write, range(len(buckets))))
+    _raise([result for result in results if isinstance(result, Exception)])
+    writer.results_queue.put(dict(enumerate(results)))
 
 
 def _raise(failures: Sequence[Exception]) -> None:

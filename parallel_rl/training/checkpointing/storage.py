@@ -37,8 +37,8 @@ def number_of(path: Path) -> int:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first; whether their content is whole is not looked at."""
-    found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=number_of)
+    paths = [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(paths, key=number_of)
 
 
 def make_partial(final: Path, needed: int) -> Path:

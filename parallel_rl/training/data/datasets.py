@@ -61,17 +61,17 @@ class Datasets:
             if len(records):
                 yield name, records
 
-    def read(self, records: Records[RecordT], numbers: Sequence[int]) -> list[RecordT]:
-        """Records `numbers` of a shuffled source.
+    def read(self, records: Records[RecordT], indices: Sequence[int]) -> list[RecordT]:
+        """Records `indices` of a shuffled source.
 
         Args:
             records: one of the sources.
-            numbers: counted over all passes.
+            indices: counted over all passes.
 
         Raises:
             ValueError: a record of any rank is malformed; on all ranks.
         """
-        return raise_on_all_ranks(lambda: records.stream(numbers, self.seed))
+        return raise_on_all_ranks(lambda: records.stream(indices, self.seed))
 
     def metadata(self) -> dict[str, str]:
         """The fingerprints of all that is read and the seed of its order, for a checkpoint."""
@@ -202,8 +202,8 @@ class _Reader:
         records, mine = self._open("held_out", parse), list[NDArray[np.uint64]]()
         if len(records):
             self._check("held_out", records, float("inf"), lambda _, batch: mine.append(keys_of(p.text for p in batch)))
-        found = gather_results(lambda: np.concatenate([np.empty(0, np.uint64), *mine]))
-        return records, TextSet(np.concatenate(found))
+        keys = gather_results(lambda: np.concatenate([np.empty(0, np.uint64), *mine]))
+        return records, TextSet(np.concatenate(keys))
 
     def rollouts(self, parse: Callable[[Mapping[str, object]], Rollout]) -> Records[Rollout]:
         """Checked for what concerns several of them, too."""

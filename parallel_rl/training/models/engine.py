@@ -82,8 +82,8 @@ def freeze_copy(engine: Engine) -> torch.nn.Module:
     """A second model with the present weights, which never trains: the reference policy."""
     copy = _build(engine.config, engine.vocab_size, engine.max_length, engine.config.scalar_head)
     with torch.no_grad():
-        for ours, theirs in zip(copy.parameters(), engine.bare.parameters(), strict=True):
-            ours.copy_(theirs)
+        for target, source in zip(copy.parameters(), engine.bare.parameters(), strict=True):
+            target.copy_(source)
     return wrap_model(copy.requires_grad_(False), ddp=False)
 
 

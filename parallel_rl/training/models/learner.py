@@ -130,7 +130,7 @@ class Learner:
         batches = self.batches(rows, together)
         out = torch.zeros(rows.input_ids.shape, dtype=self.engine.float_dtype)
         for batch, part in zip(batches, score(batches), strict=True):
-            out[batch.places] = fit(part, out.shape[1]).cpu()
+            out[batch.indices] = fit(part, out.shape[1]).cpu()
         return out
 
 

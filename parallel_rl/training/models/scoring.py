@@ -46,8 +46,8 @@ def log_probs(
         )
 
     with fused_head(engine, model) as head:
-        found = forward_batches(engine, model, batches, collect)
-    return _shared(engine, batches, found)
+        outputs = forward_batches(engine, model, batches, collect)
+    return _shared(engine, batches, outputs)
 
 
 def values(critic: Engine, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -61,15 +61,15 @@ def values(critic: Engine, batches: Sequence[MicroBatch]) -> list[Tensor]:
 
 def with_teacher_logits(engine: Engine, teacher: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """The micro-batches with the teacher's logits of this rank's tokens and columns; as they are on the other stages."""
-    found = forward_batches(engine, teacher, batches, lambda logits, index: logits.to(engine.float_dtype))
-    if found is None:
+    outputs = forward_batches(engine, teacher, batches, lambda logits, index: logits.to(engine.float_dtype))
+    if outputs is None:
         return list(batches)
-    return [batch.with_data(teacher_logits=logits) for batch, logits in zip(batches, found, strict=True)]
+    return [batch.with_data(teacher_logits=logits) for batch, logits in zip(batches, outputs, strict=True)]
 
 
-def _shared(engine: Engine, batches: Sequence[MicroBatch], found: list[Tensor] | None) -> list[Tensor]:
+def _shared(engine: Engine, batches: Sequence[MicroBatch], outputs: list[Tensor] | None) -> list[Tensor]:
     """The last stage's [B, S] tensors on every stage."""
-    values = found if found is not None else [None] * len(batches)
+    values = outputs if outputs is not None else [None] * len(batches)
     shapes = [batch.data["input_ids"].shape for batch in batches]
     return [
         broadcast_from_last_stage(

@@ -71,8 +71,8 @@ def check_first_records(config: TrainConfig, tokenizer: CharTokenizer, files: Fi
         "pairs": partial(parse_pair, tokenizer=tokenizer),
         "rollouts": partial(parse_rollout, vocab_size=tokenizer.vocab_size),
     }
-    for name, found in files.items():
-        for file in found:
+    for name, data_files in files.items():
+        for file in data_files:
             index = file.index(0, 0, 1, stretch(file.size))
             if len(index):
                 next(Records((file,), index, parse[name]).batches(0))

@@ -98,11 +98,11 @@ def _phase(config: TrainConfig, data: Datasets, reading: Reading, steps: int, ra
     began, tokens, filled = time.monotonic(), 0, 0.0
     rows = _rows(config, reading)
     for step in range(steps):
-        numbers = range(step * reading.count, (step + 1) * reading.count)
+        indices = range(step * reading.count, (step + 1) * reading.count)
         if reading.shuffled:
-            batch = records.stream(numbers, config.run.seed)
+            batch = records.stream(indices, config.run.seed)
         else:
-            batch = [records[number % len(records)] for number in numbers]
+            batch = [records[place % len(records)] for place in indices]
         lengths = [length for index in range(len(batch)) for length in _lengths(config, batch, index, rows)]
         tokens += sum(lengths)
         filled += sum(lengths) / _room(config, lengths, rows if reading.name == "pairs" else 1, ranks)

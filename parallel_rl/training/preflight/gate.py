@@ -31,7 +31,7 @@ _TOLERANCE = 1e-10  # float64 on both sides; what differs is the order of sums
 
 
 def pass_gate(config: TrainConfig, seconds: float) -> None:
-    """Every rank of torchrun's world is up, the world and the groups of the layout are formed, and one tiny step is right.
+    """Check that all of torchrun's ranks are up, the world and the layout's groups are formed, and one tiny step is right.
 
     What is not done in `seconds` ends this process with status 1 and names the ranks and hosts that are behind.
 
@@ -99,7 +99,7 @@ def tiny_step(config: ParallelConfig) -> None:
     ones = torch.ones(1, device=device)
     tick("summing over the groups")
     sizes = {"tensor": groups.tensor, "context": groups.context, "data": groups.data, "pipeline": pipeline}
-    found = {name: _sum(ones, group) for name, group in sizes.items()}
+    sums = {name: _sum(ones, group) for name, group in sizes.items()}
     wanted = {"tensor": config.tensor, "context": config.context, "data": ranks, "pipeline": config.pipeline}
     broken = _exchange(pipeline, device)
     tick("comparing a tiny step")
@@ -125,8 +125,8 @@ def tiny_step(config: ParallelConfig) -> None:
 
     mine = slice(2 * groups.dp_rank, 2 * groups.dp_rank + 2)
     columns = slice(4 * groups.tp_rank, 4 * groups.tp_rank + 4)
-    places = torch.arange(width, device=device).expand(2, width)
-    local = padded_input(places).tokens[0]  # of this context rank
+    positions = torch.arange(width, device=device).expand(2, width)
+    local = padded_input(positions).tokens[0]  # of this context rank
     part = logits[mine][:, local, columns].clone().requires_grad_()
     share = {name: value[mine] for name, value in data.items()}
     loss, _ = loss_fn(part, share, *count_valid([share], groups.data), groups.tp_rank, groups.tensor, groups.context)
@@ -139,8 +139,8 @@ def tiny_step(config: ParallelConfig) -> None:
         if broken:
             raise RuntimeError(broken)
         for name, size in wanted.items():
-            if float(found[name]) != size:
-                raise RuntimeError(f"the {name} group has {float(found[name]):g} ranks in place of {size}")
+            if float(sums[name]) != size:
+                raise RuntimeError(f"the {name} group has {float(sums[name]):g} ranks in place of {size}")
         for what, error in zip(("loss", "gradient"), errors, strict=True):
             if not float(error) <= _TOLERANCE:
                 raise RuntimeError(f"the {what} of a tiny step is {float(error):.1e} off a single process's")
@@ -177,7 +177,7 @@ def _missing(store: dist.Store, stage: str, ranks: Iterable[int]) -> list[int]:
 
 
 def _exchange(pipeline: dist.ProcessGroup, device: torch.device) -> str:
-    """Each rank's number to its neighbours in the pipeline and back, the way of activations and gradients; what went wrong."""
+    """Send each rank's number to its pipeline neighbours and back, as activations and gradients go; return what went wrong."""
     ranks, place, rank = dist.get_process_group_ranks(pipeline), dist.get_rank(pipeline), dist.get_rank()
     wrong = []
     for turn in (0, 1):  # pairs that share no rank at a time, so that a broken one holds up no other
@@ -186,13 +186,13 @@ def _exchange(pipeline: dist.ProcessGroup, device: torch.device) -> str:
             continue
         peer = ranks[there]
         tick(f"exchanging with rank {peer}, its neighbour in the pipeline")
-        mine = torch.full((_MESSAGE,), float(rank), device=device)
-        theirs = torch.full_like(mine, -1.0)
-        ways = [dist.P2POp(dist.isend, mine, peer, pipeline), dist.P2POp(dist.irecv, theirs, peer, pipeline)]
+        sent = torch.full((_MESSAGE,), float(rank), device=device)
+        received = torch.full_like(sent, -1.0)
+        ways = [dist.P2POp(dist.isend, sent, peer, pipeline), dist.P2POp(dist.irecv, received, peer, pipeline)]
         try:
             for work in dist.batch_isend_irecv(ways):
                 work.wait()
-            if not bool((theirs == peer).all()):
+            if not bool((received == peer).all()):
                 wrong.append(f"rank {rank} did not get from its pipeline neighbour rank {peer} what that sent")
         except RuntimeError as error:
             wrong.append(f"rank {rank} cannot exchange with its pipeline neighbour rank {peer}: {describe(error)}")
@@ -213,5 +213,5 @@ def _named(ranks: Sequence[int]) -> str:
     hosts = os.environ.get("PARALLEL_RL_HOSTS", "").split()
     if size is None or not hosts:
         return text
-    places = sorted({rank // int(size) for rank in ranks})
-    return f"{text} (on {', '.join(hosts[place] for place in places if place < len(hosts))})"
+    nodes = sorted({rank // int(size) for rank in ranks})
+    return f"{text} (on {', '.join(hosts[node] for node in nodes if node < len(hosts))})"

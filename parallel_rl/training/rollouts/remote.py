@@ -99,17 +99,17 @@ class RemoteRollouts:
             return [_known(asked) for asked in taken] if well else []
 
         try:
-            found = raise_on_all_ranks(read, [*self._sharing, self._engine.groups.data])
+            completions = raise_on_all_ranks(read, [*self._sharing, self._engine.groups.data])
             if not well:
                 raise ValueError("the completion server failed another rank")
         except ValueError:
             self._server.close()  # what else is in flight is of no use
             raise
-        facts = torch.tensor([[len(one.tokens), one.version] for one in found], dtype=torch.int64).view(-1, 2)
+        facts = torch.tensor([[len(one.tokens), one.version] for one in completions], dtype=torch.int64).view(-1, 2)
         facts = self._spread(facts, (len(prompts), 2))
         width = int(facts[:, 0].max()) if len(prompts) else 0
-        values = torch.zeros(len(found), 2, width, dtype=torch.float64)  # a token's id is exact in it
-        for row, one in enumerate(found):
+        values = torch.zeros(len(completions), 2, width, dtype=torch.float64)  # a token's id is exact in it
+        for row, one in enumerate(completions):
             values[row, :, : len(one.tokens)] = torch.tensor([one.tokens, one.logprobs], dtype=torch.float64)
         values = self._spread(values, (len(prompts), 2, width))
         rows = [row[:, :length] for row, length in zip(values, facts[:, 0].tolist(), strict=True)]
@@ -210,8 +210,8 @@ def _failed(future: Future) -> bool:
 
 def _known(asked: _Asked) -> Completion:
     """The completion with its policy's version: the server's, or else that of the weights last sent."""
-    found = asked.future.result()
-    return found if found.version is not None else replace(found, version=asked.version)
+    completion = asked.future.result()
+    return completion if completion.version is not None else replace(completion, version=asked.version)
 
 
 def _mark(prompt: Sequence[int]) -> int:

@@ -106,7 +106,7 @@ def _draw(
         # one broadcast for both: a token id is exact in float64
         return torch.stack([drawn.double(), stats.logprobs.double()])
 
-    found = forward_only(
+    outputs = forward_only(
         lambda model, tokens: forward_logits(model, padded_input(tokens, context_parallel=False)),
         [engine.model],
         [prefix.to(engine.device)],
@@ -114,7 +114,7 @@ def _draw(
         seq_length=prefix.shape[1],
         micro_batch_size=prefix.shape[0],
     )
-    both = broadcast_from_last_stage(found[0] if found else None, shape=(2, len(last)), dtype=torch.float64).cpu()
+    both = broadcast_from_last_stage(outputs[0] if outputs else None, shape=(2, len(last)), dtype=torch.float64).cpu()
     return both[0].long(), both[1].to(engine.float_dtype)
 
 

@@ -30,10 +30,10 @@ def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
     if server.update_path is not None and (step % server.update_every == 0 or not served.updated):
         version = config.policy_version(step)
         served.update(version, lambda: _write(session, at, version))
-    places, wanted = local_shares(config.prompts, config.updates, session.engine.groups), []
+    positions, wanted = local_shares(config.prompts, config.updates, session.engine.groups), []
     for later in range(min(server.ahead + 1, config.steps - step)):
         first = at.next("train") + later * config.rounds * config.prompts
-        prompts, ids = asked(session, config, [first + place for place in places])
+        prompts, ids = asked(session, config, [first + position for position in positions])
         served.request([prompt.tokens for prompt in prompts], ids)
         wanted += ids
     served.forget(set(wanted))

@@ -25,8 +25,8 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
     engine, records = session.engine, session.data.rollouts
     first, count = at.next("rollouts"), config.prompts * config.group_size
     batch = raise_on_all_ranks(partial(_read, records, first, count))
-    places = local_shares(count, config.updates, engine.groups)
-    mine = [batch[place] for place in places]
+    indices = local_shares(count, config.updates, engine.groups)
+    mine = [batch[index] for index in indices]
     starts = [len(record.tokens) - len(record.logprobs) for record in mine]
     samples = padded_samples(
         [record.tokens[:start] for record, start in zip(mine, starts, strict=True)],
@@ -34,23 +34,23 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
         logprobs=[record.logprobs for record in mine],
         dtype=engine.float_dtype,
     )
-    groups, ids = [record.group for record in mine], [first + place for place in places]
+    groups, ids = [record.group for record in mine], [first + index for index in indices]
     made = Experience.of(samples).with_fields(group_ids=torch.tensor(groups), sample_ids=torch.tensor(ids))
     if batch[0].reward is None:
         advantages = torch.tensor([float(record.advantage or 0.0) for record in mine], dtype=engine.float_dtype)
         return replace(made, advantages=made.token_mask * advantages[:, None]), None
     rewards = torch.tensor([float(record.reward or 0.0) for record in batch], dtype=torch.float64)
-    return replace(made, rewards=rewards[places].to(engine.float_dtype)), float(rewards.mean())
+    return replace(made, rewards=rewards[indices].to(engine.float_dtype)), float(rewards.mean())
 
 
 def demonstrations(session: Session, config: RLConfig, at: TrainProgress) -> Experience:
     """This data rank's share of the next demonstrations, each update's in order."""
     first, groups = at.next("examples"), session.engine.groups
-    places = [first + place for place in local_shares(config.experts, config.updates, groups)]
-    examples = session.data.read(session.data.examples, places)
+    positions = [first + position for position in local_shares(config.experts, config.updates, groups)]
+    examples = session.data.read(session.data.examples, positions)
     samples = padded_samples([example.prompt for example in examples], [example.completion for example in examples])
-    ids = torch.tensor([_EXPERTS + place for place in places])
-    return Experience.of(samples).with_fields(sample_ids=ids, expert_mask=torch.ones(len(places), dtype=torch.bool))
+    ids = torch.tensor([_EXPERTS + position for position in positions])
+    return Experience.of(samples).with_fields(sample_ids=ids, expert_mask=torch.ones(len(positions), dtype=torch.bool))
 
 
 def _read(records: Records[Rollout], first: int, count: int) -> list[Rollout]:

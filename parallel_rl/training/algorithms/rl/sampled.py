@@ -32,29 +32,29 @@ def sampled_experience(session: Session, config: RLConfig, at: TrainProgress) ->
     """
     engine = session.engine
     # A group stays on one data rank, and each update has the same prompts in every layout.
-    places = [at.next("train") + place for place in local_shares(config.prompts, config.updates, engine.groups)]
+    positions = [at.next("train") + index for index in local_shares(config.prompts, config.updates, engine.groups)]
 
     def draw(missing: Sequence[int], number: int) -> tuple[Samples, Tensor]:
-        return _draw(session, config, at.step, [places[index] + number * config.prompts for index in missing])
+        return _draw(session, config, at.step, [positions[index] + number * config.prompts for index in missing])
 
-    drawn = draw_groups(draw, len(places), config.group_size, config.dynamic_sampling, engine.groups)
+    drawn = draw_groups(draw, len(positions), config.group_size, config.dynamic_sampling, engine.groups)
     made = replace(Experience.of(drawn.samples), rewards=drawn.rewards, sample_mask=drawn.keep)
     if config.record:
         _record(engine, made, at.step)
     return made, mean_over_ranks(drawn.first_rewards, engine.groups.data, engine.device)
 
 
-def asked(session: Session, config: RLConfig, places: Sequence[int]) -> tuple[list[Prompt], list[int]]:
-    """The prompt of each sample for these places of the stream, `group_size` times each, and the samples' ids."""
+def asked(session: Session, config: RLConfig, positions: Sequence[int]) -> tuple[list[Prompt], list[int]]:
+    """The prompt of each sample for these positions of the stream, `group_size` times each, and the samples' ids."""
     size, data = config.group_size, session.data
-    chosen = [prompt for prompt in data.read(data.train, places) for _ in range(size)]
-    return chosen, [place * size + index for place in places for index in range(size)]
+    chosen = [prompt for prompt in data.read(data.train, positions) for _ in range(size)]
+    return chosen, [position * size + index for position in positions for index in range(size)]
 
 
-def _draw(session: Session, config: RLConfig, step: int, places: Sequence[int]) -> tuple[Samples, Tensor]:
-    """`group_size` completions of the prompt at each place of the stream, and their rewards; none for no places."""
+def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int]) -> tuple[Samples, Tensor]:
+    """`group_size` completions of the prompt at each position of the stream, and their rewards; none for no positions."""
     engine, size = session.engine, config.group_size
-    prompts, ids = asked(session, config, places)
+    prompts, ids = asked(session, config, positions)
     settings, seed = engine.config.sampling, 2 * engine.config.run.seed
     tokens, others = [prompt.tokens for prompt in prompts], dict[str, Tensor]()
     if session.served is None:
@@ -64,10 +64,10 @@ def _draw(session: Session, config: RLConfig, step: int, places: Sequence[int]) 
         others["staleness"] = config.policy_version(step) - versions
     rewards = completion_rewards(session, prompts, samples.responses()).to(engine.float_dtype)
     if "greedy_rewards" in config.advantages.needs:
-        greedy = sample(engine, tokens[::size], places, seed, settings, greedy=True)
+        greedy = sample(engine, tokens[::size], positions, seed, settings, greedy=True)
         of_greedy = completion_rewards(session, prompts[::size], greedy.responses())
         others["greedy_rewards"] = of_greedy.to(engine.float_dtype).repeat_interleave(size)
-    groups = torch.tensor(places, dtype=torch.int64).repeat_interleave(size)
+    groups = torch.tensor(positions, dtype=torch.int64).repeat_interleave(size)
     return samples.with_fields(group_ids=groups, sample_ids=torch.tensor(ids, dtype=torch.int64), **others), rewards
 
 

@@ -71,8 +71,8 @@ def _with_advantages(session: Session, config: RLConfig, made: Experience) -> tu
         valid = made.token_mask & made.sample_mask[:, None]
         mean = mean_over_ranks(made.kl[valid], groups.data, session.engine.device)
         kl = {"reward_kl": mean, "kl_coefficient": controller.value}
-    found = compute_advantages(made.data(), config.advantages, groups, controller)
-    return replace(made, advantages=found.advantages, returns=found.returns), kl
+    estimates = compute_advantages(made.data(), config.advantages, groups, controller)
+    return replace(made, advantages=estimates.advantages, returns=estimates.returns), kl
 
 
 def _models(session: Session, config: RLConfig) -> Models:

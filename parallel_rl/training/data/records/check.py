@@ -1,4 +1,4 @@
-"""Every record looked at once before a run, each rank at its part, without holding them."""
+"""Checks of every record before a run, each rank on its part, without holding them."""
 
 from __future__ import annotations
 

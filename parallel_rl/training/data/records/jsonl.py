@@ -57,7 +57,7 @@ class JsonlFile:
         Raises:
             ValueError: the file changes meanwhile.
         """
-        found: list[tuple[int, int, int, int, int]] = []
+        blocks: list[tuple[int, int, int, int, int]] = []
         begun: tuple[int, int, int] | None = None  # start, count and checksum so far of the block that still goes on
         with self.path.open("rb") as file:
             file.seek(max(first * step - 1, 0))
@@ -72,7 +72,7 @@ class JsonlFile:
                     crc = crc32(chunk[:begin] if starts else chunk, crc)
                     begun = (start, count, crc)
                     if starts:
-                        found.append((number, start, block * step + begin - start, count, crc))
+                        blocks.append((number, start, block * step + begin - start, count, crc))
                         begun = None
                 if block >= last and begun is None:
                     break
@@ -81,8 +81,8 @@ class JsonlFile:
                     begun = block * step + begin, count, crc32(chunk[begin:])
                 at_start = chunk[-1:] == b"\n"
         if begun is not None:
-            found.append((number, begun[0], self.size - begun[0], begun[1], begun[2]))
-        return entries(found)
+            blocks.append((number, begun[0], self.size - begun[0], begun[1], begun[2]))
+        return entries(blocks)
 
     def read(self, start: int, size: int, crc: int) -> Lines:
         """The block of these entries.

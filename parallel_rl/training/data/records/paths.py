@@ -33,14 +33,14 @@ def find_files(patterns: str | Sequence[str], name: str) -> tuple[DataFile, ...]
     listed = [patterns] if isinstance(patterns, str) else list(patterns)
     if not listed:
         raise ValueError(f"{name} = [] names no file; leave it out, or give at least one")
-    found = [path for pattern in listed for path in _matches(pattern, name)]
+    paths = [path for pattern in listed for path in _matches(pattern, name)]
     seen: set[Path] = set()
-    for path in found:
+    for path in paths:
         real = path.resolve()
         if real in seen:
             raise ValueError(f"{name} names the file {path} twice; its records would be used twice in a pass")
         seen.add(real)
-    return tuple(_open(path) for path in found)
+    return tuple(_open(path) for path in paths)
 
 
 def braces(pattern: str) -> list[str]:
@@ -65,7 +65,7 @@ def braces(pattern: str) -> list[str]:
 def _matches(pattern: str, name: str) -> list[Path]:
     if Path(pattern).is_file():  # whatever characters its name has
         return [Path(pattern)]
-    found = []
+    matches = []
     for single in braces(pattern):
         path = Path(single)
         if path.is_dir():
@@ -73,13 +73,13 @@ def _matches(pattern: str, name: str) -> list[Path]:
         if path.is_file() or not glob.has_magic(single):
             if not path.is_file():
                 raise ValueError(f"{name}: the data file {path.absolute()} does not exist")
-            found.append(path)
+            matches.append(path)
             continue
         paths = [Path(item) for item in sorted(glob.glob(single, recursive=True)) if Path(item).is_file()]
         if not paths:
             raise ValueError(f"{name}: no file matches {path.absolute()}")
-        found += paths
-    return found
+        matches += paths
+    return matches
 
 
 def _open(path: Path) -> DataFile:

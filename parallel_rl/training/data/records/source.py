@@ -61,14 +61,14 @@ class Records(Generic[RecordT]):
         block = int(np.searchsorted(self._ends, place, side="right"))
         return self._record(block, place - self.first_of(block))
 
-    def stream(self, numbers: Sequence[int], seed: int) -> list[RecordT]:
-        """Records `numbers` of the endless stream of shuffled passes, fixed by the seed: each pass has each record once.
+    def stream(self, indices: Sequence[int], seed: int) -> list[RecordT]:
+        """Records `indices` of the endless stream of shuffled passes, fixed by the seed: each pass has each record once.
 
         Raises:
             ValueError: a row that `parse` refuses, or a file that has changed since it was indexed.
         """
         order = self._order(seed)
-        return [self._record(*order.locate(number)) for number in numbers]
+        return [self._record(*order.locate(index)) for index in indices]
 
     def batches(self, block: int) -> Iterator[tuple[int, list[RecordT]]]:
         """(place of the first, records) of a block, some at a time."""
@@ -170,10 +170,10 @@ def _part(files: Sequence[DataFile], rank: int, size: int) -> Entries:
     step = stretch(sum(file.size for file in files))
     units = [file.units(step) for file in files]
     low, high = (edge * sum(units) // size for edge in (rank, rank + 1))
-    found, before = [entries([])], 0
+    parts, before = [entries([])], 0
     for number, (file, count) in enumerate(zip(files, units, strict=True)):
         first, last = max(low - before, 0), min(high - before, count)
         if first < last:
-            found.append(file.index(number, first, last, step))
+            parts.append(file.index(number, first, last, step))
         before += count
-    return np.concatenate(found)
+    return np.concatenate(parts)
