@@ -185,8 +185,7 @@ def _check(recipe: str | None, world: int, ranks: str, rest: Sequence[str]) -> i
     from parallel_rl.training.config.sections import data_parallel_size
 
     try:
-        path, overrides = _source(recipe, rest)
-        config = load_config(path, overrides)
+        config = load_config(*_source(recipe, rest), _say)
         data_parallel_size(config.parallel, world)
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
         from parallel_rl.training.preflight.check import check_run
@@ -202,8 +201,7 @@ def _train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
     from parallel_rl.training.config.load import load_config
 
     try:
-        path, overrides = _source(recipe, rest)
-        config = load_config(path, overrides)
+        config = load_config(*_source(recipe, rest), _say)
         _check_world(config.parallel)
     except ValueError as error:
         return _refuse(error)
@@ -247,8 +245,7 @@ def _data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
     try:
         if steps is not None and steps < 1:
             raise ValueError(f"--steps {steps} is not valid; at least 1 is needed")
-        path, overrides = _source(recipe, rest)
-        config = load_config(path, overrides)
+        config = load_config(*_source(recipe, rest), _say)
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
         from parallel_rl.training.preflight.dry_run import dry_run
 
@@ -276,6 +273,11 @@ def _source(recipe: str | None, rest: Sequence[str]) -> tuple[str, Sequence[str]
     if not given:
         raise ValueError("there is no config: write parallel-rl train CONFIG, or parallel-rl train --recipe NAME")
     return rest[0], rest[1:]
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
 
 
 def _refuse(error: ValueError) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from parallel_rl.cli import main
 from parallel_rl.config.strict import configure
 from parallel_rl.config.yaml_files import override
 from parallel_rl.training.config.load import as_mapping, load_config
@@ -170,3 +171,21 @@ def test_learning_rate() -> None:
     rates = [learning_rate(config, step, 14) for step in range(14)]
     assert rates[:4] == [0.5, 1.0, 1.5, 2.0] and rates[4] == 2.0
     assert rates[9] == pytest.approx(1.5) and all(a > b for a, b in pairwise(rates[4:])) and rates[13] > 1.0
+
+
+def test_held_out_prompts_of_the_file_are_left_out_where_an_override_ends_the_evaluation(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What a recipe's own base sets is not its user's mistake; what a user sets is."""
+    assert main(["check", "--recipe", "grpo", "--world", "1", "--evaluation", "null"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("data.held_out = ") and first.endswith(" is not read: evaluation = None")
+    assert second.startswith("ok: rl, 1 ranks")
+    path = str(CONFIGS / "grpo_arithmetic.yaml")
+    said: list[str] = []
+    assert load_config(path, ["--evaluation=null"], said.append).data.held_out is None and len(said) == 1
+    with pytest.raises(
+        ValueError, match=r"data.held_out = 'mine.jsonl' would not be read; only the section 'evaluation'"
+    ):
+        load_config(path, ["--evaluation=null", "--data.held_out=mine.jsonl"], said.append)
+    assert len(said) == 1
