@@ -228,6 +228,8 @@ FAULTS = [
     # options
     *(Fault(f"temperature {t}", f"temperature = {t} must be positive", options(temperature=t))
       for t in (0.0, -1.0, math.nan)),
+    Fault("temperatures of tokens", "temperature must be one number for all tokens, got a Tensor",
+          options(temperature=torch.ones(B, S))),
     Fault("no such backend", "backend = 'cuda' is not valid; choose one of", options(backend="cuda")),
     Fault("no such layout", "cp_layout = 'ring' is not valid; choose 'zigzag' or 'contig", options(cp_layout="ring")),
     # the fields
@@ -238,6 +240,8 @@ FAULTS = [
             narrow(name)) for name in ("token_mask", *FLOATS)),
     Fault("a column of sample_mask", r"sample_mask has shape \[4, 1\]; .* calls for \[4\]",
           use(sample_mask=torch.ones(4, 1))),
+    Fault("advantages of sequences", r"advantages has shape \[4\]; input_ids \[B, S\] = \[4, 8\] calls for \[4, 8\]",
+          use(advantages=torch.ones(4))),
     Fault("rewards of tokens", r"rewards has shape \[4, 8\]; .* calls for \[4\]", use(rewards=torch.ones(4, 8)),
           config=NLL),
     *(Fault(f"{what} input_ids", rf"input_ids must be integers \[B, S\], got {kind}", use(input_ids=ids))
@@ -268,6 +272,10 @@ FAULTS = [
           argument("counts", TWO_COUNTS)),
     Fault("no counts", "global_valid_toks must be one number, see count_valid; got None",
           argument("counts", (torch.tensor(1), None))),
+    Fault("swapped counts", "global_valid_toks = 4 is below the 21 of this batch alone; .* follows global_valid_seqs",
+          argument("counts", (torch.tensor(21), torch.tensor(4))), by_value=True),
+    Fault("counts of a smaller batch", "global_valid_toks = 20 is below the 21 of this batch alone",
+          argument("counts", (4, 20)), by_value=True),
     Fault("no statistics", "ClippedPGLossFn in this configuration needs statistics=", argument("statistics", None),
           config=NLL),
     Fault("needless statistics", "ClippedPGLossFn in this configuration takes no statistics=",
