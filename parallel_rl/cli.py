@@ -191,7 +191,7 @@ def _check(recipe: str | None, world: int, ranks: str, rest: Sequence[str]) -> i
         from parallel_rl.training.preflight.check import check_run
 
         print(f"ok: {config.objective}, {ranks}, {check_run(config, world)}", flush=True)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # such as a file that may not be read
         return _refuse(error)
     return 0
 
@@ -256,7 +256,7 @@ def _data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
                 f"{done.memory / 1e6:,.0f} MB of memory",
                 flush=True,
             )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return _refuse(error)
     return 0
 
@@ -280,7 +280,7 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-def _refuse(error: ValueError) -> int:
+def _refuse(error: ValueError | OSError) -> int:
     rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
     print(f"parallel-rl: error{rank}: {error}", file=sys.stderr, flush=True)
     return 2

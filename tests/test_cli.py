@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -116,6 +117,36 @@ def refused(rank: int, arguments: list[str]) -> tuple[int, str]:
             return main(arguments), screen.getvalue()
     finally:
         dist.destroy_process_group = keep
+
+
+def _unreadable(rank: int, arguments: list[str], file: str) -> tuple[int, str]:
+    """As `refused`, where `file` may not be read; modes do not bind root."""
+    keep = Path.open
+
+    def locked(path: Path, *given: Any, **more: Any) -> Any:
+        if str(path) == file:
+            raise PermissionError(13, "Permission denied", file)
+        return keep(path, *given, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "open", locked)
+        return refused(rank, arguments)
+
+
+@pytest.mark.parametrize("name", ["data", "check"])
+def test_a_file_that_may_not_be_read_is_said_in_one_line(name: str, tmp_path: Path) -> None:
+    (file := tmp_path / "locked.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    given = [
+        name,
+        str(CONFIGS / "sft_arithmetic.yaml"),
+        "--data.examples",
+        str(file),
+        "--run.dir",
+        str(tmp_path / "run"),
+    ]
+    given += ["--world", "1"] if name == "check" else ["--steps", "1"]
+    [(status, said)] = run_world(1, _unreadable, [*given, "--parallel", "{}"], str(file))
+    assert status == 2 and "Permission denied" in said and str(file) in said and said.count("\n") == 1
 
 
 @pytest.mark.slow
