@@ -22,9 +22,14 @@ from parallel_rl.agreement import gather_results, on_first_rank, raise_on_all_ra
 from parallel_rl.megatron import unwrap
 from parallel_rl.training.checkpointing import manifest as files
 from parallel_rl.training.checkpointing import storage
-from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, FileEntry, Manifest, read_manifest
+from parallel_rl.training.checkpointing.manifest import (
+    CheckpointMetadata,
+    FileEntry,
+    Manifest,
+    read_manifest,
+    verify_checksums,
+)
 from parallel_rl.training.checkpointing.random_state import random_state
-from parallel_rl.training.checkpointing.recovery import verify
 from parallel_rl.training.checkpointing.sharded import State, bytes_of, load_sharded, save_sharded
 from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.models.engine import Engine
@@ -171,7 +176,7 @@ def load_weights(
     with storage.reading(path) if dist.get_rank() == 0 else contextlib.nullcontext():
         manifest = on_first_rank(lambda: read_manifest(path), f"the checkpoint {path} cannot be read")
         check(path, manifest.metadata)
-        verify(path, manifest)
+        verify_checksums(path, manifest)
         bare, has_head = unwrap(model), bool(manifest.metadata.model["scalar_head"])
         wanted = bare.sharded_state_dict()
         if scalar_head and not has_head:

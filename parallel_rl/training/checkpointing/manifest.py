@@ -9,6 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
+from parallel_rl.agreement import gather_results
 from parallel_rl.training.progress import TrainProgress
 
 MANIFEST = "manifest.json"
@@ -147,6 +150,19 @@ def fault(path: Path, entry: FileEntry, *, contents: bool = True) -> str | None:
     except OSError as error:
         return f"{path.name} cannot be read: {error.strerror}"
     return None
+
+
+def verify_checksums(path: Path, manifest: Manifest) -> None:
+    """Reads every file of a checkpoint, each rank its share.
+
+    Raises:
+        DamagedCheckpoint: names the first file that is not as it was written, and the fault; on all ranks.
+    """
+    mine = share(manifest.files, dist.get_rank(), dist.get_world_size())
+    parts = gather_results(lambda: [damage for name in mine if (damage := fault(path / name, manifest.files[name]))])
+    if everywhere := sorted(damage for part in parts for damage in part):
+        more = f" (and {len(everywhere) - 1} more)" if len(everywhere) > 1 else ""
+        raise DamagedCheckpoint(f"{path.absolute()} is damaged: {everywhere[0]}{more}")
 
 
 def share(files: Mapping[str, FileEntry], rank: int, ranks: int) -> list[str]:

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import torch.distributed as dist
-
-from parallel_rl.agreement import gather_results, on_first_rank
+from parallel_rl.agreement import on_first_rank
 from parallel_rl.training.checkpointing import storage
 from parallel_rl.training.checkpointing.manifest import (
     CheckpointMetadata,
     DamagedCheckpoint,
-    Manifest,
-    fault,
     read_manifest,
-    share,
+    verify_checksums,
 )
 
 
@@ -42,7 +38,7 @@ def newest_whole(
         try:
             manifest = on_first_rank(lambda path=path: read_manifest(path), unusable)  # type: ignore[misc]
             check(path, manifest.metadata)
-            verify(path, manifest)
+            verify_checksums(path, manifest)
         except DamagedCheckpoint as error:
             damaged.append((path, str(error)))
             continue
@@ -56,16 +52,3 @@ def newest_whole(
             "restore one, or set run.resume = 'never' or another run.dir to start over"
         )
     return None
-
-
-def verify(path: Path, manifest: Manifest) -> None:
-    """Reads every file of a checkpoint, each rank its share.
-
-    Raises:
-        DamagedCheckpoint: names the first file that is not as it was written, and the fault; on all ranks.
-    """
-    mine = share(manifest.files, dist.get_rank(), dist.get_world_size())
-    parts = gather_results(lambda: [damage for name in mine if (damage := fault(path / name, manifest.files[name]))])
-    if everywhere := sorted(damage for part in parts for damage in part):
-        more = f" (and {len(everywhere) - 1} more)" if len(everywhere) > 1 else ""
-        raise DamagedCheckpoint(f"{path.absolute()} is damaged: {everywhere[0]}{more}")

@@ -9,8 +9,8 @@ from pathlib import Path
 from parallel_rl.agreement import on_first_rank
 from parallel_rl.training.checkpointing import storage
 from parallel_rl.training.checkpointing.contents import same_run, same_weights
-from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, fault, read_manifest
-from parallel_rl.training.checkpointing.recovery import newest_whole, verify
+from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, fault, read_manifest, verify_checksums
+from parallel_rl.training.checkpointing.recovery import newest_whole
 from parallel_rl.training.checkpointing.sharded import bytes_of
 from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.config.train import TrainConfig
@@ -54,7 +54,7 @@ def verify_sources(config: TrainConfig, *, begins: bool) -> None:
         if begins or key != "run.init_from":
             path, cannot = Path(name), f"{key} = {name!r} cannot be used"
             try:
-                verify(path, on_first_rank(lambda path=path: read_manifest(path), cannot))  # type: ignore[misc]
+                verify_checksums(path, on_first_rank(lambda path=path: read_manifest(path), cannot))  # type: ignore[misc]
             except ValueError as error:
                 raise ValueError(f"{cannot}: {error}") from None
 
