@@ -35,10 +35,11 @@ class Policy:
         settings = replace(config, max_new_tokens=body["max_tokens"], temperature=body["temperature"])
         seeds = [body["seed"] + index for index in range(len(body["prompt"]))]
         drawn = sample(self.engine, body["prompt"], seeds, 0, settings)
-        spans = list(zip(drawn.prompt_lengths.tolist(), drawn.lengths.tolist(), strict=True))
+        assert drawn.generation_logprobs is not None
         choices = []
-        for index, (start, end) in enumerate(spans):
-            tokens, logprobs = drawn.tokens[index, start:end].tolist(), drawn.logprobs[index, start:end].tolist()
+        for index, sampled in enumerate(drawn.token_mask):
+            tokens = drawn.input_ids[index, sampled].tolist()
+            logprobs = drawn.generation_logprobs[index, sampled].tolist()
             reason = "stop" if tokens[-1] == EOS else "length"
             choice = {"index": index, "text": "", "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
             choices.append({**choice, "finish_reason": reason})

@@ -18,7 +18,7 @@ from parallel_rl.groups import check_rank
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall, LossFunction
-from parallel_rl.losses.core.checks import check_counts, check_data, check_lengths, check_statistics, check_total
+from parallel_rl.losses.core.checks import check_counts, check_data, check_lengths, check_statistics
 from parallel_rl.losses.core.from_hidden_states import check_lm_head, project
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.options import VocabOptions
@@ -198,7 +198,6 @@ class LossFn(LossFunction, Generic[ConfigT]):
         if call.packed_sequences is not None:
             check_lengths(call.data, layout)
         self._check_output(logits, call.data, group)
-        check_total(call.global_valid_toks, call.data)
         if head is not None:
             head.check_rows(layout.shard(valid_tokens(call.data), fill=False), group)
         return layout

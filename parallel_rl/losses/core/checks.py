@@ -37,18 +37,6 @@ def check_counts(global_valid_seqs: object, global_valid_toks: object) -> None:
             raise ValueError(f"{name} = {count} must be at least 1, see count_valid")
 
 
-def check_total(global_valid_toks: Tensor, data: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for valid tokens of the step below those of this batch, a part of it, where values are checked."""
-    if not (checks_values(data["token_mask"]) and checks_values(torch.as_tensor(global_valid_toks))):
-        return
-    mine = int(valid_tokens(data).sum())
-    if global_valid_toks < mine:
-        raise ValueError(
-            f"global_valid_toks = {float(global_valid_toks):g} is below the {mine} of this batch alone; it counts the whole "
-            "step and follows global_valid_seqs, see count_valid"
-        )
-
-
 def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) -> tuple[int, int]:
     """(B, S) of whole data, after a look at each field's presence, shape, dtype and device, and at values (`set_validation`).
 
