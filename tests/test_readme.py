@@ -65,10 +65,14 @@ def test_the_megatron_loop() -> None:
 
 def test_the_objective() -> None:
     from parallel_rl import count_valid, get_loss
+    from parallel_rl.losses import registry
 
     _, names = run(ONE)
     run(OBJECTIVE)
-    loss, _ = get_loss("reinforce")()(names["logits"], names["data"], *count_valid(names["data"]))
+    try:
+        loss, _ = get_loss("reinforce")()(names["logits"], names["data"], *count_valid(names["data"]))
+    finally:
+        registry._LOSSES.pop("reinforce")
     logprobs = names["logits"][:, :-1].log_softmax(-1).gather(-1, names["data"]["input_ids"][:, 1:, None])[..., 0]
     mask = names["data"]["token_mask"][:, 1:]
     expected = -(mask * names["data"]["advantages"][:, 1:] * logprobs).sum() / mask.sum()

@@ -216,6 +216,9 @@ class LossFn(LossFunction, Generic[ConfigT]):
     def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         """Refuse logits, and values of the data, that do not fit this loss and its options."""
         options = self.options
+        temperature: object = options.temperature
+        if isinstance(temperature, Tensor):  # the order of its tokens would be lost with packing and context ranks
+            raise ValueError("temperature must be one number for all tokens, got a Tensor")
         check_logits(logits, options.consume_logits, options.backend)
         shard = options.shard(logits.shape[-1], tensor_group)
         if checks_values(data["input_ids"]):

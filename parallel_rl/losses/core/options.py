@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 from typing import TYPE_CHECKING
 
 from parallel_rl.layout import CPLayout
@@ -27,13 +26,6 @@ class VocabOptions:
     consume_logits: bool = False
     backend: Backend = "auto"
     truncation: Truncation = KEEP_ALL
-
-    def __post_init__(self) -> None:
-        temperature: object = self.temperature
-        # a tensor with one temperature a token is in another order once a batch is packed or cut over context ranks
-        if not isinstance(temperature, Real):
-            kind = type(temperature).__name__
-            raise ValueError(f"temperature must be one number for all tokens, got a {kind}")
 
     def shard(self, width: int, group: ProcessGroup | None, *, entropy: bool = False) -> VocabShard:
         """Build the `VocabShard` that says how this rank's `width` columns are read."""
