@@ -114,7 +114,8 @@ def _submit(cluster: Cluster, folder: Path, *given: str) -> subprocess.Completed
 def test_submit_puts_the_same_job_on_the_queue(cluster: Cluster, tmp_path: Path) -> None:
     done = _submit(cluster, tmp_path, "--nodes", "2", "--job-name", "mine", "--partition", "main")
     assert done.returncode == 0, done.stderr
-    command, said = done.stdout.splitlines()
+    checked_run, command, said = done.stdout.splitlines()
+    assert checked_run.startswith("ok: rl, 2 nodes")
     assert "sbatch --nodes=2 --partition=main --job-name=mine slurm/train.sbatch configs/" in command
     found = re.search(r"Submitted batch job (\d+)", said)
     assert found is not None
