@@ -19,6 +19,8 @@ from parallel_rl.losses.core.requirements import Alignment, Field, Requirements
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.validation import checks_values
+from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.buckets import bucketed_log_probs
 from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.topk import check_columns, column_log_probs, gather_columns
 
@@ -126,7 +128,8 @@ class DistillationLossConfig:
         invisible. True: the student is normalised over the whole vocabulary, and the teacher's log-prob of any other word
         counts as −100 in the reverse KL.
     bucket_tail: all words outside the top-k are one symbol on both sides: a lower bound of the KL over the vocabulary that sees
-        the mass of the tail. Reads the field teacher_logsumexp [B, S], of the teacher's logits over its temperature.
+        the mass of the tail. Reads the field teacher_logsumexp [B, S], of the teacher's logits over its temperature: the
+        teacher's tail is 1 − Σ_k p, so a tail below 1e-5 needs it in float64.
     topk_alignment: "token" stores the teacher's distribution of token t at t, "predictor" at t − 1 (NeMo-RL's data).
     teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
@@ -224,17 +227,20 @@ class DistillationLossFn(LossFn[DistillationLossConfig]):
         cfg, options = self.config, self.options
         shard = options.shard(logits.shape[-1], tensor_group)
         flat, ids = logits.flatten(0, -2), local.field("teacher_topk_indices")
-        if cfg.zero_outside_topk or cfg.bucket_tail:
+        entropy = None
+        if cfg.bucket_tail:
+            log_q = bucketed_log_probs(flat, ids, local.mask, shard)
+        elif cfg.zero_outside_topk:
             log_q, entropy = column_log_probs(flat, ids, local.mask, shard)
         else:
-            log_q, entropy = gather_columns(flat, ids, local.mask, shard).log_softmax(-1), None
+            log_q = gather_columns(flat, ids, local.mask, shard).log_softmax(-1)
         teacher = local.field("teacher_topk_logits").to(log_q.dtype)
         teacher = teacher / (cfg.teacher_temperature or options.temperature)
         if cfg.bucket_tail:
             log_p = teacher - local.field("teacher_logsumexp").to(log_q.dtype)[:, None]
-            kl = mixed_kl(with_tail(log_p), with_tail(log_q), cfg.forward_weight)
+            kl = mixed_kl(with_tail(log_p), log_q, cfg.forward_weight).to(math_dtype(flat.dtype))
         else:
             kl = mixed_kl(teacher.log_softmax(-1), log_q, cfg.forward_weight)
-        if entropy is not None and cfg.zero_outside_topk and cfg.forward_weight < 1:
+        if entropy is not None and cfg.forward_weight < 1:
             kl = kl + (1 - cfg.forward_weight) * reverse_tail(log_q, entropy)
         return TokenBatch(local, ModelOutput(head=kl))

@@ -49,7 +49,7 @@ def gather_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard)
     Raises:
         ValueError: shapes or dtypes; an id outside the vocabulary in a kept row (where values are checked).
     """
-    columns, here = _local(logits, ids, keep, shard)
+    columns, here = local_columns(logits, ids, keep, shard)
     inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
     gathered: Tensor = _Columns.apply(logits, columns, here, inv_t, shard)
     return gathered
@@ -74,14 +74,23 @@ def column_log_probs(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShar
     Raises:
         ValueError: as `gather_columns`.
     """
-    columns, here = _local(logits, ids, keep, shard)
+    columns, here = local_columns(logits, ids, keep, shard)
     inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
     log_probs, entropy = _ColumnLogProbs.apply(logits, columns, here, keep, inv_t, shard)
     return log_probs, entropy
 
 
-def _local(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """Each id's column of this shard (0 where it is not here), and whether it is here, in a kept row."""
+def local_columns(logits: Tensor, ids: Tensor, keep: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:
+    """Find each id's column of this shard (0 where it is not here), and whether it is here, in a kept row.
+
+    >>> from parallel_rl.vocab.shards import VocabShard
+    >>> ids, keep, shard = torch.tensor([[3, 0]]), torch.tensor([True]), VocabShard(start=2, valid=2, vocab_size=4)
+    >>> local_columns(torch.zeros(1, 2), ids, keep, shard)
+    (tensor([[1, 0]]), tensor([[ True, False]]))
+
+    Raises:
+        ValueError: as `gather_columns`.
+    """
     if logits.dim() != 2 or ids.dim() != 2 or ids.shape[0] != logits.shape[0]:
         raise ValueError(f"logits [T, V/tp] and ids [T, K] must agree, got {list(logits.shape)} and {list(ids.shape)}")
     check_columns("ids", torch.where(keep[:, None], ids, 0), shard.vocab_size)
