@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed import pool
+from parallel_rl.testing import pool
 
 torch.set_num_threads(1)  # OpenMP threads that wait for a busy core cost more than they bring
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from parallel_rl.agreement import describe, gather_results, on_first_rank, raise_on_all_ranks
+from parallel_rl.testing.pool import run_world
 from tests.collectives import recorded
-from tests.distributed.pool import run_world
 
 WORLD = 4
 

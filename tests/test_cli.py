@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import parallel_rl
 from parallel_rl.cli import main
-from tests.distributed.pool import run_world
+from parallel_rl.testing.pool import run_world
 from tests.training.helpers import CONFIGS, ROOT
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

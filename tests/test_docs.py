@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from parallel_rl.recipes import recipes
-from tests.distributed.pool import run_world
+from parallel_rl.testing.pool import run_world
 from tests.slurm.faults import FAULTS
 from tests.training.helpers import CONFIGS, ROOT, train_rows
 from tools import losses_table

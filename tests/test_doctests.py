@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.losses import registry
-from tests.distributed.pool import run_world
+from parallel_rl.testing.pool import run_world
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "parallel_rl").rglob("*.py"))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.distributed.pool import preload, run_world
+from parallel_rl.testing.pool import preload, run_world
 from tests.training.helpers import ROOT
 
 preload("parallel_rl.megatron")

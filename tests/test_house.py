@@ -18,7 +18,7 @@ FLOORS = (
     ("counts", "vocab"),
     ("advantages", "losses"),
     ("experience", "packing", "recipes"),
-    ("compat", "megatron"),
+    ("compat", "megatron", "testing"),
     ("training",),
     ("cli",),
 )

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from parallel_rl import SequenceLayout
+from parallel_rl.testing.pool import preload, run_world
 from parallel_rl.validation import validation
-from tests.distributed.pool import preload, run_world
 
 preload("tests.test_layout")
 

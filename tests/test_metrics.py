@@ -17,12 +17,12 @@ from parallel_rl.counts import token_weights
 from parallel_rl.groups import group_sum
 from parallel_rl.layout import valid_tokens
 from parallel_rl.metrics import Metric
+from parallel_rl.testing.layouts import make_groups
+from parallel_rl.testing.pool import preload, run_world
 from parallel_rl.validation import validation
 from tests.collectives import recorded
-from tests.distributed.law import make_groups
-from tests.distributed.pool import preload, run_world
 
-preload("tests.distributed.law", "tests.test_reduce")
+preload("parallel_rl.testing.layouts")
 
 
 def scalar(value: float) -> Tensor:

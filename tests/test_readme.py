@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 
-from tests.distributed.pool import preload, run_world
+from parallel_rl.testing.pool import preload, run_world
 from tests.training.helpers import ROOT
 from tools import law_figure
 

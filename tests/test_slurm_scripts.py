@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from parallel_rl.testing import pool
 from parallel_rl.training.config.sections import ParallelConfig
-from tests.distributed import pool
 from tools.lint_sbatch import lint
 
 ROOT = Path(__file__).parents[1]

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from parallel_rl import Statistics
-from tests.distributed.law import make_groups
-from tests.distributed.pool import preload, run_world
+from parallel_rl.testing.layouts import make_groups
+from parallel_rl.testing.pool import preload, run_world
 
-preload("parallel_rl", "tests.distributed.law")
+preload("parallel_rl.testing.layouts")
 
 
 def part(*values: float) -> Statistics:

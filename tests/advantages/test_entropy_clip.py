@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.advantages.entropy_clip import clip_by_batch, entropy_signal
-from tests.distributed.pool import run_world
+from parallel_rl.testing.pool import run_world
 
 
 def fields() -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel_rl import ParallelGroups
 from parallel_rl.advantages import AdvantageEstimator, estimate, moments, whiten
-from tests.distributed.pool import WorldError, run_world
+from parallel_rl.testing.pool import WorldError, run_world
 
 CASES: list[dict] = [
     *({"name": name} for name in AdvantageEstimator.variants),

@@ -15,7 +15,7 @@ from benchmarks import losses, token_stats, truncation
 from benchmarks.common import PeakMemory, Seconds, return_freed_memory, run_ranks
 from benchmarks.vocab_case import make_case
 from parallel_rl import count_valid
-from tests.distributed.pool import run_world
+from parallel_rl.testing.pool import run_world
 
 METHODS = {m.name: m for m in token_stats.methods(tp=1)}
 OURS, EAGER = METHODS[token_stats.OURS], METHODS["ours, eager, in place"]

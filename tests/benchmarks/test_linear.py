@@ -17,7 +17,7 @@ from benchmarks.common import Seconds
 from benchmarks.linear_case import Case, Layout, Shape, grpo, make_case, weighted
 from benchmarks.linear_methods import Method, methods
 from benchmarks.peers import join_megatron
-from tests.distributed.pool import WorldError, preload, run_world
+from parallel_rl.testing.pool import WorldError, preload, run_world
 
 preload("megatron.core")
 

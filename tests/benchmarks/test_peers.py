@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import peers, token_stats_gpu
 from benchmarks.common import run_ranks
-from tests.distributed.pool import preload, run_world
+from parallel_rl.testing.pool import preload, run_world
 
 preload("megatron.core")
 SHARDS = {peers.MEGATRON, peers.MEGATRON_FUSED}

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from parallel_rl.cluster import heartbeat, preemption
-from tests.distributed.pool import run_world
+from parallel_rl.testing.pool import run_world
 from tests.launch import rows
 from tests.training.helpers import run, train_rows
 

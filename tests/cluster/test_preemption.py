@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.reporting.run_log import write_whole
-from tests.distributed.pool import WorldError, run_world
 from tests.launch import Launch, rows
 from tests.training.checkpointing.saves import largest_file
 from tests.training.helpers import DATA, run, train_rows

@@ -18,7 +18,7 @@ from parallel_rl.cluster import heartbeat, stack_trace
 from parallel_rl.cluster import watchdog as watch_module
 from parallel_rl.cluster.watchdog import _Watch, lost_peer
 from parallel_rl.cluster.watchdog_report import Post, post_of, report
-from tests.distributed.pool import run_world
+from parallel_rl.testing.pool import run_world
 
 WAITS = Post("waits", 0, "a", "all_reduce (session.py:131 total)", "rl step 7", "training", 540.0)
 BUSY = Post("busy", 1, "b", "checker.py:5 prove", "rl step 7", "asking for rewards", 541.0)

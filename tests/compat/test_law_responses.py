@@ -11,9 +11,9 @@ from torch import Tensor
 
 from parallel_rl import ParallelGroups
 from parallel_rl.compat import lightrft, openrlhf
+from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
 from tests.compat.law import Case, Data, plain, run
-from tests.distributed.pool import run_world
 from tests.watch import Watch
 
 PAIRS = ("chosen", "rejected", "kl")

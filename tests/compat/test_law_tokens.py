@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from parallel_rl import ParallelGroups
 from parallel_rl.compat import lightrft, openrlhf, trinity
+from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
 from tests.compat.cases import responses
 from tests.compat.law import Case, Data, floats, plain, run
-from tests.distributed.pool import run_world
 from tests.watch import Watch
 
 

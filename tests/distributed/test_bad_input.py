@@ -18,16 +18,16 @@ from parallel_rl import (
     token_stats,
 )
 from parallel_rl.functional.distillation import ForwardKL
+from parallel_rl.testing.layouts import make_groups
+from parallel_rl.testing.pool import WorldError, preload, run_world
 from parallel_rl.validation import validation
 from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
 from tests.collectives import recorded
-from tests.distributed.law import make_groups
-from tests.distributed.pool import WorldError, preload, run_world
 from tests.losses.faults import FAULTS, S, V, make_call
 
-preload("tests.distributed.law", "tests.losses.faults", "tests.collectives")
+preload("parallel_rl.testing.layouts", "tests.losses.faults", "tests.collectives")
 
 WORLD, TP, CP = 4, 2, 2
 FAULTY = 3

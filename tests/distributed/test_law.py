@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from parallel_rl.losses.registry import losses
+from parallel_rl.testing import layouts
+from parallel_rl.testing.cases import Batch, Case, Expected, dense_error, has_scalar_head
+from parallel_rl.testing.compare import errors, faults
+from parallel_rl.testing.pool import preload, run_world
+from parallel_rl.testing.sharded import Outcome, check_world
 from tests.distributed import law
-from tests.distributed.pool import preload, run_world
 
 preload("parallel_rl", "tests.distributed.law")
 
@@ -26,8 +30,8 @@ class Run(NamedTuple):
     number: int | None = None
 
     @property
-    def layouts(self) -> list[law.Layout]:
-        return law.layouts(self.world, self.number)
+    def layouts(self) -> list[layouts.Layout]:
+        return layouts.layouts(self.world, self.number)
 
 
 @dataclass(frozen=True)
@@ -40,33 +44,33 @@ class Setting:
 
 
 @cache
-def _truths(tier: str, setting: Setting) -> dict[str, tuple[law.Case, law.Batch, law.Expected]]:
+def _truths(tier: str, setting: Setting) -> dict[str, tuple[Case, Batch, Expected]]:
     found, batches = {}, {}
     for case in TIERS[tier]:
-        kind = law.has_scalar_head(case.loss), case.truncated
+        kind = has_scalar_head(case.loss), case.truncated
         if kind not in batches:
-            batches[kind] = case.batch(5, setting.half_masked, setting.dtype, setting.shift)
+            batches[kind] = law.batch_of(case, 5, setting.half_masked, setting.dtype, setting.shift)
         found[case.name] = case, batches[kind], law.expected(case, batches[kind])
     return found
 
 
 @cache
-def _outcomes(run: Run, setting: Setting) -> dict[str, dict[str, list[law.Outcome]]]:
+def _outcomes(run: Run, setting: Setting) -> dict[str, dict[str, list[Outcome]]]:
     """case → layout → an outcome a rank; one run of a world serves all of its cases."""
     given = list(_truths(run.tier, setting).values())
-    per_rank = run_world(run.world, law.check_world, run.layouts, given, setting.dtype, timeout=600)
-    found: dict[str, dict[str, list[law.Outcome]]] = {}
+    per_rank = run_world(run.world, check_world, run.layouts, given, setting.dtype, timeout=600)
+    found: dict[str, dict[str, list[Outcome]]] = {}
     for entries in zip(*per_rank, strict=True):
         case, layout, _ = entries[0]
         found.setdefault(case, {})[layout] = [outcome for _, _, outcome in entries]
     return found
 
 
-def _assert_law(case: law.Case, run: Run, setting: Setting, tolerance: float) -> None:
+def _assert_law(case: Case, run: Run, setting: Setting, tolerance: float) -> None:
     found = _outcomes(run, setting)[case.name]
     assert len(found) == len(run.layouts)
     *_, want = _truths(run.tier, setting)[case.name]
-    assert law.faults(case, want, found, tolerance) == []
+    assert faults(case, want, found, tolerance) == []
 
 
 def _runs(*fast: Run, slow: tuple[Run, ...] = ()) -> pytest.MarkDecorator:
@@ -88,35 +92,35 @@ def _runs(*fast: Run, slow: tuple[Run, ...] = ()) -> pytest.MarkDecorator:
         Run("recipes", 4, 6),
     ),
 )  # fmt: skip
-def test_float64(case: law.Case, run: Run) -> None:
+def test_float64(case: Case, run: Run) -> None:
     """The first case of a run launches the world that serves them all: 36 layouts of four ranks take up to a minute."""
     _assert_law(case, run, Setting(), 1e-10)
 
 
 @_runs(Run("core", 4, 3), slow=(Run("core", 4, 6), Run("more", 4, 3), Run("truncated", 4, 3)))
-def test_a_masked_data_rank(case: law.Case, run: Run) -> None:
+def test_a_masked_data_rank(case: Case, run: Run) -> None:
     _assert_law(case, run, Setting(half_masked=True), 1e-10)
 
 
 @_runs(Run("core", 1), slow=(Run("core", 4, 6), Run("more", 1), Run("truncated", 1)))
-def test_float32(case: law.Case, run: Run) -> None:
+def test_float32(case: Case, run: Run) -> None:
     _assert_law(case, run, Setting(dtype=torch.float32), 1e-5)
 
 
 @_runs(Run("core", 4, 2), slow=(Run("more", 4, 2),))
-def test_float32_with_logits_far_from_zero(case: law.Case, run: Run) -> None:
+def test_float32_with_logits_far_from_zero(case: Case, run: Run) -> None:
     _assert_law(case, run, Setting(dtype=torch.float32, shift=300.0), 1e-5)
 
 
 @_runs(slow=(Run("core", 4, 6),))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-def test_low_precision_logits(case: law.Case, run: Run, dtype: torch.dtype) -> None:
+def test_low_precision_logits(case: Case, run: Run, dtype: torch.dtype) -> None:
     """Against the float64 oracle of the same rounded logits: at most twice the error of one process that holds them whole."""
     setting = Setting(dtype=dtype)
     _, batch, want = _truths(run.tier, setting)[case.name]
-    alone = law.dense_error(case, batch, want, dtype)
+    alone = dense_error(case, batch, want, dtype, law.reference_of(case))
     for layout, outcomes in _outcomes(run, setting)[case.name].items():
-        loss, gradient = law.errors(case, want, outcomes)
+        loss, gradient = errors(case, want, outcomes)
         assert loss <= 2 * alone[0] + 1e-6, f"{layout}: loss off by {loss:.1e}, dense {alone[0]:.1e}"
         assert gradient <= 2 * alone[1], f"{layout}: gradient off by {gradient:.1e}, dense {alone[1]:.1e}"
 

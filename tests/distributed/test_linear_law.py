@@ -5,33 +5,34 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-import torch
 
-from tests.distributed import law, linear_law
-from tests.distributed.pool import preload, run_world
+from parallel_rl.testing import hidden_states
+from parallel_rl.testing.cases import Batch, Case, Expected
+from parallel_rl.testing.pool import preload, run_world
+from tests.distributed import law
 
-preload("parallel_rl", "tests.distributed.linear_law")
+preload("parallel_rl.testing.hidden_states", "tests.distributed.law")
 
-CASES = [case for case in law.CORE if linear_law.takes_head(case)]
-CASES += [case for case in law.TRUNCATED if linear_law.reads_one_distribution(case)]
+CASES = [case for case in law.CORE if hidden_states.takes_head(case)]
+CASES += [case for case in law.TRUNCATED if hidden_states.reads_one_distribution(case)]
 CASES += [
-    law.Case("clipped_pg", {"reference_policy_kl_penalty": 0}, {"top_k": 13}),
-    law.Case("clipped_pg", {"reference_policy_kl_penalty": 0}, {"kept_sets": True}),
-    law.Case("policy", {"ratio_level": "sequence-mean"}, {"top_k": 15, "top_p": 0.95, "temperature": 1.2}),
+    Case("clipped_pg", {"reference_policy_kl_penalty": 0}, {"top_k": 13}),
+    Case("clipped_pg", {"reference_policy_kl_penalty": 0}, {"kept_sets": True}),
+    Case("policy", {"ratio_level": "sequence-mean"}, {"top_k": 15, "top_p": 0.95, "temperature": 1.2}),
 ]
 
 
 @cache
-def _truths() -> dict[str, tuple[law.Case, law.Batch, law.Expected]]:
-    batches = {case.name: case.batch(5, False, torch.float64, 0.0) for case in CASES}
+def _truths() -> dict[str, tuple[Case, Batch, Expected]]:
+    batches = {case.name: law.batch_of(case) for case in CASES}
     return {case.name: (case, batches[case.name], law.expected(case, batches[case.name])) for case in CASES}
 
 
 @cache
 def _outcomes(world: int, number: int | None) -> dict[str, dict[str, list]]:
-    of_world, given = linear_law.layouts(world, number), list(_truths().values())
+    of_world, given = hidden_states.layouts(world, number), list(_truths().values())
     found: dict[str, dict[str, list]] = {}
-    for entries in zip(*run_world(world, linear_law.check_world, of_world, given, timeout=300), strict=True):
+    for entries in zip(*run_world(world, hidden_states.check_world, of_world, given, timeout=300), strict=True):
         case, layout, *_ = entries[0]
         found.setdefault(case, {})[layout] = [entry[2:] for entry in entries]
     return found
@@ -46,11 +47,11 @@ WORLDS = [
 
 @pytest.mark.parametrize(("world", "number"), WORLDS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_float64(case: law.Case, world: int, number: int | None) -> None:
+def test_float64(case: Case, world: int, number: int | None) -> None:
     found = _outcomes(world, number)[case.name]
-    assert len(found) == len(linear_law.layouts(world, number))
+    assert len(found) == len(hidden_states.layouts(world, number))
     _, batch, want = _truths()[case.name]
-    assert linear_law.faults(batch, want, found, 1e-10) == []
+    assert hidden_states.faults(batch, want, found, 1e-10) == []
 
 
 def test_every_loss_on_log_probs_takes_part() -> None:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from parallel_rl.testing.pool import WorldError, preload, run_world
 from tests.distributed.megatron_cases import VOCAB, WIDTH, Case, make_model
-from tests.distributed.pool import WorldError, preload, run_world
 
 pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")

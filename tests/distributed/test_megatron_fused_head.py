@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel_rl.testing.pool import preload, run_world
 from tests.distributed.megatron_cases import VOCAB, WIDTH, Case, compare, make_data, make_model
-from tests.distributed.pool import preload, run_world
 from tests.distributed.test_megatron_law import _with_references
 
 pytest.importorskip("megatron.core")

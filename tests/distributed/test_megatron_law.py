@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from parallel_rl.testing.pool import preload, run_world
 from tests.distributed.megatron_cases import Case, Outcome, compare, oracle
-from tests.distributed.pool import preload, run_world
 
 core = pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl.layout import SequenceLayout
+from parallel_rl.testing.pool import preload, run_world
 from tests.distributed.megatron_cases import VOCAB, WIDTH, Case, make_data, make_model
-from tests.distributed.pool import preload, run_world
 
 pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_rl.testing.pool import preload, run_world
 from tests.distributed.megatron_cases import LENGTHS, VOCAB, WIDTH, Case, make_data, make_model, step
-from tests.distributed.pool import preload, run_world
 
 pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")

@@ -24,7 +24,7 @@ from parallel_rl.experience import (
     text_rewards,
 )
 from parallel_rl.functional.kl import kl_estimate
-from tests.distributed.pool import WorldError, run_world
+from parallel_rl.testing.pool import WorldError, run_world
 from tests.experience.server import serve
 
 N = 4

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from parallel_rl.experience import register_reward, reward_function
 from parallel_rl.experience.rewards import checker, exact_match, score_once
-from tests.distributed.pool import WorldError, run_world
+from parallel_rl.testing.pool import WorldError, run_world
 
 TEXTS = (["1+1=", "2+2="], ["2", "5"], ["2", "4"])
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl.experience import RunningMoments
-from tests.distributed.pool import run_world
+from parallel_rl.testing.pool import run_world
 
 
 def steps() -> list[torch.Tensor]:

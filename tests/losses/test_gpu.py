@@ -14,9 +14,9 @@ from benchmarks.common import run_ranks  # the pool's ranks see no card
 from benchmarks.losses import GRPO, make_data
 from parallel_rl import LMHeadInput, PolicyLossFn, SequencePackingLossWrapper, count_valid, get_loss
 from parallel_rl.losses.core.base import LossFn
+from parallel_rl.testing.cases import Case, has_scalar_head
 from parallel_rl.validation import validation
 from tests.card import no_sync, replayed
-from tests.distributed.law import Case, has_scalar_head
 from tests.losses.test_no_sync import CASES, make, step
 from tests.vocab.linear.cases import error
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel_rl import KTOLossFn, Statistics, count_valid
+from parallel_rl.testing.batches import ROWS, make_batch
 from tests import reference_preference
-from tests.distributed.law import ROWS, make_batch
 from tests.losses.steps import Step, coefficients, cut, one_token_rows, step
 
 # the specification's pairs as labelled rows, and its KL samples

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from parallel_rl import count_valid, get_loss, reduce_metrics
-from tests.distributed.law import CORE, Case, alone, make_batch
+from parallel_rl.testing.batches import make_batch
+from parallel_rl.testing.cases import Case, alone
+from tests.distributed.law import CORE
 
 
 @pytest.mark.parametrize("all_empty", [False, True])

@@ -21,10 +21,12 @@ from parallel_rl import (
 )
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import losses
+from parallel_rl.testing.batches import REWARD_IDS, local_names
+from parallel_rl.testing.cases import Case, has_scalar_head
+from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
 from parallel_rl.vocab.linear.plan import LinearMode
-from tests.distributed.law import CORE, MORE, REWARD_IDS, Case, has_scalar_head, local_names
-from tests.distributed.pool import run_world
+from tests.distributed.law import CORE, MORE
 from tests.watch import Watch
 
 V, D = 24, 8

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from parallel_rl import CPOLossFn, DPOLossFn, ORPOLossFn, SimPOLossFn, get_loss
 from parallel_rl.functional import preference as objectives
+from parallel_rl.testing.batches import ROWS, make_batch
 from tests import reference_preference
-from tests.distributed.law import ROWS, make_batch
 from tests.losses.steps import coefficients, cut, one_token_rows, step
 
 # pc, pr, rc, rr of the specification, as (even, odd) rows

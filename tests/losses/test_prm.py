@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_rl import ParallelGroups, PRMLossFn, SequencePackingLossWrapper, count_valid
+from parallel_rl.testing.batches import PLACEHOLDER, REWARD_IDS, ROWS, VOCAB, make_batch
+from parallel_rl.testing.pool import preload, run_world
 from tests import reference_heads
-from tests.distributed.law import PLACEHOLDER, REWARD_IDS, ROWS, VOCAB, make_batch
-from tests.distributed.pool import preload, run_world
 from tests.losses.steps import cut, step
 
 preload("parallel_rl", "tests.losses.test_prm")

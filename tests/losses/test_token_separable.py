@@ -11,8 +11,10 @@ from torch import Tensor
 from parallel_rl import LossFn, TokenBatch, TokenStats, count_valid, get_loss, register_objective
 from parallel_rl.losses.core.batch import ModelOutput
 from parallel_rl.losses.core.call import LossCall
-from tests.distributed.law import CASES, Case, make_batch
-from tests.distributed.linear_law import reads_log_probs
+from parallel_rl.testing.batches import make_batch
+from parallel_rl.testing.cases import Case
+from parallel_rl.testing.hidden_states import reads_log_probs
+from tests.distributed.law import CASES
 
 ON_LOG_PROBS = [case for case in CASES if reads_log_probs(case)]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from parallel_rl import SequencePackingLossWrapper, ValueLossFn, count_valid
 from parallel_rl.functional.value import clipped_squared_error
+from parallel_rl.testing.batches import ROWS, make_batch
 from tests import reference_heads
-from tests.distributed.law import ROWS, make_batch
 from tests.losses.steps import cut, step
 
 V = torch.tensor([[0.1, 0.2, 0.3, 0], [0.5, 0.4, 0.3, 0.2], [-0.1, 0, 0, 0]], dtype=torch.float64)

@@ -6,7 +6,7 @@ import shutil
 import warnings
 from pathlib import Path
 
-from tests.distributed import pool
+from parallel_rl.testing import pool
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

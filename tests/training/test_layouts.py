@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import run_world
+from parallel_rl.testing.pool import run_world
 from tests.training.helpers import DATA, LAYOUTS, run, train_rows
 
 # two minutes; in seconds, three small steps are the same in config/test_algorithms.py

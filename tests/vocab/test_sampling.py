@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 import parallel_rl.vocab.sampling as sampling
+from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.validation import validation
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
 from tests.collectives import recorded
-from tests.distributed.pool import WorldError, run_world
 from tests.vocab.sorted_rows import kept_by_sorting
 
 MASK = (1 << 64) - 1

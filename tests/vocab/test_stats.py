@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from parallel_rl import token_stats
+from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
 from parallel_rl.vocab.backends.torch_backend import Backend
 from tests.collectives import recorded
-from tests.distributed.pool import run_world
 
 T, V = 24, 37
 # in seconds, what is compiled is held by test_consumed_logits_hold_the_gradient_in_place

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
 from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.topk import check_columns, column_log_probs, gather_columns, top_columns
 from tests.collectives import recorded
-from tests.distributed.pool import run_world
 
 T, V, K = 9, 11, 4
 ALL = torch.ones(T, dtype=torch.bool)

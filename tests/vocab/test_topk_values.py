@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from parallel_rl.testing.pool import run_world
 from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.topk import top_columns
 from tests.collectives import recorded
-from tests.distributed.pool import run_world
 
 T, V = 40, 23
 

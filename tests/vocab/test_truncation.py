@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from parallel_rl import token_stats
+from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.validation import validation
 from parallel_rl.vocab.backends.choice import Backend
 from parallel_rl.vocab.shards import VocabShard
@@ -20,7 +21,6 @@ from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
 from parallel_rl.vocab.truncation import Truncation
 from tests.collectives import recorded
-from tests.distributed.pool import WorldError, run_world
 from tests.vocab.sorted_rows import kept_by_sorting
 
 T, V = 24, 37

@@ -19,10 +19,11 @@ from parallel_rl import (
     reduce_metrics,
     token_logprobs,
 )
+from parallel_rl.testing.cases import Case
+from parallel_rl.testing.hidden_states import takes_head
 from parallel_rl.validation import validation
 from parallel_rl.vocab.linear.plan import LinearMode
-from tests.distributed.law import CORE, Case
-from tests.distributed.linear_law import takes_head
+from tests.distributed.law import CORE
 from tests.losses.test_no_sync import make
 from tests.losses.test_token_separable import ON_LOG_PROBS
 from tests.vocab.linear.cases import error

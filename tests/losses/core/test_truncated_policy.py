@@ -21,8 +21,8 @@ from parallel_rl import (
     token_logprobs,
 )
 from parallel_rl.losses import DPOLossFn, PolicyLossFn
+from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
-from tests.distributed.pool import run_world
 from tests.vocab.sorted_rows import kept_by_sorting
 from tests.watch import Watch
 

@@ -12,8 +12,8 @@ from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import losses
 from parallel_rl.recipes import find_recipe, load_recipe, loss_of, main_section, recipes, summary
+from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
-from tests.distributed.pool import WorldError, run_world
 from tests.training.helpers import LAYOUTS, cut, train_rows
 
 NAMED = [

@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel_rl import LossFn, Metrics, TokenBatch, register_loss
 from parallel_rl.losses import NoConfig
 from parallel_rl.metrics import Metric
-from tests.distributed.pool import run_world
+from parallel_rl.testing.pool import run_world
 from tests.training.helpers import DATA, cut, run, train_rows
 
 

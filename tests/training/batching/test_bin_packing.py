@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel_rl.experience import Samples
+from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.batching.bin_packing import Capacity, deal, first_fit_decreasing, pack
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.config.sections import BatchConfig
-from tests.distributed.pool import WorldError, run_world
 from tests.training.helpers import DATA, run, train_rows
 
 SIZES = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (8, 8)]  # tensor, context

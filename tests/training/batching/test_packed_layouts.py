@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import run_world
+from parallel_rl.testing.pool import run_world
 from tests.training.helpers import CONFIGS, train_rows
 
 OF_THE_LAYOUT = {"packing_efficiency", "padding_fraction", "data_imbalance"}

@@ -13,10 +13,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.checkpointing import storage
 from parallel_rl.training.checkpointing.manifest import MANIFEST, share, written_by
 from parallel_rl.training.checkpointing.storage import Retention
-from tests.distributed.pool import WorldError, run_world
 from tests.training.checkpointing.saves import (
     Counter,
     Small,

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from tests.distributed.pool import WorldError, run_world
+from parallel_rl.testing.pool import WorldError, run_world
 from tests.training.checkpointing.saves import snapshot
 from tests.training.helpers import DATA, cut, run, train_rows
 

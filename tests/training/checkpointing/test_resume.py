@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
-from tests.distributed.pool import WorldError, run_world
 from tests.training.checkpointing.saves import flip, largest_file, shard_of
 from tests.training.helpers import DATA, cut, run, train_rows
 

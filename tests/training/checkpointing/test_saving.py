@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.pool import run_world
+from parallel_rl.testing.pool import run_world
 from tests.training.checkpointing.saves import (
     Small,
     arguments,

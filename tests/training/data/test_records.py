@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.data.records import index, source
 from parallel_rl.training.data.records.check import check, spread_blocks
 from parallel_rl.training.data.records.index import Entries, entries
@@ -18,7 +19,6 @@ from parallel_rl.training.data.records.jsonl import JsonlFile
 from parallel_rl.training.data.records.order import Order, permutation
 from parallel_rl.training.data.records.paths import braces, find_files
 from parallel_rl.training.data.records.source import Records, index_of, open_records
-from tests.distributed.pool import WorldError, run_world
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

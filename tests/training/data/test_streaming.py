@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.cli import main
+from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.preflight.dry_run import dry_run
-from tests.distributed.pool import WorldError, run_world
 from tests.training.helpers import CONFIGS, DATA, cut, run, train_rows
 
 pyarrow = pytest.importorskip("pyarrow")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import load_config
-from tests.distributed.pool import run_world
 from tests.training.helpers import CONFIGS, LAYOUTS, run
 
 LENGTHS = [(3, 5), (6, 1), (1, 9), (4, 2), (2, 7)]  # of prompts and completions

@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
+from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.sections import ParallelConfig
-from tests.distributed.pool import WorldError, run_world
 from tests.training.helpers import CONFIGS, ROOT
 
 

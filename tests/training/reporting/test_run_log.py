@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.reporting.run_log import RunLog, read_metrics
-from tests.distributed.pool import WorldError, run_world
 from tests.training.checkpointing.saves import arguments, snapshot
 from tests.training.helpers import train_rows
 

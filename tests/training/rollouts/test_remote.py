@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import WorldError, run_world
+from parallel_rl.testing.pool import WorldError, run_world
 from tests.experience.policy_server import Policy, answer
 from tests.experience.server import Server, serve
 from tests.training.helpers import DATA, LAYOUTS, ROOT, cut, run, train_rows

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl import linear_token_stats
+from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
 from parallel_rl.vocab.linear.plan import LinearMode
 from tests.collectives import recorded
-from tests.distributed.pool import run_world
 from tests.vocab.linear.cases import D, N, Problem, V, dense, error, make
 
 MODES: tuple[LinearMode, ...] = ("in_forward", "resident", "recompute", "auto")

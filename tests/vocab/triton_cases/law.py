@@ -7,25 +7,29 @@ from unittest.mock import patch
 
 import torch
 
+from parallel_rl.testing.cases import Case
+from parallel_rl.testing.compare import faults
+from parallel_rl.testing.layouts import Layout, make_groups
+from parallel_rl.testing.pool import preload, run_world
+from parallel_rl.testing.sharded import Outcome, run_layout
 from parallel_rl.vocab.backends.triton import operators
 from tests.distributed import law
-from tests.distributed.pool import preload, run_world
 
 preload("parallel_rl", "tests.distributed.law")
 
 SEED, DTYPE = 5, torch.float32
-PLAIN = [law.Case("clipped_pg", {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28}), law.Case("dpo")]
+PLAIN = [Case("clipped_pg", {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28}), Case("dpo")]
 # one with logits that are left alone, one with logits that are given up
-LAYOUTS = [law.Layout(2, 1, 1, "padded", 1, "zigzag"), law.Layout(2, 1, 1, "packed", 3, "zigzag")]
+LAYOUTS = [Layout(2, 1, 1, "padded", 1, "zigzag"), Layout(2, 1, 1, "packed", 3, "zigzag")]
 
 
-def on_triton(case: law.Case) -> law.Case:
-    return law.Case(case.loss, case.config, {"backend": "triton"})
+def on_triton(case: Case) -> Case:
+    return Case(case.loss, case.config, {"backend": "triton"})
 
 
-def check_world(rank: int) -> tuple[list[tuple[str, str, law.Outcome]], Counter[str]]:
+def check_world(rank: int) -> tuple[list[tuple[str, str, Outcome]], Counter[str]]:
     """(case, layout, outcome), and how often each kernel's operator ran."""
-    groups, place = law.make_groups(rank, 2, 2, 1)
+    groups, place = make_groups(rank, 2, 2, 1)
     found, ran = [], Counter[str]()
 
     def counted(name: str):  # type: ignore[no-untyped-def]
@@ -39,10 +43,10 @@ def check_world(rank: int) -> tuple[list[tuple[str, str, law.Outcome]], Counter[
 
     with counted("vocab_stats"), counted("vocab_combine"), counted("vocab_gradient"), counted("vocab_gradient_"):
         for case in PLAIN:
-            batch = case.batch(SEED, False, DTYPE, 0.0)
+            batch = law.batch_of(case, SEED, dtype=DTYPE)
             want = law.expected(case, batch)
             for layout in LAYOUTS:
-                outcome = law.run_layout(layout, on_triton(case), batch, want, groups, place, DTYPE)
+                outcome = run_layout(layout, on_triton(case), batch, want, groups, place, DTYPE)
                 found.append((case.name, layout.name, outcome))
     return found, ran
 
@@ -50,7 +54,7 @@ def check_world(rank: int) -> tuple[list[tuple[str, str, law.Outcome]], Counter[
 def test_the_law() -> None:
     ranks = run_world(2, check_world, timeout=300)
     for case in PLAIN:
-        want = law.expected(case, case.batch(SEED, False, DTYPE, 0.0))
+        want = law.expected(case, law.batch_of(case, SEED, dtype=DTYPE))
         of_layout = {
             layout.name: [
                 outcome
@@ -62,7 +66,7 @@ def test_the_law() -> None:
             for layout in LAYOUTS
         }
         assert all(len(outcomes) == 2 for outcomes in of_layout.values())
-        assert law.faults(case, want, of_layout, 1e-5) == []
+        assert faults(case, want, of_layout, 1e-5) == []
     # per case: one micro-batch that keeps its logits, and three that give them up
     assert all(
         ran == {"vocab_stats": 8, "vocab_combine": 8, "vocab_gradient": 2, "vocab_gradient_": 6} for _, ran in ranks

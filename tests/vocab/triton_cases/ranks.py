@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl import token_stats
+from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
 from tests.collectives import recorded
-from tests.distributed.pool import run_world
 from tests.vocab.triton_cases.common import DEVICE, INTERPRETED, error, logits_and_targets, run, upstream
 
 T = 5

@@ -254,16 +254,8 @@ def _work(rank: int, connection: Connection, folder: str) -> None:
             _forget()  # not after the last task: another rank could still be inside a handshake with this one
             if setting is None:
                 continue
-            try:
-                answer = ("result", _call(rank, *setting, task))
-            except BaseException as error:
-                answer = ("error", f"{type(error).__name__}: {error}", traceback.format_exc())
-            try:
-                message = pickle.dumps(answer)
-            except Exception as error:
-                message = pickle.dumps(("error", f"{type(error).__name__}: {error}", traceback.format_exc()))
-            connection.send_bytes(message)
-            del answer, setting, task, message
+            connection.send_bytes(_answer(rank, setting, task))
+            del setting, task
 
 
 def _die_with_the_parent() -> None:
@@ -274,10 +266,19 @@ def _die_with_the_parent() -> None:
     os._exit(1)
 
 
-def _call(rank: int, world_size: int, store: str, timeout: float, task: bytes) -> Any:
+def _answer(rank: int, setting: tuple[int, str, float], task: bytes) -> bytes:
+    """("result", what the task gives) or ("error", message, traceback), pickled."""
+    try:
+        return pickle.dumps(("result", _call(rank, setting, task)))
+    except BaseException as error:
+        return pickle.dumps(("error", f"{type(error).__name__}: {error}", traceback.format_exc()))
+
+
+def _call(rank: int, setting: tuple[int, str, float], task: bytes) -> Any:
     import torch
     import torch.distributed as dist
 
+    world_size, store, timeout = setting
     fn, args = pickle.loads(task)  # imports the test's module, before the rendezvous: none waits for it in a collective
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size))

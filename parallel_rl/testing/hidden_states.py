@@ -1,4 +1,4 @@
-"""The law for losses on hidden states and the LM head in place of logits, with the batches, cuts and truths of `law`."""
+"""The law for losses on hidden states and the LM head in place of logits, with the same batches, cuts and truths."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl import LMHeadInput, ParallelGroups, SequencePackingLossWrapper, count_valid, reduce_metrics
+from parallel_rl.counts import count_valid
+from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses.core.base import LossFn
+from parallel_rl.metrics import reduce_metrics
+from parallel_rl.packing import SequencePackingLossWrapper
+from parallel_rl.testing import layouts as layouts_of
+from parallel_rl.testing.batches import ROWS, VOCAB, WIDTH, carries_loss, local_names, poisoned
+from parallel_rl.testing.cases import Batch, Case, Expected
+from parallel_rl.testing.layouts import Layout, cut_rows, make_groups
+from parallel_rl.testing.sharded import local_logits, sharded_loss
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.linear.plan import LinearMode
-from tests.distributed import law
-from tests.distributed.law import ROWS, VOCAB, Batch, Case, Expected, Layout
 
 BUDGET = 1 << 14  # bytes: several chunks, of which a few are kept
 MODES: tuple[LinearMode, ...] = ("auto", "recompute", "resident")
@@ -67,32 +74,32 @@ def run_layout(
 ) -> Outcome:
     """One optimizer step on this rank; what carries no loss is poisoned. `variant` chooses mode, order and splitting."""
     tp_rank, cp_rank, dp_rank = place
-    loss_fn, columns = law._sharded_loss(case, layout, tp_rank, False, consume=False)
+    loss_fn, columns = sharded_loss(case, layout, tp_rank, False, consume=False)
     whole, weight = head_of(batch)
     width: list[int | None] = list(range(whole.shape[-1]))
     rows = torch.full((len(columns), whole.shape[-1]), 1e4, dtype=torch.float64)
     real = [c for c in columns if c is not None]
     rows[: len(real)] = weight[real]
     head = rows.requires_grad_()
-    data = law.poisoned(batch.data, case)
+    data = poisoned(batch.data, case)
     mine = list(range(ROWS))[dp_rank * ROWS // layout.dp : (dp_rank + 1) * ROWS // layout.dp]
     size = len(mine) // layout.micro_batches
-    pieces = [law.cut_rows(mine[i : i + size], batch.lengths, layout, cp_rank) for i in range(0, len(mine), size)]
+    pieces = [cut_rows(mine[i : i + size], batch.lengths, WIDTH, layout, cp_rank) for i in range(0, len(mine), size)]
     datas = [
-        {name: value[piece.rows] for name, value in data.items() if name not in law.local_names(loss_fn)}
+        {name: value[piece.rows] for name, value in data.items() if name not in local_names(loss_fn)}
         for piece in pieces
     ]
-    counts, carries = count_valid(datas, groups.data), law._carries_loss(batch.data, case)
+    counts, carries = count_valid(datas, groups.data), carries_loss(batch.data, case)
     truth_of_hidden = want.gradient @ weight
     calls, leaves, cuts = [], [], []
     for piece, local in zip(pieces, datas, strict=True):
         shape = (len(piece.rows), -1) if piece.cu_seqlens is None else (1, -1)
         hidden, truth = (
-            law._local_logits(x, piece, width, carries, poison=poison).view(*shape, len(width))
+            local_logits(x, piece, width, carries, poison=poison).view(*shape, len(width))
             for x, poison in ((whole, True), (truth_of_hidden, False))
         )
-        for name in law.local_names(loss_fn):
-            local[name] = law._local_logits(data[name], piece, columns, carries).view(*shape, len(columns))
+        for name in local_names(loss_fn):
+            local[name] = local_logits(data[name], piece, columns, carries).view(*shape, len(columns))
         split = layout.tp > 1 and variant % 2 == 0 and hidden.shape[1] % layout.tp == 0
         part = slice(None)
         if split:
@@ -113,13 +120,13 @@ def run_layout(
             loss_fn, piece.cu_seqlens, piece.cu_seqlens_padded
         )  # fmt: skip
         calls.append((call, (given, local, *counts, groups.tp_rank, groups.tensor, groups.context)))
-    extra = {}
+    statistics = None
     if loss_fn.needs_statistics:
-        parts = [fn.collect(*call) for fn, call in calls]
-        extra["statistics"] = sum(parts[1:], parts[0]).reduce(groups)
+        collected = [fn.collect(*arguments) for fn, arguments in calls]
+        statistics = sum(collected[1:], collected[0]).reduce(groups)
     share, metrics, squared, stray = 0.0, [], 0.0, ""
-    for (fn, call), leaf, truth in zip(calls, leaves, cuts, strict=True):
-        loss, parts = fn(*call, **extra)
+    for (fn, arguments), leaf, truth in zip(calls, leaves, cuts, strict=True):
+        loss, parts = fn(*arguments, statistics=statistics)
         (loss * 4).backward()  # as a loss scale would
         share += loss.item()
         metrics.append(parts)
@@ -138,7 +145,7 @@ def run_layout(
 
 def layouts(world: int, number: int | None = None) -> list[Layout]:
     """TP and CP of 1 and 2; data parallelism, which is nothing to the head, in worlds of four only."""
-    return [layout for layout in law.layouts(world, number) if layout.tp <= 2 and (world == 4 or layout.dp == 1)]
+    return [layout for layout in layouts_of.layouts(world, number) if layout.tp <= 2 and (world == 4 or layout.dp == 1)]
 
 
 def check_world(
@@ -147,14 +154,14 @@ def check_world(
     """(case, layout, outcome, the weight's gradient summed over the world)."""
     found = []
     world = dist.get_world_size()
-    groups_of: dict[tuple[int, int], tuple] = {}
+    groups_of: dict[tuple[int, int], tuple[ParallelGroups, tuple[int, int, int]]] = {}
     variant = 0
     for layout in of_world:
         key = (layout.tp, layout.cp)
         if key not in groups_of:
-            groups_of[key] = law.make_groups(rank, world, *key)
+            groups_of[key] = make_groups(rank, world, *key)
         for case, batch, want in given:
-            outcome = run_layout(layout, case, batch, want, *groups_of[key], variant)
+            outcome = run_layout(layout, case, batch, want, *groups_of[key], variant=variant)
             weight = outcome.weight.clone()
             dist.all_reduce(weight)
             found.append((case.name, layout.name, outcome, weight))

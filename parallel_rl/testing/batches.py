@@ -1,0 +1,122 @@
+"""Batches that a loss may meet: ragged, with empty rows, ranks and micro-batches; and their poisoned twins."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.testing.cases import Batch, Case, has_scalar_head
+
+ROWS, WIDTH, VOCAB = 12, 16, 23
+PLACEHOLDER, REWARD_IDS = 21, [19, 2]  # of a process reward model, on different shards
+POISON = (math.nan, math.inf, -math.inf)
+
+
+def make_batch(
+    seed: int, half_masked: bool, loss: str, dtype: torch.dtype, shift: float = 0.0, *, truncated: bool = False
+) -> Batch:
+    """Ragged rows, among them: an empty token mask, rows and one whole micro-batch without sample_mask; every value valid.
+
+    `truncated`: with kept sets, and tokens that an earlier policy did not keep.
+    """
+    scalar = has_scalar_head(loss)
+    g = torch.Generator().manual_seed(seed)
+    kind = torch.promote_types(dtype, torch.float32)
+    lengths = [2, 16, 5, 9, 7, 7, 13, 4, 16, 3, 11, 8]
+    logits = torch.randn(ROWS, WIDTH, 1 if scalar else VOCAB, generator=g, dtype=torch.float64) * 1.5
+    logits += shift * torch.randint(0, 2, (ROWS, WIDTH, 1), generator=g).mul(2).sub(1)
+    logits = logits.to(dtype).double()
+    ids = torch.randint(0, VOCAB, (ROWS, WIDTH), generator=g)
+    ids[:, 2::4] = PLACEHOLDER
+    ids[1, :8] = torch.arange(0, VOCAB, 3)  # targets on every shard
+    token_mask = torch.rand(ROWS, WIDTH, generator=g) < 0.8
+    token_mask &= torch.arange(WIDTH) < torch.tensor(lengths)[:, None]
+    token_mask[:, 1] = True  # never two empty rows by chance
+    token_mask[3] = False
+    sample_mask = torch.ones(ROWS)
+    sample_mask[4:6] = 0  # at 2 data ranks x 3 micro-batches, all of one of them
+    sample_mask[10:12] = 0
+    if half_masked:
+        sample_mask[6:] = 0  # all of data rank 1
+    base = logits.roll(1, 1)[..., 0] if scalar else _logprobs(logits, ids)
+
+    def near(scale: float) -> Tensor:
+        return (base + scale * torch.randn(ROWS, WIDTH, generator=g).double()).to(kind).double()
+
+    data = {
+        "input_ids": ids,
+        "token_mask": token_mask.to(torch.int64),
+        "sample_mask": sample_mask,
+        "advantages": (torch.randn(ROWS, WIDTH, generator=g).double() + 0.4).to(kind).double(),
+        "prev_logprobs": near(0.2),
+        "generation_logprobs": near(0.25),
+        "reference_policy_logprobs": near(0.3),
+        "rewards": torch.randn(ROWS, generator=g).double().to(kind).double(),
+        "sample_ids": torch.randperm(1000, generator=g)[:ROWS],
+        "returns": near(0.5),
+        "values": near(0.4),
+        "preference_labels": torch.tensor([1, 1, 0, 1, 1, -1, 0, 1, 1, -1, -1, 0]).double(),
+        "preference_margins": torch.rand(ROWS, generator=g).to(kind).double(),
+        "reward_labels": torch.tensor([*REWARD_IDS, -100])[torch.randint(0, 3, (ROWS, WIDTH), generator=g)],
+    }
+    teacher = (torch.randn(ROWS, WIDTH, VOCAB, generator=g) * 1.5).to(kind).double()
+    best = teacher.roll(1, 1).topk(4, -1)
+    data |= {
+        "teacher_logits": teacher,
+        "teacher_topk_logits": best.values,
+        "teacher_topk_indices": best.indices,
+        "teacher_logsumexp": teacher.roll(1, 1).logsumexp(-1).to(kind).double(),
+        "expert_mask": torch.tensor([0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0]).bool(),
+    }
+    if truncated:
+        kept = torch.rand(ROWS, WIDTH, VOCAB, generator=g).argsort(-1)[..., :7]
+        data["kept_ids"] = torch.where(torch.rand(kept.shape, generator=g) < 0.8, kept, -1)
+        for name in ("prev_logprobs", "generation_logprobs"):
+            data[name][torch.rand(ROWS, WIDTH, generator=g) < 0.05] = -math.inf
+    return Batch(logits, data, lengths)
+
+
+def local_names(loss_fn: LossFn) -> list[str]:
+    """The fields that only this rank has, in the order of the logits."""
+    return [field.name for field in loss_fn.requirements.fields if field.per == "local"]
+
+
+def poisoned(data: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+    """NaN, inf and wild ids wherever no loss is carried."""
+    loss_fn = case.build()
+    bad = {name: value.clone() for name, value in data.items()}
+    masked = (data["token_mask"] == 0) | (data["sample_mask"] == 0)[:, None]
+    masked[:, 0] |= loss_fn.requirements.shift
+    wild = torch.where(torch.arange(int(masked.sum())) % 2 == 0, -7, 10**6)
+    poison = torch.tensor(POISON).repeat(ROWS * WIDTH)[: len(wild)]
+    for name, value in bad.items():
+        there = masked.roll(-1, 1) if loss_fn.requirements.field(name).alignment == "predictor" else masked
+        if name in ("input_ids", "reward_labels", "teacher_topk_indices", "kept_ids"):
+            value[there] = wild.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there])
+        elif value.dim() >= 2 and value.is_floating_point() and name not in local_names(loss_fn):
+            value[there] = poison.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there]).to(value.dtype)
+    for name in ("rewards", "preference_labels", "preference_margins"):
+        bad[name][data["sample_mask"] == 0] = math.nan
+    return bad
+
+
+def carries_loss(data: dict[str, Tensor], case: Case) -> Tensor:
+    """[ROWS, WIDTH] whether the model's output at this position matters to the loss."""
+    mask = (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
+    if case.loss == "prm":
+        return mask & (data["input_ids"] == PLACEHOLDER) & (data["reward_labels"] != -100)
+    if case.config.get("head_position") == "token":
+        return mask
+    if case.loss == "preference":
+        last = torch.where(mask, torch.arange(WIDTH), -1).amax(1)
+        return mask & (torch.arange(WIDTH) == last[:, None])
+    return torch.cat([mask[:, 1:], torch.zeros(ROWS, 1, dtype=torch.bool)], 1)
+
+
+def _logprobs(logits: Tensor, ids: Tensor) -> Tensor:
+    """[ROWS, WIDTH] token-aligned; column 0 is 0."""
+    picked = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
+    return torch.cat([logits.new_zeros(len(ids), 1), picked], 1)

@@ -1,0 +1,105 @@
+"""Losses under test, and the numbers that one process gets for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_rl.counts import count_valid
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
+from parallel_rl.losses.registry import get_loss
+from parallel_rl.metrics import Metrics, reduce_metrics
+
+# (whole logits, data, config) to the loss and its metrics
+Reference = Callable[[Tensor, dict[str, Tensor], dict], tuple[Tensor, dict[str, float]]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss, its config, and options of its constructor."""
+
+    loss: str
+    config: dict = field(default_factory=dict)
+    options: dict = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        given = {**self.config, **self.options}
+        return "-".join([self.loss, *(f"{key}={_text(value)}" for key, value in given.items())])
+
+    def build(self, **layout: object) -> LossFn:
+        make: Callable[..., LossFn] = get_loss(self.loss)
+        return make(self.config, **self.options, **layout)
+
+    @property
+    def truncated(self) -> bool:
+        return not {"top_k", "top_p", "kept_sets"}.isdisjoint(self.options)
+
+
+def _text(value: object) -> str:
+    """A config's value, short and without what a test's name must not hold."""
+    if isinstance(value, dict):
+        return ".".join(f"{key}={_text(item)}" if key != "name" else str(item) for key, item in value.items())
+    return ",".join(map(_text, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+class Batch(NamedTuple):
+    """The whole global batch: `ROWS` sequences of at most `WIDTH` tokens, see `batches`."""
+
+    logits: Tensor  # [ROWS, WIDTH, VOCAB], [ROWS, WIDTH, 1] for a scalar head
+    data: dict[str, Tensor]
+    lengths: list[int]
+
+
+def has_scalar_head(loss: str) -> bool:
+    """Whether the loss reads one output a position instead of logits."""
+    return issubclass(get_loss(loss), ScalarHeadLoss)
+
+
+class Expected(NamedTuple):
+    """The loss, the gradient of the logits and the metrics of one process that holds everything."""
+
+    loss: float
+    gradient: Tensor
+    metrics: dict[str, float]
+
+
+def alone(case: Case, logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    """The loss on one process that holds everything."""
+    loss_fn, counts = case.build(), count_valid(data)
+    statistics = loss_fn.collect(logits, data, *counts).reduce() if loss_fn.needs_statistics else None
+    return loss_fn(logits, data, *counts, statistics=statistics)
+
+
+def expected(case: Case, batch: Batch, reference: Reference | None = None) -> Expected:
+    """What the dense reference says where there is one, else the loss itself in one float64 process."""
+    logits = batch.logits.clone().requires_grad_()
+    if reference is not None:
+        loss, metrics = reference(logits, batch.data, case.config)
+    else:
+        loss, parts = alone(case, logits, batch.data)
+        metrics = {name: value.item() for name, value in reduce_metrics([parts]).items()}
+    loss.backward()
+    assert logits.grad is not None
+    return Expected(loss.item(), logits.grad, metrics)
+
+
+def dense_error(
+    case: Case, batch: Batch, want: Expected, dtype: torch.dtype, reference: Reference | None = None
+) -> tuple[float, float]:
+    """Errors of plain PyTorch on whole low-precision logits: float32 mathematics, a gradient rounded to `dtype`."""
+    logits = batch.logits.to(dtype).requires_grad_()
+    data = {name: value.float() if value.dtype == torch.float64 else value for name, value in batch.data.items()}
+    if reference is not None:
+        loss, _ = reference(logits.float(), data, case.config)
+    else:
+        loss, _ = alone(case, logits.float(), data)
+    loss.backward()
+    assert logits.grad is not None
+    gradient = (logits.grad.double() - want.gradient).norm() / want.gradient.norm()
+    return abs(loss.item() - want.loss) / abs(want.loss), gradient.item()

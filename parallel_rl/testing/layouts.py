@@ -1,0 +1,120 @@
+"""Layouts, their process groups and their cuts, made of lists of positions.
+
+Not of `SequenceLayout`, so that an error there cannot cancel itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_rl.groups import ParallelGroups
+
+
+class Layout(NamedTuple):
+    tp: int
+    cp: int
+    dp: int
+    packing: str  # padded, packed, packed+padding
+    micro_batches: int
+    cp_layout: str
+
+    @property
+    def name(self) -> str:
+        return f"tp{self.tp}.cp{self.cp}.dp{self.dp}.{self.packing}.mb{self.micro_batches}.{self.cp_layout}"
+
+
+# Of the layouts of a world: those that come first where a run takes only some. The first two have every dimension, every
+# step of the packing and several micro-batches; the first six each value of each setting beside most of the others'.
+_FIRST = {
+    4: (
+        "tp2.cp2.dp1.packed+padding.mb3.zigzag",
+        "tp2.cp1.dp2.padded.mb3.zigzag",
+        "tp1.cp2.dp2.packed.mb3.contiguous",
+        "tp4.cp1.dp1.packed+padding.mb1.zigzag",
+        "tp2.cp2.dp1.packed.mb1.contiguous",
+        "tp1.cp2.dp2.padded.mb1.zigzag",
+    ),
+    8: ("tp2.cp2.dp2.packed+padding.mb3.zigzag", "tp4.cp2.dp1.packed.mb3.contiguous", "tp4.cp1.dp2.padded.mb3.zigzag"),
+}
+
+
+def layouts(world: int, number: int | None = None) -> list[Layout]:
+    """TP {1, 2, 4} x CP {1, 2} x DP {1, 2} of this many ranks x packing x {1, 3} micro-batches: all, or the first `number`."""
+    grids = [(tp, cp, dp) for tp in (1, 2, 4) for cp in (1, 2) for dp in (1, 2) if tp * cp * dp == world]
+    found = [
+        Layout(*grid, packing, micro_batches, cp_layout)
+        for grid in grids
+        for packing in ("padded", "packed", "packed+padding")
+        for micro_batches in (1, 3)
+        for cp_layout in (("zigzag", "contiguous") if grid[1] > 1 else ("zigzag",))
+    ]
+    first = _FIRST.get(world, ())
+    found.sort(key=lambda layout: first.index(layout.name) if layout.name in first else len(first))
+    return found[:number]
+
+
+def make_groups(rank: int, world: int, tp: int, cp: int) -> tuple[ParallelGroups, tuple[int, int, int]]:
+    """Tensor ranks are neighbours, then context, then data; returns the groups and this rank's (tp, cp, dp) place."""
+    place = (rank % tp, rank // tp % cp, rank // (tp * cp))
+    ranks = torch.arange(world).view(-1, cp, tp)
+
+    def group_of(lists: Tensor) -> dist.ProcessGroup | None:
+        mine = None
+        for members in lists.tolist():
+            group = dist.new_group(members) if len(members) > 1 else None
+            mine = group if rank in members else mine
+        return mine
+
+    return ParallelGroups(
+        tensor=group_of(ranks.reshape(-1, tp)),
+        context=group_of(ranks.transpose(1, 2).reshape(-1, cp)),
+        data=group_of(ranks.permute(1, 2, 0).reshape(cp * tp, -1)),
+        data_context=group_of(ranks.permute(2, 0, 1).reshape(tp, -1)),
+    ), place
+
+
+def _cut(length: int, cp: int, rank: int, cp_layout: str) -> list[int]:
+    if cp == 1:
+        return list(range(length))
+    if cp_layout == "contiguous":
+        return list(range(rank * length // cp, (rank + 1) * length // cp))
+    chunk = length // (2 * cp)
+    first, last = rank, 2 * cp - 1 - rank
+    return [*range(first * chunk, (first + 1) * chunk), *range(last * chunk, (last + 1) * chunk)]
+
+
+class Piece(NamedTuple):
+    """One micro-batch on one rank: where each local position comes from ((row, column), None for padding), and cu_seqlens."""
+
+    rows: list[int]
+    places: list[tuple[int, int] | None]
+    cu_seqlens: Tensor | None
+    cu_seqlens_padded: Tensor | None
+
+    def indices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows, columns, and whether there is one, of each local position."""
+        pairs = torch.tensor([(-1, 0) if at is None else at for at in self.places])
+        return pairs[:, 0].clamp(min=0), pairs[:, 1], pairs[:, 0] >= 0
+
+
+def cut_rows(rows: list[int], lengths: list[int], width: int, layout: Layout, cp_rank: int) -> Piece:
+    """Cut rows of `width` columns, of which `lengths` say how many hold tokens, for one context rank."""
+    if layout.packing == "padded":
+        cut = _cut(width, layout.cp, cp_rank, layout.cp_layout)
+        return Piece(rows, [(row, column) for row in rows for column in cut], None, None)
+    room = [-(-lengths[row] // 4) * 4 for row in rows]
+    true = room if layout.packing == "packed" else [lengths[row] for row in rows]
+    if layout.packing == "packed+padding":
+        room[-1] += 8  # the row's alignment padding lies in the last sequence
+    whole = [[(row, t) if t < width else None for t in range(size)] for row, size in zip(rows, room, strict=True)]
+    if layout.cp_layout == "zigzag":
+        places = [sequence[t] for sequence in whole for t in _cut(len(sequence), layout.cp, cp_rank, "zigzag")]
+    else:
+        flat = [place for sequence in whole for place in sequence]
+        places = [flat[t] for t in _cut(len(flat), layout.cp, cp_rank, "contiguous")]
+    sums = [torch.tensor([0, *sizes]).cumsum(0).to(torch.int32) for sizes in (true, room)]
+    return Piece(rows, places, sums[0], None if layout.packing == "packed" else sums[1])
