@@ -17,6 +17,7 @@ from parallel_rl.vocab.linear.forward_backward import (
     Chunks,
     Forward,
     Gradients,
+    Summed,
     backward_spans,
     run_backward,
     run_forward,
@@ -175,25 +176,42 @@ class _InForward(torch.autograd.Function):
             known = objective.gradients(forward.stats)
             groups = [params.shard.group, objective.context_group]
             raise_on_all_ranks(lambda: _check_separable(params, used, known), groups, hidden)
-        ctx.summed, ctx.target = gradients.close(), target  # type: ignore[attr-defined]
-        ctx.shape, ctx.bias, ctx.group = hidden.shape, bias, params.shard.group  # type: ignore[attr-defined]
+        ctx.gradients = ForwardGradients(gradients.close(), target, hidden.shape, bias, params.shard.group)  # type: ignore[attr-defined]
         stats = [s for s in forward.stats if s is not None]
         ctx.mark_non_differentiable(*stats)
         return torch.zeros((), dtype=params.dtype, device=hidden.device), *forward.stats
 
     @staticmethod
     def backward(ctx: FunctionCtx, upstream: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *ctx.gradients.scaled(upstream), None, None, None  # type: ignore[attr-defined]
+
+
+@dataclass
+class ForwardGradients:
+    """Gradients that forward computed, which wait for the factor that backward brings: the upstream scalar."""
+
+    summed: Summed | None
+    target: WeightTarget
+    shape: torch.Size  # of hidden, as the caller holds it
+    bias: Tensor | None
+    group: ProcessGroup | None
+
+    def scaled(self, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients of hidden, weight and bias for autograd, over the memory of the sums; once.
+
+        Raises:
+            RuntimeError: a second call, or a backward with create_graph=True.
+        """
         refuse_second_derivative("token statistics have")
-        check_replicated([upstream], ctx.group, upstream)  # type: ignore[attr-defined]
-        if ctx.summed is None:  # type: ignore[attr-defined]
+        check_replicated([upstream], self.group, upstream)
+        if self.summed is None:
             raise RuntimeError(
                 "the first backward scaled the gradient that was computed in forward; mode='recompute' allows a second one"
             )
-        of_hidden, of_weight, of_bias = ctx.summed  # type: ignore[attr-defined]
-        ctx.summed = None  # type: ignore[attr-defined]
-        target: WeightTarget = ctx.target  # type: ignore[attr-defined]
+        of_hidden, of_weight, of_bias = self.summed
+        self.summed, target = None, self.target
         if of_hidden is not None:
-            of_hidden = of_hidden.mul_(upstream).view(ctx.shape)  # type: ignore[attr-defined]
+            of_hidden = of_hidden.mul_(upstream).view(self.shape)
         if of_weight is not None:
             into = target.rows(of_weight.shape[0])
             upstream = upstream.to(of_weight.dtype)
@@ -203,8 +221,8 @@ class _InForward(torch.autograd.Function):
                 into.addcmul_(of_weight, upstream, value=target.factor)
             of_weight = target.result(of_weight)
         if of_bias is not None:
-            of_bias = _padded(of_bias.mul_(upstream), ctx.bias)  # type: ignore[attr-defined]
-        return of_hidden, of_weight, of_bias, None, None, None
+            of_bias = _padded(of_bias.mul_(upstream), self.bias)
+        return of_hidden, of_weight, of_bias
 
 
 def _check_separable(params: LinearParams, used: list[tuple[list[slice], OutputGrads]], known: OutputGrads) -> None:

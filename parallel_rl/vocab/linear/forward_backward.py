@@ -186,12 +186,27 @@ class Gradients:
         """
         params, indices = self.params, torch.cat([self.params.rows.gathered(span) for span in spans])
         table, upstream = table[indices], _rows_of(upstream, indices)
-        of_hidden = None
+
+        def gradient(part: slice) -> Tensor:
+            return _logits_gradient(params, *logits(part), params.spec(indices, part), table, upstream)
+
+        self.add_products(spans, hidden, columns, gradient)
+
+    def add_products(
+        self, spans: Sequence[slice], hidden: Tensor, columns: Sequence[slice], gradient: Callable[[slice], Tensor]
+    ) -> None:
+        """Add what some rows give once the gradient of their logits is known.
+
+        Args:
+            columns: all of them, in slices.
+            gradient: a slice to the gradient of those logits, in the dtype that the products take.
+        """
+        params, of_hidden = self.params, None
         if self.hidden is not None:
             of_hidden = torch.zeros(hidden.shape, dtype=params.dtype, device=hidden.device)
         sending: list[tuple[Tensor, Pending]] = []
         for part in columns:
-            dz = _logits_gradient(params, *logits(part), params.spec(indices, part), table, upstream)
+            dz = gradient(part)
             if of_hidden is not None:
                 add_hidden_gradient(of_hidden, dz, params.weight[part])
                 if part is columns[-1]:
