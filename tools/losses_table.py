@@ -16,7 +16,7 @@ from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.config.strict import Variants
 from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.functional.distillation import Divergence
-from parallel_rl.functional.surrogates import Surrogate
+from parallel_rl.functional.surrogate import Surrogate
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import losses
 from parallel_rl.recipes import loss_of, main_section, recipes, summary

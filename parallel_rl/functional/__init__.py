@@ -1,7 +1,8 @@
 """Pointwise mathematics of losses on log-probs, one formula a function.
 
     ratio          likelihood ratios, PPO's clipped surrogate, CISPO
-    surrogates     policy-gradient terms by name: PPO, REINFORCE, SAPO, TOPR, GMPO, ...; `rec` and `covariance` hold larger ones
+    surrogate      what a policy-gradient term is; `surrogates` has them by name: PPO, REINFORCE, SAPO, TOPR, GMPO, ...; `dppo`,
+                   `rec` and `covariance` hold larger ones
     kl             KL estimators by value and gradient
     importance     weights against the mismatch of sampler and trainer, and their truncations
     preference     DPO and its relatives, SimPO, ORPO, KTO

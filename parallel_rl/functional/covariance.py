@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.functional.ratio import clipped_surrogate
-from parallel_rl.functional.surrogates import PolicyTerms, Surrogate, positive
+from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, driven_out, positive
 
 
 def _covariance(terms: PolicyTerms) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ class ClipCov(Surrogate, name="clip_cov"):
     def collect(self, terms: PolicyTerms) -> dict[str, Tensor]:
         assert terms.random is not None
         sampled = {"advantages": terms.advantages, "logprobs": terms.logprobs, "random": terms.random}
-        return {**sampled, "clipped": self._clipped(terms).to(torch.float64)}
+        return {**sampled, "clipped": self.clipped(terms).bites.to(torch.float64)}
 
     def __call__(self, terms: PolicyTerms) -> Tensor:
         assert terms.random is not None
@@ -74,16 +74,14 @@ class ClipCov(Surrogate, name="clip_cov"):
         # the k smallest of the uniform numbers of those in question
         k = torch.minimum(_number(step, self.fraction), eligible.sum())
         bound = -_kth_largest(torch.where(eligible, -terms.samples["random"], -torch.inf), k.clamp(min=1))
-        chosen = (here > self.low) & (here < self.high) & ~self._clipped(terms) & (terms.random <= bound)
+        chosen = (here > self.low) & (here < self.high) & ~self.clipped(terms).bites & (terms.random <= bound)
         clipped = terms.ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return torch.where(chosen, 0, clipped_surrogate(terms.ratio, clipped, terms.advantages))
 
-    def _clipped(self, terms: PolicyTerms) -> Tensor:
-        """Mask of the tokens whose clipped branch is the larger, so that PPO gives no gradient."""
-        ratio = terms.ratio.detach()
-        return ((ratio > 1 + self.clip_high) & (terms.advantages > 0)) | (
-            (ratio < 1 - self.clip_low) & (terms.advantages < 0)
-        )
+    def clipped(self, terms: PolicyTerms) -> Clipped:
+        """PPO's clip; the tokens that are drawn are not among them."""
+        low, high = terms.ratio < 1 - self.clip_low, terms.ratio > 1 + self.clip_high
+        return Clipped(low, high, driven_out(low, high, terms.advantages))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.functional.ratio import safe_exp
-from parallel_rl.functional.surrogates import PolicyTerms, Surrogate, positive
+from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, positive
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,21 @@ class REC(Surrogate, name="rec"):
             return terms.advantages * safe_exp(terms.advantages / self.temperature)
         return terms.advantages
 
+    def clipped(self, terms: PolicyTerms) -> Clipped | None:
+        if self.clip_mode == "none":
+            return None
+        ratio = self._clip_ratio(terms)
+        return Clipped(ratio < 1 - self.epsilon_low, ratio > 1 + self.epsilon_high, ~self.keep(terms))
+
+    def _clip_ratio(self, terms: PolicyTerms) -> Tensor:
+        log_ratio = terms.token_log_ratio.detach()
+        return safe_exp(terms.sequence_mean(log_ratio) if self.clip_mode == "gspo-one-side" else log_ratio)
+
     def keep(self, terms: PolicyTerms) -> Tensor:
         """I of each token, bool."""
-        log_ratio = terms.token_log_ratio.detach()
         if self.clip_mode == "none":
-            return torch.ones_like(log_ratio, dtype=torch.bool)
-        ratio = safe_exp(terms.sequence_mean(log_ratio) if self.clip_mode == "gspo-one-side" else log_ratio)
+            return torch.ones_like(terms.logprobs, dtype=torch.bool)
+        ratio = self._clip_ratio(terms)
         up, down = terms.advantages >= 0, terms.advantages <= 0
         below, above = ratio <= 1 + self.epsilon_high, ratio >= 1 - self.epsilon_low
         if self.clip_mode in ("one-side", "gspo-one-side"):

@@ -1,90 +1,18 @@
-"""Policy-gradient surrogates: from ratios and advantages to a loss per token, one small class each, its fields its options.
+"""Policy-gradient surrogates, one small class each, its fields its options; see `Surrogate`.
 
-A surrogate maps `PolicyTerms` to a loss per token. Notation: l = log π of the token with gradient, l_old of the policy
-that the step began with, ρ the ratio at the level that the loss chose, A the advantage, sg stop-gradient.
+Notation: l = log π of the token with gradient, l_old of the policy that the step began with, ρ the ratio at the level that the
+loss chose, A the advantage, sg stop-gradient.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from parallel_rl.config.strict import Variants
 from parallel_rl.functional.ratio import cispo, clipped_surrogate, safe_exp
-
-
-@dataclass(frozen=True)
-class PolicyTerms:
-    """Inputs of a surrogate, all [T_local]; masked places hold 0 (a ratio: 1).
-
-    Attributes:
-        logprobs, old_logprobs: l with gradient, and l_old without.
-        token_log_ratio: l − l_old of each token. log_ratio, ratio: at the level of the loss, with its gradient.
-        sequence_mean, sequence_sum: [T_local] to [T_local], over each whole sequence's valid tokens.
-        samples: for a surrogate with `needs_statistics`, what it collected over the whole step, NaN at masked places.
-        random: [T_local] uniform on [0, 1), for a surrogate with a `draw_seed`.
-    """
-
-    logprobs: Tensor
-    old_logprobs: Tensor
-    token_log_ratio: Tensor
-    log_ratio: Tensor
-    ratio: Tensor
-    advantages: Tensor
-    sequence_mean: Callable[[Tensor], Tensor]
-    sequence_sum: Callable[[Tensor], Tensor]
-    samples: Mapping[str, Tensor] = field(default_factory=dict)
-    random: Tensor | None = None
-
-
-class Surrogate(Variants):
-    """Base of the surrogates: one option of the policy loss, chosen in its config as `name: ppo` with that class's options.
-
-    It is a union of config classes; losses are registered with `register_loss`.
-    """
-
-    uses_ratio: ClassVar[bool] = True
-    #: whether only the ratio of single tokens makes sense
-    token_level: ClassVar[bool] = False
-    #: whether `collect` must run over the whole step first
-    needs_statistics: ClassVar[bool] = False
-    #: whether a token's term depends on the log-probs of no other token
-    token_separable: ClassVar[bool] = True
-
-    @property
-    def draw_seed(self) -> int | None:
-        """The seed of a surrogate that draws at random."""
-        return None
-
-    @abstractmethod
-    def __call__(self, terms: PolicyTerms) -> Tensor:
-        """[T_local] the loss of each token."""
-
-    def collect(self, terms: PolicyTerms) -> dict[str, Tensor]:
-        """[T_local] each: the values of every token of the step that `terms.samples` then holds."""
-        return {}
-
-
-def positive(config: object, *names: str, below: float | None = None, zero: bool = False) -> None:
-    """Check that options are positive (with `zero`: not negative) and below a bound; None passes.
-
-    >>> positive(SPPO(), "epsilon", below=1)
-
-    Raises:
-        ValueError: the first that is not.
-    """
-    for name in names:
-        value = getattr(config, name)
-        if value is None:
-            continue
-        if not (value >= 0 if zero else value > 0) or (below is not None and not value < below):
-            wanted = ("at least 0" if zero else "positive") + ("" if below is None else f" and below {below}")
-            raise ValueError(f"{name} = {value} must be {wanted}")
+from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, driven_out, positive
 
 
 def _by_sign(up: Tensor, there: float, elsewhere: float) -> Tensor:
@@ -114,6 +42,11 @@ class PPO(Surrogate, name="ppo"):
     def __call__(self, terms: PolicyTerms) -> Tensor:
         clipped = terms.ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         return clipped_surrogate(terms.ratio, clipped, terms.advantages, self.dual_clip)
+
+    def clipped(self, terms: PolicyTerms) -> Clipped:
+        low, high = terms.ratio < 1 - self.clip_low, terms.ratio > 1 + self.clip_high
+        dual = None if self.dual_clip is None else (terms.ratio > self.dual_clip) & (terms.advantages < 0)
+        return Clipped(low, high, driven_out(low, high, terms.advantages), dual)
 
 
 @dataclass(frozen=True)
@@ -160,6 +93,10 @@ class CISPO(Surrogate, name="cispo"):
         if self.mask_low is not None:
             loss = torch.where((ratio < 1 - self.mask_low) & (advantages < 0), 0, loss)
         return loss
+
+    def clipped(self, terms: PolicyTerms) -> Clipped:
+        low, high = terms.ratio < 1 - self.clip_low, terms.ratio > 1 + self.clip_high
+        return Clipped(low, high, low | high)
 
 
 @dataclass(frozen=True)
@@ -226,6 +163,10 @@ class SPPO(Surrogate, name="sppo"):
         inside = (ratio >= 1 / (1 + self.epsilon)) & (ratio <= 1 + self.epsilon)
         return torch.where(inside, -terms.advantages * (terms.logprobs - terms.old_logprobs), 0)
 
+    def clipped(self, terms: PolicyTerms) -> Clipped:
+        low, high = terms.ratio < 1 / (1 + self.epsilon), terms.ratio > 1 + self.epsilon
+        return Clipped(low, high, low | high)
+
 
 @dataclass(frozen=True)
 class OPMD(Surrogate, name="opmd"):
@@ -262,6 +203,10 @@ class GMPO(Surrogate, name="gmpo"):
         clipped = sign * torch.minimum(sign * y, sign * y.clamp(-self.clip_low, self.clip_high))
         return -terms.advantages * safe_exp(terms.sequence_mean(clipped))
 
+    def clipped(self, terms: PolicyTerms) -> Clipped:
+        low, high = terms.token_log_ratio < -self.clip_low, terms.token_log_ratio > self.clip_high
+        return Clipped(low, high, driven_out(low, high, terms.advantages))
+
 
 @dataclass(frozen=True)
 class CPGD(Surrogate, name="cpgd"):
@@ -280,10 +225,19 @@ class CPGD(Surrogate, name="cpgd"):
         positive(self, "clip_high", zero=True)
 
     def __call__(self, terms: PolicyTerms) -> Tensor:
-        bounds = torch.tensor([1 + self.clip_high, 1 - self.clip_low], dtype=torch.float64).log().tolist()
-        upper = torch.minimum(terms.logprobs, terms.old_logprobs + bounds[0])
-        lower = torch.maximum(terms.logprobs, terms.old_logprobs + bounds[1])
+        low, high = self._bounds()
+        upper = torch.minimum(terms.logprobs, terms.old_logprobs + high)
+        lower = torch.maximum(terms.logprobs, terms.old_logprobs + low)
         return -terms.advantages * torch.where(terms.advantages > 0, upper, lower)
+
+    def clipped(self, terms: PolicyTerms) -> Clipped:
+        bounds = self._bounds()
+        low, high = terms.token_log_ratio < bounds[0], terms.token_log_ratio > bounds[1]
+        return Clipped(low, high, driven_out(low, high, terms.advantages))
+
+    def _bounds(self) -> list[float]:
+        """Of the log-ratio."""
+        return torch.tensor([1 - self.clip_low, 1 + self.clip_high], dtype=torch.float64).log().tolist()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from parallel_rl.functional.kl import jensen_shannon_estimate, kl_estimate
 from parallel_rl.functional.ratio import safe_exp
-from parallel_rl.functional.surrogates import PolicyTerms
+from parallel_rl.functional.surrogate import PolicyTerms
 from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, token_means, token_ranges

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import Literal
 
 from parallel_rl.functional.importance import Truncation
-from parallel_rl.functional.surrogates import CISPO, PPO, Ratio, Reinforce, Surrogate
+from parallel_rl.functional.surrogate import Surrogate
+from parallel_rl.functional.surrogates import CISPO, PPO, Ratio, Reinforce
 from parallel_rl.losses.policy_config import ImportanceConfig, KLConfig, PolicyLossConfig
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel_rl.counts import ValidCounts, token_weights
 from parallel_rl.functional.kl import kl_estimate, straight_through
 from parallel_rl.functional.ratio import exp_or_zero, safe_exp
-from parallel_rl.functional.surrogates import PolicyTerms
+from parallel_rl.functional.surrogate import PolicyTerms
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, token_means, token_ranges

@@ -9,13 +9,15 @@ from typing import Literal
 
 from parallel_rl.counts import Aggregation, check_aggregation
 from parallel_rl.functional.covariance import ClipCov, KLCov
+from parallel_rl.functional.dppo import DPPO
 from parallel_rl.functional.importance import MismatchStatistic, Truncation
 from parallel_rl.functional.kl import KLType
 from parallel_rl.functional.rec import REC
-from parallel_rl.functional.surrogates import PPO, Surrogate
+from parallel_rl.functional.surrogate import Surrogate
+from parallel_rl.functional.surrogates import PPO
 
 #: surrogates with a module of their own; a config names them like those of `functional.surrogates`
-MORE_SURROGATES = (ClipCov, KLCov, REC)
+MORE_SURROGATES = (ClipCov, DPPO, KLCov, REC)
 
 RatioLevel = Literal["token", "sequence-mean", "sequence-sum"]
 

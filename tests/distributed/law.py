@@ -184,6 +184,11 @@ MORE = [
         "policy",
         {"surrogate": "reinforce", "kl": {"coefficient": 0.3, "gradient": "straight-through", "against": "prev"}},
     ),
+    Case("policy", {"surrogate": {"name": "dppo", "low": 0.03, "high": 0.02, "ratio_max": 1.2}}),
+    Case(
+        "policy",
+        {"surrogate": {"name": "dppo", "divergence": "binary_kl", "low": 3e-3, "high": 2e-3, "detached": True}},
+    ),
 ]
 MORE = [case for case in MORE if case not in CORE]
 # a policy that is truncated as its sampler was

@@ -9,7 +9,8 @@ import torch
 from parallel_rl.compat.trinity.base import aggregation
 from parallel_rl.compat.trinity.policy import RatioLossFn
 from parallel_rl.functional.rec import REC
-from parallel_rl.functional.surrogates import CISPO, SPPO, TOPR, DetachedSAPO, PolicyTerms, Ratio
+from parallel_rl.functional.surrogate import PolicyTerms
+from parallel_rl.functional.surrogates import CISPO, SPPO, TOPR, DetachedSAPO, Ratio
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.policy import PolicyLossFn as LibraryLoss
 from parallel_rl.losses.policy_config import PolicyLossConfig

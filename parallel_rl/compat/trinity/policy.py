@@ -10,7 +10,8 @@ from torch import Tensor
 
 from parallel_rl.compat.dense import Step, dense_batch
 from parallel_rl.compat.trinity.base import PolicyLossFn, Result, aggregation, reported, scaled, trinity_call
-from parallel_rl.functional.surrogates import OPMD, PPO, PolicyTerms
+from parallel_rl.functional.surrogate import PolicyTerms
+from parallel_rl.functional.surrogates import OPMD, PPO
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import sequence_mean
 from parallel_rl.losses.policy import PolicyLossFn as LibraryLoss
