@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 from parallel_rl.losses.core.call import LossCall, LossFunction, PackedSequences
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from parallel_rl.losses.core.base import LossFn
     from parallel_rl.losses.core.requirements import Requirements
@@ -52,6 +55,13 @@ class SequencePackingLossWrapper(LossFunction):
 
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
         return self.loss_fn.run(replace(call, packed_sequences=self.packed_sequences))
+
+    def count(
+        self,
+        batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        data_parallel_group: ProcessGroup | None = None,
+    ) -> Statistics:
+        return self.loss_fn.count(batches, data_parallel_group)
 
     def run_collect(self, call: LossCall) -> Statistics:
         return self.loss_fn.run_collect(replace(call, packed_sequences=self.packed_sequences))

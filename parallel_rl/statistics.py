@@ -1,4 +1,4 @@
-"""Statistics of a whole optimizer step, reduced before its first gradient: sums, and samples for order statistics."""
+"""Statistics of a whole optimizer step, reduced before its first gradient: sums, samples for order statistics, and records."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from parallel_rl.groups import ParallelGroups, all_gather, group_size
 
 
 class Statistics(Mapping[str, Tensor]):
-    """Named scalar sums, and named samples [N]; `a + b` joins micro-batches, `reduce` joins ranks.
+    """Named scalar sums, named samples [N] and named records [R] of a step; given to a loss's call as `statistics=`.
 
-    A loss that needs them has `collect(<the same call>) -> Statistics`, run without gradient on every micro-batch of
-    the step:
+    A loss that needs them has two ways to get them. `count(micro_batches, data_group)` looks at the data alone and costs no
+    forward; `collect(<the same call>)` looks at the model's output, without gradient, on every micro-batch of the step. `a + b`
+    joins micro-batches, `reduce` joins ranks, `a | b` joins what was counted and what was collected:
 
-        statistics = (loss_fn.collect(*first) + loss_fn.collect(*second)).reduce(groups)
+        statistics = loss_fn.count([first_data, second_data], data_group)
+        if loss_fn.needs_collect:
+            statistics |= (loss_fn.collect(*first) + loss_fn.collect(*second)).reduce(groups)
         loss, metrics = loss_fn(*first, statistics=statistics)
 
     >>> first, second = Statistics({"rows": torch.tensor(3)}), Statistics({"rows": torch.tensor(4)})
@@ -28,11 +31,19 @@ class Statistics(Mapping[str, Tensor]):
         sums: 0-dim tensors, each this rank's own part. As a mapping, the statistics are these sums.
         samples: [n] tensors of one length, one entry a local token or sequence, for other statistics than sums (a quantile, the
             largest k). An entry that is masked or that another rank owns is NaN, in each of them; it sorts last.
+        records: [r] integer tensors of one length, one entry a row (an id, its number of tokens), of data that context ranks
+            share: they are gathered over data ranks only, in rank order.
     """
 
-    def __init__(self, sums: Mapping[str, Tensor], samples: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        sums: Mapping[str, Tensor],
+        samples: Mapping[str, Tensor] | None = None,
+        records: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self._sums = {name: value.detach().to(torch.float64) for name, value in sums.items()}
         self.samples = {name: value.detach().to(torch.float64) for name, value in (samples or {}).items()}
+        self.records = {name: value.detach().to(torch.int64) for name, value in (records or {}).items()}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._sums:
@@ -48,33 +59,68 @@ class Statistics(Mapping[str, Tensor]):
         return len(self._sums)
 
     def __add__(self, other: Statistics) -> Statistics:
-        if set(self) != set(other) or set(self.samples) != set(other.samples):
-            mine, theirs = ([*sorted(part), *sorted(part.samples)] for part in (self, other))
+        if self._names() != other._names():
+            mine, theirs = ([name for part in names for name in part] for names in (self._names(), other._names()))
             raise ValueError(f"statistics of different losses do not add up: {mine} and {theirs}")
         return Statistics(
             {name: value + other[name] for name, value in self.items()},
             {name: torch.cat([value, other.samples[name]]) for name, value in self.samples.items()},
+            {name: torch.cat([value, other.records[name]]) for name, value in self.records.items()},
         )
 
-    def reduce(self, groups: ParallelGroups | None = None) -> Statistics:
-        """Sums, and samples of all, over context and data ranks.
+    def __or__(self, other: Statistics) -> Statistics:
+        twice = [
+            name for mine, theirs in zip(self._names(), other._names(), strict=True) for name in mine if name in theirs
+        ]
+        if twice:
+            raise ValueError(f"{twice} stand in both statistics; join micro-batches with +, count and collect with |")
+        return Statistics(
+            {**self._sums, **other._sums}, {**self.samples, **other.samples}, {**self.records, **other.records}
+        )
 
-        Costs one all-reduce a group (one in all where `groups.data_context` is given), and where there are samples two
-        all-gathers: of their number, which the host waits for, and of the samples.
+    def _names(self) -> tuple[list[str], list[str], list[str]]:
+        return sorted(self), sorted(self.samples), sorted(self.records)
+
+    def to(self, device: torch.device) -> Statistics:
+        """These statistics on `device`; the host does not wait for a copy."""
+        parts = self._sums, self.samples, self.records
+        sums, samples, records = (
+            {name: value.to(device, non_blocking=True) for name, value in part.items()} for part in parts
+        )
+        return Statistics(sums, samples, records)
+
+    def reduce(self, groups: ParallelGroups | None = None) -> Statistics:
+        """Sums, and samples of all, over context and data ranks; records of all, over data ranks.
+
+        Costs one all-reduce a group (one in all where `groups.data_context` is given), and where there are samples or records
+        two all-gathers for each: of their number, which the host waits for, and of them.
         """
         groups = groups or ParallelGroups()
         joint = [groups.data_context] if groups.data_context is not None else [groups.context, groups.data]
-        names, kept = sorted(self), sorted(self.samples)
+        names, kept, listed = self._names()
         sums = torch.stack([self[name] for name in names]) if names else torch.zeros(0)
-        samples = torch.stack([self.samples[name] for name in kept], 1) if kept else None  # [n, K]
+        samples, records = _columns(self.samples, kept), _columns(self.records, listed)
         for group in joint:
-            if group_size(group) == 1:
-                continue
-            if names:
+            if names and group_size(group) > 1:
                 dist.all_reduce(sums, group=group)
-            if samples is not None:
-                most = int(all_gather(torch.tensor([len(samples)], device=samples.device), group).max())
-                padding = samples.new_full((most - len(samples), len(kept)), torch.nan)
-                samples = all_gather(torch.cat([samples, padding]), group).flatten(0, 1)
-        columns = [] if samples is None else samples.unbind(1)
-        return Statistics(dict(zip(names, sums.unbind(), strict=True)), dict(zip(kept, columns, strict=True)))
+            samples = _gather_rows(samples, group)
+        records = _gather_rows(records, groups.data)
+        return Statistics(
+            dict(zip(names, sums.unbind(), strict=True)),
+            dict(zip(kept, samples.unbind(1), strict=True)),
+            dict(zip(listed, records.unbind(1), strict=True)),
+        )
+
+
+def _columns(values: Mapping[str, Tensor], names: list[str]) -> Tensor:
+    """[n, K] of K named [n]; [0, 0] without any."""
+    return torch.stack([values[name] for name in names], 1) if names else torch.zeros(0, 0)
+
+
+def _gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The rows of [n, K] of all ranks, which may hold different numbers of them, in rank order."""
+    if group_size(group) == 1 or not x.shape[1]:
+        return x
+    rows = all_gather(torch.tensor([len(x)], device=x.device), group).flatten().tolist()
+    padded = torch.cat([x, x.new_zeros(max(rows) - len(x), x.shape[1])])
+    return torch.cat([part[:count] for part, count in zip(all_gather(padded, group), rows, strict=True)])

@@ -81,7 +81,7 @@ class KTOLossFn(LossFn[KTOLossConfig]):
 
     config_class = KTOLossConfig
     requirements = Requirements(
-        (Field("reference_policy_logprobs"), Field("preference_labels", per="sequence")), statistics=True
+        (Field("reference_policy_logprobs"), Field("preference_labels", per="sequence")), collected=True
     )
 
     def collect_from(self, batch: TokenBatch) -> Statistics:

@@ -141,7 +141,7 @@ class MixLossFn(LossFn[MixLossConfig]):
     >>> data["expert_mask"] = torch.tensor([False, True])
     >>> loss_fn = MixLossFn({"mu": 0.2})
     >>> call = (torch.zeros(2, 3, 4), data, *count_valid(data))
-    >>> loss, _ = loss_fn(*call, statistics=loss_fn.collect(*call).reduce())
+    >>> loss, _ = loss_fn(*call, statistics=loss_fn.count(data))
     >>> round(loss.item(), 4)
     -0.6191
     """
@@ -180,17 +180,20 @@ class MixLossFn(LossFn[MixLossConfig]):
     def requirements(self) -> Requirements:
         usual = self.usual.requirements
         fields = (*usual.fields, Field("expert_mask", per="sequence", dtype="integer"))
-        return replace(usual, fields=fields, statistics=True, truncatable=False)
+        return replace(usual, fields=fields, counted=True, truncatable=False)
 
-    def collect_from(self, batch: TokenBatch) -> Statistics:
-        sums, samples = {}, {}
+    def count_from(self, batch: TokenBatch) -> Statistics:
+        sums = {}
         for name, rows in _rows(batch).items():
             sums[f"{name}_sequences"] = count_true(batch, batch.sequence_mask & rows).value
             sums[f"{name}_tokens"] = count_true(batch, batch.local.valid & rows[:, None]).value
-        if self.usual.needs_statistics:
-            of_policy = self.usual.collect_from(_narrowed(batch, _rows(batch)["usual"], batch.counts))
-            sums, samples = sums | dict(of_policy), of_policy.samples
-        return Statistics(sums, samples)
+        counted = Statistics(sums)
+        if self.usual.requirements.counted:
+            counted |= self.usual.count_from(_narrowed(batch, _rows(batch)["usual"], batch.counts))
+        return counted
+
+    def collect_from(self, batch: TokenBatch) -> Statistics:
+        return self.usual.collect_from(_narrowed(batch, _rows(batch)["usual"], batch.counts))
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         assert batch.statistics is not None
@@ -219,5 +222,4 @@ def _narrowed(batch: TokenBatch, rows: Tensor, counts: ValidCounts) -> TokenBatc
     """The batch as if no other row carried loss."""
     data = {**batch.local.data, "sample_mask": batch.sequence_mask & rows}
     local, stats = replace(batch.local, data=data, counts=counts), batch.output.stats
-    assert stats is not None
-    return TokenBatch(local, ModelOutput(masked_stats(stats, local.mask)))
+    return TokenBatch(local, ModelOutput() if stats is None else ModelOutput(masked_stats(stats, local.mask)))

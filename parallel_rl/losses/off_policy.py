@@ -42,7 +42,8 @@ def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig)
 @torch.no_grad()
 def kept_tokens(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> Tensor:
     """[T_local] bool: valid tokens that pass every rule."""
-    log_weight = prev - batch["generation_logprobs"]
+    # In float64: `count` must find the very tokens that the loss does, whatever the dtype of the logits.
+    log_weight = prev.double() - batch["generation_logprobs"]
     keep = batch.mask
     for rule in config.rules:
         keep = keep & _passes(batch, log_weight, rule)

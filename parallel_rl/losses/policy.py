@@ -56,7 +56,8 @@ class PolicyLoss(LossFn[ConfigT]):
             sequences.append(Field("sample_ids", per="sequence", dtype="integer"))
         return Requirements(
             (*(Field(name) for name, read in self._token_fields().items() if read), *sequences),
-            statistics=cfg.needs_statistics,
+            counted=cfg.positive_nll_weight > 0 or (cfg.counts_survivors and self._recorded),
+            collected=cfg.collects or (cfg.counts_survivors and not self._recorded),
             entropy=True,
             # the reference that a KL is taken to is not truncated
             untruncated=bool(self.options.truncation) and cfg.reads_reference,
@@ -74,20 +75,33 @@ class PolicyLoss(LossFn[ConfigT]):
             "reference_policy_logprobs": cfg.reads_reference,
         }
 
-    def collect_from(self, batch: TokenBatch) -> Statistics:
-        cfg, prev = self.policy, self._prev(batch)
-        sums, samples = {}, {}
-        if cfg.positive_nll_weight:
+    @property
+    def _recorded(self) -> bool:
+        """Whether recorded log-probs alone say what a correction keeps: not if the present policy is prev, or drops tokens."""
+        return not (self.policy.on_policy or self.options.truncation)
+
+    def count_from(self, batch: TokenBatch) -> Statistics:
+        sums = {}
+        if self.policy.positive_nll_weight:
             positive = batch.local.valid & (batch.per_sequence("rewards") > 0)[:, None]
             sums["positive_tokens"] = count_true(batch, positive).value
+        return Statistics(sums | (self._survivors(batch) if self._recorded else {}))
+
+    def _survivors(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """Sums of what corrections leave, for those whose denominators they are."""
+        cfg, sums = self.policy, {}
         if cfg.importance is not None and cfg.importance.normalize:
-            weight, _ = importance_weight(batch, prev, cfg.importance)
+            weight, _ = importance_weight(batch, self._prev(batch), cfg.importance)
             sums["importance_sum"] = batch.token_mean(weight).value * batch.counts.toks
         if cfg.rejection is not None and cfg.rejection.denominator == "kept":
-            kept = kept_tokens(batch, prev, cfg.rejection)
-            rows = batch.segment_sum(kept.double())
+            rows = batch.segment_sum(kept_tokens(batch, self._prev(batch), cfg.rejection).double())
             sums["kept_tokens"] = count_true(batch, rows).value
             sums["kept_sequences"] = count_true(batch, rows > 0).value
+        return sums
+
+    def collect_from(self, batch: TokenBatch) -> Statistics:
+        cfg, prev, samples = self.policy, self._prev(batch), {}
+        sums = {} if self._recorded else self._survivors(batch)
         if cfg.entropy_filter is not None:
             samples["entropy"] = batch.entropy
         if cfg.surrogate.needs_statistics:

@@ -207,13 +207,15 @@ class PolicyLossConfig:
         return self.kl is not None and self.kl.against == "reference"
 
     @property
-    def needs_statistics(self) -> bool:
-        return (
-            self.surrogate.needs_statistics
-            or self.entropy_filter is not None
-            or self.positive_nll_weight > 0
-            or (self.importance is not None and self.importance.normalize)
-            or (self.rejection is not None and self.rejection.denominator == "kept")
+    def collects(self) -> bool:
+        """Whether it looks at the present policy on the whole step."""
+        return self.surrogate.needs_statistics or self.entropy_filter is not None
+
+    @property
+    def counts_survivors(self) -> bool:
+        """Whether a denominator is what the corrections leave of the whole step."""
+        return (self.importance is not None and self.importance.normalize) or (
+            self.rejection is not None and self.rejection.denominator == "kept"
         )
 
     @property

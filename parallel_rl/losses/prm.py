@@ -67,7 +67,7 @@ class PRMLossFn(LossFn[PRMLossConfig]):
 
     The logits at a placeholder itself are read, not those before it. z is the whole vocabulary or the `reward_token_ids`;
     placeholder and reward tokens may live on any vocabulary shard. N_scored counts the step's valid placeholders whose label
-    is not `ignore_index`, so the loss needs `statistics=` of its `collect`. `data` holds reward_labels [B, S] beside the
+    is not `ignore_index`, so the loss needs `statistics=` of its `count`. `data` holds reward_labels [B, S] beside the
     common fields: token ids, or probabilities (any floating dtype) with `soft_labels`; only those at placeholders are read.
     Without a scored placeholder the loss is 0, with gradient 0.
 
@@ -85,7 +85,7 @@ class PRMLossFn(LossFn[PRMLossConfig]):
     >>> data["reward_labels"] = torch.tensor([[-100, 2, -100]])
     >>> loss_fn = PRMLossFn({"placeholder_token_id": 1, "reward_token_ids": (2, 3)})
     >>> call = (torch.zeros(1, 3, 4), data, *count_valid(data))
-    >>> loss, _ = loss_fn(*call, statistics=loss_fn.collect(*call).reduce())
+    >>> loss, _ = loss_fn(*call, statistics=loss_fn.count(data))
     >>> round(loss.item(), 4)
     0.6931
     """
@@ -95,9 +95,9 @@ class PRMLossFn(LossFn[PRMLossConfig]):
     @cached_property
     def requirements(self) -> Requirements:
         labels = Field("reward_labels", dtype="float" if self.config.soft_labels else "integer")
-        return Requirements((labels,), reads="logits", statistics=True, shift=False)
+        return Requirements((labels,), reads="logits", counted=True, shift=False)
 
-    def collect_from(self, batch: TokenBatch) -> Statistics:
+    def count_from(self, batch: TokenBatch) -> Statistics:
         return Statistics({"steps": count_true(batch, batch.local.valid).value})
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:

@@ -113,6 +113,7 @@ def register_objective(
     integer_fields: tuple[str, ...] = (),
     needs_entropy: bool = False,
     token_separable: bool = False,
+    count: Callable[[TokenBatch], Statistics] | None = None,
     collect: Callable[[TokenBatch], Statistics] | None = None,
 ) -> Callable[[Objective], type[LossFn]]:
     """Makes a loss of a function on flat local tokens; it then has every layout, packing, metrics and the law harness.
@@ -138,7 +139,9 @@ def register_objective(
         needs_entropy: it reads `batch.entropy`.
         token_separable: on level "token", a token's loss depends on the log-prob and entropy of no other token, so that the
             fused head (`LMHeadInput`) may compute gradients in forward; a claim that is not true gives a wrong gradient.
-        collect: what it needs of the whole step, from the batch; it then reads `batch.statistics`, see `Statistics`.
+        count: what it needs of the whole step and the data alone tells, from a batch without log-probs; it then reads
+            `batch.statistics`, see `Statistics`.
+        collect: the same for what the policy tells, from the batch.
 
     The function returns its values, or (values, {"name": Mean(x), ...}): metrics with one number a token (a sequence, a pair),
     reduced over the valid ones of the step.
@@ -187,13 +190,16 @@ def register_objective(
             "requirements": Requirements(
                 tuple(replace(each, dtype="integer") if each.name in integer_fields else each for each in fields),
                 paired=level == "pair",
-                statistics=collect is not None,
+                counted=count is not None,
+                collected=collect is not None,
                 entropy=needs_entropy,
                 truncatable=level != "pair",
                 token_separable=token_separable,
             ),
             "compute": compute,
         }
+        if count is not None:
+            members["count_from"] = lambda self, batch: count(batch)
         if collect is not None:
             members["collect_from"] = lambda self, batch: collect(batch)
         loss_class: type[LossFn] = type(objective.__name__, (LossFn,), members)

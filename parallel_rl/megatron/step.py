@@ -58,10 +58,11 @@ def forward_backward(
 
         ∇L of Σ over data ranks, context ranks and micro-batches of loss_fn(logits, data, N_seq, N_tok, ...) = L
 
-    It counts valid sequences and tokens over the step, collects the statistics of a loss that needs them (a pass without
-    gradient), runs Megatron's schedule for the layout (pipeline stages and virtual chunks included), undoes the factors that
-    Megatron multiplies, and reduces the metrics. With Megatron's DDP the gradient is in `main_grad`, otherwise it is summed
-    over ranks into `grad`. Zeroing gradients before, clipping and the optimizer's step after it are the caller's:
+    It counts valid sequences and tokens over the step, and whatever else the loss counts in the data; collects what the loss
+    needs of the present policy (a pass without gradient, for a loss that `needs_collect`); runs Megatron's schedule for the
+    layout (pipeline stages and virtual chunks included), undoes the factors that Megatron multiplies, and reduces the metrics.
+    With Megatron's DDP the gradient is in `main_grad`, otherwise it is summed over ranks into `grad`. Zeroing gradients before,
+    clipping and the optimizer's step after it are the caller's:
 
     >>> model.zero_grad_buffer()
     >>> report = forward_backward(model, NLLLoss(vocab_size=8), [data])
@@ -200,9 +201,12 @@ def _statistics(
     head: FusedHead | None,
     groups: ParallelGroups,
 ) -> Statistics | None:
-    """Statistics of all micro-batches of all ranks, if the loss needs them; empty on the stages that compute no loss."""
+    """Statistics of all micro-batches of all ranks, if the loss needs them; stages without a loss know what is counted."""
     if not loss_fn.needs_statistics:
         return None
+    counted = loss_fn.count([batch.data for batch in batches], groups.data)
+    if not loss_fn.needs_collect:
+        return counted
 
     def collect(output: Tensor, index: int) -> Statistics:
         return loss_fn.run_collect(_call(output, batches[index], counts, head, groups))
@@ -215,7 +219,7 @@ def _statistics(
         seq_length=batches[0].width(groups.cp_size),
         micro_batch_size=batches[0].input.tokens.shape[0],
     )
-    return Statistics({}) if found is None else reduce(add, found).reduce(groups)
+    return counted if found is None else counted | reduce(add, found).reduce(groups)
 
 
 def _call(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_rl.counts import count_valid
+from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
 from parallel_rl.losses.registry import get_loss
 from parallel_rl.metrics import Metrics, reduce_metrics
+from parallel_rl.statistics import Statistics
 
 # (whole logits, data, config) to the loss and its metrics
 Reference = Callable[[Tensor, dict[str, Tensor], dict], tuple[Tensor, dict[str, float]]]
@@ -72,8 +77,21 @@ class Expected(NamedTuple):
 def alone(case: Case, logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
     """The loss on one process that holds everything."""
     loss_fn, counts = case.build(), count_valid(data)
-    statistics = loss_fn.collect(logits, data, *counts).reduce() if loss_fn.needs_statistics else None
-    return loss_fn(logits, data, *counts, statistics=statistics)
+    call = (logits, data, *counts)
+    return loss_fn(*call, statistics=step_statistics([(loss_fn, call)]))
+
+
+def step_statistics(
+    calls: Sequence[tuple[LossFunction, tuple]], groups: ParallelGroups | None = None
+) -> Statistics | None:
+    """Statistics of a step that consists of these calls on this rank, if the loss needs any."""
+    first, _ = calls[0]
+    if not first.needs_statistics:
+        return None
+    statistics = first.count([data for _, (_, data, *_) in calls], None if groups is None else groups.data)
+    if first.needs_collect:
+        statistics |= reduce(add, [loss_fn.collect(*call) for loss_fn, call in calls]).reduce(groups)
+    return statistics
 
 
 def expected(case: Case, batch: Batch, reference: Reference | None = None) -> Expected:

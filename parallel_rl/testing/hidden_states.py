@@ -16,7 +16,7 @@ from parallel_rl.metrics import reduce_metrics
 from parallel_rl.packing import SequencePackingLossWrapper
 from parallel_rl.testing import layouts as layouts_of
 from parallel_rl.testing.batches import ROWS, VOCAB, WIDTH, carries_loss, local_names, poisoned
-from parallel_rl.testing.cases import Batch, Case, Expected
+from parallel_rl.testing.cases import Batch, Case, Expected, step_statistics
 from parallel_rl.testing.layouts import Layout, cut_rows, make_groups
 from parallel_rl.testing.sharded import local_logits, sharded_loss
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
@@ -120,10 +120,7 @@ def run_layout(
             loss_fn, piece.cu_seqlens, piece.cu_seqlens_padded
         )  # fmt: skip
         calls.append((call, (given, local, *counts, groups.tp_rank, groups.tensor, groups.context)))
-    statistics = None
-    if loss_fn.needs_statistics:
-        collected = [fn.collect(*arguments) for fn, arguments in calls]
-        statistics = sum(collected[1:], collected[0]).reduce(groups)
+    statistics = step_statistics(calls, groups)
     share, metrics, squared, stray = 0.0, [], 0.0, ""
     for (fn, arguments), leaf, truth in zip(calls, leaves, cuts, strict=True):
         loss, parts = fn(*arguments, statistics=statistics)

@@ -14,7 +14,7 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.metrics import reduce_metrics
 from parallel_rl.packing import SequencePackingLossWrapper
 from parallel_rl.testing.batches import POISON, ROWS, VOCAB, WIDTH, carries_loss, local_names, poisoned
-from parallel_rl.testing.cases import Batch, Case, Expected
+from parallel_rl.testing.cases import Batch, Case, Expected, step_statistics
 from parallel_rl.testing.layouts import Layout, Piece, cut_rows, make_groups
 
 
@@ -65,10 +65,7 @@ def run_layout(
             if piece.cu_seqlens is None
             else SequencePackingLossWrapper(loss_fn, piece.cu_seqlens, piece.cu_seqlens_padded)
         )
-    statistics = None
-    if loss_fn.needs_statistics:
-        collected = [fn.collect(*call) for fn, call in zip(losses, arguments, strict=True)]
-        statistics = sum(collected[1:], collected[0]).reduce(groups)
+    statistics = step_statistics([*zip(losses, arguments, strict=True)], groups)
     share, metrics, squared, stray = 0.0, [], 0.0, ""
     for fn, call, leaf, piece in zip(losses, arguments, leaves, pieces, strict=True):
         loss, parts = fn(*call, statistics=statistics)

@@ -135,10 +135,12 @@ def oracle(rank: int, cases: list[Case]) -> list[Outcome]:
                 chosen = logprobs.gather(-1, row[0, 1:, None])[:, 0]
                 loss = loss - (chosen * whole["token_mask"][i, 1:length] * whole["sample_mask"][i]).sum() / n_tokens
         else:
+            from parallel_rl.testing.cases import step_statistics
+
             fn, logits = make_loss(case), M.forward_logits(model, M.padded_input(whole["input_ids"]))
             counts = whole["sample_mask"].sum(), n_tokens
-            known = {"statistics": fn.collect(logits, whole, *counts).reduce()} if fn.needs_statistics else {}
-            loss, _ = fn(logits, whole, *counts, **known)
+            call = (logits, whole, *counts)
+            loss, _ = fn(*call, statistics=step_statistics([(fn, call)]))
         loss.backward()
         grads = {name: p.grad for name, p in M.global_parameters([model])}
         norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel_rl import count_valid, reduce_metrics
 from parallel_rl.losses.core.base import LossFn
+from parallel_rl.testing.cases import step_statistics
 
 
 class Step(NamedTuple):
@@ -27,11 +28,8 @@ def step(
     parts = [list(range(len(logits)))] if micro_batches is None else [list(rows) for rows in micro_batches]
     counts = count_valid(data)
     calls = [(leaf[rows], {name: value[rows] for name, value in data.items()}, *counts) for rows in parts]
-    extra = {}
-    if loss_fn.needs_statistics:
-        collected = [loss_fn.collect(*call) for call in calls]
-        extra["statistics"] = sum(collected[1:], collected[0]).reduce()
-    results = [loss_fn(*call, **extra) for call in calls]
+    statistics = step_statistics([(loss_fn, call) for call in calls])
+    results = [loss_fn(*call, statistics=statistics) for call in calls]
     total = sum(loss for loss, _ in results)
     total.backward()
     assert leaf.grad is not None

@@ -110,10 +110,11 @@ def test_collect_is_checked_like_the_call() -> None:
     from parallel_rl import ClippedPGLossFn
 
     with pytest.raises(ValueError, match="data lacks the field 'rewards'"):
-        ClippedPGLossFn(call.config, vocab_size=V).collect(call.logits, call.data, *call.counts)
+        ClippedPGLossFn(call.config, vocab_size=V).count(call.data)
     packed = SequencePackingLossWrapper(NLLLoss(), torch.tensor([0, 8]))
     for loss_fn in (NLLLoss(), packed):
-        with pytest.raises(ValueError, match="NLLLoss in this configuration needs no statistics of the step"):
+        assert not loss_fn.needs_collect and dict(loss_fn.count(call.data)) == {}
+        with pytest.raises(ValueError, match="NLLLoss in this configuration collects nothing from the model's output"):
             loss_fn.collect(call.logits, call.data, *count_valid(call.data))
 
 

@@ -145,7 +145,9 @@ def test_order_and_micro_batches_change_nothing(
 def test_it_needs_its_statistics() -> None:
     logits, data = one_token_rows(POLICY, REFERENCE)
     data["preference_labels"] = torch.tensor(LABELS)
-    with pytest.raises(ValueError, match=r"KTOLossFn in this configuration needs statistics=, the reduced result"):
+    with pytest.raises(
+        ValueError, match=r"KTOLossFn in this configuration needs statistics= of the whole step, its collect\("
+    ):
         KTOLossFn()(logits, data, *count_valid(data))
     statistics = KTOLossFn().collect(logits, data, *count_valid(data))
     assert isinstance(statistics, Statistics)

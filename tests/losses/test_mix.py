@@ -18,6 +18,7 @@ from parallel_rl import (
     reduce_metrics,
 )
 from parallel_rl.losses import MuScheduleConfig
+from parallel_rl.testing.cases import step_statistics
 from tests.losses.test_golden import MASK, OLD, L, coefficients, make
 
 CHORD = {"peak": 0.9, "valley": 0.05, "warmup_steps": 10, "decay_steps": 10}
@@ -34,7 +35,7 @@ def run(config: dict, logits: Tensor, data: dict[str, Tensor], cuts: list[slice]
     parts = [
         (leaf[rows], {name: value[rows] for name, value in data.items()}, *counts) for rows in cuts or [slice(0, 3)]
     ]
-    statistics = sum((loss_fn.collect(*part) for part in parts[1:]), loss_fn.collect(*parts[0]))
+    statistics = step_statistics([(loss_fn, part) for part in parts])
     outcomes = [loss_fn(*part, statistics=statistics) for part in parts]
     total = sum(loss for loss, _ in outcomes)
     total.backward()
@@ -108,7 +109,7 @@ def test_a_policy_that_looks_at_the_whole_step_sees_its_own_rows_only() -> None:
     assert metrics["usual/loss"] == pytest.approx(alone.item(), rel=1e-12)
     importance = {"mu": 0.3, "policy": {"importance": {"normalize": True}}}
     policy = PolicyLossFn(importance["policy"])  # type: ignore[arg-type]
-    alone, _ = policy(*rows, *counts, statistics=policy.collect(*rows, *counts))
+    alone, _ = policy(*rows, *counts, statistics=policy.count(rows[1]))
     assert run(importance, logits, data)[2]["usual/loss"] == pytest.approx(alone.item(), rel=1e-12)
 
 
@@ -142,7 +143,7 @@ def test_without_decay_it_jumps_to_the_valley() -> None:
 def test_the_state_of_the_schedule_is_saved_and_restored() -> None:
     logits, data = both_sides([0, 1, 0])
     loss_fn, counts = MixLossFn({"mu": CHORD}), count_valid(data)
-    statistics = loss_fn.collect(logits, data, *counts)
+    statistics = loss_fn.count(data)
     losses = []
     for _ in range(13):
         losses.append(loss_fn(logits, data, *counts, statistics=statistics)[0].item())

@@ -7,7 +7,7 @@ import torch
 
 from parallel_rl import count_valid, get_loss, reduce_metrics
 from parallel_rl.testing.batches import make_batch
-from parallel_rl.testing.cases import Case, alone
+from parallel_rl.testing.cases import Case, alone, step_statistics
 from tests.distributed.law import CORE
 
 
@@ -19,12 +19,8 @@ def test_a_batch_without_rows(case: Case, all_empty: bool) -> None:
     none = {name: value[:0] for name, value in data.items()}
     loss_fn, counts = get_loss(case.loss)(case.config), count_valid(none if all_empty else data)
     empty = logits[:0].clone().requires_grad_()
-    statistics = None
-    if loss_fn.needs_statistics:
-        statistics = loss_fn.collect(empty, none, *counts)
-        if not all_empty:
-            statistics = statistics + loss_fn.collect(logits, data, *counts)
-        statistics = statistics.reduce()
+    calls = [(loss_fn, (empty, none, *counts)), (loss_fn, (logits, data, *counts))]
+    statistics = step_statistics(calls[:1] if all_empty else calls)
     loss, metrics = loss_fn(empty * 1.0, none, *counts, statistics=statistics)
     loss.backward()
     assert loss.item() == 0

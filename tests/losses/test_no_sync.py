@@ -22,7 +22,7 @@ from parallel_rl import (
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import losses
 from parallel_rl.testing.batches import REWARD_IDS, local_names
-from parallel_rl.testing.cases import Case, has_scalar_head
+from parallel_rl.testing.cases import Case, has_scalar_head, step_statistics
 from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
 from parallel_rl.vocab.linear.plan import LinearMode
@@ -103,8 +103,7 @@ def step(
         call, logits = SequencePackingLossWrapper(loss_fn, bounds), logits.view(1, -1, logits.shape[-1])  # type: ignore[assignment]
         data = {**data, **local_fields(loss_fn, data, (1, rows * width))}
     arguments = (logits if head is None else head(logits), data, *counts, None, groups.tensor, groups.context)
-    extra = {"statistics": call.collect(*arguments).reduce(groups)} if loss_fn.needs_statistics else {}
-    loss, metrics = call(*arguments, **extra)
+    loss, metrics = call(*arguments, statistics=step_statistics([(call, arguments)], groups))
     loss.backward()
     reduce_metrics([metrics], groups)
 
@@ -214,11 +213,11 @@ def collectives(rank: int, case: Case, groups: ParallelGroups) -> list[tuple[lis
         local = torch.zeros(1, 32, logits.shape[-1], requires_grad=True)
         data |= local_fields(loss_fn.loss_fn, data, (1, 32))
         arguments = (local, data, *count_valid(data), rank % 2, groups.tensor, groups.context)
-        extra = {"statistics": loss_fn.collect(*arguments).reduce(groups)} if loss_fn.needs_statistics else {}
+        statistics = step_statistics([(loss_fn, arguments)], groups)
         forward, backward = Watch(), Watch()
         with validation("never"):
             with forward:
-                loss, _ = loss_fn(*arguments, **extra)
+                loss, _ = loss_fn(*arguments, statistics=statistics)
             with backward:
                 loss.backward()
         found.append((forward.collectives, backward.collectives))

@@ -12,6 +12,7 @@ from torch import Tensor
 from parallel_rl import PolicyLossFn, Statistics, count_valid, register_objective
 from parallel_rl.losses import ImportanceConfig, PolicyLossConfig
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.testing.cases import step_statistics
 from tests.losses import test_user_objectives as twin
 from tests.losses.test_golden import coefficients, make
 
@@ -84,7 +85,7 @@ ROWS: list[Row] = [
 
 def run(config: dict, logits: Tensor, data: dict[str, Tensor]) -> Tensor:
     loss_fn, counts = PolicyLossFn(config), count_valid(data)
-    statistics = loss_fn.collect(logits, data, *counts).reduce() if loss_fn.needs_statistics else None
+    statistics = step_statistics([(loss_fn, (logits, data, *counts))])
     loss, metrics = loss_fn(logits, data, *counts, statistics=statistics)
     assert metrics["loss"].item() == loss.item()
     return loss

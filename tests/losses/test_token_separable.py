@@ -12,7 +12,7 @@ from parallel_rl import LossFn, TokenBatch, TokenStats, count_valid, get_loss, r
 from parallel_rl.losses.core.batch import ModelOutput
 from parallel_rl.losses.core.call import LossCall
 from parallel_rl.testing.batches import make_batch
-from parallel_rl.testing.cases import Case
+from parallel_rl.testing.cases import Case, step_statistics
 from parallel_rl.testing.hidden_states import reads_log_probs
 from tests.distributed.law import CASES
 
@@ -22,7 +22,7 @@ ON_LOG_PROBS = [case for case in CASES if reads_log_probs(case)]
 def batch_of(case: Case, loss_fn: LossFn) -> TokenBatch:
     logits, data, _ = make_batch(5, False, case.loss, torch.float64)
     counts = count_valid(data)
-    statistics = loss_fn.collect(logits, data, *counts).reduce() if loss_fn.needs_statistics else None
+    statistics = step_statistics([(loss_fn, (logits, data, *counts))])
     return loss_fn._read(LossCall(logits, data, *counts, statistics=statistics))[0]
 
 

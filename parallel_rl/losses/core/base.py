@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -19,6 +19,7 @@ from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.core.checks import check_counts, check_data, check_lengths, check_statistics
+from parallel_rl.losses.core.counted import count_step
 from parallel_rl.losses.core.from_hidden_states import check_lm_head, project
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.options import VocabOptions
@@ -114,13 +115,17 @@ class LossFn(LossFunction, Generic[ConfigT]):
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         """The share of the loss and its metrics, from flat local tokens."""
 
-    def collect_from(self, batch: TokenBatch) -> Statistics:
-        """This rank's part of the statistics of the step.
+    def count_from(self, batch: TokenBatch) -> Statistics:
+        """What a micro-batch's data alone adds to the statistics of the step, for a loss that requires `counted`.
 
-        Raises:
-            ValueError: a loss that needs none.
+        Args:
+            batch: whole on this rank, with float64 fields, without any output of the model; its counts are 1.
         """
-        raise ValueError(f"{type(self).__name__} in this configuration needs no statistics of the step")
+        raise NotImplementedError(f"{type(self).__name__} requires `counted`, but has no count_from")
+
+    def collect_from(self, batch: TokenBatch) -> Statistics:
+        """This rank's part of what the model's output tells of the step, for a loss that requires `collected`."""
+        raise NotImplementedError(f"{type(self).__name__} requires `collected`, but has no collect_from")
 
     @property
     def on_policy(self) -> bool:
@@ -159,9 +164,26 @@ class LossFn(LossFunction, Generic[ConfigT]):
         return loss if carrier is None else loss + carrier, metrics
 
     @torch.no_grad()
+    def count(
+        self,
+        batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        data_parallel_group: ProcessGroup | None = None,
+    ) -> Statistics:
+        if not self.requirements.counted:
+            return Statistics({})
+
+        def count(local: LocalBatch) -> Statistics:
+            return self.count_from(TokenBatch(self._narrowed(local), ModelOutput()))
+
+        return count_step(count, self.requirements, batches, data_parallel_group)
+
+    @torch.no_grad()
     def run_collect(self, call: LossCall) -> Statistics:
-        if not self.needs_statistics:
-            raise ValueError(f"{type(self).__name__} in this configuration needs no statistics of the step")
+        if not self.needs_collect:
+            raise ValueError(
+                f"{type(self).__name__} in this configuration collects nothing from the model's output"
+                + ("; count(...) gives its statistics" if self.needs_statistics else "")
+            )
         return self.collect_from(self._read(replace(call, statistics=Statistics({})))[0])
 
     def _read(self, call: LossCall) -> tuple[TokenBatch, Tensor | None]:
@@ -177,7 +199,8 @@ class LossFn(LossFunction, Generic[ConfigT]):
         )
         given = (torch.as_tensor(n) for n in (call.global_valid_seqs, call.global_valid_toks))
         counts = ValidCounts(*(n.to(logits.device, non_blocking=True) for n in given))
-        local = self._narrowed(LocalBatch(call.data, layout, counts, call.context_group, needs, call.statistics))
+        statistics = None if call.statistics is None else call.statistics.to(logits.device)
+        local = self._narrowed(LocalBatch(call.data, layout, counts, call.context_group, needs, statistics))
         if head is None:
             return self._read_output(local, logits, group), None
         if needs.reads == "logits":
@@ -188,7 +211,7 @@ class LossFn(LossFunction, Generic[ConfigT]):
         name, group = type(self).__name__, call.tensor_group
         if head is not None:
             check_lm_head(name, needs, self.options, head, group)
-        check_statistics(name, needs.statistics, call.statistics)
+        check_statistics(name, needs, call.statistics)
         check_rank(call.tensor_rank, group)
         check_counts(call.global_valid_seqs, call.global_valid_toks)
         rows, width = check_data(call.data, needs, logits)

@@ -34,11 +34,10 @@ class ModelOutput(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """max(float32, the logits' dtype), where the mathematics runs."""
+        """max(float32, the logits' dtype), where the mathematics runs; float64 where the data alone is counted."""
         if self.stats is not None:
             return self.stats.logprobs.dtype
-        assert self.head is not None
-        return self.head.dtype
+        return torch.float64 if self.head is None else self.head.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +75,7 @@ class TokenBatch:
 
     @property
     def statistics(self) -> Statistics | None:
-        """Statistics of the whole step, for a loss that collects some."""
+        """Statistics of the whole step, for a loss that counts or collects some."""
         return self.local.statistics
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -102,8 +102,13 @@ class LossFunction(ABC):
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether the call takes `statistics=`, the reduced result of `collect`."""
+        """Whether the call takes `statistics=`: the result of `count` and, if `needs_collect`, the reduced one of `collect`."""
         return self.requirements.statistics
+
+    @property
+    def needs_collect(self) -> bool:
+        """Whether `statistics=` holds anything that only a forward can tell; without, `count` gives all of it."""
+        return self.requirements.collected
 
     @property
     @abstractmethod
@@ -113,6 +118,34 @@ class LossFunction(ABC):
     @abstractmethod
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
         """This rank's share of the loss, and its metrics."""
+
+    @abstractmethod
+    def count(
+        self,
+        batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        data_parallel_group: ProcessGroup | None = None,
+    ) -> Statistics:
+        """Statistics of the whole step that the data alone gives, reduced: no forward, at most three collectives.
+
+        >>> import torch
+        >>> from parallel_rl import MixLossFn
+        >>> data = {"input_ids": torch.tensor([[0, 1, 2], [0, 3, 1]]), "token_mask": torch.ones(2, 3)}
+        >>> data |= {"sample_mask": torch.ones(2), "advantages": torch.ones(2, 3), "prev_logprobs": torch.full((2, 3), -1.5)}
+        >>> data["expert_mask"] = torch.tensor([False, True])
+        >>> MixLossFn().count([data])["expert_tokens"].item()
+        2.0
+
+        Args:
+            batches: every micro-batch that this rank trains on in the step (or the only one), whole tensors as in the call,
+                packed or not. A rank without a micro-batch passes an empty list.
+            data_parallel_group: without context parallelism; None is a group of one.
+
+        Returns:
+            for `statistics=`; empty, without a collective, for a loss that counts nothing.
+
+        Raises:
+            ValueError: data that the call would refuse, on all ranks of the group, see `set_validation`.
+        """
 
     @abstractmethod
     def run_collect(self, call: LossCall) -> Statistics:
@@ -144,7 +177,7 @@ class LossFunction(ABC):
             global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`.
             vocab_parallel_rank: this rank's place in `vocab_parallel_group`, checked against it.
             vocab_parallel_group, context_parallel_group: None is a group of one.
-            statistics: of the whole step, for a loss that `needs_statistics`.
+            statistics: of the whole step, for a loss that `needs_statistics`, see `Statistics`.
 
         Raises:
             ValueError: invalid input, on all ranks of both groups, see `set_validation`.
@@ -166,7 +199,7 @@ class LossFunction(ABC):
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Statistics:
-        """This rank's part of the statistics of the step, from the loss's call; `+` joins micro-batches, then `reduce`.
+        """This rank's part of what the model's output tells of the step, from the loss's call; `+` joins micro-batches.
 
         Raises:
             ValueError: a loss that needs none; invalid input, on all ranks of both groups.

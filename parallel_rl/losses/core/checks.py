@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from parallel_rl.losses.core.requirements import Requirements
 
 
-def check_statistics(loss: str, needs: bool, statistics: object) -> None:
+def check_statistics(loss: str, needs: Requirements, statistics: object) -> None:
     """Raises ValueError where a loss that needs statistics of the step has none, and the other way round."""
-    if needs != (statistics is not None):
-        wanted = "needs statistics=, the reduced result of its collect(...)" if needs else "takes no statistics="
+    ways = ["count(...)"] * needs.counted + ["collect(...).reduce(...)"] * needs.collected
+    if needs.statistics != (statistics is not None):
+        wanted = f"needs statistics= of the whole step, its {' | '.join(ways)}" if ways else "takes no statistics="
         raise ValueError(f"{loss} in this configuration {wanted}")
     if statistics is not None and not isinstance(statistics, Statistics):
-        raise ValueError(f"statistics must be a Statistics, the reduced result of collect(...), got {statistics!r}")
+        raise ValueError(f"statistics must be a Statistics, the loss's {' | '.join(ways)}, got {statistics!r}")
 
 
 def check_counts(global_valid_seqs: object, global_valid_toks: object) -> None:

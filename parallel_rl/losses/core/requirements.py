@@ -44,7 +44,8 @@ class Requirements:
         reads: "log-probs" (and entropy), for which an `LMHeadInput` makes no whole logits; "logits"; or "scalar", one output a
             position or a row in place of logits.
         paired: rows come as (even, odd) pairs.
-        statistics: the call takes `statistics=` of the whole step.
+        counted: the call takes `statistics=` of the whole step, among them those that the data alone gives, see `count`.
+        collected: the call takes `statistics=`, among them those of the model's output, see `collect`.
         entropy: the entropy of the policy is computed.
         untruncated: log-probs of the whole distribution are read beside those of a truncated policy.
         truncatable: the log-probs may be those of a truncated policy (top_k, top_p, kept_sets).
@@ -56,12 +57,18 @@ class Requirements:
     fields: tuple[Field, ...] = ()
     reads: Reads = "log-probs"
     paired: bool = False
-    statistics: bool = False
+    counted: bool = False
+    collected: bool = False
     entropy: bool = False
     untruncated: bool = False
     truncatable: bool = False
     token_separable: bool = False
     shift: bool = True
+
+    @property
+    def statistics(self) -> bool:
+        """Whether the call takes `statistics=` of the whole step."""
+        return self.counted or self.collected
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def train_step(
 ) -> StepResult:
     """One optimizer step on this data rank's micro-batches: gradients of the global loss, their norm, clip, AdamW.
 
-    A loss that needs statistics of the step sees all micro-batches once before, without gradient.
+    A loss that `needs_collect` sees all micro-batches once before, without gradient.
     """
     engine.model.zero_grad_buffer()
     optimizer.zero_grad()

@@ -19,7 +19,7 @@ from parallel_rl import (
     reduce_metrics,
     token_logprobs,
 )
-from parallel_rl.testing.cases import Case
+from parallel_rl.testing.cases import Case, step_statistics
 from parallel_rl.testing.hidden_states import takes_head
 from parallel_rl.validation import validation
 from parallel_rl.vocab.linear.plan import LinearMode
@@ -47,8 +47,8 @@ def test_nothing_reads_a_value(case: Case, rows: int | None) -> None:
     counts, watch = count_valid(data), Watch()
     head = head_for(4, 8, "meta", rows=rows, budget=1 << 12)
     with validation("never"), watch:
-        extra = {"statistics": loss_fn.collect(head, data, *counts).reduce()} if loss_fn.needs_statistics else {}
-        loss, _ = loss_fn(head, data, *counts, **extra)
+        call = (head, data, *counts)
+        loss, _ = loss_fn(*call, statistics=step_statistics([(loss_fn, call)]))
         loss.backward()
     assert watch.syncs == []
     assert head.hidden.grad is not None and head.weight.grad is not None

@@ -1,0 +1,75 @@
+"""What a loss counts in the data alone, over all micro-batches and data ranks of a step: no model, no forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.agreement import communication_device, raise_on_all_ranks
+from parallel_rl.counts import ValidCounts
+from parallel_rl.groups import ParallelGroups
+from parallel_rl.layout import SequenceLayout
+from parallel_rl.losses.core.checks import check_data
+from parallel_rl.losses.core.local_batch import LocalBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.losses.core.requirements import Requirements
+    from parallel_rl.statistics import Statistics
+
+
+def count_step(
+    count: Callable[[LocalBatch], Statistics],
+    needs: Requirements,
+    batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+    group: ProcessGroup | None,
+) -> Statistics:
+    """Sum `count` of every micro-batch, then over data ranks; a rank without a micro-batch counts an empty one.
+
+    Args:
+        count: of a micro-batch's whole data, in whose layout one rank holds everything.
+        needs: of the loss; fields in the order of the logits are not looked at.
+
+    Raises:
+        ValueError: data that does not fit `needs`, on all ranks of the group.
+    """
+    needs = replace(needs, fields=tuple(field for field in needs.fields if field.per != "local"))
+    given = [batches] if isinstance(batches, Mapping) else list(batches)
+    ids = [data["input_ids"] for data in given if isinstance(data.get("input_ids"), torch.Tensor)]
+    device = communication_device(group, ids[0].device if ids else torch.device("cpu"))
+
+    def check() -> None:
+        for data in given:
+            ids = data.get("input_ids")
+            check_data(data, needs, ids if isinstance(ids, torch.Tensor) else torch.empty(0))
+
+    raise_on_all_ranks(check, [group], torch.empty(0, device=device))
+    counted = reduce(add, [count(_whole(data, needs)) for data in given or [_nothing(needs)]])
+    return counted.to(device).reduce(ParallelGroups(data=group))
+
+
+def _whole(data: Mapping[str, Tensor], needs: Requirements) -> LocalBatch:
+    ids = data["input_ids"]
+    one = torch.ones((), dtype=torch.int64, device=ids.device)
+    layout = SequenceLayout.padded(*ids.shape, device=ids.device)
+    return LocalBatch(data, layout, ValidCounts(one, one), requirements=needs)
+
+
+def _nothing(needs: Requirements) -> dict[str, Tensor]:
+    """Data of no row, with every field."""
+    empty = {
+        "input_ids": torch.zeros(0, 1, dtype=torch.int64),
+        "token_mask": torch.zeros(0, 1),
+        "sample_mask": torch.zeros(0),
+    }
+    for field in needs.fields:
+        shape = (0,) if field.per == "sequence" else (0, 1, 1) if field.width else (0, 1)
+        empty[field.name] = torch.zeros(shape, dtype=torch.float32 if field.dtype == "float" else torch.int64)
+    return empty
