@@ -136,7 +136,7 @@ def test_bad_data_of_one_rank_is_refused_on_all() -> None:
 
 def test_a_users_objective_counts() -> None:
     @register_objective(
-        "test_counted",
+        "doc_counted",
         sequence_fields=("rewards",),
         count=lambda batch: Statistics({"sum": batch.per_sequence("rewards").sum()}),
     )
