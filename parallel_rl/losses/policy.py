@@ -63,6 +63,7 @@ class PolicyLoss(LossFn[ConfigT]):
             untruncated=bool(self.options.truncation) and cfg.reads_reference,
             truncatable=True,
             token_separable=cfg.token_separable,
+            weighs_sequences=cfg.weighs_sequences,
         )
 
     def _token_fields(self) -> dict[str, bool]:

@@ -233,6 +233,15 @@ class PolicyLossConfig:
             or (rejection.denominator == "original" and all(rule.level == "token" for rule in rejection.rules))
         )
 
+    @property
+    def weighs_sequences(self) -> bool:
+        """Whether a token's term depends on which other tokens of its sequence are valid."""
+        weight, rules = self.importance, () if self.rejection is None else self.rejection.rules
+        by_token = weight is None or (weight.level == "token" and weight.mode != "seq-mask-tis")
+        return not (
+            by_token and all(rule.level == "token" for rule in rules) and self.aggregation != "seq-mean-token-mean"
+        )
+
     def __post_init__(self) -> None:
         check_aggregation(self.aggregation, self.max_length)
         for name in ("entropy_bonus", "positive_nll_weight"):

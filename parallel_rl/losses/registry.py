@@ -138,7 +138,8 @@ def register_objective(
         integer_fields: those of them that hold integers or bools.
         needs_entropy: it reads `batch.entropy`.
         token_separable: on level "token", a token's loss depends on the log-prob and entropy of no other token, so that the
-            fused head (`LMHeadInput`) may compute gradients in forward; a claim that is not true gives a wrong gradient.
+            fused head (`LMHeadInput`) may compute gradients in forward; a claim that is not true gives a wrong gradient. Under
+            a truncation, which drops tokens, gradients are computed in backward all the same.
         count: what it needs of the whole step and the data alone tells, from a batch without log-probs; it then reads
             `batch.statistics`, see `Statistics`.
         collect: the same for what the policy tells, from the batch.

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from parallel_rl.counts import count_valid
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.losses.core.base import LossFn
 from parallel_rl.metrics import reduce_metrics
 from parallel_rl.packing import SequencePackingLossWrapper
 from parallel_rl.testing import layouts as layouts_of
@@ -41,9 +40,7 @@ def reads_one_distribution(case: Case) -> bool:
     return not case.build().requirements.untruncated
 
 
-def _mode(case: Case, loss_fn: LossFn, variant: int) -> LinearMode:
-    if loss_fn.options.truncation:  # its logits are never projected again
-        return MODES[2 * (variant % 2)] if loss_fn.requirements.token_separable else "resident"
+def _mode(case: Case, variant: int) -> LinearMode:
     return MODES[variant % len(MODES)] if reads_log_probs(case) else "auto"
 
 
@@ -111,7 +108,7 @@ def run_layout(
             head,
             sequence_first=first,
             sequence_parallel=split,
-            mode=_mode(case, loss_fn, variant),
+            mode=_mode(case, variant),
             budget=BUDGET if reads_log_probs(case) else None,
         )
         leaves.append(leaf)

@@ -13,12 +13,14 @@ from tests.distributed import law
 
 preload("parallel_rl.testing.hidden_states", "tests.distributed.law")
 
+_BY_SEQUENCE = {"level": "sequence-mean", "mode": "tis", "high": 1.1}
 CASES = [case for case in law.CORE if hidden_states.takes_head(case)]
 CASES += [case for case in law.TRUNCATED if hidden_states.reads_one_distribution(case)]
 CASES += [
     Case("clipped_pg", {"reference_policy_kl_penalty": 0}, {"top_k": 13}),
     Case("clipped_pg", {"reference_policy_kl_penalty": 0}, {"kept_sets": True}),
     Case("policy", {"ratio_level": "sequence-mean"}, {"top_k": 15, "top_p": 0.95, "temperature": 1.2}),
+    Case("policy", {"aggregation": "seq-mean-token-mean", "importance": _BY_SEQUENCE}, {"top_p": 0.9}),
 ]
 
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from parallel_rl import LossFn, TokenBatch, TokenStats, count_valid, get_loss, register_objective
 from parallel_rl.losses.core.batch import ModelOutput
 from parallel_rl.losses.core.call import LossCall
+from parallel_rl.losses.core.truncated_policy import without_dropped
 from parallel_rl.testing.batches import make_batch
 from parallel_rl.testing.cases import Case, step_statistics
 from parallel_rl.testing.hidden_states import reads_log_probs
+from parallel_rl.vocab.truncation import Truncation
 from tests.distributed.law import CASES
 
 ON_LOG_PROBS = [case for case in CASES if reads_log_probs(case)]
@@ -93,6 +95,50 @@ def test_on_policy_weights_follow_the_present_policy(config: dict, separable: bo
     assert loss_fn.requirements.token_separable == separable
     found = influence(loss_fn, batch_of(Case("policy", config), loss_fn))
     assert (found < 1e-12) == separable
+
+
+def influence_of_dropped(loss_fn: LossFn, batch: TokenBatch) -> float:
+    """How much the gradients of tokens move when a truncation drops other tokens, at most, relative to the gradients."""
+    assert batch.output.stats is not None
+    g, worst = torch.Generator().manual_seed(0), 0.0
+    none = torch.zeros(batch.mask.numel(), dtype=torch.float64)
+    base = gradients(loss_fn, batch, none)
+    for _ in range(4):
+        gone = torch.rand(batch.mask.numel(), generator=g) < 0.4
+        stats = batch.output.stats._replace(logprobs=torch.where(gone, -torch.inf, batch.logprobs))
+        rest = gradients(loss_fn, without_dropped(batch.local, stats), none)
+        scale = max(x.abs().max().item() for x in base)
+        worst = max(worst, *((y - x)[~gone].abs().max().item() / scale for x, y in zip(base, rest, strict=True)))
+    return worst
+
+
+@pytest.mark.parametrize("case", ON_LOG_PROBS, ids=lambda case: case.name)
+def test_the_claim_under_a_truncation_is_true(case: Case) -> None:
+    """What weighs by sequence says so: the tokens that a truncated policy drops change the weight of the others."""
+    loss_fn = get_loss(case.loss)(case.config)
+    needs = loss_fn.requirements
+    if needs.truncatable and needs.separates(Truncation(top_k=3)):
+        assert influence_of_dropped(loss_fn, batch_of(case, loss_fn)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("config", "separates"),
+    [
+        ({}, True),
+        ({"aggregation": "constant-length", "max_length": 9}, True),
+        ({"rejection": {"rules": [{"statistic": "k1", "low": 0.7, "high": 1.4}], "denominator": "kept"}}, True),
+        ({"importance": {"mode": "tis", "high": 1.1}}, True),
+        ({"aggregation": "seq-mean-token-mean"}, False),
+        ({"importance": {"level": "sequence-mean", "mode": "tis", "high": 1.1}}, False),
+        ({"importance": {"mode": "seq-mask-tis", "low": 0.9, "high": 1.1}}, False),
+        ({"rejection": {"rules": [{"statistic": "k3", "high": 0.2, "level": "sequence-max"}]}}, False),
+    ],
+    ids=str,
+)
+def test_dropped_tokens_and_what_weighs_by_sequence(config: dict, separates: bool) -> None:
+    loss_fn = get_loss("policy")(config)
+    assert loss_fn.requirements.separates(Truncation(top_p=0.9)) == separates
+    assert (influence_of_dropped(loss_fn, batch_of(Case("policy", config), loss_fn)) < 1e-12) == separates
 
 
 def test_only_token_objectives_can_claim_it() -> None:

@@ -45,10 +45,13 @@ def check_lm_head(
             f"hidden must be [B, S/cp, D] (packed: [1, T/cp, D]; sequence_first: [S/cp, B, D]), got "
             f"{list(head.hidden.shape)}"
         )
-    if head.mode == "in_forward" and not needs.token_separable:
+    if head.mode == "in_forward" and not needs.separates(options.truncation):
+        why = " in this configuration"
+        if needs.token_separable:
+            why = f" with {options.truncation}, which changes the weight of the tokens that stay, or may do so,"
         raise ValueError(
-            f"mode = 'in_forward' needs a loss that is a sum over tokens; {loss} in this configuration is not. 'auto' keeps "
-            "or recomputes logits for it"
+            f"mode = 'in_forward' needs a loss that is a sum over tokens; {loss}{why} is not. 'auto' keeps or recomputes "
+            "logits for it"
         )
     head.check(tensor_group)
     if needs.reads == "logits":
@@ -79,7 +82,7 @@ def project(
         local.mask,
         shard,
         local.kept_ids() if options.truncation.kept_sets else None,
-        objective=(lambda stats: objective(with_stats(stats))) if needs.token_separable else None,
+        objective=(lambda stats: objective(with_stats(stats))) if needs.separates(options.truncation) else None,
         context_group=local.context_group,
     )
     return with_stats(stats), carrier

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from parallel_rl.vocab.truncation import Truncation
 
 Alignment = Literal["token", "predictor"]
 Reads = Literal["logits", "log-probs", "scalar"]
@@ -51,6 +54,8 @@ class Requirements:
         truncatable: the log-probs may be those of a truncated policy (top_k, top_p, kept_sets).
         token_separable: a sum over tokens of terms that depend on the log-prob and entropy of their own token alone, all else
             (data, statistics, counts) being constant, so that gradients may be computed in forward (`LMHeadInput`).
+        weighs_sequences: a token's term depends on which other tokens are valid (n_i, sums of data over a sequence). A
+            truncated policy drops tokens by their log-probs, so that such a loss then does not separate over tokens.
         shift: position t speaks of token t + 1, which it predicts; False: of token t itself.
     """
 
@@ -63,6 +68,7 @@ class Requirements:
     untruncated: bool = False
     truncatable: bool = False
     token_separable: bool = False
+    weighs_sequences: bool = True
     shift: bool = True
 
     @property
@@ -74,6 +80,10 @@ class Requirements:
     def names(self) -> tuple[str, ...]:
         """Names of the fields."""
         return tuple(field.name for field in self.fields)
+
+    def separates(self, truncation: Truncation) -> bool:
+        """Whether the loss on the policy truncated so is a sum over tokens."""
+        return self.token_separable and not (self.weighs_sequences and truncation)
 
     def field(self, name: str) -> Field:
         """The field of this name; one that is not declared is a token-aligned float."""

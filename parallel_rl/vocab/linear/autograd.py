@@ -106,7 +106,7 @@ class _InBackward(torch.autograd.Function):
         target: WeightTarget,
     ) -> RowStats:
         forward = run_forward(params)
-        ctx.save_for_backward(hidden, weight, bias, forward.table)  # type: ignore[arg-type]
+        ctx.save_for_backward(hidden, weight, bias, forward.table, forward.floor)  # type: ignore[arg-type]
         # Without the operands: what `save_for_backward` holds is freed with the graph, and checked for changes.
         ctx.params = replace(params, hidden=None, weight=None, bias=None)  # type: ignore[attr-defined, arg-type]
         ctx.kept, ctx.used, ctx.target = forward.kept, False, target  # type: ignore[attr-defined]
@@ -119,7 +119,7 @@ class _InBackward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("token statistics have")
         upstream = g_logprobs, g_entropy, g_lse
-        hidden, weight, bias, table = ctx.saved_tensors  # type: ignore[attr-defined]
+        hidden, weight, bias, table, floor = ctx.saved_tensors  # type: ignore[attr-defined]
         check_replicated(upstream, ctx.params.shard.group, table[:, 0])  # type: ignore[attr-defined]
         if all(g is None for g in upstream):
             return (None,) * 5
@@ -132,7 +132,7 @@ class _InBackward(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
         into = target.rows(params.weight.shape[0]) if wanted[1] else None
         direct = into if into is not None and target.factor == 1 and into.dtype == params.dtype else None
-        forward = Forward((table, None, table), table, kept)
+        forward = Forward((table, None, table), table, floor, kept)
         at_once = into is None and len(backward_spans(params)) <= 1
         summed = run_backward(params, forward, upstream, Gradients(params, wanted, direct, at_once))
         of_weight = summed.weight

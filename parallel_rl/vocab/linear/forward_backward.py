@@ -30,6 +30,7 @@ class Forward(NamedTuple):
 
     stats: RowStats
     table: Tensor
+    floor: Tensor | None  # [N, 1] the smallest logit that a row keeps, under top-k and top-p
     kept: list[KeptLogits | None]
 
 
@@ -67,7 +68,8 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
     zeros = torch.zeros(3 if params.shard.entropy else 2, total, dtype=params.dtype, device=params.hidden.device)
     stats = zeros[0], zeros[2] if params.shard.entropy else None, zeros[1]
     table = torch.zeros(total, 3 if params.shard.entropy else 2, dtype=params.dtype, device=params.hidden.device)
-    out = Forward(stats, table, [])
+    by_rank = bool(params.shard.truncation) and params.kept_ids is None
+    out = Forward(stats, table, table.new_zeros(total, 1) if by_rank else None, [])
 
     def finish(chunks: list[_Chunk]) -> None:
         for chunk in chunks:
@@ -92,7 +94,9 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
         kept = _reserve(params, out.kept, span) if plan.resident else None
         place = kept.values if kept is not None and kept.top is None else buffer[index % count * half :]
         z, indices = params.logits(hidden, place, whole), params.rows.gathered(span)
-        _drop_(z, params, indices)
+        if out.floor is not None:
+            out.floor.index_copy_(0, indices, kept_floor(z, params.shard))
+        _drop_(z, params, indices, out.floor)
         if kept is not None and kept.top is not None:
             _keep(z, kept.values, kept.top)
         parts = row_parts(z, params.spec(indices, whole), params.shard.entropy, params.shard.backend)
@@ -104,15 +108,12 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
     return out
 
 
-def _drop_(z: Tensor, params: LinearParams, indices: Tensor) -> None:
+def _drop_(z: Tensor, params: LinearParams, indices: Tensor, floor: Tensor | None) -> None:
     """Write −inf over the logits [n, W] of some rows that the policy does not keep. A row's target counts as recorded."""
-    shard = params.shard
-    if not shard.truncation:
-        return
-    if params.kept_ids is None:
-        drop_below_(z, kept_floor(z, shard))
-    elif z.shape[1]:
-        column, here = shard.local(torch.cat([params.kept_ids[indices], params.targets[indices, None]], 1))
+    if floor is not None:
+        drop_below_(z, floor[indices])
+    elif params.kept_ids is not None and z.shape[1]:
+        column, here = params.shard.local(torch.cat([params.kept_ids[indices], params.targets[indices, None]], 1))
         kept = torch.where(here, z.gather(1, column), -torch.inf)
         z.fill_(-torch.inf).scatter_reduce_(1, column, kept, "amax")
 
@@ -269,7 +270,10 @@ def _rows_of(upstream: OutputGrads, rows: Tensor | slice) -> OutputGrads:
 def run_backward(params: LinearParams, forward: Forward, upstream: OutputGrads, gradients: Gradients) -> Summed:
     """Sum up `gradients` over all rows; kept logits are used up, the others projected again."""
     rows, columns = params.plan.tile
-    slices = [slice(at, min(at + columns, params.shard.valid)) for at in range(0, max(params.shard.valid, 1), columns)]
+    valid, truncated = params.shard.valid, bool(params.shard.truncation)
+    slices = [slice(at, min(at + columns, valid)) for at in range(0, max(valid, 1), columns)]
+    if truncated:  # its threshold is that of the row
+        slices, columns = [params.columns], valid
     buffer = None if params.plan.resident else params.buffer(rows, columns)
     for index, (span, hidden) in enumerate(params.fetched(backward_spans(params))):
         if buffer is None:
@@ -279,7 +283,8 @@ def run_backward(params: LinearParams, forward: Forward, upstream: OutputGrads, 
             )
             del kept  # its memory
         else:
-            again = partial(_logits_again, params, hidden, buffer)
+            indices = params.rows.gathered(span) if truncated else None
+            again = partial(_logits_again, params, hidden, buffer, forward.floor, indices)
             gradients.add([span], hidden, slices, again, forward.table, upstream)
     return gradients.close()
 
@@ -296,5 +301,10 @@ def _kept_logits(params: LinearParams, kept: KeptLogits | None, _: slice) -> tup
     return torch.add(kept.values, kept.top), None
 
 
-def _logits_again(params: LinearParams, hidden: Tensor, buffer: Tensor, columns: slice) -> tuple[Tensor, None]:
-    return params.logits(hidden, buffer, columns), None
+def _logits_again(
+    params: LinearParams, hidden: Tensor, buffer: Tensor, floor: Tensor | None, indices: Tensor | None, columns: slice
+) -> tuple[Tensor, None]:
+    z = params.logits(hidden, buffer, columns)
+    if indices is not None:
+        _drop_(z, params, indices, floor)
+    return z, None

@@ -53,14 +53,23 @@ class LinearParams:
         keep: Tensor,
         kept_ids: Tensor | None,
         mode: LinearMode,
+        keeps: bool,
     ) -> LinearParams:
-        """Set up the call for [N] targets and [N, K] recorded sets in the gathered order."""
+        """Set up the call for [N] targets and [N, K] recorded sets in the gathered order.
+
+        Args:
+            keeps: a resident plan keeps its logits; without a backward only its chunks matter, so that the same call without
+                gradient gives the same bits.
+        """
         hidden, parts = head.hidden.detach().reshape(-1, head.hidden.shape[-1]), head.parts(shard.group)
         dtype = math_dtype(hidden.dtype)
         width = max(-(-shard.vocab_size // group_size(shard.group)), 1)  # not its own, which may differ between ranks
         # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
         low = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, shard.backend)
-        plan = make_plan(hidden, width, shard.group, parts, mode, head.budget, low or hidden.dtype == dtype)
+        in_place, whole_rows = low or hidden.dtype == dtype, bool(shard.truncation)
+        plan = make_plan(hidden, width, shard.group, parts, mode, head.budget, in_place, whole_rows)
+        if not keeps:
+            plan = replace(plan, resident=False)
         rows = LossRows.of(keep, parts, head.rows, shard.group)
         inv_t = shard.inverse_temperature(dtype, hidden.device)
         return cls(

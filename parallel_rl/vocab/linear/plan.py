@@ -35,7 +35,7 @@ class Plan:
         size: rows of a chunk, whose logits exist whole.
         resident: all logits are kept until the backward.
         kept_together: rows of kept logits that are multiplied together, one chunk or several.
-        tile: (rows, columns) that are projected again together.
+        tile: (rows, columns) that are projected again together; where a row is truncated, a chunk as in forward.
     """
 
     size: int
@@ -66,11 +66,13 @@ def make_plan(
     mode: LinearMode,
     budget: int | None,
     in_place: bool = False,
+    whole_rows: bool = False,
 ) -> Plan:
     """Make the plan for [R, D] hidden rows a part and `width` columns a rank, alike on all ranks that share a batch.
 
     Args:
         in_place: the gradient of kept logits is written over them, see `LinearParams.grad_in_operand_dtype`.
+        whole_rows: logits that are projected again must have the bits that they had in forward.
 
     Raises:
         ValueError: a budget that is too small for one row of each part.
@@ -92,7 +94,8 @@ def make_plan(
     size = most - most % _ALIGN if _ALIGN < most < total else most
     together = in_place and parts == 1  # the rows of several parts lie chunk by chunk
     kept_together = size * max(1, rest // (size * max(cost.ends, 1))) if together else size
-    return Plan(size, resident, kept_together, _tile(cost, max(total, 1), width, room, parts))
+    tile = (size, width) if whole_rows else _tile(cost, max(total, 1), width, room, parts)
+    return Plan(size, resident, kept_together, tile)
 
 
 class _Cost(NamedTuple):

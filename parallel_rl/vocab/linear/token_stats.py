@@ -149,26 +149,16 @@ def stats_of_head(
         objective: a sum over tokens; where it is given the mode may be in_forward, and the second result is not None then.
         context_group: over which the objective may communicate, with ranks that have another number of rows that carry loss.
 
-    Raises:
-        ValueError: a truncation whose gradient is not computed in forward, and logits that are not kept: projected again, the
-            last kept one could round to another side of its threshold.
     """
     order = head.row_order(shard.group)
     grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (head.hidden, head.weight, head.bias)
     )
-    early = (
-        grad and head.mode in ("auto", "in_forward") and objective is not None and head.hidden.dtype != torch.float16
-    )
+    early = head.mode in ("auto", "in_forward") and objective is not None and head.hidden.dtype != torch.float16
     tokens = order.to_rows(targets), order.to_rows(keep), None if kept_ids is None else order.to_rows(kept_ids)
-    params = LinearParams.of(head, shard, *tokens, mode=head.mode if grad and not early else "recompute")
-    if shard.truncation and grad and not early and not params.plan.resident:
-        raise ValueError(
-            f"{shard.truncation} with a loss that is not a sum over tokens, or with mode = {head.mode!r}, keeps its logits "
-            "until the backward: mode = 'resident', or 'auto' with a budget that holds them"
-        )
+    params = LinearParams.of(head, shard, *tokens, mode="recompute" if early else head.mode, keeps=grad)
     zero = None
-    if early:
+    if grad and early:
         assert objective is not None
         of_rows = ForwardObjective(_output_grads(objective, order), context_group)
         zero, rows = in_forward(params, head, of_rows)

@@ -11,14 +11,17 @@ from benchmarks.common import PeakMemory, return_freed_memory, run_ranks
 from parallel_rl import (
     ClippedPGLossFn,
     LMHeadInput,
+    LossFn,
+    Metrics,
     NLLLoss,
-    PolicyLossFn,
     SequencePackingLossWrapper,
+    TokenBatch,
     count_valid,
     get_loss,
-    reduce_metrics,
     token_logprobs,
 )
+from parallel_rl.losses import NoConfig, Requirements
+from parallel_rl.statistics import Statistics
 from parallel_rl.testing.cases import Case, step_statistics
 from parallel_rl.testing.hidden_states import takes_head
 from parallel_rl.validation import validation
@@ -26,7 +29,6 @@ from parallel_rl.vocab.linear.plan import LinearMode
 from tests.distributed.law import CORE
 from tests.losses.test_no_sync import make
 from tests.losses.test_token_separable import ON_LOG_PROBS
-from tests.vocab.linear.cases import error
 from tests.watch import Watch
 
 D, V = 8, 24
@@ -107,68 +109,6 @@ def test_log_probs_from_a_head(sequence_first: bool) -> None:
     torch.testing.assert_close(got, want)
 
 
-RULES: dict[str, dict] = {"top-k": {"top_k": 7}, "top-p": {"top_p": 0.8, "top_k": 15}, "recorded": {"kept_sets": True}}
-
-
-def truncated_batch(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Rounded hidden states and weight in float64, and data of which some tokens are not kept."""
-    g = torch.Generator().manual_seed(0)
-    _, data = make(4, 8, V, "cpu")
-    hidden, weight = (torch.randn(*shape, D, generator=g).to(dtype).double() for shape in ((4, 8), (V,)))
-    likely = (hidden @ weight.T)[:, :-1].argmax(-1)
-    data["input_ids"][:, 1:] = torch.where(torch.rand(4, 7, generator=g) < 0.7, likely, 3)
-    data["advantages"] = torch.randn(4, 8, generator=g)
-    data["kept_ids"] = torch.stack([torch.randperm(V, generator=g)[:5] for _ in range(32)]).view(4, 8, 5)
-    data["kept_ids"][..., 3:] = -1
-    return hidden, weight, data
-
-
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mode", ["in_forward", "resident"])
-def test_a_truncated_policy(mode: LinearMode, rule: str, dtype: torch.dtype, softcap: float | None) -> None:
-    """Loss, gradients, metrics and log-probs of the same logits, whole."""
-    *operands, data = truncated_batch(dtype)
-    counts, options = count_valid(data), {**RULES[rule], "temperature": 0.8}
-    loss_fn = PolicyLossFn({"entropy_bonus": 0.1}, **options)
-    whole, given = ([x.clone().to(kind).requires_grad_() for x in operands] for kind in (torch.float64, dtype))
-    z = whole[0] @ whole[1].T
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    head = LMHeadInput(*given, softcap=softcap, mode=mode, budget=4000)
-    want, got = (loss_fn(output, data, *counts) for output in (z, head))
-    want[0].backward()
-    got[0].backward()
-    exact = 1e-12 if dtype == torch.float64 else 1e-5
-    rounding = 1e-12 if dtype == torch.float64 else 6e-3
-    torch.testing.assert_close(got[0].double(), want[0], rtol=exact, atol=exact)
-    for mine, theirs in zip(given, whole, strict=True):
-        assert mine.grad is not None and theirs.grad is not None
-        assert error(mine.grad, theirs.grad) < rounding
-    numbers = [{name: x.item() for name, x in reduce_metrics([metrics]).items()} for _, metrics in (got, want)]
-    assert numbers[0] == pytest.approx(numbers[1], rel=10 * exact, abs=10 * exact)
-    assert (numbers[0]["dropped_tokens"] > 0) == (rule != "recorded")
-    torch.testing.assert_close(
-        token_logprobs(head, data, **options).double(), token_logprobs(z, data, **options), rtol=exact, atol=exact
-    )
-
-
-def test_a_truncated_policy_whose_logits_would_be_projected_again() -> None:
-    hidden, weight, data = truncated_batch(torch.float64)
-    counts, leaf = count_valid(data), hidden.requires_grad_()
-    over_sequences = PolicyLossFn({"ratio_level": "sequence-mean"}, top_k=3)
-    for mode, loss_fn in (
-        ("recompute", PolicyLossFn(top_k=3)),
-        ("recompute", over_sequences),
-        ("auto", over_sequences),
-    ):
-        with pytest.raises(ValueError, match="keeps its logits until the backward"):
-            loss_fn(LMHeadInput(leaf, weight, mode=mode, budget=4000), data, *counts)
-    with pytest.raises(ValueError, match="reads two distributions of a token"):
-        PolicyLossFn({"kl": {"coefficient": 0.1}}, top_k=3)(LMHeadInput(leaf, weight), data, *counts)
-    over_sequences(LMHeadInput(leaf, weight, budget=1 << 20), data, *counts)[0].backward()
-
-
 def test_metrics_and_loss_scale() -> None:
     """The loss is the same with its gradient computed early, and scaling it scales the gradient."""
     g = torch.Generator().manual_seed(0)
@@ -214,3 +154,37 @@ def test_extra_memory() -> None:
     (found,) = run_ranks(1, peaks)
     assert found["in_forward"] <= 0.4 and found["recompute"] <= 0.4, found
     assert found["resident"] <= 4.6
+
+
+class _Seen(LossFn[NoConfig]):
+    """Remembers the log-probs that `collect` and the loss saw; not separable, so that 'auto' may keep logits."""
+
+    config_class = NoConfig
+    requirements = Requirements(statistics=True, entropy=True)
+
+    def collect_from(self, batch: TokenBatch) -> Statistics:
+        self.collected = batch.output.stats
+        return Statistics({})
+
+    def compute(self, batch: TokenBatch) -> tuple[torch.Tensor, Metrics]:
+        self.trained = batch.output.stats
+        return batch.logprobs.sum(), Metrics({})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["auto", "resident", "recompute"])
+def test_collect_and_loss_see_the_same_bits(mode: LinearMode, dtype: torch.dtype) -> None:
+    """A quantile of the step is one of its tokens: that token must not fall on its other side in the loss.
+
+    Where the logits are kept the budget leaves room for smaller chunks only, and another shape of a product rounds otherwise.
+    """
+    g = torch.Generator().manual_seed(0)
+    _, data = make(8, 24, 1, "cpu")
+    hidden, weight = (torch.randn(*shape, 192, generator=g).to(dtype).requires_grad_() for shape in ((8, 24), (301,)))
+    loss_fn, counts = _Seen(), count_valid(data)
+    kept = 8 * 24 * 301 * dtype.itemsize  # of bfloat16 as float16
+    head = LMHeadInput(hidden, weight, mode=mode, budget=kept + 3000)  # which one row beside them fits into
+    statistics = loss_fn.collect(head, data, *counts).reduce()
+    loss_fn(head, data, *counts, statistics=statistics)[0].backward()
+    for first, second in zip(loss_fn.collected, loss_fn.trained, strict=True):
+        assert torch.equal(first, second)
