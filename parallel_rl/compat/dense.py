@@ -170,3 +170,9 @@ def dense_batch(
     return TokenBatch(
         replace(local, counts=ValidCounts(seqs, toks)), ModelOutput(TokenStats(flat, None, flat.detach()))
     )
+
+
+def with_field(batch: TokenBatch, name: str, values: Tensor) -> TokenBatch:
+    """The batch of a `dense_batch` with one field more, or another one of that name; values are flat, [T_local]."""
+    data = {**batch.local.data, name: values.view(batch.local.layout.shape)}
+    return replace(batch, local=replace(batch.local, data=data))

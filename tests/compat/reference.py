@@ -172,15 +172,15 @@ def trinity(name: str, data: dict[str, Tensor], options: dict, rows: list[int] |
     return loss, result
 
 
-def openrlhf_rows(data: dict[str, Tensor], o: dict) -> tuple[list[Tensor], list[Tensor]]:
-    """Loss of each token of OpenRLHF's policy loss, row by row, and whether the clip held."""
-    found, clips = [], []
+def openrlhf_rows(data: dict[str, Tensor], o: dict) -> tuple[list[Tensor], list[Tensor], list[bool]]:
+    """OpenRLHF's policy loss row by row: each token's loss, whether the clip held, and which units its correction drops."""
+    found, clips, filtered = [], [], []
+    level, gspo = o.get("is_correction_level", "off"), o.get("policy_loss_type") == "gspo"
     for i in range(len(data["logprob"])):
         t = data["action_mask"][i].nonzero()[:, 0]
         logp, old, beh, a = (data[key][i, t] for key in ("logprob", "old_logprob", "rollout", "advantages"))
-        corrected, gspo = o.get("enable_vllm_is_correction"), o.get("policy_loss_type") == "gspo"
         if gspo:
-            r = (logp - (beh if corrected else old)).mean().exp().expand(len(t)) if len(t) else logp
+            r = (logp - (old if level == "off" else beh)).mean().exp().expand(len(t)) if len(t) else logp
         else:
             r = (logp - old).clamp(-20, 20).exp()
         plain, clipped = r * a, r.clamp(1 - o.get("clip_eps_low", 0.2), 1 + o.get("clip_eps_high", 0.2)) * a
@@ -188,19 +188,35 @@ def openrlhf_rows(data: dict[str, Tensor], o: dict) -> tuple[list[Tensor], list[
         if o.get("dual_clip"):
             gain = torch.where(a < 0, torch.maximum(gain, o["dual_clip"] * a), gain)
         x = -gain
-        if corrected and not gspo:
-            low, high = o["vllm_is_truncated_threshold"]
-            w, kind = (old - beh).exp(), o.get("vllm_is_correction_type", "tis")
-            if kind == "tis":
-                x = x * w.clamp(low, high)
-            elif kind == "icepop":
-                x = torch.where((w >= low) & (w <= high), w, 0) * x
-            else:
-                geometric = math.exp((old - beh).mean().item()) if len(t) else 0.0
-                x = x * (w if low <= geometric <= high else 0.0)
+        if level != "off" and not gspo and len(t):
+            w, drop = openrlhf_weight(old, beh, o)
+            x, filtered = x * w, filtered + drop
         found.append(x)
         clips.append((clipped < plain).double())
-    return found, clips
+    return found, clips, filtered
+
+
+def openrlhf_weight(old: Tensor, rollout: Tensor, o: dict) -> tuple[Tensor, list[bool]]:
+    """OpenRLHF's importance weight of each token of a row, and for each unit, token or row, whether it is outside."""
+    low, high = o.get("is_correction_threshold", (0.5, 5.0))
+    weights, statistics = [], []
+    for l_old, l_rollout in zip(old.tolist(), rollout.tolist(), strict=True):
+        p, q = (min(max(math.exp(x), 1e-6), 1 - 1e-6) for x in (l_rollout, l_old))
+        binary_kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+        weights.append(math.exp(l_old - l_rollout))
+        gating = o.get("is_correction_gating", "ratio")
+        statistics.append({"ratio": l_old - l_rollout, "binary_kl": binary_kl, "tv": abs(p - q)}[gating])
+    if o["is_correction_level"] == "seq":
+        statistics = [sum(statistics) / len(statistics)]
+    if o.get("is_correction_gating", "ratio") == "ratio":
+        statistics = [math.exp(x) for x in statistics]
+    outside = [not low <= x <= high for x in statistics]
+    if o.get("is_correction_mode") == "clip":
+        weights = [min(max(w, low), high) for w in weights]
+    else:
+        drop = outside * len(weights) if o["is_correction_level"] == "seq" else outside
+        weights = [0.0 if gone else w for w, gone in zip(weights, drop, strict=True)]
+    return torch.tensor(weights, dtype=old.dtype), outside
 
 
 def openrlhf_mean(rows: list[Tensor], token_level: bool, count: float | None = None) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl.compat import lightrft, openrlhf, trinity
+from parallel_rl.compat import lightrft, openrlhf, openrlhf_article, trinity
 
 
 def _t(rows: list) -> Tensor:
@@ -34,16 +34,15 @@ def of_trinity(name: str, **options: object) -> object:
 
 
 def of_openrlhf(**options: object) -> object:
-    return lambda x: openrlhf.PolicyLoss(**{"clip_eps_low": 0.2, **options})(x, OLD, A, MASK, BEH)[0]
+    return lambda x: openrlhf.PolicyLoss(**options)(x, OLD, A, MASK, BEH)[0]
 
 
 def of_lightrft(**options: object) -> object:
     return lambda x: lightrft.PolicyLoss(**options)(x, OLD, A, MASK)
 
 
-def corrected(kind: str, low: float, high: float) -> object:
-    threshold = {"vllm_is_truncated_threshold": [low, high], "vllm_is_correction_type": kind}
-    return of_openrlhf(enable_vllm_is_correction=True, **threshold)
+def corrected(level: str, mode: str, low: float, high: float) -> object:
+    return of_openrlhf(is_correction_level=level, is_correction_mode=mode, is_correction_threshold=[low, high])
 
 
 PPO, REC, PHI = "PPOPolicyLossFn", "RECPolicyLossFn", "SFTPhiLossFn"
@@ -53,7 +52,7 @@ ROWS = [
     ("ppo dual c3", of_trinity(PPO, clip_range=0.2), 0.75277),
     ("ppo smtm", of_lightrft(), 2.155992),
     ("ppo smtm", of_openrlhf(token_level_loss=False), 2.155992),
-    ("ppo smtm, old signature", lambda x: openrlhf.PolicyLoss(clip_eps=0.2)(x, OLD, A, MASK), 2.155992),
+    ("ppo smtm, of the article", lambda x: openrlhf_article.PolicyLoss(clip_eps=0.2)(x, OLD, A, MASK), 2.155992),
     ("ppo dual c3 smtm", of_trinity(PPO, clip_range=0.2, loss_agg_mode="seq-mean-token-mean"), 1.139443),
     ("ppo dual c3 smts", of_trinity(PPO, clip_range=0.2, loss_agg_mode="seq-mean-token-sum"), 2.25831),
     ("ppo dual c3 smts-norm", of_trinity(PPO, clip_range=0.2, loss_agg_mode="seq-mean-token-sum-norm"), 1.693732),
@@ -90,9 +89,9 @@ ROWS = [
     ("rec k2", of_trinity(REC, regularizer="k2", regularizer_coef=0.1), 0.101667),
     ("rec forward-kl", of_trinity(REC, regularizer="forward-kl", regularizer_coef=0.1), 0.138889),
     ("rec advantage", of_trinity(REC, weight="advantage"), 0.94207),
-    ("ppo+TIS", corrected("tis", 0.0, 2.0), 2.795582),
-    ("ppo+icepop", corrected("icepop", 0.5, 5.0), 2.814071),
-    ("ppo+seq-mask-tis", corrected("seq-mask-tis", 0.98, 1.2), 0.238557),
+    ("ppo+TIS", corrected("token", "clip", 0.0, 2.0), 2.795582),
+    ("ppo+icepop", corrected("token", "mask", 0.5, 5.0), 2.814071),
+    ("ppo+seq-mask-tis", corrected("seq", "mask", 0.98, 1.2), 0.238557),
 ]
 
 
@@ -121,6 +120,72 @@ def test_gradients(name: str, loss: object, gradient: tuple[float, ...]) -> None
     assert [grad[0, 0].item(), grad[1, 1].item(), grad[2, 0].item()] == pytest.approx(gradient, abs=5.1e-7)
 
 
+TOKEN, ROW = {"is_correction_level": "token"}, {"is_correction_level": "seq"}
+BINARY_KL, TV = {"is_correction_gating": "binary_kl"}, {"is_correction_gating": "tv"}
+#: OpenRLHF 0.11.2's own: options, (loss, clip_ratio, ppo_kl, vllm_kl, is_filter_ratio), dL/dl at (0, 0), (1, 1), (2, 0)
+PRESENT: list[tuple[dict, tuple[float | None, ...], tuple[float, ...]]] = [
+    ({}, (1.430469, 0.222222, -0.277778, None, None), (0.0, 0.074992, 1.344366)),
+    (
+        {"dual_clip": 1.5, "token_level_loss": False},
+        (0.639443, 0.222222, -0.277778, None, None),
+        (0.0, 0.056244, 0.0),
+    ),
+    (
+        {"policy_loss_type": "gspo", **ROW},
+        (2.092587, 0.0, -0.277778, None, None),
+        (-0.129524, 0.044354, 1.151871),
+    ),
+    (
+        {**TOKEN, "is_correction_mode": "clip", "is_correction_threshold": [0.9, 1.1]},
+        (1.568714, 0.222222, -0.277778, -0.076667, 0.333333),
+        (0.0, 0.071335, 1.478803),
+    ),
+    (
+        {**TOKEN, "is_correction_threshold": [0.9, 1.1]},
+        (0.154615, 0.222222, -0.277778, -0.076667, 0.333333),
+        (0.0, 0.071335, 0.0),
+    ),
+    (
+        {**ROW, "is_correction_threshold": [0.98, 1.2]},
+        (0.238557, 0.222222, -0.277778, -0.076667, 0.666667),
+        (0.0, 0.071335, 0.0),
+    ),
+    (
+        {**TOKEN, **BINARY_KL, "is_correction_threshold": [0, 0.001]},
+        (0.083281, 0.222222, -0.277778, -0.076667, 0.444444),
+        (0.0, 0.0, 0.0),
+    ),
+    (
+        {**ROW, **BINARY_KL, "is_correction_threshold": [0, 0.002], "token_level_loss": False},
+        (-0.170612, 0.222222, -0.277778, -0.076667, 0.333333),
+        (0.0, 0.053501, 0.0),
+    ),
+    (
+        {**TOKEN, **TV, "is_correction_threshold": [0, 0.015]},
+        (0.188973, 0.222222, -0.277778, -0.076667, 0.555556),
+        (0.0, 0.0, 0.0),
+    ),
+    (
+        {**ROW, **TV, "is_correction_threshold": [0, 0.02]},
+        (-0.110972, 0.222222, -0.277778, -0.076667, 0.333333),
+        (0.0, 0.071335, 0.0),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "gradient"), PRESENT, ids=lambda x: str(x) if isinstance(x, dict) else ""
+)
+def test_openrlhf_gives_what_its_release_gives(options: dict, values: tuple, gradient: tuple) -> None:
+    """All five returned values under every gate: the package itself is not there to compare with."""
+    x = L.clone().requires_grad_()
+    found = openrlhf.PolicyLoss(**options)(x, OLD, A, MASK, BEH)
+    (grad,) = torch.autograd.grad(found[0], x)
+    near = [None if value is None else pytest.approx(value, abs=5.1e-7) for value in values]
+    assert [None if each is None else each.item() for each in found] == near
+    assert [grad[0, 0].item(), grad[1, 1].item(), grad[2, 0].item()] == pytest.approx(gradient, abs=5.1e-7)
+
+
 @pytest.mark.parametrize("origin", [lightrft, openrlhf])
 def test_preferences(origin: object) -> None:
     for options, value in (({}, 0.709548), ({"label_smoothing": 0.1}, 0.707048), ({"ipo": True}, 30.625)):
@@ -133,10 +198,10 @@ def test_preferences(origin: object) -> None:
 
 
 def test_values_of_critics() -> None:
-    clipped = openrlhf.ValueLoss(0.2, True)(VALUES, OLD_VALUES, RETURNS, MASK)
+    clipped = openrlhf.ValueLoss(0.2)(VALUES, OLD_VALUES, RETURNS, MASK)
     plain = lightrft.ValueLoss()(VALUES, OLD_VALUES, RETURNS, MASK)
     assert (clipped.item(), plain.item()) == pytest.approx((0.297222, 0.314444), abs=5.1e-7)
-    article = openrlhf.ValueLoss()(VALUES, OLD_VALUES, RETURNS, MASK)
+    article = openrlhf_article.ValueLoss()(VALUES, OLD_VALUES, RETURNS, MASK)
     assert article.item() == pytest.approx(0.314444, abs=5.1e-7)
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl import ParallelGroups
-from parallel_rl.compat import lightrft, openrlhf, trinity
+from parallel_rl.compat import lightrft, openrlhf, openrlhf_article, trinity
 from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
 from tests.compat.cases import responses
@@ -23,13 +23,18 @@ def token_cases() -> dict[str, Case]:
         ("logprob", "old_logprob", "advantages", "action_mask"),
         ("values", "old_values", "returns", "action_mask"),
     )
-    correction = {"enable_vllm_is_correction": True, "vllm_is_truncated_threshold": [0.8, 1.3]}
-    kinds = ("tis", "icepop", "seq-mask-tis")
-    losses = {f"openrlhf {kind}": {**correction, "vllm_is_correction_type": kind} for kind in kinds}
+    token, row = {"is_correction_level": "token"}, {"is_correction_level": "seq"}
+    losses = {
+        "openrlhf clip": {**token, "is_correction_mode": "clip", "is_correction_threshold": [0.8, 1.3]},
+        "openrlhf token": {**token, "is_correction_threshold": [0.8, 1.3]},
+        "openrlhf token tv": {**token, "is_correction_gating": "tv", "is_correction_threshold": [0, 0.1]},
+        "openrlhf row": {**row, "is_correction_threshold": [0.8, 1.3], "token_level_loss": False},
+        "openrlhf row kl": {**row, "is_correction_gating": "binary_kl", "is_correction_threshold": [0, 0.05]},
+    }
     losses |= {
         "openrlhf ppo": {"dual_clip": 1.5},
         "openrlhf rows": {"token_level_loss": False},
-        "openrlhf gspo": {"policy_loss_type": "gspo", **correction},
+        "openrlhf gspo": {"policy_loss_type": "gspo", **row},
     }
     cases = {
         name: Case(plain(openrlhf.PolicyLoss(**options), *policy, "rollout"), counts_empty_rows=False)
@@ -38,7 +43,7 @@ def token_cases() -> dict[str, Case]:
     cases |= {
         "openrlhf value": Case(plain(openrlhf.ValueLoss(0.2, False), *value), ("values",), counts_empty_rows=False),
         "openrlhf sft": Case(plain(openrlhf.SFTLoss(), "logprob", "action_mask")),
-        "openrlhf old policy": Case(plain(openrlhf.PolicyLoss(clip_eps=0.2), *policy)),
+        "openrlhf article": Case(plain(openrlhf_article.PolicyLoss(0.3), *policy)),
         "lightrft policy": Case(plain(lightrft.PolicyLoss(), *policy)),
         "lightrft cpgd": Case(plain(lightrft.PolicyLoss(use_cpg_loss=True), *policy)),
         "lightrft value": Case(plain(lightrft.ValueLoss(0.2), *value), ("values",)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl.compat import lightrft, openrlhf
+from parallel_rl.compat import lightrft, openrlhf, openrlhf_article
 from tests.compat import reference
 from tests.compat.cases import responses
 
@@ -59,7 +59,12 @@ def test_lightrft_policy(cpgd: bool, entropy: bool) -> None:
 def test_values(clip: float | None, token_level: bool | None) -> None:
     mine, theirs = both(1)
     call = [mine[key] for key in ("values", "old_values", "returns", "action_mask")]
-    loss = (lightrft.ValueLoss(clip) if token_level is None else openrlhf.ValueLoss(clip, token_level))(*call)
+    fn = lightrft.ValueLoss(clip) if token_level is None else openrlhf.ValueLoss(clip, token_level)
+    loss = fn(*call)
+    if token_level is None:
+        torch.testing.assert_close(openrlhf_article.ValueLoss(clip)(*call), loss)
+    if token_level:
+        torch.testing.assert_close(openrlhf.ValueLoss(clip)(*call), loss)
     rows = []
     for i in range(6):
         v, old, r = (theirs[key][i, mine["action_mask"][i]] for key in ("values", "old_values", "returns"))
@@ -73,13 +78,14 @@ OPENRLHF = [
     {"dual_clip": dual, "token_level_loss": level, "policy_loss_type": kind, "clip_eps_high": 0.28}
     for dual, level, kind in itertools.product((None, 1.5), (True, False), ("ppo", "gspo"))
 ]
-CORRECTIONS = [{}] + [
-    {
-        "enable_vllm_is_correction": True,
-        "vllm_is_correction_type": kind,
-        "vllm_is_truncated_threshold": [0.9, 1.3],
-    }
-    for kind in ("tis", "icepop", "seq-mask-tis")
+BANDS = {"ratio": [0.9, 1.3], "binary_kl": [0, 0.05], "tv": [0, 0.08]}
+CORRECTIONS = [
+    {},
+    {"is_correction_level": "token", "is_correction_mode": "clip", "is_correction_threshold": [0.9, 1.3]},
+] + [
+    {"is_correction_level": level, "is_correction_gating": gating, "is_correction_threshold": band}
+    for level in ("token", "seq")
+    for gating, band in BANDS.items()
 ]
 
 
@@ -91,8 +97,8 @@ def test_openrlhf_policy(options: dict, correction: dict, totals: dict) -> None:
     options = options | correction
     fn = openrlhf.PolicyLoss(**options)
     keys = ("logprob", "old_logprob", "advantages", "action_mask", "rollout")
-    loss, clip_ratio, ppo_kl, vllm_kl = fn(*(mine[key] for key in keys), **totals)
-    rows, clips = reference.openrlhf_rows(theirs, options)
+    loss, clip_ratio, ppo_kl, vllm_kl, filter_ratio = fn(*(mine[key] for key in keys), **totals)
+    rows, clips, filtered = reference.openrlhf_rows(theirs, options)
     by_token = options["token_level_loss"] and options["policy_loss_type"] == "ppo"
     count = totals.get("batch_num_tokens" if by_token else "global_batch_size")
     expected = reference.openrlhf_mean(rows, by_token, count) * totals.get("dp_size", 1)
@@ -102,23 +108,35 @@ def test_openrlhf_policy(options: dict, correction: dict, totals: dict) -> None:
     torch.testing.assert_close(ppo_kl, (mine["old_logprob"] - mine["logprob"])[mask].mean().detach())
     if correction and options["policy_loss_type"] == "ppo":
         torch.testing.assert_close(vllm_kl, (mine["rollout"] - mine["old_logprob"])[mask].mean())
+        assert filter_ratio.item() == pytest.approx(sum(filtered) / len(filtered)) and 0 < filter_ratio.item() < 1
     else:
-        assert vllm_kl is None
+        assert vllm_kl is None and filter_ratio is None
 
 
 def test_openrlhf_policy_of_its_article() -> None:
     mine, theirs = both(3)
     keys = ("logprob", "old_logprob", "advantages", "action_mask")
-    loss = openrlhf.PolicyLoss(0.1)(*(mine[key] for key in keys))
-    rows, _ = reference.openrlhf_rows(theirs, {"clip_eps_low": 0.1, "clip_eps_high": 0.1})
+    loss = openrlhf_article.PolicyLoss(0.1)(*(mine[key] for key in keys))
+    rows, *_ = reference.openrlhf_rows(theirs, {"clip_eps_low": 0.1, "clip_eps_high": 0.1})
     assert_same(loss, mine["logprob"], mean_of_rows(rows), theirs["logprob"])
+
+
+def test_openrlhf_values_are_a_token_mean_by_default() -> None:
+    values, returns = torch.tensor([[0.5, 0.0], [1.0, 2.0]]), torch.zeros(2, 2)
+    mask = torch.tensor([[1, 0], [1, 1]])
+    assert openrlhf.ValueLoss()(values, values, returns, mask).item() == pytest.approx((0.25 + 1 + 4) / 6)
+    assert openrlhf_article.ValueLoss()(values, values, returns, mask).item() == pytest.approx((0.25 + 2.5) / 4)
 
 
 def test_openrlhf_clamps_a_weight_that_overflows() -> None:
     old, rollout = torch.zeros(1, 2), torch.tensor([[0.0, -100.0]])
-    fn = openrlhf.PolicyLoss(enable_vllm_is_correction=True, vllm_is_truncated_threshold=[0.5, 5.0])
-    loss, _, _, vllm_kl = fn(old, old, torch.ones(1, 2), None, rollout)
-    assert (loss.item(), vllm_kl.item()) == (-(1 + 5) / 2, -50)
+    options = {"is_correction_level": "token", "is_correction_threshold": [0.5, 5.0]}
+    loss, _, _, vllm_kl, filtered = openrlhf.PolicyLoss(**options, is_correction_mode="clip")(
+        old, old, torch.ones(1, 2), None, rollout
+    )
+    assert (loss.item(), vllm_kl.item(), filtered.item()) == (-(1 + 5) / 2, -50, 0.5)
+    loss, *_ = openrlhf.PolicyLoss(**options)(old, old, torch.ones(1, 2), None, rollout)
+    assert loss.item() == -1 / 2
 
 
 @pytest.mark.parametrize("token_level", [False, True])

@@ -29,13 +29,8 @@ def on_responses() -> dict[str, Callable[[dict[str, Tensor]], Tensor]]:
         "lightrft ValueLoss": of(lightrft.ValueLoss(0.2), *value),
         "openrlhf PolicyLoss": of(openrlhf.PolicyLoss(dual_clip=3.0), *policy, first=True),
         "openrlhf GSPO": of(openrlhf.PolicyLoss(policy_loss_type="gspo"), *policy, first=True),
-        "openrlhf seq-mask-tis": of(
-            openrlhf.PolicyLoss(
-                token_level_loss=False,
-                enable_vllm_is_correction=True,
-                vllm_is_truncated_threshold=[0.5, 2.0],
-                vllm_is_correction_type="seq-mask-tis",
-            ),
+        "openrlhf rows corrected": of(
+            openrlhf.PolicyLoss(token_level_loss=False, is_correction_level="seq", is_correction_threshold=[0.5, 2.0]),
             *policy,
             "rollout",
             first=True,
@@ -149,9 +144,20 @@ ERRORS: list[tuple[Callable[[], object], str]] = [
         lambda: trinity.MIXPolicyLossFn(clip_range=0.2, ngpus_trainer=4, train_batch_size_expert=2),
         "train_batch_size_.* // ngpus_trainer = 0",
     ),
-    (lambda: openrlhf.PolicyLoss(policy_loss_type="grpo"), "policy_loss_type = 'grpo' is not valid"),
-    (lambda: openrlhf.PolicyLoss(vllm_is_correction_type="mis"), "vllm_is_correction_type = 'mis'"),
-    (lambda: openrlhf.PolicyLoss(enable_vllm_is_correction=True), "needs vllm_is_truncated_threshold"),
+    (
+        lambda: openrlhf.PolicyLoss(policy_loss_type="grpo"),
+        "policy_loss_type = 'grpo' is not valid; did you mean 'gspo'",
+    ),
+    (lambda: openrlhf.PolicyLoss(is_correction_level="geo"), "is_correction_level = 'geo' is not valid"),
+    (lambda: openrlhf.PolicyLoss(is_correction_gating="kl"), "is_correction_gating = 'kl' is not valid"),
+    (lambda: openrlhf.PolicyLoss(is_correction_mode="drop"), "is_correction_mode = 'drop' is not valid"),
+    (
+        lambda: openrlhf.PolicyLoss(is_correction_level="seq", is_correction_mode="clip"),
+        "it needs is_correction_level = 'token'",
+    ),
+    (lambda: openrlhf.PolicyLoss(is_correction_level="token", is_correction_gating="tv"), "an upper bound only"),
+    (lambda: openrlhf.PolicyLoss(is_correction_threshold=[2.0, 0.5]), r"\[2.0, 0.5\] must be \[low, high\]"),
+    (lambda: openrlhf.PolicyLoss(dual_clip=0.9), "dual_clip = 0.9 must exceed 1"),
     (lambda: lightrft.PolicyLoss(1.0, use_cpg_loss=True), "clip_low = 1.0"),
 ]
 
@@ -175,8 +181,8 @@ def test_calls_that_cannot_be_right_are_refused() -> None:
         openrlhf.PolicyLoss(token_level_loss=True)(
             *policy, batch_num_tokens=4, global_valid_seqs=3, global_valid_toks=4
         )
-    with pytest.raises(ValueError, match="needs rollout_log_probs"):
-        openrlhf.PolicyLoss(enable_vllm_is_correction=True, vllm_is_truncated_threshold=[0.5, 5.0])(*policy)
+    with pytest.raises(ValueError, match="is_correction_level = 'seq' needs rollout_log_probs"):
+        openrlhf.PolicyLoss(is_correction_level="seq")(*policy)
     for fn in (trinity.DPOLossFn(), trinity.MIXPolicyLossFn(clip_range=0.2)):
         with pytest.raises(ValueError, match=r"statistics=.*it is missing"):
             fn(**data, global_valid_seqs=3, global_valid_toks=4)

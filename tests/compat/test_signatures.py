@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from parallel_rl.compat import lightrft, openrlhf, trinity
+from parallel_rl.compat import lightrft, openrlhf, openrlhf_article, trinity
 
 REQUIRED = inspect.Parameter.empty
 AGG = {"loss_agg_mode": "token-mean"}
@@ -157,30 +157,37 @@ LIGHTRFT = SHARED | {
 OPENRLHF = SHARED | {
     "PolicyLoss": (
         {
-            "clip_eps": 0.2,  # alone the article's loss; the others make it the present source's
-            "clip_eps_high": None,
+            "clip_eps_low": 0.2,
+            "clip_eps_high": 0.2,
             "dual_clip": None,
-            "token_level_loss": None,
-            "policy_loss_type": None,
-            "enable_vllm_is_correction": None,
-            "vllm_is_truncated_threshold": None,
-            "vllm_is_correction_type": None,
+            "token_level_loss": True,
+            "policy_loss_type": "ppo",
+            "is_correction_level": "off",
+            "is_correction_mode": "mask",
+            "is_correction_gating": "ratio",
+            "is_correction_threshold": (0.5, 5.0),
         },
         POLICY | {"action_mask": None, "rollout_log_probs": None} | TOTALS,
     ),
-    "ValueLoss": ({"clip_eps": None, "token_level_loss": None}, VALUE | TOTALS),
+    "ValueLoss": ({"clip_eps": None, "token_level_loss": True}, VALUE | TOTALS),
     "GPTLMLoss": ({"ring_attn_group": None}, required(["logits", "labels"])),
     "SFTLoss": ({"token_level_loss": True}, required(["per_token_logps", "loss_mask"]) | TOTALS),
 }
+ARTICLE = SHARED | {
+    "PolicyLoss": ({"clip_eps": 0.2}, POLICY | {"action_mask": None}),
+    "ValueLoss": ({"clip_eps": None}, VALUE),
+    "GPTLMLoss": ({}, required(["logits", "labels"])),
+}
+MODULES = {lightrft: LIGHTRFT, openrlhf: OPENRLHF, openrlhf_article: ARTICLE}
 
 
 @pytest.mark.parametrize(
     ("origin", "name"),
-    [(lightrft, name) for name in LIGHTRFT] + [(openrlhf, name) for name in OPENRLHF],
+    [(module, name) for module, names in MODULES.items() for name in names],
     ids=lambda value: value if isinstance(value, str) else value.__name__.rsplit(".", 1)[-1],
 )
 def test_modules(origin: object, name: str) -> None:
-    options, call = (LIGHTRFT if origin is lightrft else OPENRLHF)[name]
+    options, call = MODULES[origin][name]
     cls = getattr(origin, name)
     assert issubclass(cls, torch.nn.Module) and name in origin.__all__
     assert list(arguments(cls).items()) == list(options.items())

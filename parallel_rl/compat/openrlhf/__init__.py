@@ -1,4 +1,7 @@
-"""OpenRLHF's losses (0.11.0, and those of its article that it has dropped since), by its names and arguments."""
+"""OpenRLHF's losses (0.11.2, and those that it has dropped since its article), by its names and arguments.
+
+`parallel_rl.compat.openrlhf_article` has the policy and value loss as the article and the releases of its time had them.
+"""
 
 from parallel_rl.compat.language import KDLoss, PRMLoss
 from parallel_rl.compat.openrlhf.language import GPTLMLoss

@@ -105,16 +105,11 @@ class SFTLoss(nn.Module):
 
 
 class ValueLoss(nn.Module):
-    """½·(V − R)², with `clip_eps` the larger of it and that of V clipped around V_old; aggregated as `aggregate_loss` does.
+    """½·(V − R)², with `clip_eps` the larger of it and that of V clipped around V_old; aggregated as `aggregate_loss` does."""
 
-    Without `token_level_loss` it is that of the article, a mean over all rows of their means over tokens; the present source
-    (0.11) has True by default.
-    """
-
-    def __init__(self, clip_eps: float | None = None, token_level_loss: bool | None = None) -> None:
+    def __init__(self, clip_eps: float | None = None, token_level_loss: bool = True) -> None:
         super().__init__()
-        self.clip_eps, self.token_level_loss = clip_eps, bool(token_level_loss)
-        self.of_article = token_level_loss is None
+        self.clip_eps, self.token_level_loss = clip_eps, token_level_loss
 
     def forward(
         self,
@@ -137,7 +132,7 @@ class ValueLoss(nn.Module):
         """
         step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
         fields = {"old": old_values, "returns": returns}
-        batch = dense_batch(values, action_mask, fields, step, count_empty=self.of_article)
+        batch = dense_batch(values, action_mask, fields, step, count_empty=False)
         error = squared_error(batch.logprobs, batch["returns"])
         if self.clip_eps is not None:
             error = clipped_squared_error(batch.logprobs, batch["returns"], batch["old"], self.clip_eps)
