@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl.groups import group_size, group_sum
+from parallel_rl.segments import expand_segments, sum_segments
 from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class SequenceLayout:
         offsets: [B + 1] local segment bounds.
         lengths: [B] true lengths.
         local_shape: the leading shape of the logits, (B, S/cp) or (1, T/cp).
+        chunks: [B] and [B], where sequences are cut: position p lies in chunk (first + p) // second of 2·cp, or cp.
     """
 
     shape: tuple[int, int]
@@ -66,6 +68,7 @@ class SequenceLayout:
     offsets: Tensor
     lengths: Tensor
     local_shape: tuple[int, int]
+    chunks: tuple[Tensor, Tensor]
     cp_size: int = 1
 
     @classmethod
@@ -94,13 +97,15 @@ class SequenceLayout:
         local = seq_len // cp_size
         rows, place = torch.arange(batch_size, device=device), torch.arange(local, device=device)
         place = _zigzag(place, seq_len // parts, cp_size, cp_rank) if cp_layout == "zigzag" else place + cp_rank * local
+        lengths = torch.full((batch_size,), seq_len, device=device)
         return cls(
             shape=(batch_size, seq_len),
             sequence_ids=rows.repeat_interleave(local, output_size=batch_size * local),
             positions=place.repeat(batch_size),
             offsets=torch.arange(batch_size + 1, device=device) * local,
-            lengths=torch.full((batch_size,), seq_len, device=device),
+            lengths=lengths,
             local_shape=(batch_size, local),
+            chunks=(torch.zeros_like(lengths), lengths // parts),
             cp_size=cp_size,
         )
 
@@ -148,10 +153,12 @@ class SequenceLayout:
             ids = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=count - 1)
             start, size = offsets[ids], bounds.diff()[ids]
             positions = _zigzag(place - start, size // (2 * cp_size), cp_size, cp_rank)
+            chunks = torch.zeros_like(lengths), bounds.diff() // (2 * cp_size)
         else:  # one rank holds the row in order, whatever the layout is called
             offsets = (bounds - cp_rank * local).clamp_(0, local)
             ids = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=count - 1)
             positions = place + cp_rank * local - bounds[ids]
+            chunks = bounds[:-1], torch.full_like(lengths, local)
         return cls(
             shape=(count, seq_len),
             sequence_ids=ids,
@@ -159,6 +166,7 @@ class SequenceLayout:
             offsets=offsets,
             lengths=lengths,
             local_shape=(1, local),
+            chunks=chunks,
             cp_size=cp_size,
         )
 
@@ -220,7 +228,7 @@ class SequenceLayout:
 
     def segment_sum(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
         """Sum [T_local] over each sequence, over all context ranks: [B], in float64 inside, differentiable."""
-        local = _SegmentSum.apply(x.to(torch.float64), self.offsets, self.sequence_ids)
+        local = sum_segments(x, self.offsets, self.sequence_ids)
         return group_sum(local, context_group).to(x.dtype)
 
     def segment_max(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
@@ -232,34 +240,7 @@ class SequenceLayout:
 
     def expand(self, per_sequence: Tensor) -> Tensor:
         """Expand [B] to [T_local]: each position gets its sequence's value; the gradient is the local segment sum."""
-        expanded: Tensor = _Expand.apply(per_sequence, self.offsets, self.sequence_ids)
-        return expanded
-
-
-class _SegmentSum(torch.autograd.Function):
-    """A deterministic sum over neighbouring positions; index_add's atomics would change the bits from run to run."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
-        ctx.save_for_backward(offsets, ids)
-        return torch.segment_reduce(x, "sum", offsets=offsets, initial=0, unsafe=True)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        offsets, ids = ctx.saved_tensors  # type: ignore[attr-defined]
-        return _Expand.apply(grad, offsets, ids), None, None
-
-
-class _Expand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, per_sequence: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
-        ctx.save_for_backward(offsets, ids)
-        return per_sequence[ids]
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        offsets, ids = ctx.saved_tensors  # type: ignore[attr-defined]
-        return _SegmentSum.apply(grad.to(torch.float64), offsets, ids).to(grad.dtype), None, None
+        return expand_segments(per_sequence, self.offsets, self.sequence_ids)
 
 
 def _parts(cp_size: int, cp_layout: CPLayout) -> int:

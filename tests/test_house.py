@@ -13,7 +13,7 @@ Graph = Mapping[str, set[str]]
 PACKAGE = Path(__file__).parents[1] / "parallel_rl"
 # From the ground up. A room may import those of lower floors and no other; one that is new takes its place here.
 FLOORS = (
-    ("cluster", "config", "groups", "validation"),
+    ("cluster", "config", "groups", "segments", "validation"),
     ("agreement", "functional", "layout", "metrics", "statistics"),
     ("counts", "vocab"),
     ("advantages", "losses"),

@@ -19,9 +19,11 @@ from parallel_rl.metrics import Metric
 def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig) -> tuple[Tensor, dict[str, Metric]]:
     """ω [T_local] after truncation, and its metrics."""
     # In float64: a weight that only float32 cannot hold is large, and is truncated as such.
-    log_weight, by_sequence = prev.double() - batch["generation_logprobs"], config.level != "token"
+    log_weight, by_sequence = prev.double() - batch["generation_logprobs"], config.level.startswith("sequence")
     if by_sequence:
         log_weight = (batch.segment_mean if config.level == "sequence-mean" else batch.segment_sum)(log_weight)
+    else:
+        log_weight = batch.pooled(log_weight, config.level)
     weight, low, high = exp_or_zero(log_weight), config.low, config.high
     metrics = {}
     if config.mode == "seq-mask-tis":
@@ -51,11 +53,7 @@ def kept_tokens(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> Ten
 
 
 def _passes(batch: TokenBatch, log_weight: Tensor, rule: RejectionRule) -> Tensor:
-    statistic = mismatch(log_weight, rule.statistic)
-    if rule.level == "sequence-max":
-        statistic = batch.expand(batch.segment_max(statistic))
-    elif rule.level != "token":
-        statistic = batch.expand((batch.segment_sum if rule.level == "sequence-sum" else batch.segment_mean)(statistic))
+    statistic = batch.pooled(mismatch(log_weight, rule.statistic), rule.level)
     low, high = rule.low, rule.high
     if rule.statistic == "k1":  # bounds on the ratio itself
         low, high = -math.inf if low == 0 else math.log(low), math.log(high)

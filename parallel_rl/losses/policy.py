@@ -51,11 +51,13 @@ class PolicyLoss(LossFn[ConfigT]):
     @cached_property
     def requirements(self) -> Requirements:
         cfg = self.policy
-        sequences = [Field("rewards", per="sequence")] if cfg.positive_nll_weight else []
+        others = [Field("rewards", per="sequence")] if cfg.positive_nll_weight else []
         if cfg.surrogate.draw_seed is not None:
-            sequences.append(Field("sample_ids", per="sequence", dtype="integer"))
+            others.append(Field("sample_ids", per="sequence", dtype="integer"))
+        if cfg.reads_turns:
+            others.append(Field("segment_ids", dtype="integer"))
         return Requirements(
-            (*(Field(name) for name, read in self._token_fields().items() if read), *sequences),
+            (*(Field(name) for name, read in self._token_fields().items() if read), *others),
             counted=cfg.positive_nll_weight > 0 or (cfg.counts_survivors and self._recorded),
             collected=cfg.collects or (cfg.counts_survivors and not self._recorded),
             entropy=True,
@@ -143,8 +145,7 @@ class PolicyLoss(LossFn[ConfigT]):
         if cfg.log_ratio_clamp is not None:
             token = log_ratio = token.clamp(-cfg.log_ratio_clamp, cfg.log_ratio_clamp)
         if cfg.ratio_level != "token":
-            reduce = batch.segment_mean if cfg.ratio_level == "sequence-mean" else batch.segment_sum
-            log_ratio = batch.expand(reduce(token))
+            log_ratio = batch.pooled(token, cfg.ratio_level)
             if cfg.ratio_gradient == "token":
                 log_ratio = logprobs - logprobs.detach() + log_ratio.detach()
         return PolicyTerms(

@@ -15,11 +15,12 @@ from parallel_rl.functional.kl import KLType
 from parallel_rl.functional.rec import REC
 from parallel_rl.functional.surrogate import Surrogate
 from parallel_rl.functional.surrogates import PPO
+from parallel_rl.losses.core.batch import PoolLevel
 
 #: surrogates with a module of their own; a config names them like those of `functional.surrogates`
 MORE_SURROGATES = (ClipCov, DPPO, KLCov, REC)
 
-RatioLevel = Literal["token", "sequence-mean", "sequence-sum"]
+RatioLevel = Literal["token", "turn-mean", "turn-sum", "sequence-mean", "sequence-sum"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class KLConfig:
 class ImportanceConfig:
     """ω, constant, multiplies the surrogate: π_prev/π_generation, against the mismatch of trainer and sampler.
 
-    level: the weight of a token, or one a sequence: geometric mean or product.
+    level: the weight of a token, or one a turn or a sequence: geometric mean or product.
     mode: "none" leaves it; "tis" clamps it into [low, high]; "icepop" takes 0 outside; "seq-mask-tis" keeps the token weights
         of sequences whose geometric mean lies within, and takes 0 in the others. Denominators stay.
     normalize: divide by its mean over the step (after the truncation).
@@ -93,17 +94,17 @@ class ImportanceConfig:
 
 @dataclass(frozen=True)
 class RejectionRule:
-    """Tokens or sequences whose mismatch of trainer and sampler lies outside [low, high] leave the mask.
+    """Tokens, turns or sequences whose mismatch of trainer and sampler lies outside [low, high] leave the mask.
 
     statistic: "k1" with bounds on the ratio π_prev/π_generation; "k2" = a²/2 and "k3" = e^a − 1 − a of its logarithm a, with
         `high` alone.
-    level: of each token, or the sum, mean or largest over a whole sequence.
+    level: of each token, or the sum, mean or largest over its turn or whole sequence.
     """
 
     statistic: MismatchStatistic
     high: float
     low: float = 0.0
-    level: Literal["token", "sequence-sum", "sequence-mean", "sequence-max"] = "token"
+    level: PoolLevel = "token"
 
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high:
@@ -150,7 +151,8 @@ class PolicyLossConfig:
 
     surrogate: one of `parallel_rl.functional.surrogates` by its name, with that class's options.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
-    ratio_level: of a token, or of the sequence: geometric mean (GSPO) or product.
+    ratio_level: of a token, or of its turn or sequence: geometric mean (GSPO) or product. A turn is a run of one id among the
+        valid tokens of a sequence, in the field segment_ids [B, S]: integers that do not decrease.
     ratio_gradient: "full" through the sequence's mean; "token" is GSPO-token: its value, each token's own gradient.
     on_policy: ρ = exp(l − sg l); prev_logprobs is not read.
     log_ratio_clamp: bound on |l − l_prev| of each token, gradient 0 beyond; None is off.
@@ -205,6 +207,13 @@ class PolicyLossConfig:
     def reads_reference(self) -> bool:
         """Whether reference_policy_logprobs matters."""
         return self.kl is not None and self.kl.against == "reference"
+
+    @property
+    def reads_turns(self) -> bool:
+        """Whether segment_ids matters."""
+        rules = () if self.rejection is None else self.rejection.rules
+        levels = [self.ratio_level, *(part.level for part in (self.importance, *rules) if part is not None)]
+        return any(level.startswith("turn") for level in levels)
 
     @property
     def collects(self) -> bool:

@@ -63,8 +63,9 @@ def make_batch(
         "reward_labels": torch.tensor([*REWARD_IDS, -100])[torch.randint(0, 3, (ROWS, WIDTH), generator=g)],
     }
     teacher = (torch.randn(ROWS, WIDTH, VOCAB, generator=g) * 1.5).to(kind).double()
-    best = teacher.roll(1, 1).topk(4, -1)
+    best, turns = teacher.roll(1, 1).topk(4, -1), torch.Generator().manual_seed(seed + 1)
     data |= {
+        "segment_ids": (torch.rand(ROWS, WIDTH, generator=turns) < 0.25).cumsum(1) * 3 + 5,
         "teacher_logits": teacher,
         "teacher_topk_logits": best.values,
         "teacher_topk_indices": best.indices,
@@ -94,7 +95,7 @@ def poisoned(data: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
     poison = torch.tensor(POISON).repeat(ROWS * WIDTH)[: len(wild)]
     for name, value in bad.items():
         there = masked.roll(-1, 1) if loss_fn.requirements.field(name).alignment == "predictor" else masked
-        if name in ("input_ids", "reward_labels", "teacher_topk_indices", "kept_ids"):
+        if name in ("input_ids", "reward_labels", "teacher_topk_indices", "kept_ids", "segment_ids"):
             value[there] = wild.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there])
         elif value.dim() >= 2 and value.is_floating_point() and name not in local_names(loss_fn):
             value[there] = poison.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there]).to(value.dtype)

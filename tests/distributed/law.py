@@ -81,6 +81,12 @@ _MIX = {
     "supervised": {"weighting": "phi"},
 }
 
+_TURNS = {
+    "ratio_level": "turn-mean",
+    "importance": {"level": "turn-sum", "mode": "tis", "low": 0.6, "high": 1.3},
+    "rejection": {"rules": [{"statistic": "k1", "low": 0.5, "high": 1.7, "level": "turn-max"}]},
+}
+
 # One or two of each loss, rich in options: they run on every world and layout, MORE on those of four ranks, the recipes on
 # some of these.
 CORE = [
@@ -119,6 +125,7 @@ CORE = [
             "kl": {"coefficient": 2.0, "gradient": "old", "weight_clamp": 1.1},
         },
     ),
+    Case("policy", _TURNS),
     Case("full_distillation", {"divergence": {"name": "jsd", "beta": 0.3}, "teacher_temperature": 1.3}),
     Case("distillation", {"zero_outside_topk": True, "mixed_kl_weight": 0.9, "aggregation": "seq-mean-token-mean"}),
     Case("mix", _MIX),

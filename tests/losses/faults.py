@@ -82,6 +82,7 @@ def make_data() -> dict[str, Any]:
     data["teacher_topk_indices"] = torch.tensor([9, 0, 4]).expand(B, S, 3)
     data["teacher_logsumexp"] = torch.full((B, S), 3.0, dtype=torch.float64)
     data["expert_mask"] = torch.tensor([True, False, False, True])
+    data["segment_ids"] = torch.arange(S).expand(B, S) // 3
     return data
 
 
@@ -201,6 +202,7 @@ NLL = {"positive_example_nll_weight": 0.1}
 TWO_COUNTS = ValidCounts(torch.ones(2), torch.tensor(1))
 PRM = {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": [2, 9]}
 CLIP = {"cliprange": 0.2}
+TURNS = {"ratio_level": "turn-mean"}
 PREDICTOR = {"reference_logprobs_alignment": "predictor"}
 
 # fmt: off
@@ -315,6 +317,14 @@ FAULTS = [
     Fault("odd rows without a reference", "their number must be even; got 3 rows", rows(3), "simpo"),
     Fault("margins missing", "data lacks the field 'preference_margins'", drop("preference_margins"), "preference",
           {"pair_margins": True}),
+    # turns
+    Fault("no segment ids", "data lacks the field 'segment_ids'", drop("segment_ids"), "policy", TURNS),
+    Fault("float segment ids", "segment_ids must hold integers or bools, got torch.float32",
+          use(segment_ids=torch.zeros(4, 8)), "policy", TURNS),
+    Fault("segment ids of sequences", r"segment_ids has shape \[4\]; .* calls for \[4, 8\]",
+          use(segment_ids=torch.zeros(4).long()), "policy", TURNS),
+    Fault("segment ids that decrease", r"segment_ids must not decrease within a sequence; at \[1, 4\] 0 follows 1",
+          at("segment_ids", (1, 4), 0), "policy", TURNS, by_value=True),
     # labels
     Fault("labels missing", "data lacks the field 'preference_labels'", drop("preference_labels"), "kto"),
     Fault("a label of 2", r"preference_labels = 2 at \[3\] is not valid; \+1 is desirable",

@@ -74,6 +74,13 @@ def test_the_claim_is_true(case: Case) -> None:
         ({"on_policy": True, "importance": {"level": "sequence-mean", "mode": "tis", "high": 1.1}}, False),
         ({"on_policy": True, "importance": {"mode": "seq-mask-tis", "low": 0.9, "high": 1.1}}, False),
         ({"on_policy": True, "importance": {"mode": "tis", "high": 1.1}}, True),
+        ({"importance": {"level": "turn-mean", "mode": "tis", "high": 1.1}}, True),
+        ({"on_policy": True, "importance": {"level": "turn-mean", "mode": "tis", "high": 1.1}}, False),
+        ({"ratio_level": "turn-sum"}, False),
+        (
+            {"on_policy": True, "rejection": {"rules": [{"statistic": "k3", "high": 0.05, "level": "turn-max"}]}},
+            False,
+        ),
         ({"on_policy": True, "rejection": {"rules": [{"statistic": "k1", "low": 0.7, "high": 1.4}]}}, True),
         (
             {"on_policy": True, "rejection": {"rules": [{"statistic": "k3", "high": 0.05, "level": "sequence-mean"}]}},

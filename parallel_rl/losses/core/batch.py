@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from parallel_rl.statistics import Statistics
     from parallel_rl.vocab.stats import TokenStats
+
+
+PoolLevel = Literal["token", "turn-mean", "turn-sum", "turn-max", "sequence-mean", "sequence-sum", "sequence-max"]
 
 
 class ModelOutput(NamedTuple):
@@ -138,6 +141,35 @@ class TokenBatch:
         """[T_local] to [B]: the largest over each whole sequence's valid tokens, −inf without any; no gradient."""
         x = torch.where(self.mask, x.detach(), -torch.inf)
         return self.local.layout.segment_max(x, self.local.context_group)
+
+    def turn_sum(self, x: Tensor) -> Tensor:
+        """[T_local] to [T_local]: at each token the sum over its turn's valid tokens; for a loss that declares segment_ids.
+
+        Differentiable; right where context ranks or packing cut a turn, with one all-reduce.
+        """
+        return self.local.turns.sum(self.local.masked(x, self.output.dtype), self.local.context_group)
+
+    def turn_mean(self, x: Tensor) -> Tensor:
+        """[T_local] to [T_local]: at each token the mean over its turn's valid tokens."""
+        return self.turn_sum(x) / self.local.tokens_per_turn.clamp(min=1)
+
+    def turn_max(self, x: Tensor) -> Tensor:
+        """[T_local] to [T_local]: at each token the largest over its turn's valid tokens; no gradient."""
+        return self.local.turns.max(torch.where(self.mask, x.detach(), -torch.inf), self.local.context_group)
+
+    def pooled(self, x: Tensor, level: PoolLevel) -> Tensor:
+        """[T_local] to [T_local]: x itself ("token"), or at each token what is made of its turn or sequence."""
+        if level == "token":
+            return x
+        if level == "turn-sum":
+            return self.turn_sum(x)
+        if level == "turn-mean":
+            return self.turn_mean(x)
+        if level == "turn-max":
+            return self.turn_max(x)
+        if level == "sequence-sum":
+            return self.expand(self.segment_sum(x))
+        return self.expand(self.segment_mean(x) if level == "sequence-mean" else self.segment_max(x))
 
     def expand(self, per_sequence: Tensor) -> Tensor:
         """[B] to [T_local]: each sequence's value at its tokens."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.requirements import Field
+from parallel_rl.losses.core.turns import check_segment_ids
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 
@@ -113,6 +114,8 @@ def _check_values(data: Mapping[str, Tensor], needs: Requirements) -> None:
         if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
             raise ValueError(f"{name} must hold 0 and 1 only; a weight belongs into the advantages")
     valid = valid_tokens(data, needs.shift)
+    if "segment_ids" in needs.names:
+        check_segment_ids(data["segment_ids"], valid)
     for field in needs.fields:
         if field.per == "local":
             continue

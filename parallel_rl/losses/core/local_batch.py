@@ -13,6 +13,7 @@ from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import group_rank
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.requirements import Requirements
+from parallel_rl.losses.core.turns import TurnLayout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,6 +71,18 @@ class LocalBatch:
         if self.dropped is not None:  # known where the token is only
             return self.layout.segment_sum(self.mask.double(), self.context_group).to(torch.int64)
         return self.valid.sum(1)
+
+    @cached_property
+    def turns(self) -> TurnLayout:
+        """The turns that `segment_ids` tells apart, at the local positions."""
+        return TurnLayout.of(self.layout, self.data["segment_ids"], self.valid, self.requirements.shift)
+
+    @cached_property
+    def tokens_per_turn(self) -> Tensor:
+        """[T_local] valid tokens of each position's turn, over all context ranks."""
+        if self.dropped is not None:
+            return self.turns.sum(self.mask.double(), self.context_group).to(torch.int64)
+        return self.turns.tokens
 
     def masked(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """[T_local], or K quantities [K, T_local]: x, and a 0 of `dtype` at masked places."""

@@ -1,0 +1,131 @@
+"""Turns, runs of one id among the valid tokens of a sequence: sums, means and maxima over them wherever their tokens lie.
+
+How many there are is known on the device only, and a rank may hold any part of one. Nothing here waits for that number: a
+rank's own turns take one slot each of as many as it has positions, and those that a cut between context ranks divides meet
+in one of [B, 2·cp − 1] places, named by the chunk of the sequence that the turn begins in. No two begin in one chunk and end
+beyond it, so that one all-reduce of these places suffices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from parallel_rl.groups import group_size, group_sum
+from parallel_rl.segments import expand_segments, sum_segments
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.layout import SequenceLayout
+
+
+def turn_starts(segment_ids: Tensor, valid: Tensor) -> Tensor:
+    """[B, S] bool: the first valid token of each turn.
+
+    >>> ids, valid = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([[False, True, True, False, True]])
+    >>> turn_starts(ids, valid).tolist()
+    [[False, True, True, False, False]]
+
+    Args:
+        segment_ids: [B, S] integer; those of other than valid tokens do not matter.
+        valid: [B, S] bool.
+    """
+    before = _latest_valid(valid)
+    return valid & ((before < 0) | (segment_ids.gather(1, before.clamp(min=0)) != segment_ids))
+
+
+def check_segment_ids(segment_ids: Tensor, valid: Tensor) -> None:
+    """Raises ValueError for ids that decrease from one valid token of a row to the next; Args: see `turn_starts`."""
+    before = _latest_valid(valid)
+    previous = segment_ids.gather(1, before.clamp(min=0))
+    wrong = valid & (before >= 0) & (previous > segment_ids)
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"segment_ids must not decrease within a sequence; at [{row}, {column}] {int(segment_ids[row, column])} "
+            f"follows {int(previous[row, column])}"
+        )
+
+
+def _latest_valid(valid: Tensor) -> Tensor:
+    """[B, S] the column of the last valid token before each one, −1 if there is none."""
+    columns = torch.arange(valid.shape[1], device=valid.device)
+    latest = torch.where(valid, columns, -1).cummax(1).values
+    return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
+
+
+@dataclass(frozen=True, eq=False)
+class TurnLayout:
+    """The turns of a context rank's local positions; masked positions belong to some turn, and must hold a neutral value.
+
+    Attributes:
+        ids: [T_local] the slot of each position, counted from 0 in the order of the positions.
+        offsets: [T_local + 1] local bounds of the slots; those beyond the last turn are empty.
+        meeting: [T_local] where the parts of a slot's turn meet, in [0, B·(2·cp − 1)), or that bound for a whole turn.
+        places: B·(2·cp − 1).
+        tokens: [T_local] at each position the valid tokens of its turn, on all context ranks.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    meeting: Tensor
+    places: int
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, layout: SequenceLayout, segment_ids: Tensor, valid: Tensor, shift: bool = True) -> TurnLayout:
+        """Find the turns of the local positions.
+
+        Args:
+            segment_ids, valid: see `turn_starts`; whole on every context rank.
+            shift: see `SequenceLayout.shard`.
+        """
+        rows, width = layout.shape
+        columns, row = torch.arange(width, device=valid.device), torch.arange(rows, device=valid.device)[:, None]
+        starts = torch.where(turn_starts(segment_ids, valid), columns, 0).cummax(1).values
+        key = row * width + starts
+        slots = key.new_zeros(2, rows * width)
+        ends = slots[0].scatter_reduce(0, key.flatten(), (valid * columns).flatten(), "amax")[key]
+        tokens = slots[1].scatter_add(0, key.flatten(), valid.flatten().to(key.dtype))[key]
+        first, last = (_chunk(layout, column - int(shift)) for column in (starts, ends))
+        cuts = 2 * layout.cp_size - 1
+        meeting = torch.where(first < last, row * cuts + first.clamp(0, cuts - 1), rows * cuts)
+        key, meeting, tokens = (layout.take(each, shift) for each in (key, meeting, tokens))
+        ids = (torch.nn.functional.pad(key.diff(), (min(len(key), 1), 0)) != 0).cumsum(0)
+        offsets = torch.searchsorted(ids, torch.arange(len(ids) + 1, device=ids.device))
+        first_place = offsets[:-1].clamp(max=max(len(ids) - 1, 0))
+        meeting = torch.where(offsets[:-1] < offsets[1:], meeting[first_place], rows * cuts)
+        return cls(ids, offsets, meeting, rows * cuts, tokens)
+
+    def sum(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
+        """[T_local] to [T_local]: at each position the sum over its turn, on all context ranks; differentiable.
+
+        Sums run in float64. Costs one all-reduce of `places` floats, and one in the backward.
+        """
+        summed = sum_segments(x, self.offsets, self.ids)
+        if group_size(context_group) > 1:
+            parts = summed.new_zeros(self.places + 1).scatter(0, self.meeting, summed)
+            met = group_sum(parts[:-1], context_group)
+            divided = self.meeting < self.places
+            summed = torch.where(divided, torch.nn.functional.pad(met, (0, 1))[self.meeting], summed)
+        return expand_segments(summed, self.offsets, self.ids).to(x.dtype)
+
+    def max(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
+        """[T_local] to [T_local]: at each position the largest over its turn, on all context ranks; no gradient."""
+        most = x.new_full(x.shape, -torch.inf).scatter_reduce(0, self.ids, x.detach(), "amax")
+        if group_size(context_group) > 1:
+            met = x.new_full((self.places + 1,), -torch.inf).scatter(0, self.meeting, most)
+            dist.all_reduce(met, op=dist.ReduceOp.MAX, group=context_group)
+            most = torch.where(self.meeting < self.places, met[self.meeting], most)
+        return most[self.ids]
+
+
+def _chunk(layout: SequenceLayout, positions: Tensor) -> Tensor:
+    """[B, S] the chunk of its sequence that each position [B, S] lies in."""
+    first, size = (each[:, None] for each in layout.chunks)
+    return (first + positions.clamp(min=0)) // size.clamp(min=1)

@@ -1,0 +1,58 @@
+"""Sums over neighbouring positions, and their adjoint: deterministic, without a loop over segments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def sum_segments(x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+    """Sum [T] over segments of neighbours, in float64: [n]; differentiable. index_add's atomics would change the bits.
+
+    >>> sum_segments(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 3]), torch.tensor([0, 0, 1])).tolist()
+    [3.0, 4.0]
+
+    Args:
+        offsets: [n + 1] bounds, from 0 to T.
+        ids: [T] the segment of each position.
+    """
+    summed: Tensor = _Sum.apply(x.to(torch.float64), offsets, ids)
+    return summed
+
+
+def expand_segments(per_segment: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+    """Expand [n] to [T]: each position gets its segment's value; the gradient is the segment sum. Args: see `sum_segments`.
+
+    >>> expand_segments(torch.tensor([3.0, 4.0]), torch.tensor([0, 2, 3]), torch.tensor([0, 0, 1])).tolist()
+    [3.0, 3.0, 4.0]
+    """
+    expanded: Tensor = _Expand.apply(per_segment, offsets, ids)
+    return expanded
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets, ids)
+        return torch.segment_reduce(x, "sum", offsets=offsets, initial=0, unsafe=True)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        offsets, ids = ctx.saved_tensors  # type: ignore[attr-defined]
+        return _Expand.apply(grad, offsets, ids), None, None
+
+
+class _Expand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, per_segment: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets, ids)
+        return per_segment[ids]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
+        offsets, ids = ctx.saved_tensors  # type: ignore[attr-defined]
+        return _Sum.apply(grad.to(torch.float64), offsets, ids).to(grad.dtype), None, None
