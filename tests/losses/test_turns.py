@@ -106,7 +106,7 @@ def test_a_turn_of_one_token_is_the_token_and_of_a_whole_row_the_sequence(
         config = {**levels(of), "aggregation": aggregation}
         config["rejection"] = {**config["rejection"], "denominator": denominator}
         loss_fn, leaf, counts = PolicyLossFn(config), logits.clone().requires_grad_(), count_valid(data)
-        extra = {"statistics": loss_fn.collect(leaf, data, *counts).reduce()} if denominator == "kept" else {}
+        extra = {"statistics": loss_fn.count(data)} if denominator == "kept" else {}
         loss, metrics = loss_fn(leaf, data, *counts, **extra)
         loss.backward()
         found.append((loss, leaf.grad, reduce_metrics([metrics])["rejected_fraction"]))
