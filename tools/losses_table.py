@@ -18,6 +18,7 @@ from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.functional.distillation import Divergence
 from parallel_rl.functional.surrogate import Surrogate
 from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.entropy_bonus import EntropyBonus
 from parallel_rl.losses.registry import losses
 from parallel_rl.recipes import loss_of, main_section, recipes, summary
 
@@ -58,6 +59,9 @@ def document() -> str:
         "## Surrogates\n",
         "`surrogate` of the losses `policy` and `mix`: a loss per token from ratios and advantages.\n",
         _variants(Surrogate),
+        "## Entropy bonuses\n",
+        "`entropy_bonus` of the policy loss, where it is not a number that stays.\n",
+        _variants(EntropyBonus),
         "## Advantages\n",
         "`advantages` of a recipe, and `parallel_rl.advantages.estimate`. All take these options:\n",
         _options(AdvantageEstimator),

@@ -14,6 +14,7 @@ from parallel_rl.losses.distillation import (
     FullDistillationLossConfig,
     FullDistillationLossFn,
 )
+from parallel_rl.losses.entropy_bonus import AdaptiveEntropyBonus, EntropyBonus, ScheduledEntropyBonus
 from parallel_rl.losses.kto import KTOLossConfig, KTOLossFn
 from parallel_rl.losses.mix import MixLossConfig, MixLossFn, MuSchedule, MuScheduleConfig
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
@@ -75,6 +76,9 @@ __all__ = [
     "OffPolicyMaskConfig",
     "RejectionConfig",
     "RejectionRule",
+    "EntropyBonus",
+    "AdaptiveEntropyBonus",
+    "ScheduledEntropyBonus",
     "Requirements",
     "Field",
     "NoConfig",

@@ -128,7 +128,7 @@ class MixLossFn(LossFn[MixLossConfig]):
 
     `data["expert_mask"]` [B] bool says which rows are an expert's; the fields of the policy loss are not read there, but must
     hold numbers. Both sides are normalised by their own counts over the whole step, which is what `statistics` brings; a
-    side without a row contributes an exact 0. μ moves with `after_step()`, called after each optimizer step.
+    side without a row contributes an exact 0. μ moves with `after_step`, called after each optimizer step.
 
     Metrics: loss, mu, usual/... of `PolicyLossFn`, expert/... of `NLLLoss`. Call and errors: see `LossFn`.
 
@@ -167,14 +167,17 @@ class MixLossFn(LossFn[MixLossConfig]):
     def on_policy(self) -> bool:
         return self.usual.on_policy
 
-    def after_step(self) -> None:
+    def after_step(self, metrics: Mapping[str, float]) -> None:
         self.mu_schedule.step()
+        self.usual.after_step(_under("usual/", metrics))
 
     def state_dict(self) -> dict[str, float]:
-        return {**self.mu_schedule.state_dict()}
+        of_policy = {f"usual/{name}": value for name, value in self.usual.state_dict().items()}
+        return {**self.mu_schedule.state_dict(), **of_policy}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.mu_schedule.load_state_dict(state)
+        self.mu_schedule.load_state_dict({name: x for name, x in state.items() if not name.startswith("usual/")})
+        self.usual.load_state_dict(_under("usual/", state))
 
     @cached_property
     def requirements(self) -> Requirements:
@@ -205,6 +208,11 @@ class MixLossFn(LossFn[MixLossConfig]):
         metrics |= {f"expert/{key}": of_expert.parts(key) for key in of_expert}
         of_both = {"loss": Metric("share", loss), "mu": Metric("max", torch.full_like(loss, mu, requires_grad=False))}
         return loss, Metrics(of_both | metrics)
+
+
+def _under(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    """The values whose names begin so, without that."""
+    return {name.removeprefix(prefix): x for name, x in values.items() if name.startswith(prefix)}
 
 
 def _rows(batch: TokenBatch) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TypeVar
@@ -18,6 +19,7 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
 from parallel_rl.losses.core.requirements import Field, Requirements
+from parallel_rl.losses.entropy_bonus import EntropyBonus, EntropyCoefficient
 from parallel_rl.losses.off_policy import entropy_threshold, importance_weight, kept_tokens, off_policy_keep
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.losses.registry import register_loss
@@ -67,6 +69,20 @@ class PolicyLoss(LossFn[ConfigT]):
             token_separable=cfg.token_separable,
             weighs_sequences=cfg.weighs_sequences,
         )
+
+    @cached_property
+    def entropy_bonus(self) -> EntropyCoefficient:
+        """The coefficient of the entropy bonus, which may move over the steps; its state is the loss's."""
+        return EntropyCoefficient.of(self.policy.entropy_bonus)
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        self.entropy_bonus.step(metrics)
+
+    def state_dict(self) -> dict[str, float]:
+        return self.entropy_bonus.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.entropy_bonus.load_state_dict(state)
 
     def _token_fields(self) -> dict[str, bool]:
         """Names of the fields [B, S], and whether each is read."""
@@ -124,7 +140,7 @@ class PolicyLoss(LossFn[ConfigT]):
         if cfg.kl is not None:
             parts["kl_penalty"] = (cfg.kl.coefficient, self._kl(batch, prev))
         if cfg.entropy_bonus:
-            parts["entropy_bonus"] = (-cfg.entropy_bonus, batch.entropy)
+            parts["entropy_bonus"] = (-self.entropy_bonus.value, batch.entropy)
         stacked = torch.stack([x for _, x in parts.values()])
         sums = batch.weighted_sum(stacked if kept is batch.mask else torch.where(kept, stacked, 0), weights).unbind()
         loss = sum((factor * x for (factor, _), x in zip(list(parts.values())[1:], sums[1:], strict=True)), sums[0])
@@ -134,6 +150,9 @@ class PolicyLoss(LossFn[ConfigT]):
             count = batch.statistics["positive_tokens"].clamp(min=1)
             nll = batch.weighted_sum(-batch.logprobs, (batch.per_sequence("rewards") > 0) / count)
             loss, metrics["positive_nll_loss"] = loss + cfg.positive_nll_weight * nll, Metric("share", nll)
+        if isinstance(cfg.entropy_bonus, EntropyBonus):
+            value = torch.full_like(loss, self.entropy_bonus.value, requires_grad=False)
+            metrics["entropy_coef"] = Metric("max", value)
         return PolicyShares(loss, {"loss": Metric("share", loss), **metrics}, terms)
 
     def _prev(self, batch: TokenBatch) -> Tensor:
@@ -230,7 +249,8 @@ class PolicyLossFn(PolicyLoss[PolicyLossConfig]):
     whole step (entropy_filter, clip_cov, kl_cov, ...) make the loss need `statistics`, see `Statistics`.
 
     Metrics: loss, policy_loss, kl_penalty (without β), positive_nll_loss, entropy, probs_ratio (mean, _min, _max), approx_kl
-    (mean of l_prev − l), sampling_importance_ratio, is_oob_ratio, rejected_fraction, off_policy_masked, num_valid_samples.
+    (mean of l_prev − l), sampling_importance_ratio, is_oob_ratio, rejected_fraction, off_policy_masked, num_valid_samples;
+    entropy_coef, the coefficient applied, where it moves.
 
     Raises:
         ValueError: see `LossFn` and `PolicyLossConfig`.

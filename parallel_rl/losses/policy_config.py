@@ -16,6 +16,7 @@ from parallel_rl.functional.rec import REC
 from parallel_rl.functional.surrogate import Surrogate
 from parallel_rl.functional.surrogates import PPO
 from parallel_rl.losses.core.batch import PoolLevel
+from parallel_rl.losses.entropy_bonus import EntropyBonus
 
 #: surrogates with a module of their own; a config names them like those of `functional.surrogates`
 MORE_SURROGATES = (ClipCov, DPPO, KLCov, REC)
@@ -159,7 +160,7 @@ class PolicyLossConfig:
     importance, rejection, off_policy_mask, kl: see their classes; None is off.
     entropy_filter: only this fraction of the step's tokens, those of highest entropy, carries the surrogate; denominators stay
         (arXiv 2506.01939).
-    entropy_bonus: c in − c·AGG(entropy), with gradient.
+    entropy_bonus: c in − c·AGG(entropy), with gradient: a number, or one that moves, {name: schedule} or {name: adaptive}.
     positive_nll_weight: μ of VAPO's NLL on sequences with rewards > 0, a mean over their tokens (arXiv 2504.05118).
     """
 
@@ -174,7 +175,7 @@ class PolicyLossConfig:
     rejection: RejectionConfig | None = None
     off_policy_mask: OffPolicyMaskConfig | None = None
     entropy_filter: float | None = None
-    entropy_bonus: float = 0.0
+    entropy_bonus: float | EntropyBonus = 0.0
     kl: KLConfig | None = None
     positive_nll_weight: float = 0.0
 
@@ -253,9 +254,10 @@ class PolicyLossConfig:
 
     def __post_init__(self) -> None:
         check_aggregation(self.aggregation, self.max_length)
-        for name in ("entropy_bonus", "positive_nll_weight"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 0")
+        bonus = 0.0 if isinstance(self.entropy_bonus, EntropyBonus) else self.entropy_bonus
+        for name, value in (("entropy_bonus", bonus), ("positive_nll_weight", self.positive_nll_weight)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} = {value} must be at least 0 and finite")
         if self.entropy_filter is not None and not 0 < self.entropy_filter < 1:
             raise ValueError(
                 f"entropy_filter = {self.entropy_filter} must lie in (0, 1), or be None to keep all tokens"

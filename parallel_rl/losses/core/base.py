@@ -137,8 +137,12 @@ class LossFn(LossFunction, Generic[ConfigT]):
         """Whether it leaves the KL to the reference out because the advantages hold it already."""
         return False
 
-    def after_step(self) -> None:
-        """Move on by one optimizer step; the trainer calls it after each. A loss with a schedule overrides it."""
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        """Move on by one optimizer step; the trainer calls it after each. A loss with a schedule overrides it.
+
+        Args:
+            metrics: of the step, reduced: equal on all ranks, so that what follows from them is too.
+        """
 
     def state_dict(self) -> dict[str, float]:
         """The numbers that change over the steps, for a checkpoint; equal on all ranks, empty without a state.

@@ -85,7 +85,7 @@ class Learner:
         """One optimizer step on this data rank's micro-batches, after `done` of this phase's `updates`."""
         rate = learning_rate(self.config, done, self.updates)
         result = train_step(self.engine, self.optimizer, batches, self.loss_fn, lr=rate, clip=self.config.clip)
-        self.loss_fn.after_step()
+        self.loss_fn.after_step(result.metrics)
         return replace(result, metrics={**result.metrics, **self._fill_metrics(batches)})
 
     def log_probs(

@@ -23,7 +23,8 @@ class Warming(LossFn[NoConfig]):
     config_class = NoConfig
     steps = 0
 
-    def after_step(self) -> None:
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        assert metrics["weight"] == self.steps + 1
         self.steps += 1
 
     def state_dict(self) -> dict[str, float]:
