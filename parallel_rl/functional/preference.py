@@ -140,35 +140,37 @@ def simpo(
     return dpo(beta * chosen - gamma, beta * rejected, 1.0, label_smoothing)
 
 
-def log1mexp(a: Tensor) -> Tensor:
+def log1mexp(a: Tensor, eps: float | None = None) -> Tensor:
     """log(1 − e^a) for a < 0, exact at both ends: log(−expm1(a)) above −ln 2, log1p(−e^a) below; a is capped at −ε.
 
-    ε is the machine epsilon of a's dtype; above the cap the gradient is 0.
+    Above the cap the gradient is 0. ε is that of a's dtype, or `eps` where a was computed with fewer digits than it has.
 
     >>> log1mexp(torch.tensor([-1e-4, -0.6931472, -30.0]))
     tensor([-9.2104e+00, -6.9315e-01, -9.3576e-14])
     """
-    a = a.clamp(max=-torch.finfo(a.dtype).eps)
+    a = a.clamp(max=-(torch.finfo(a.dtype).eps if eps is None else eps))
     near = a > -math.log(2)
     return torch.where(near, (-torch.where(near, a, -1).expm1()).log(), (-torch.where(near, -1, a).exp()).log1p())
 
 
-def log_odds(a: Tensor) -> Tensor:
+def log_odds(a: Tensor, eps: float | None = None) -> Tensor:
     """log(p / (1 − p)) of a log-prob a = log p ≤ 0, [n]; see `log1mexp` for a near 0.
 
     >>> log_odds(torch.tensor([0.5, 0.9]).log())
     tensor([0.0000, 2.1972])
     """
-    return a - log1mexp(a)
+    return a - log1mexp(a, eps)
 
 
-def orpo_odds_ratio(chosen: Tensor, rejected: Tensor, beta: float = 0.1) -> Tensor:
+def orpo_odds_ratio(chosen: Tensor, rejected: Tensor, beta: float = 0.1, eps: float | None = None) -> Tensor:
     """ORPO's term beside the likelihood: −β·log σ(log odds_w − log odds_l), [n], of mean log-probs. Paper: arXiv 2403.07691.
+
+    eps: of the dtype in which the log-probs were computed, if their means have more digits; see `log1mexp`.
 
     >>> orpo_odds_ratio(torch.tensor([-0.5]), torch.tensor([-1.5]), beta=1.0)
     tensor([0.1709])
     """
-    return -beta * logsigmoid(log_odds(chosen) - log_odds(rejected))
+    return -beta * logsigmoid(log_odds(chosen, eps) - log_odds(rejected, eps))
 
 
 def kto_desirable(log_ratio: Tensor, baseline: Tensor | float, beta: float = 0.1) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from parallel_rl.functional.preference import dpo, orpo_odds_ratio, simpo
@@ -134,8 +135,8 @@ class ORPOLossFn(LossFn[ORPOLossConfig]):
 
         L = Σ_pairs [NLL_chosen − λ·log σ(log odds(a_chosen) − log odds(a_rejected))] / (N_seq / 2)
 
-    a is the mean log π of a response's tokens, NLL = −a, log odds(a) = a − log(1 − e^a). Rows are pairs: chosen even,
-    rejected odd; the means run in float64.
+    a is the mean log π of a response's tokens, NLL = −a, log odds(a) = a − log(1 − e^a), where
+    a is at most −ε of the mathematics' dtype. Rows are pairs: chosen even, rejected odd; the means run in float64.
 
     Metrics: loss, preference_loss (with λ), sft_loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (a),
     num_valid_samples (pairs). Call and errors: see `LossFn`; an odd number of rows raises.
@@ -156,7 +157,9 @@ class ORPOLossFn(LossFn[ORPOLossConfig]):
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         means = response_sum(batch, batch.logprobs, average=True)
         chosen, rejected = means[::2], means[1::2]
-        preferred = pair_mean(batch, orpo_odds_ratio(chosen, rejected, self.config.beta))
+        # 1 − e^a of a near 0 has the digits of the log-probs, not those of their float64 means
+        eps = torch.finfo(batch.output.dtype).eps
+        preferred = pair_mean(batch, orpo_odds_ratio(chosen, rejected, self.config.beta, eps))
         return _with_nll(batch, preferred, chosen, rejected, sft_weight=1.0, sft_average=True)
 
 
