@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from parallel_rl.groups import ParallelGroups, all_gather, group_size
+from parallel_rl.agreement import communication_device
+from parallel_rl.groups import ParallelGroups, group_size
+from parallel_rl.schema import gather_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,13 +98,8 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     return torch.where(denominator == 0, 0.0, numerator / torch.where(denominator == 0, 1, denominator))
 
 
-_COMBINE = {
-    "share": lambda x: x.sum(0),
-    "count": lambda x: x.sum(0),
-    "ratio": lambda x: x.sum(0),
-    "min": lambda x: x.amin(0),
-    "max": lambda x: x.amax(0),
-}
+_DENOMINATOR = "denominator"
+_NEUTRAL = {"min": torch.inf, "max": -torch.inf}  # of a rank without the metric; of sums it is 0
 
 
 def reduce_metrics(metrics: Sequence[Metrics], groups: ParallelGroups | None = None) -> dict[str, Tensor]:
@@ -113,46 +110,68 @@ def reduce_metrics(metrics: Sequence[Metrics], groups: ParallelGroups | None = N
     {'loss': 0.5, 'ratio_max': 1.5}
 
     Shares and counts are summed, extrema stay extrema, a ratio is divided last. Every rank of the last pipeline stage
-    calls it with the metrics of its micro-batches of one step; it costs one all-gather of the K parts (two, where
-    `groups` has no `data_context` group and both context and data parallelism are on).
+    calls it with the metrics of its micro-batches of one step; it costs one all-gather of the K parts and their names (two,
+    where `groups` has no `data_context` group and both context and data parallelism are on; see `gather_named`).
 
     Args:
-        metrics: one entry a micro-batch, all with the same names.
+        metrics: one entry a micro-batch, all with the same names. A rank without a micro-batch passes an empty list, and gets
+            the same numbers as the others.
         groups: context and data groups; None is one process.
 
     Returns:
         name → float64 scalar on the metrics' device.
 
     Raises:
-        ValueError: an empty list, or micro-batches with different names or kinds.
+        ValueError: an empty list on every rank; micro-batches, or ranks where values are checked, with different names or
+            kinds.
     """
-    if not metrics:
-        raise ValueError("reduce_metrics needs the metrics of at least one micro-batch, got an empty list")
-    parts = [[entry.parts(name) for name in sorted(entry)] for entry in metrics]
-    names = sorted(metrics[0])
-    kinds = [part.kind for part in parts[0]]
-    for entry, row in zip(metrics, parts, strict=True):
-        if sorted(entry) != names or [part.kind for part in row] != kinds:
-            raise ValueError(f"every micro-batch must report the same metrics: {sorted(entry)} against {names}")
-    columns = kinds + [kind for kind in kinds if kind == "ratio"]
-    rows = torch.stack([torch.stack(_flat(row)) for row in parts])
+    columns, row = _of_rank(metrics)
     groups = groups or ParallelGroups()
-    rows = _combine(rows, columns)
     for group in [groups.data_context] if groups.data_context is not None else [groups.context, groups.data]:
         if group_size(group) > 1:
-            rows = _combine(all_gather(rows, group)[:, 0], columns)
-    values = iter(rows[0].unbind())
-    reduced = {name: next(values) for name in names}
-    for name, kind in zip(names, kinds, strict=True):
-        if kind == "ratio":
-            reduced[name] = _ratio(reduced[name], next(values))
+            here = row if columns else row.to(communication_device(group, row.device))
+            columns, rows, there = gather_named(columns, here, group)
+            row = _combine(rows, columns, there)
+    if not columns:
+        raise ValueError(
+            "reduce_metrics needs the metrics of at least one micro-batch, got an empty list on every rank"
+        )
+    values = dict(zip(columns, row.unbind(), strict=True))
+    reduced = {}
+    for column, value in values.items():
+        kind, _, name = column.partition(" ")
+        if kind != _DENOMINATOR:
+            reduced[name] = _ratio(value, values[f"{_DENOMINATOR} {name}"]) if kind == "ratio" else value
     return reduced
 
 
-def _flat(row: list[Metric]) -> list[Tensor]:
-    denominators = [part.denominator for part in row if part.denominator is not None]
-    return [value.to(torch.float64) for value in [part.value for part in row] + denominators]
+def _of_rank(metrics: Sequence[Metrics]) -> tuple[list[str], Tensor]:
+    """The columns of a rank, "kind name" each, and their values [K] over its micro-batches; none of both without any."""
+    parts = [_columns(entry) for entry in metrics]
+    for part in parts:
+        if list(part) != list(parts[0]):
+            raise ValueError(f"every micro-batch must report the same metrics: {list(part)} against {list(parts[0])}")
+    if not parts or not parts[0]:
+        return [], torch.zeros(0, dtype=torch.float64)
+    rows = torch.stack([torch.stack([value.to(torch.float64) for value in part.values()]) for part in parts])
+    return list(parts[0]), _combine(rows, list(parts[0]))
 
 
-def _combine(rows: Tensor, kinds: Sequence[str]) -> Tensor:
-    return torch.stack([_COMBINE[kind](rows[:, k]) for k, kind in enumerate(kinds)])[None]
+def _columns(metrics: Metrics) -> dict[str, Tensor]:
+    parts = {name: metrics.parts(name) for name in sorted(metrics)}
+    columns = {f"{part.kind} {name}": part.value for name, part in parts.items()}
+    denominators = {f"{_DENOMINATOR} {name}": part.denominator for name, part in parts.items()}
+    return columns | {name: value for name, value in denominators.items() if value is not None}
+
+
+def _combine(rows: Tensor, columns: Sequence[str], there: Tensor | None = None) -> Tensor:
+    """[n, K] to [K], of the rows that are `there`."""
+    combined = []
+    for x, column in zip(rows.unbind(1), columns, strict=True):
+        kind = column.partition(" ")[0]
+        if kind in _NEUTRAL:
+            x = x if there is None else torch.where(there, x, _NEUTRAL[kind])
+            combined.append(x.amin(0) if kind == "min" else x.amax(0))
+        else:
+            combined.append(x.sum(0))
+    return torch.stack(combined) if combined else rows.new_zeros(0)

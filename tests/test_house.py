@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).parents[1] / "parallel_rl"
 # From the ground up. A room may import those of lower floors and no other; one that is new takes its place here.
 FLOORS = (
     ("cluster", "config", "groups", "segments", "validation"),
-    ("agreement", "functional", "layout", "metrics", "statistics"),
-    ("counts", "vocab"),
+    ("agreement", "functional", "layout", "schema"),
+    ("counts", "metrics", "statistics", "vocab"),
     ("advantages", "losses"),
     ("experience", "packing", "recipes"),
     ("compat", "megatron", "testing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import NamedTuple
 
 import pytest
@@ -175,7 +176,7 @@ def test_metrics_that_do_not_go_together() -> None:
     with pytest.raises(ValueError, match="at least one micro-batch, got an empty list"):
         reduce_metrics([])
     one, other = Metrics({"a": Metric("share", scalar(1))}), Metrics({"b": Metric("share", scalar(1))})
-    with pytest.raises(ValueError, match=r"must report the same metrics: \['b'\] against \['a'\]"):
+    with pytest.raises(ValueError, match=r"the same metrics: \['share b'\] against \['share a'\]"):
         reduce_metrics([one, other])
     with pytest.raises(ValueError, match="must report the same metrics"):
         reduce_metrics([one, Metrics({"a": Metric("max", scalar(1))})])
@@ -235,6 +236,43 @@ def test_any_rank_gets_the_numbers_of_one_process(world: int, cp: int) -> None:
         assert got.fault.endswith(
             "data lacks the field 'sample_mask'; token_mask [B, S] and sample_mask [B] are counted"
         )
+
+
+def long_names(k: int) -> Metrics:
+    """More names than one collective of 4 KiB holds."""
+    return Metrics(
+        {f"a metric of a component with a long name, number {n}": Metric("max", scalar(k * n)) for n in range(90)}
+    )
+
+
+def without_a_micro_batch(rank: int, world: int, cp: int) -> tuple:
+    """The first data rank has no micro-batch: what all ranks get, what a world without any says, and one that disagrees."""
+    groups, (_, _, dp_rank) = make_groups(rank, world, 1, cp)
+    apart = ParallelGroups(context=groups.context, data=groups.data)
+    reduced, refused = [], []
+    for where in (groups, apart):
+        for made in (part, long_names):
+            mine = [] if dp_rank == 0 else [made(rank), made(rank + world)]
+            reduced.append({name: value.item() for name, value in reduce_metrics(mine, where).items()})
+    for of_rank in ([], [Metrics({f"a{dp_rank}": Metric("share", scalar(1))})]):
+        for where in (groups, apart):
+            with pytest.raises(ValueError) as error:
+                reduce_metrics(of_rank, where)
+            refused.append(str(error.value))
+    return reduced, refused
+
+
+@pytest.mark.parametrize(("world", "cp"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_a_rank_without_a_micro_batch_gets_the_numbers_of_the_others(world: int, cp: int) -> None:
+    """It raised, alone, while the others waited in their all-gather; it knows neither the names nor how many there are."""
+    held = [k for rank in range(cp, world) for k in (rank, rank + world)]
+    want = [{n: v.item() for n, v in reduce_metrics([made(k) for k in held]).items()} for made in (part, long_names)]
+    for reduced, refused in run_world(world, without_a_micro_batch, world, cp, timeout=60):
+        for got, expected in zip(reduced, want * 2, strict=True):
+            assert got == pytest.approx(expected, rel=1e-14)
+        assert all("got an empty list on every rank" in text for text in refused[:2])
+        for text in refused[2:]:
+            assert re.search(r"rank 0 of the group alone \['share a0'\], rank [12] alone \['share a1'\]$", text)
 
 
 def sum_over(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor, list[str]]:
