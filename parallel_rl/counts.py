@@ -11,6 +11,7 @@ import torch.distributed as dist
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.groups import group_size
 from parallel_rl.layout import valid_tokens
+from parallel_rl.validation import checks_values, get_validation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,18 +48,33 @@ def count_valid(
         (seqs, toks), int64 scalars, each at least 1.
 
     Raises:
-        ValueError: a mask that is missing or of another shape; on all ranks of the group, see `set_validation`.
+        ValueError: a mask that is missing or of another shape; a mask with other values than 0 and 1, which would count as 1.
+            On all ranks of the group, see `set_validation`; values on a device fail there, in an assertion without a host
+            sync, except in its mode "never".
     """
     batches = [batches] if isinstance(batches, Mapping) else batches
     masks = [data["token_mask"] for data in batches if isinstance(data.get("token_mask"), torch.Tensor)]
     home = masks[0].device if masks else torch.device("cpu")
-    counts = torch.zeros(2, dtype=torch.int64, device=communication_device(data_parallel_group, home))
-    raise_on_all_ranks(lambda: check_masks(*batches), [data_parallel_group], counts)
+    counts = torch.zeros(3, dtype=torch.int64, device=communication_device(data_parallel_group, home))
+
+    def check() -> None:
+        check_masks(*batches)
+        if checks_values(counts):
+            check_zeros_and_ones(*batches)
+
+    raise_on_all_ranks(check, [data_parallel_group], counts)
+    on_device = get_validation() == "auto" and not checks_values(counts)
     for data in batches:
-        counts += torch.stack([data["sample_mask"].bool().sum(), valid_tokens(data).sum()]).to(counts.device)
+        sample_mask, token_mask = data["sample_mask"], data["token_mask"]
+        found = [sample_mask.bool().sum(), valid_tokens(data).sum()]
+        if on_device:
+            found.append(_fractional(sample_mask).sum() + _fractional(token_mask).sum())
+        counts[: len(found)] += torch.stack(found).to(counts.device)
     if group_size(data_parallel_group) > 1:
         dist.all_reduce(counts, group=data_parallel_group)
-    seqs, toks = counts.clamp_(min=1).unbind()
+    if on_device:  # the host does not wait; all ranks fail, since all know the sum
+        torch._assert_async(counts[2] == 0, "token_mask and sample_mask must hold 0 and 1 only")
+    seqs, toks = counts[:2].clamp_(min=1).unbind()
     return ValidCounts(seqs, toks)
 
 
@@ -78,6 +94,28 @@ def check_masks(*batches: Mapping[str, Tensor]) -> None:
         rows, seqs = data["token_mask"].shape[0], data["sample_mask"].shape[0]
         if rows != seqs:
             raise ValueError(f"sample_mask has {seqs} rows, token_mask {rows}; they must be as many")
+
+
+def check_zeros_and_ones(*batches: Mapping[str, Tensor]) -> None:
+    """Check the values of each batch's `token_mask` and `sample_mask`.
+
+    Raises:
+        ValueError: one that is neither 0 nor 1, with its place.
+    """
+    for data in batches:
+        for name in ("token_mask", "sample_mask"):
+            wrong = _fractional(data[name])
+            if bool(wrong.any()):
+                place = wrong.nonzero()[0].tolist()
+                value = data[name][tuple(place)].item()
+                raise ValueError(
+                    f"{name} = {value:g} at {place} must be 0 or 1; a weight of tokens or samples belongs into the advantages"
+                )
+
+
+def _fractional(mask: Tensor) -> Tensor:
+    """[...] bool: neither 0 nor 1."""
+    return torch.zeros_like(mask) if mask.dtype == torch.bool else (mask != 0) & (mask != 1)
 
 
 def check_aggregation(mode: Aggregation, max_length: int | None) -> None:

@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_rl.agreement import communication_device
 from parallel_rl.groups import ParallelGroups, all_gather, group_size
+from parallel_rl.schema import gather_named
 
 
 class Statistics(Mapping[str, Tensor]):
@@ -92,16 +94,25 @@ class Statistics(Mapping[str, Tensor]):
     def reduce(self, groups: ParallelGroups | None = None) -> Statistics:
         """Sums, and samples of all, over context and data ranks; records of all, over data ranks.
 
-        Costs one all-reduce a group (one in all where `groups.data_context` is given), and where there are samples or records
-        two all-gathers for each: of their number, which the host waits for, and of them.
+        A rank without a micro-batch calls it of `Statistics({})`, and gets what the others get.
+
+        Costs one all-gather of the names and one all-reduce a group (of each one in all where `groups.data_context` is given),
+        and where there are samples or records two all-gathers for each: of their number, which the host waits for, and of them.
+
+        Raises:
+            ValueError: ranks with statistics of different losses, where values are checked.
         """
         groups = groups or ParallelGroups()
         joint = [groups.data_context] if groups.data_context is not None else [groups.context, groups.data]
-        names, kept, listed = self._names()
-        sums = torch.stack([self[name] for name in names]) if names else torch.zeros(0)
-        samples, records = _columns(self.samples, kept), _columns(self.records, listed)
+        joint = [group for group in joint if group_size(group) > 1]
+        mine = self
         for group in joint:
-            if names and group_size(group) > 1:
+            mine = mine._as_named_by(group)
+        names, kept, listed = mine._names()
+        sums = torch.stack([mine[name] for name in names]) if names else torch.zeros(0)
+        samples, records = _columns(mine.samples, kept), _columns(mine.records, listed)
+        for group in joint:
+            if names:
                 dist.all_reduce(sums, group=group)
             samples = _gather_rows(samples, group)
         records = _gather_rows(records, groups.data)
@@ -110,6 +121,21 @@ class Statistics(Mapping[str, Tensor]):
             dict(zip(kept, samples.unbind(1), strict=True)),
             dict(zip(listed, records.unbind(1), strict=True)),
         )
+
+    def _as_named_by(self, group: dist.ProcessGroup) -> Statistics:
+        """These statistics; of a rank without any, zeros and no rows under the names of the others of `group`."""
+        parts = {"sum": self._sums, "samples": self.samples, "records": self.records}
+        names = [f"{kind} {name}" for kind, part in parts.items() for name in sorted(part)]
+        like = next((value for part in parts.values() for value in part.values()), torch.zeros(0))
+        device = like.device if names else communication_device(group, like.device)
+        said = gather_named(names, torch.zeros(len(names), dtype=torch.float64, device=device), group).names
+        if names:
+            return self
+        nothing = {"sum": torch.zeros((), device=device)}
+        return Statistics(*(
+            {name.partition(" ")[2]: nothing.get(kind, torch.zeros(0, device=device)) for name in said if name.startswith(kind)}
+            for kind in parts
+        ))  # fmt: skip
 
 
 def _columns(values: Mapping[str, Tensor], names: list[str]) -> Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_rl import Metrics, ParallelGroups, ValidCounts, count_valid, reduce_metrics
 from parallel_rl.counts import token_weights
@@ -94,6 +95,44 @@ def test_any_masks(rows: list[tuple[list[int], int]]) -> None:
 def test_masks_that_do_not_fit(data: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         count_valid([SECOND, data])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("sample_mask", 0.5, r"sample_mask = 0.5 at \[1\] must be 0 or 1; a weight of tokens or samples belongs"),
+        ("token_mask", 2.0, r"token_mask = 2 at \[1, 0\] must be 0 or 1"),
+        ("sample_mask", math.nan, r"sample_mask = nan at \[1\] must be 0 or 1"),
+    ],
+)
+def test_masks_that_are_weights(name: str, value: float, message: str) -> None:
+    """A multiplier of samples, as NeMo-RL's sample_mask is, counted as 1 and weighed as 1, without a word."""
+    data = masks([[1, 1, 0], [1, 1, 1]], [1, 1], torch.float32)
+    data[name][1] = value
+    with pytest.raises(ValueError, match=message):
+        count_valid([SECOND, data])
+    with validation("never"):
+        assert count_valid(data).seqs == 2
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_masks_on_a_device_are_looked_at_without_a_sync() -> None:
+    """One more number of the one all-reduce, which an assertion on the device reads."""
+    meta = {name: value.to("meta") for name, value in masks([[1, 1]], [1]).items()}
+    for mode, asserts in (("auto", 1), ("never", 0)):
+        with validation(mode), Operators() as seen:  # type: ignore[arg-type]
+            count_valid(meta)
+        assert sum("_assert_async" in name for name in seen.names) == asserts
+        assert not any("_local_scalar_dense" in name for name in seen.names)
 
 
 # Weights.
@@ -211,6 +250,9 @@ def reduce_on(rank: int, world: int, cp: int) -> Reduced:
     with validation("never"), recorded() as count_ops:
         counts = count_valid(batches, groups.data)
     idle = count_valid(batches if dp_rank == 0 else [], groups.data)
+    weighed = {**FIRST, "sample_mask": FIRST["sample_mask"] * 0.5}
+    with pytest.raises(ValueError, match=r"sample_mask = 0.5 at \[0\] must be 0 or 1"):
+        count_valid(batches if dp_rank == 0 else weighed, groups.data)
     fault = ""
     try:
         count_valid(batches if dp_rank == 0 else {"token_mask": FIRST["token_mask"]}, groups.data)

@@ -48,3 +48,28 @@ def test_ranks_join(world: int, cp: int, joint: bool) -> None:
         assert n == len(wanted)
         assert sorted(x) == wanted
         assert twice == [2 * value for value in x]
+
+
+def without_a_micro_batch(rank: int, world: int, cp: int) -> tuple[list, str]:
+    """The last data rank has nothing, then no rank has, then data ranks have statistics of different losses."""
+    groups, (_, _, dp_rank) = make_groups(rank, world, 1, cp)
+    apart = type(groups)(tensor=groups.tensor, context=groups.context, data=groups.data)
+    full = Statistics(dict(part(1.0, 2.0)), part(1.0, 2.0).samples, {"id": torch.tensor([7, 8, 9])})
+    got = []
+    for where in (groups, apart):
+        mine = (Statistics({}) if dp_rank else full).reduce(where)
+        got.append((dict(mine), *({n: x.tolist() for n, x in part.items()} for part in (mine.samples, mine.records))))
+        assert Statistics({}).reduce(where) == {}
+    with pytest.raises(ValueError) as error:
+        Statistics({f"of_rank_{dp_rank}": torch.tensor(1)}).reduce(groups)
+    return got, str(error.value)
+
+
+@pytest.mark.parametrize(("world", "cp"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_a_rank_without_a_micro_batch_gets_the_statistics_of_the_others(world: int, cp: int) -> None:
+    """It has no object to reduce, and knows neither the names nor how many there are."""
+    samples = [1.0, 2.0] * cp
+    want = {"n": 2 * cp}, {"x": samples, "twice": [2 * x for x in samples]}, {"id": [7, 8, 9]}
+    for got, refused in run_world(world, without_a_micro_batch, world, cp, timeout=60):
+        assert got == [want, want]
+        assert "alone ['sum of_rank_0'], rank" in refused

@@ -260,9 +260,10 @@ FAULTS = [
     Fault("a field elsewhere", "advantages is on meta, the model's output on cpu; they must be on one device",
           use(advantages=torch.ones(4, 8, device="meta"))),
     # their values
-    Fault("a soft mask", "token_mask must hold 0 and 1 only", use(token_mask=torch.full((4, 8), 0.5)), by_value=True),
-    Fault("a mask of 2", "token_mask must hold 0 and 1 only", at("token_mask", (0, 0), 2), by_value=True),
-    Fault("a mask of NaN", "sample_mask must hold 0 and 1 only", at("sample_mask", (2,), math.nan), by_value=True),
+    Fault("a soft mask", r"token_mask = 0.5 at \[0, 0\] must be 0 or 1; a weight",
+          use(token_mask=torch.full((4, 8), 0.5)), by_value=True),
+    Fault("a mask of 2", r"token_mask = 2 at \[0, 0\] must be 0 or 1", at("token_mask", (0, 0), 2), by_value=True),
+    Fault("a mask of NaN", r"sample_mask = nan at \[2\] must be 0 or 1", at("sample_mask", (2,), math.nan), by_value=True),
     *(Fault(f"NaN in {name}", rf"{name} is NaN at \[2, 6\], a valid place", at(name, (2, 6), math.nan), by_value=True)
       for name in FLOATS),
     Fault("NaN in rewards", r"rewards is NaN at \[1\], a valid place", at("rewards", (1,), math.nan), config=NLL,

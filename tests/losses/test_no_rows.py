@@ -11,6 +11,23 @@ from parallel_rl.testing.cases import Case, alone, step_statistics
 from tests.distributed.law import CORE
 
 
+@pytest.mark.parametrize("case", CORE, ids=lambda case: case.name)
+def test_counts_of_one_element(case: Case) -> None:
+    """Counts of shape [1], are the same numbers; reduce_metrics died of their shape."""
+    batch = make_batch(3, False, case.loss, torch.float64)
+    loss_fn, counts = get_loss(case.loss)(case.config), count_valid(batch.data)
+    found = []
+    for given in (counts, [count[None] for count in counts]):
+        statistics = None
+        if loss_fn.needs_statistics:
+            statistics = loss_fn.count(batch.data)
+            if loss_fn.needs_collect:
+                statistics |= loss_fn.collect(batch.logits, batch.data, *given).reduce()
+        loss, metrics = loss_fn(batch.logits, batch.data, *given, statistics=statistics)
+        found.append((loss, reduce_metrics([metrics])))
+    torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("all_empty", [False, True])
 @pytest.mark.parametrize("case", CORE, ids=lambda case: case.name)
 def test_a_batch_without_rows(case: Case, all_empty: bool) -> None:

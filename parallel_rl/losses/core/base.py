@@ -202,7 +202,7 @@ class LossFn(LossFunction, Generic[ConfigT]):
             lambda: self._check(call, needs, head, logits), [group, call.context_group], logits, same
         )
         given = (torch.as_tensor(n) for n in (call.global_valid_seqs, call.global_valid_toks))
-        counts = ValidCounts(*(n.to(logits.device, non_blocking=True) for n in given))
+        counts = ValidCounts(*(n.reshape(()).to(logits.device, non_blocking=True) for n in given))
         statistics = None if call.statistics is None else call.statistics.to(logits.device)
         local = self._narrowed(LocalBatch(call.data, layout, counts, call.context_group, needs, statistics))
         if head is None:

@@ -125,7 +125,7 @@ class LossFunction(ABC):
         batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
         data_parallel_group: ProcessGroup | None = None,
     ) -> Statistics:
-        """Statistics of the whole step that the data alone gives, reduced: no forward, at most three collectives.
+        """Statistics of the whole step that the data alone gives, reduced: no forward, at most four collectives.
 
         >>> import torch
         >>> from parallel_rl import MixLossFn

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from parallel_rl.counts import check_zeros_and_ones
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.requirements import Field
 from parallel_rl.losses.core.turns import check_segment_ids
@@ -109,10 +110,7 @@ def check_lengths(data: Mapping[str, Tensor], layout: SequenceLayout) -> None:
 
 
 def _check_values(data: Mapping[str, Tensor], needs: Requirements) -> None:
-    for name in ("token_mask", "sample_mask"):
-        mask = data[name]
-        if mask.dtype != torch.bool and bool(((mask != 0) & (mask != 1)).any()):
-            raise ValueError(f"{name} must hold 0 and 1 only; a weight belongs into the advantages")
+    check_zeros_and_ones(data)
     valid = valid_tokens(data, needs.shift)
     if "segment_ids" in needs.names:
         check_segment_ids(data["segment_ids"], valid)
