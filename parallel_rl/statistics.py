@@ -122,7 +122,7 @@ class Statistics(Mapping[str, Tensor]):
             dict(zip(listed, records.unbind(1), strict=True)),
         )
 
-    def _as_named_by(self, group: dist.ProcessGroup) -> Statistics:
+    def _as_named_by(self, group: dist.ProcessGroup | None) -> Statistics:
         """These statistics; of a rank without any, zeros and no rows under the names of the others of `group`."""
         parts = {"sum": self._sums, "samples": self.samples, "records": self.records}
         names = [f"{kind} {name}" for kind, part in parts.items() for name in sorted(part)]
