@@ -160,7 +160,7 @@ class _Seen(LossFn[NoConfig]):
     """Remembers the log-probs that `collect` and the loss saw; not separable, so that 'auto' may keep logits."""
 
     config_class = NoConfig
-    requirements = Requirements(statistics=True, entropy=True)
+    requirements = Requirements(collected=True, entropy=True)
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
         self.collected = batch.output.stats
