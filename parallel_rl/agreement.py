@@ -138,7 +138,7 @@ def shape_facts(logits: Tensor, vocab_size: int | None) -> dict[str, int]:
     """Facts that ranks with a common batch must agree on: tokens, and without `vocab_size` the shard's width."""
     width = logits.shape[-1] if logits.dim() else 1
     return {
-        "the number of local tokens": logits.numel() // max(width, 1),
+        "the number of local tokens": logits.shape[:-1].numel(),  # a shard may have no column
         "the width of the vocabulary shard (without vocab_size)": width if vocab_size is None else 0,
     }
 

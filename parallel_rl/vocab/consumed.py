@@ -60,6 +60,19 @@ def refuse_second_derivative(subject: str) -> None:
         raise RuntimeError(f"{subject} no second derivative; call backward without create_graph=True")
 
 
+def refuse_transforms(*tensors: Tensor) -> None:
+    """Refuse tensors inside a transform of torch.func, which the custom gradients have no rule for.
+
+    Raises:
+        ValueError: one of them is.
+    """
+    if not torch.compiler.is_compiling() and any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        raise ValueError(
+            "torch.func's transforms (grad, vjp, jvp, vmap, ...) are not supported: the gradient is written by hand, for "
+            "loss.backward() and torch.autograd.grad; torch.func.functional_call alone is fine"
+        )
+
+
 def saved_logits(ctx: FunctionCtx) -> tuple[Tensor, ...]:
     """`ctx.saved_tensors`, with an error that says who may have written over the logits since.
 

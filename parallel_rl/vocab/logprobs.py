@@ -50,24 +50,25 @@ def token_logprobs(
     Args:
         next_token_logits: [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`; or an `LMHeadInput`, whose logits never
             exist whole.
-        data: input_ids [B, S]; where it has token_mask and sample_mask too, masked ids are not looked at. A token
-            with an id outside the vocabulary there has log-prob 0, and an `LMHeadInput` does not project its row.
+        data: input_ids [B, S]; where it has token_mask and sample_mask too, masked tokens are not looked at: they have
+            log-prob 0, and an `LMHeadInput` does not project their rows (see its `rows`).
         vocab_parallel_rank, vocab_parallel_group, context_parallel_group: as for the losses.
         layout: of the logits; None is padded rows.
         vocab_size, vocab_start, cp_layout, temperature, backend, top_k, top_p, kept_sets: as for the losses.
 
     Returns:
-        [B, S] token-aligned, whole on every context rank; 0 in column 0 and beyond a sequence's end, −inf for a token that
-        the truncated policy does not keep.
+        [B, S] token-aligned, whole on every context rank; 0 in column 0, at masked tokens and beyond a sequence's end, −inf
+        for a token that the truncated policy does not keep.
 
     Raises:
-        ValueError: shapes that do not match; what `token_stats` raises; on all ranks of both groups, see `set_validation`.
+        ValueError: shapes that do not match; what `token_stats` raises; more rows that carry loss than a head's bound; on all
+            ranks of both groups, see `set_validation`.
     """
     head, logits = split_output(next_token_logits, vocab_parallel_group)
 
     def check() -> tuple[SequenceLayout, Tensor, VocabShard]:
         if head is not None:
-            head.check(vocab_parallel_group)
+            head.check(vocab_parallel_group, vocab_size)
         ids = data.get("input_ids")
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else repr(ids)
@@ -92,15 +93,18 @@ def token_logprobs(
             temperature=temperature, truncation=Truncation(top_k, top_p, kept_sets), backend=backend,
         )  # fmt: skip
         masked = "token_mask" in data and "sample_mask" in data
-        check_targets(torch.where(valid_tokens(data), ids, 0) if masked else ids, shard.vocab_size)
+        valid = valid_tokens(data) if masked else torch.ones_like(ids, dtype=torch.bool)
+        ids = torch.where(valid, ids, IGNORE_INDEX)
+        check_targets(ids, shard.vocab_size)
         if kept_sets:
             kept = data.get("kept_ids")
             if not isinstance(kept, torch.Tensor):
                 raise ValueError("kept_sets = True needs the field 'kept_ids', integers [B, S, K]")
-            check_kept_ids(
-                kept, valid_tokens(data) if masked else torch.ones_like(ids, dtype=torch.bool), shard.vocab_size
-            )
-        return of, of.shard(ids, fill=IGNORE_INDEX), shard
+            check_kept_ids(kept, valid, shard.vocab_size)
+        targets = of.shard(ids, fill=IGNORE_INDEX)
+        if head is not None:
+            head.check_rows(targets != IGNORE_INDEX, vocab_parallel_group)
+        return of, targets, shard
 
     groups = [vocab_parallel_group, context_parallel_group]
     of, targets, shard = raise_on_all_ranks(check, groups, logits, shape_facts(logits, vocab_size))

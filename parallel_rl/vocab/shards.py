@@ -72,8 +72,8 @@ class VocabShard:
         """Find the shard of `width` columns that this rank holds, on the host and without communication.
 
         Even shards, padded or not (`width · tp >= vocab_size`, Megatron), start at `rank · width`. Narrower ones follow
-        `torch.chunk` (DTensor): `ceil(vocab_size / tp)` columns a rank, the last ranks fewer. Any other split names its
-        `vocab_start`.
+        `torch.chunk` (DTensor): `ceil(vocab_size / tp)` columns a rank, the last ranks fewer or none. Any other split names
+        its `vocab_start`.
 
         Args:
             vocab_size: true size V; None: no padding, even shards.
@@ -107,6 +107,11 @@ def _span(
         if vocab_start is not None:
             raise ValueError(
                 f"vocab_start = {vocab_start} needs vocab_size, the true number of columns over all shards"
+            )
+        if width < 1:
+            raise ValueError(
+                f"the logits have no column on tensor rank {rank} of {tp}, so the shards are not even; give vocab_size, the "
+                "true number of columns"
             )
         return rank * width, width, tp * width
     if vocab_size < 1:

@@ -13,7 +13,13 @@ from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.choice import Backend, check_backend
 from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
 from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.consumed import check_backward, check_not_consumed, mark_consumed, saved_logits
+from parallel_rl.vocab.consumed import (
+    check_backward,
+    check_not_consumed,
+    mark_consumed,
+    refuse_transforms,
+    saved_logits,
+)
 from parallel_rl.vocab.shards import VocabShard
 
 if TYPE_CHECKING:
@@ -139,7 +145,7 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None
 
     Raises:
         ValueError: fewer than two dimensions, integers, consume_logits=True without contiguous memory, logits that an earlier
-            call consumed, a backend that cannot run here.
+            call consumed, a transform of torch.func, a backend that cannot run here.
     """
     if not logits.is_floating_point() or logits.dim() < 2:
         raise ValueError(
@@ -151,6 +157,7 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None
             f"consume_logits=True writes into the logits, which must be contiguous; got strides {logits.stride()} "
             f"for shape {list(logits.shape)}"
         )
+    refuse_transforms(logits)
     check_not_consumed(logits)
     check_backend(backend, logits.device)
 

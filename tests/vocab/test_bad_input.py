@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import linear_token_stats, token_stats
+from parallel_rl import NLLLoss, count_valid, linear_token_stats, token_stats
 from parallel_rl.validation import validation
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
 
@@ -58,3 +58,21 @@ def test_a_token_that_does_not_count_may_have_any_temperature(name: str) -> None
     FUNCTIONS[name](targets, a_token(math.nan))
     with validation("never"):
         FUNCTIONS[name](TARGETS, a_token(0.0))
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "a loss"])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=lambda f: f.__name__)
+def test_transforms_of_torch_func_are_named(name: str, transform: Callable) -> None:
+    """Without a rule for them torch fails somewhere inside, in words that speak of none of our functions."""
+    data = {"input_ids": TARGETS[None], "token_mask": torch.ones(1, T), "sample_mask": torch.ones(1)}
+    counts = count_valid(data)
+    functions: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+        "logits": (lambda x: token_stats(x, TARGETS).lse.sum(), LOGITS),
+        "hidden states": (lambda x: linear_token_stats(x, WEIGHT, TARGETS).lse.sum(), HIDDEN),
+        "top-k": (lambda x: truncated_token_stats(x, TARGETS, top_k=3).lse.sum(), LOGITS),
+        "a loss": (lambda x: NLLLoss()(x, data, *counts)[0], LOGITS[None]),
+    }
+    function, x = functions[name]
+    x = x[None] if transform is torch.func.vmap else x
+    with pytest.raises(ValueError, match=r"torch.func's transforms .* are not supported"):
+        transform(function)(x)

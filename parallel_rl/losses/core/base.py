@@ -208,7 +208,8 @@ class LossFn(LossFunction, Generic[ConfigT]):
         if head is None:
             return self._read_output(local, logits, group), None
         if needs.reads == "logits":
-            return self._read_output(local, whole_logits(head, local.mask, group), group), None
+            valid = self.options.shard(head.weight.shape[0], group).valid
+            return self._read_output(local, whole_logits(head, local.mask, valid, group), group), None
         return project(local, head, group, self.options, lambda batch: self.compute(batch)[0])
 
     def _check(self, call: LossCall, needs: Requirements, head: LMHeadInput | None, logits: Tensor) -> SequenceLayout:

@@ -53,7 +53,7 @@ def check_lm_head(
             f"mode = 'in_forward' needs a loss that is a sum over tokens; {loss}{why} is not. 'auto' keeps or recomputes "
             "logits for it"
         )
-    head.check(tensor_group)
+    head.check(tensor_group, options.vocab_size)
     if needs.reads == "logits":
         check_whole(head, tensor_group)
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _LOG2E, _LN2 = math.log2(math.e), math.log(2)
 # Far below any finite exponent that matters, yet finite, so that 0 · _LOWEST is 0 where a logit is −inf.
 _LOWEST = -1e30
+# Below it 2^x is 0 in every dtype: what p is multiplied by stays so small that no loss scale makes it infinite (0 · ∞).
+_NO_MASS = -2048.0
 # Scratch of the eager loop, in elements: it stays in cache on a CPU and fills a GPU.
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
 # Below this many logits a compiler's start costs more than it gives.
@@ -110,7 +112,7 @@ def logits_gradient(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor) -> Ten
     top, log_a, c0, *c1 = rows[:, :, None].unbind(1)
     bits = (z.to(rows.dtype) - top).mul_(inv_t * _LOG2E).sub_(log_a * _LOG2E)  # log2 p
     if c1:
-        bits = bits.clamp_(min=_LOWEST)
+        bits = bits.clamp_(min=_NO_MASS)
         dz = bits.exp2().mul_(c0 + c1[0] * _LN2 * bits)
     else:
         dz = bits.exp2_().mul_(c0)

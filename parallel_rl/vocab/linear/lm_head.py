@@ -9,7 +9,8 @@ import torch
 
 from parallel_rl.groups import group_size
 from parallel_rl.validation import checks_values
-from parallel_rl.vocab.linear.plan import LinearMode, check_mode, make_plan
+from parallel_rl.vocab.consumed import refuse_transforms
+from parallel_rl.vocab.linear.plan import LinearMode, check_mode, columns_of_rank, make_plan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,13 +76,14 @@ class LMHeadInput:
         order = self.row_order(group)
         return self.hidden.new_zeros(()).expand(order.sequences, order.width, self.weight.shape[0])
 
-    def check(self, group: ProcessGroup | None) -> None:
+    def check(self, group: ProcessGroup | None, vocab_size: int | None) -> None:
         """Check shapes, dtypes and options, without reading a value.
 
         Raises:
             ValueError: shapes or dtypes that disagree, an unknown mode, a budget that is too small for one row.
         """
         hidden, weight, bias = self.hidden, self.weight, self.bias
+        refuse_transforms(hidden, weight)
         if not hidden.is_floating_point() or hidden.dim() < 2:
             raise ValueError(f"hidden must be floating point [..., D], got {hidden.dtype} {list(hidden.shape)}")
         if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
@@ -112,7 +114,8 @@ class LMHeadInput:
                 "mode = 'in_forward' is incompatible with float16: the loss scale comes after the gradient, which underflows "
                 "without it; use 'resident' or 'recompute'"
             )
-        make_plan(hidden.flatten(0, -2), weight.shape[0], group, self.parts(group), self.mode, self.budget)
+        width = columns_of_rank(weight.shape[0], vocab_size, group)
+        make_plan(hidden.flatten(0, -2), width, group, self.parts(group), self.mode, self.budget)
 
     def check_rows(self, keep: Tensor, group: ProcessGroup | None) -> None:
         """Check, where values are checked, that at most `rows` rows carry loss; keep is [N], in the order of logits.

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.groups import all_gather_start, group_size, sum_start
+from parallel_rl.groups import all_gather_start, sum_start
+from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.consumed import refuse_second_derivative
+from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient, project
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 if TYPE_CHECKING:
@@ -15,16 +18,18 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def whole_logits(head: LMHeadInput, keep: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Project to logits [B, S/cp, V/tp] in the dtype of the operands, with gradient; 0 in rows without loss, never read.
+def whole_logits(head: LMHeadInput, keep: Tensor, valid: int, group: ProcessGroup | None) -> Tensor:
+    """Project to logits [B, S/cp, V/tp], with gradient; 0 in padding columns and in rows without loss, neither ever read.
+
+    Logits, their gradient and all sums are float32 (float64 for float64 operands) whatever the operands.
 
     Args:
         keep: [B · S/cp] rows that carry loss.
+        valid: real rows of the weight.
     """
     order = head.row_order(group)
-    hidden = _Shared.apply(head.hidden.reshape(-1, head.hidden.shape[-1]), group, head.sequence_parallel)
-    hidden = torch.where(order.to_rows(keep)[:, None], hidden, 0)
-    z = torch.nn.functional.linear(hidden, head.weight, head.bias)
+    keep = order.to_rows(keep)
+    z: Tensor = _Project.apply(head.hidden, head.weight, head.bias, keep, valid, group, head.sequence_parallel)
     if head.softcap is not None:
         z = head.softcap * torch.tanh(z / head.softcap)
     return order.to_logits(z).view(order.sequences, order.width, head.weight.shape[0])
@@ -42,24 +47,56 @@ def check_whole(head: LMHeadInput, group: ProcessGroup | None) -> None:
         )
     if head.main_grad_factor is not None:
         raise ValueError("main_grad_factor has no effect with a loss that reads whole logits; leave it out")
-    size = head.logits_like(group).numel() * head.hidden.element_size()
+    size = head.logits_like(group).numel() * math_dtype(head.hidden.dtype).itemsize
     if head.budget is not None and size > head.budget:
         raise ValueError(
             f"budget = {head.budget} bytes does not hold the whole logits that this loss reads, {size} bytes"
         )
 
 
-class _Shared(torch.autograd.Function):
-    """Hidden rows that every tensor rank multiplies with its columns: gathered where split, their gradients summed."""
+class _Project(torch.autograd.Function):
+    """[N, V/tp] logits of the rows of all parts; the gradient of hidden states is summed over the ranks that share them."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, group: ProcessGroup | None, scatter: bool) -> Tensor:
-        ctx.group, ctx.scatter = group, scatter  # type: ignore[attr-defined]
-        return all_gather_start(hidden, group).wait() if scatter else hidden.view_as(hidden)
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        keep: Tensor,
+        valid: int,
+        group: ProcessGroup | None,
+        scatter: bool,
+    ) -> Tensor:
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        rows = torch.where(keep[:, None], all_gather_start(rows, group).wait() if scatter else rows, 0)
+        z = torch.empty(len(rows), valid, dtype=math_dtype(hidden.dtype), device=hidden.device)
+        project(rows, weight[:valid], z)
+        if bias is not None:
+            z.add_(bias[:valid])
+        ctx.save_for_backward(rows, weight, keep)
+        ctx.shape, ctx.bias = hidden.shape, None if bias is None else bias.dtype  # type: ignore[attr-defined]
+        ctx.valid, ctx.group, ctx.scatter = valid, group, scatter  # type: ignore[attr-defined]
+        return torch.nn.functional.pad(z, (0, weight.shape[0] - valid))
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None, None]:
-        group, scatter = ctx.group, ctx.scatter  # type: ignore[attr-defined]
-        if group_size(group) > 1 and not scatter:
-            gradient = gradient.clone()  # it is summed in place
-        return sum_start(gradient.contiguous(), group, scatter).wait(), None, None
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("whole logits of an LM head have")
+        rows, weight, keep = ctx.saved_tensors  # type: ignore[attr-defined]
+        valid: int = ctx.valid  # type: ignore[attr-defined]
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
+        dz = torch.where(keep[:, None], gradient[:, :valid], 0)
+        d_hidden = d_weight = d_bias = None
+        if of_bias:
+            d_bias = gradient.new_zeros(weight.shape[0], dtype=ctx.bias)  # type: ignore[attr-defined]
+            d_bias[:valid] = dz.sum(0)
+        dz = dz if dz.device.type == "cpu" else dz.to(weight.dtype)  # as the products take it
+        if of_hidden:
+            sums = torch.zeros(rows.shape, dtype=gradient.dtype, device=rows.device)
+            add_hidden_gradient(sums, dz, weight[:valid])
+            sums = sum_start(sums, ctx.group, ctx.scatter).wait()  # type: ignore[attr-defined]
+            d_hidden = sums.to(rows.dtype).view(ctx.shape)  # type: ignore[attr-defined]
+        if of_weight:
+            d_weight = torch.zeros_like(weight)
+            add_weight_gradient(d_weight[:valid], dz, rows, blank=True)
+        return d_hidden, d_weight, d_bias, *(None,) * 4

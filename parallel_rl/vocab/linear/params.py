@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.groups import Pending, all_gather_start, group_size
+from parallel_rl.groups import Pending, all_gather_start
 from parallel_rl.vocab.backends.choice import runs_on_triton
 from parallel_rl.vocab.backends.passes import RowSpec
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.gemm import project
-from parallel_rl.vocab.linear.plan import LossRows, Plan, kept_dtype, make_plan
+from parallel_rl.vocab.linear.plan import LossRows, Plan, columns_of_rank, kept_dtype, make_plan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,7 @@ class LinearParams:
         """
         hidden, parts = head.hidden.detach().reshape(-1, head.hidden.shape[-1]), head.parts(shard.group)
         dtype = math_dtype(hidden.dtype)
-        width = max(-(-shard.vocab_size // group_size(shard.group)), 1)  # not its own, which may differ between ranks
+        width = columns_of_rank(shard.valid, shard.vocab_size, shard.group)
         # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
         low = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, shard.backend)
         in_place, whole_rows = low or hidden.dtype == dtype, bool(shard.truncation)

@@ -58,6 +58,11 @@ def check_mode(mode: LinearMode, budget: int | None, rows: int | None) -> None:
         raise ValueError(f"rows = {rows!r} must be a number of rows ≥ 0, or None")
 
 
+def columns_of_rank(width: int, vocab_size: int | None, group: ProcessGroup | None) -> int:
+    """Columns that plans count with: V/tp, at least 1; not the rank's own `width`, which may differ between ranks."""
+    return max(width if vocab_size is None else -(-vocab_size // group_size(group)), 1)
+
+
 def make_plan(
     hidden: Tensor,
     width: int,

@@ -96,7 +96,7 @@ def linear_token_stats(
     )  # fmt: skip
 
     def check() -> tuple[VocabShard, LMHeadInput]:
-        head.check(group)
+        head.check(group, vocab_size)
         if mode == "in_forward" and objective is None:
             raise ValueError("mode = 'in_forward' needs an objective: its gradient is computed in forward")
         like = hidden.new_zeros(()).expand(1, weight.shape[0])

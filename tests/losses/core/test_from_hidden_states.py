@@ -156,6 +156,24 @@ def test_extra_memory() -> None:
     assert found["resident"] <= 4.6
 
 
+@pytest.mark.parametrize("rule", [{}, {"top_k": 5}], ids=str)
+def test_a_bound_on_rows_counts_the_tokens_that_count(rule: dict) -> None:
+    """As for a loss: masked tokens are not projected, so that the loss's own bound is one for the scores, too."""
+    g = torch.Generator().manual_seed(0)
+    _, data = make(4, 8, V, "cpu")
+    data["token_mask"] = (torch.rand(4, 8, generator=g) < 0.5).float()
+    hidden, weight = torch.randn(4, 8, D, generator=g), torch.randn(V, D, generator=g)
+    valid = int(data["token_mask"][:, 1:].sum())
+    want = token_logprobs(hidden @ weight.T, data, **rule)
+    for mode in ("auto", "never"):
+        with validation(mode):  # type: ignore[arg-type]
+            got = token_logprobs(LMHeadInput(hidden, weight, rows=valid), data, **rule)
+        torch.testing.assert_close(got, want)
+    assert not want[data["token_mask"] == 0].any()
+    with pytest.raises(ValueError, match=f"rows = {valid - 1}, but {valid} rows of one rank's"):
+        token_logprobs(LMHeadInput(hidden, weight, rows=valid - 1), data, **rule)
+
+
 class _Seen(LossFn[NoConfig]):
     """Remembers the log-probs that `collect` and the loss saw; not separable, so that 'auto' may keep logits."""
 

@@ -203,3 +203,17 @@ def test_a_repeated_backward_without_consuming_is_the_same() -> None:
     (first,) = torch.autograd.grad(total, z, retain_graph=True)
     (second,) = torch.autograd.grad(total, z)
     assert same_bits({"gradient": first}, {"gradient": second})
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**32])
+def test_a_forbidden_word_an_entropy_term_and_a_loss_scale(scale: float) -> None:
+    """p·(c0 + c1·log p) at p = 0: c1 carries the loss scale, and log p must not make their product infinite."""
+    z = torch.tensor([[0.5, -math.inf, 1.0, -5000.0], [1.0, 2.0, -math.inf, -200.0]], device=DEVICE, requires_grad=True)
+    stats = token_stats(z, torch.tensor([0, 1], device=DEVICE), backend="triton")
+    assert stats.entropy is not None
+    (stats.entropy.sum() * scale).backward()
+    x = z.detach().double().clamp(min=-1e4).requires_grad_()
+    log_p = x.log_softmax(1)
+    (-(log_p.exp() * log_p).sum() * scale).backward()
+    assert z.grad is not None and x.grad is not None
+    assert_close(z.grad.double(), x.grad, rtol=1e-5, atol=1e-7 * scale)

@@ -14,6 +14,8 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 # Far below any finite exponent that matters, yet finite, so that 0 · _LOWEST is 0 where a logit is −inf.
 _LOWEST = tl.constexpr(-1e30)
+# Below it 2^x is 0: what p is multiplied by stays so small that no loss scale makes it infinite (0 · ∞).
+_NO_MASS = tl.constexpr(-2048.0)
 
 
 @triton.jit
@@ -183,7 +185,7 @@ def combine_kernel(
 def _gradient_of_tile(z, column, y, top, scale, log2_a, c0, c1, ct, ENTROPY: tl.constexpr):
     log2_p = (z - top) * scale - log2_a
     p = tl.exp2(log2_p)
-    dz = p * (c0 + c1 * _above_lowest(log2_p)) if ENTROPY else p * c0
+    dz = p * (c0 + c1 * tl.maximum(log2_p, _NO_MASS, propagate_nan=tl.PropagateNan.ALL)) if ENTROPY else p * c0
     return tl.where(column == y, dz + ct, dz)
 
 
