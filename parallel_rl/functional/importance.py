@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from parallel_rl.functional.dppo import binary_kl, probability_difference
+
 Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 
 
@@ -32,16 +34,37 @@ def truncated(weight: Tensor, kind: Literal["tis", "icepop"], low: float, high: 
     return torch.where(out_of_bounds(weight, low, high), 0, weight)
 
 
-MismatchStatistic = Literal["k1", "k2", "k3"]
+MismatchStatistic = Literal["k1", "k2", "k3", "tv", "binary_kl"]
 
 
-def mismatch(log_weight: Tensor, statistic: MismatchStatistic) -> Tensor:
-    """Distance of trainer and sampler on each token, from a = log π_prev − log π_generation, clamped to ±20; same shape.
+def mismatch(prev: Tensor, generation: Tensor, statistic: MismatchStatistic) -> Tensor:
+    """Distance of trainer and sampler on each token, from the log-probs of both; same shape.
 
-    k1 = a (its bounds are those of the ratio π_prev/π_generation), k2 = a²/2, k3 = e^a − 1 − a.
+    With a = prev − generation, clamped to ±20: k1 = a (its bounds are those of the ratio π_prev/π_generation), k2 = a²/2,
+    k3 = e^a − 1 − a. tv = |π_prev − π_generation|, and `binary_kl` that of "this token or another".
 
-    >>> mismatch(torch.tensor([0.0, 1.0]), "k2")
+    >>> mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0]), "k2")
     tensor([0.0000, 0.5000])
     """
-    a = log_weight.clamp(-20, 20)
+    if statistic == "tv":
+        return probability_difference(prev, generation).abs()
+    if statistic == "binary_kl":
+        return binary_kl(prev, generation)
+    a = (prev - generation).clamp(-20, 20)
     return a if statistic == "k1" else a.square() / 2 if statistic == "k2" else a.expm1() - a
+
+
+def step_bound(samples: Tensor, most: float) -> Tensor:
+    """Find the value below which the samples stay that have a mean of at most `most`: the largest leave until it is; 0-dim.
+
+    Equal values leave together; it is −inf where all leave, inf where none does. NaN samples do not count.
+
+    >>> step_bound(torch.tensor([0.1, 3.0, 0.3, torch.nan, 0.5]), 0.25)
+    tensor(0.4000)
+    """
+    ordered = torch.where(samples.isnan(), torch.inf, samples).sort().values
+    number = torch.arange(1, len(ordered) + 1, device=samples.device)
+    stay = (ordered.cumsum(0) / number <= most).sum().view(1)
+    around = torch.cat([ordered.new_full((1,), -torch.inf), ordered, ordered.new_full((1,), torch.inf)])
+    # between the last that stays and the first that leaves: no rounding moves a sample across
+    return ((around.gather(0, stay) + around.gather(0, stay + 1)) / 2)[0]

@@ -18,15 +18,14 @@ from parallel_rl.losses.entropy_bonus import AdaptiveEntropyBonus, EntropyBonus,
 from parallel_rl.losses.kto import KTOLossConfig, KTOLossFn
 from parallel_rl.losses.mix import MixLossConfig, MixLossFn, MuSchedule, MuScheduleConfig
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
-from parallel_rl.losses.policy import PolicyLossFn
-from parallel_rl.losses.policy_config import (
+from parallel_rl.losses.off_policy_config import (
     ImportanceConfig,
-    KLConfig,
     OffPolicyMaskConfig,
-    PolicyLossConfig,
     RejectionConfig,
     RejectionRule,
 )
+from parallel_rl.losses.policy import PolicyLossFn
+from parallel_rl.losses.policy_config import KLConfig, PolicyLossConfig
 from parallel_rl.losses.preference import DPOLossConfig, DPOLossFn
 from parallel_rl.losses.prm import PRMLossConfig, PRMLossFn
 from parallel_rl.losses.reference_free import (

@@ -12,8 +12,9 @@ from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
 from parallel_rl.losses.off_policy import importance_weight
+from parallel_rl.losses.off_policy_config import ImportanceConfig
 from parallel_rl.losses.policy import PolicyLoss
-from parallel_rl.losses.policy_config import ImportanceConfig, PolicyLossConfig
+from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 

@@ -11,7 +11,8 @@ from typing import Literal
 from parallel_rl.functional.importance import Truncation
 from parallel_rl.functional.surrogate import Surrogate
 from parallel_rl.functional.surrogates import CISPO, PPO, Ratio, Reinforce
-from parallel_rl.losses.policy_config import ImportanceConfig, KLConfig, PolicyLossConfig
+from parallel_rl.losses.off_policy_config import ImportanceConfig
+from parallel_rl.losses.policy_config import KLConfig, PolicyLossConfig
 
 
 @dataclass(frozen=True)

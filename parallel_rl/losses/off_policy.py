@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from parallel_rl.functional.importance import mismatch, out_of_bounds, truncated
+from parallel_rl.functional.importance import mismatch, out_of_bounds, step_bound, truncated
 from parallel_rl.functional.ratio import exp_or_zero
-from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.functional.surrogate import driven_out
+from parallel_rl.losses.core.batch import PoolLevel, TokenBatch
 from parallel_rl.losses.core.measures import sequence_mean
-from parallel_rl.losses.policy_config import ImportanceConfig, OffPolicyMaskConfig, RejectionConfig, RejectionRule
+from parallel_rl.losses.off_policy_config import ImportanceConfig, OffPolicyMaskConfig, RejectionConfig, RejectionRule
 from parallel_rl.metrics import Metric
 
 
@@ -43,21 +44,67 @@ def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig)
 
 @torch.no_grad()
 def kept_tokens(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> Tensor:
-    """[T_local] bool: valid tokens that pass every rule."""
-    # In float64: `count` must find the very tokens that the loss does, whatever the dtype of the logits.
-    log_weight = prev.double() - batch["generation_logprobs"]
-    keep = batch.mask
-    for rule in config.rules:
-        keep = keep & _passes(batch, log_weight, rule)
+    """[T_local] bool: valid tokens that pass every rule; those that look at the whole step read its samples."""
+    keep = _kept_locally(batch, prev, config)
+    for name, rule in config.of_step.items():
+        assert batch.statistics is not None
+        if name not in (samples := batch.statistics.samples):
+            raise ValueError(
+                f"statistics hold the samples {sorted(samples)}, not {name!r}: they are of another loss or configuration"
+            )
+        value, bound = _of_step(batch, prev, rule), step_bound(samples[name], rule.high)
+        keep = keep & (value.isnan() | (value < bound))
     return keep
 
 
-def _passes(batch: TokenBatch, log_weight: Tensor, rule: RejectionRule) -> Tensor:
-    statistic = batch.pooled(mismatch(log_weight, rule.statistic), rule.level)
-    low, high = rule.low, rule.high
-    if rule.statistic == "k1":  # bounds on the ratio itself
-        low, high = -math.inf if low == 0 else math.log(low), math.log(high)
-    return (statistic >= low) & (statistic <= high)
+@torch.no_grad()
+def rejection_samples(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> dict[str, Tensor]:
+    """[T_local] each: what the rules that look at the whole step need of every token, and whether the others keep it."""
+    samples = {name: _of_step(batch, prev, rule) for name, rule in config.of_step.items()}
+    if samples and config.denominator == "kept":
+        samples["rejection_rest"] = torch.where(batch.mask, _kept_locally(batch, prev, config).double(), torch.nan)
+    return samples
+
+
+def kept_of_step(samples: Mapping[str, Tensor], config: RejectionConfig) -> Tensor:
+    """Number of the step's tokens that pass every rule, from its samples; 0-dim."""
+    kept = samples["rejection_rest"] == 1
+    for name, rule in config.of_step.items():
+        values = samples[name]
+        kept = kept & (values.isnan() | (values < step_bound(values, rule.high)))
+    return kept.sum()
+
+
+def _kept_locally(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> Tensor:
+    keep = batch.mask
+    for rule in config.rules:
+        if rule.level != "step":
+            keep = keep & _passes(batch, prev, rule, rule.level)
+    return keep
+
+
+def _passes(batch: TokenBatch, prev: Tensor, rule: RejectionRule, level: PoolLevel) -> Tensor:
+    # In float64: `count` must find the very tokens that the loss does, whatever the dtype of the logits.
+    logprobs, generation = prev.double(), batch["generation_logprobs"].double()
+    statistic = batch.pooled(mismatch(logprobs, generation, rule.statistic), level)
+    low, high = rule.bounds
+    if not rule.signed:
+        return (statistic >= low) & (statistic <= high)
+    up, down = batch["advantages"] > 0, batch["advantages"] < 0
+    if rule.statistic == "k1":
+        return torch.where(up, statistic <= high, torch.where(down, statistic >= low, True))
+    side = batch.pooled(logprobs - generation, level)
+    return (statistic <= high) | ~driven_out(side < 0, side > 0, batch["advantages"])
+
+
+def _of_step(batch: TokenBatch, prev: Tensor, rule: RejectionRule) -> Tensor:
+    """[T_local] the statistic of the tokens that the rule may reject, NaN of all others."""
+    logprobs, generation = prev.double(), batch["generation_logprobs"].double()
+    concerned = batch.mask
+    if rule.signed:
+        side = logprobs - generation
+        concerned = concerned & driven_out(side < 0, side > 0, batch["advantages"])
+    return torch.where(concerned, mismatch(logprobs, generation, rule.statistic), torch.nan)
 
 
 @torch.no_grad()

@@ -20,7 +20,14 @@ from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.entropy_bonus import EntropyBonus, EntropyCoefficient
-from parallel_rl.losses.off_policy import entropy_threshold, importance_weight, kept_tokens, off_policy_keep
+from parallel_rl.losses.off_policy import (
+    entropy_threshold,
+    importance_weight,
+    kept_of_step,
+    kept_tokens,
+    off_policy_keep,
+    rejection_samples,
+)
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
@@ -104,29 +111,31 @@ class PolicyLoss(LossFn[ConfigT]):
         if self.policy.positive_nll_weight:
             positive = batch.local.valid & (batch.per_sequence("rewards") > 0)[:, None]
             sums["positive_tokens"] = count_true(batch, positive).value
-        return Statistics(sums | (self._survivors(batch) if self._recorded else {}))
+        return Statistics(sums) | (self._survivors(batch) if self._recorded else Statistics({}))
 
-    def _survivors(self, batch: TokenBatch) -> dict[str, Tensor]:
-        """Sums of what corrections leave, for those whose denominators they are."""
-        cfg, sums = self.policy, {}
+    def _survivors(self, batch: TokenBatch) -> Statistics:
+        """Sums of what corrections leave, for those whose denominators they are, and what some look at over the whole step."""
+        cfg, sums, samples = self.policy, {}, {}
         if cfg.importance is not None and cfg.importance.normalize:
             weight, _ = importance_weight(batch, self._prev(batch), cfg.importance)
             sums["importance_sum"] = batch.token_mean(weight).value * batch.counts.toks
-        if cfg.rejection is not None and cfg.rejection.denominator == "kept":
+        if cfg.rejection is not None and cfg.rejection.of_step:
+            samples = rejection_samples(batch, self._prev(batch), cfg.rejection)
+        elif cfg.rejection is not None and cfg.rejection.denominator == "kept":
             rows = batch.segment_sum(kept_tokens(batch, self._prev(batch), cfg.rejection).double())
             sums["kept_tokens"] = count_true(batch, rows).value
             sums["kept_sequences"] = count_true(batch, rows > 0).value
-        return sums
+        return Statistics(sums, samples)
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
         cfg, prev, samples = self.policy, self._prev(batch), {}
-        sums = {} if self._recorded else self._survivors(batch)
+        survivors = Statistics({}) if self._recorded else self._survivors(batch)
         if cfg.entropy_filter is not None:
             samples["entropy"] = batch.entropy
         if cfg.surrogate.needs_statistics:
             samples |= cfg.surrogate.collect(self._terms(batch, prev))
         owned = {name: torch.where(batch.mask, value.double(), torch.nan) for name, value in samples.items()}
-        return Statistics(sums, owned)
+        return survivors | Statistics({}, owned)
 
     def shares(self, batch: TokenBatch) -> PolicyShares:
         """The share of everything that the options ask for."""
@@ -188,7 +197,11 @@ class PolicyLoss(LossFn[ConfigT]):
         kept = kept_tokens(batch, prev, cfg.rejection)
         if cfg.rejection.denominator == "kept":
             assert statistics is not None
-            counts = ValidCounts(*(statistics[f"kept_{of}"].clamp(min=1) for of in ("sequences", "tokens")))
+            if cfg.rejection.of_step:
+                number = batch.counts.seqs, kept_of_step(statistics.samples, cfg.rejection)
+            else:
+                number = statistics["kept_sequences"], statistics["kept_tokens"]
+            counts = ValidCounts(*(n.clamp(min=1) for n in number))
             rows = batch.segment_sum(kept.to(prev.dtype))
             weights = token_weights(cfg.aggregation, rows, counts, cfg.max_length)
         return kept, weights, {"rejected_fraction": batch.token_mean(~kept)}

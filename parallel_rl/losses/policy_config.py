@@ -10,18 +10,15 @@ from typing import Literal
 from parallel_rl.counts import Aggregation, check_aggregation
 from parallel_rl.functional.covariance import ClipCov, KLCov
 from parallel_rl.functional.dppo import DPPO
-from parallel_rl.functional.importance import MismatchStatistic, Truncation
 from parallel_rl.functional.kl import KLType
 from parallel_rl.functional.rec import REC
 from parallel_rl.functional.surrogate import Surrogate
 from parallel_rl.functional.surrogates import PPO
-from parallel_rl.losses.core.batch import PoolLevel
 from parallel_rl.losses.entropy_bonus import EntropyBonus
+from parallel_rl.losses.off_policy_config import ImportanceConfig, OffPolicyMaskConfig, RatioLevel, RejectionConfig
 
 #: surrogates with a module of their own; a config names them like those of `functional.surrogates`
 MORE_SURROGATES = (ClipCov, DPPO, KLCov, REC)
-
-RatioLevel = Literal["token", "turn-mean", "turn-sum", "sequence-mean", "sequence-sum"]
 
 
 @dataclass(frozen=True)
@@ -65,85 +62,6 @@ class KLConfig:
             raise ValueError(
                 "estimator = 'low_var_kl' has its own clamps; leave out input_clamp and output_clamp, or use 'k3'"
             )
-
-
-@dataclass(frozen=True)
-class ImportanceConfig:
-    """ω, constant, multiplies the surrogate: π_prev/π_generation, against the mismatch of trainer and sampler.
-
-    level: the weight of a token, or one a turn or a sequence: geometric mean or product.
-    mode: "none" leaves it; "tis" clamps it into [low, high]; "icepop" takes 0 outside; "seq-mask-tis" keeps the token weights
-        of sequences whose geometric mean lies within, and takes 0 in the others. Denominators stay.
-    normalize: divide by its mean over the step (after the truncation).
-    """
-
-    level: RatioLevel = "token"
-    mode: Literal["none"] | Truncation = "none"
-    low: float = 0.0
-    high: float = math.inf
-    normalize: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low <= self.high:
-            raise ValueError(f"low = {self.low} and high = {self.high} must be 0 ≤ low ≤ high")
-        bounded = self.low > 0 or self.high < math.inf
-        if bounded != (self.mode != "none"):
-            raise ValueError(f"mode = {self.mode!r} with bounds [{self.low}, {self.high}]: give both or none")
-        if self.mode == "seq-mask-tis" and self.level != "token":
-            raise ValueError(f"mode = 'seq-mask-tis' keeps token weights, so level = {self.level!r} is incompatible")
-
-
-@dataclass(frozen=True)
-class RejectionRule:
-    """Tokens, turns or sequences whose mismatch of trainer and sampler lies outside [low, high] leave the mask.
-
-    statistic: "k1" with bounds on the ratio π_prev/π_generation; "k2" = a²/2 and "k3" = e^a − 1 − a of its logarithm a, with
-        `high` alone.
-    level: of each token, or the sum, mean or largest over its turn or whole sequence.
-    """
-
-    statistic: MismatchStatistic
-    high: float
-    low: float = 0.0
-    level: PoolLevel = "token"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.low < self.high:
-            raise ValueError(f"low = {self.low} and high = {self.high} must be 0 ≤ low < high")
-        if self.statistic != "k1" and self.low > 0:
-            raise ValueError(
-                f"low = {self.low} has no effect with statistic = {self.statistic!r}, which is never negative"
-            )
-
-
-@dataclass(frozen=True)
-class RejectionConfig:
-    """Rejection of tokens and sequences: a rejected one carries no surrogate, no KL and no entropy bonus.
-
-    rules: every one must pass. denominator: counts of all valid tokens and sequences ("original"), or of the step's kept ones.
-    """
-
-    rules: tuple[RejectionRule, ...]
-    denominator: Literal["original", "kept"] = "original"
-
-    def __post_init__(self) -> None:
-        if not self.rules:
-            raise ValueError("rules is empty; leave the rejection out for none")
-
-
-@dataclass(frozen=True)
-class OffPolicyMaskConfig:
-    """Sequences that drifted: tokens with A < 0 carry no surrogate where the sequence's mean of l_behaviour − l exceeds delta.
-
-    Paper: arXiv 2512.02556 (DeepSeek-V3.2).
-    """
-
-    delta: float
-    behaviour: Literal["prev", "generation"] = "prev"
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.delta):
-            raise ValueError(f"delta = {self.delta} must be a finite number")
 
 
 @dataclass(frozen=True)
@@ -223,9 +141,9 @@ class PolicyLossConfig:
 
     @property
     def counts_survivors(self) -> bool:
-        """Whether a denominator is what the corrections leave of the whole step."""
+        """Whether corrections look at the whole step, or a denominator is what they leave of it."""
         return (self.importance is not None and self.importance.normalize) or (
-            self.rejection is not None and self.rejection.denominator == "kept"
+            self.rejection is not None and (self.rejection.denominator == "kept" or bool(self.rejection.of_step))
         )
 
     @property
@@ -238,19 +156,15 @@ class PolicyLossConfig:
         # prev is the present policy, so what looks at whole sequences of it does not separate
         weight, rejection = self.importance, self.rejection
         by_token = weight is None or (weight.level == "token" and weight.mode != "seq-mask-tis")
-        return by_token and (
-            rejection is None
-            or (rejection.denominator == "original" and all(rule.level == "token" for rule in rejection.rules))
-        )
+        return by_token and (rejection is None or (rejection.denominator == "original" and rejection.by_token))
 
     @property
     def weighs_sequences(self) -> bool:
         """Whether a token's term depends on which other tokens of its sequence are valid."""
-        weight, rules = self.importance, () if self.rejection is None else self.rejection.rules
+        weight, rejection = self.importance, self.rejection
         by_token = weight is None or (weight.level == "token" and weight.mode != "seq-mask-tis")
-        return not (
-            by_token and all(rule.level == "token" for rule in rules) and self.aggregation != "seq-mean-token-mean"
-        )
+        kept_by_token = rejection is None or rejection.by_token
+        return not (by_token and kept_by_token and self.aggregation != "seq-mean-token-mean")
 
     def __post_init__(self) -> None:
         check_aggregation(self.aggregation, self.max_length)
@@ -264,6 +178,17 @@ class PolicyLossConfig:
             )
         if self.log_ratio_clamp is not None and not self.log_ratio_clamp > 0:
             raise ValueError(f"log_ratio_clamp = {self.log_ratio_clamp} must be positive, or None for no clamp")
+        rejection = self.rejection
+        if (
+            rejection is not None
+            and rejection.of_step
+            and rejection.denominator == "kept"
+            and self.aggregation != "token-mean"
+        ):
+            raise ValueError(
+                f"aggregation = {self.aggregation!r} is incompatible with denominator = 'kept' and a rule of level 'step', "
+                "which counts tokens alone; take 'token-mean', or denominator 'original'"
+            )
         self._check_ratio()
 
     def _check_ratio(self) -> None:

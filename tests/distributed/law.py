@@ -191,6 +191,34 @@ MORE = [
         "policy",
         {"surrogate": "reinforce", "kl": {"coefficient": 0.3, "gradient": "straight-through", "against": "prev"}},
     ),
+    Case(
+        "policy",
+        {
+            "importance": {"mode": "tis", "high": 1.1},
+            "rejection": {
+                "rules": [
+                    {"statistic": "k2", "high": 0.03, "level": "step"},
+                    {"statistic": "tv", "high": 0.02, "level": "step", "signed": True},
+                    {"statistic": "binary_kl", "high": 0.02, "level": "sequence-mean"},
+                    {"statistic": "k1", "low": 0.75, "high": 1.2, "signed": True},
+                ],
+                "denominator": "kept",
+            },
+        },
+    ),
+    Case(
+        "policy",
+        {
+            "on_policy": True,
+            "aggregation": "seq-mean-token-mean",
+            "rejection": {
+                "rules": [
+                    {"statistic": "k3", "high": 0.02, "level": "step", "signed": True},
+                    {"statistic": "tv", "high": 0.05, "level": "sequence-mean", "signed": True},
+                ]
+            },
+        },
+    ),
     Case("policy", {"entropy_bonus": {"name": "schedule", "initial": 0.1, "final": 0.0, "decay_steps": 9}}),
     Case("policy", {"surrogate": {"name": "dppo", "low": 0.03, "high": 0.02, "ratio_max": 1.2}}),
     Case(

@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel_rl.config.strict import nearest
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import sequence_mean
-from parallel_rl.losses.policy_config import ImportanceConfig
+from parallel_rl.losses.off_policy_config import ImportanceConfig
 
 Level = Literal["off", "token", "seq"]
 Mode = Literal["mask", "clip"]

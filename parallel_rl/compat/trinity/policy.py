@@ -14,8 +14,9 @@ from parallel_rl.functional.surrogate import PolicyTerms
 from parallel_rl.functional.surrogates import OPMD, PPO
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import sequence_mean
+from parallel_rl.losses.off_policy_config import OffPolicyMaskConfig
 from parallel_rl.losses.policy import PolicyLossFn as LibraryLoss
-from parallel_rl.losses.policy_config import OffPolicyMaskConfig, PolicyLossConfig
+from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.metrics import Metric
 
 
