@@ -11,10 +11,9 @@ from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.distillation import (
     DistillationLossConfig,
     DistillationLossFn,
-    FullDistillationLossConfig,
-    FullDistillationLossFn,
 )
 from parallel_rl.losses.entropy_bonus import AdaptiveEntropyBonus, EntropyBonus, ScheduledEntropyBonus
+from parallel_rl.losses.full_distillation import FullDistillationLossConfig, FullDistillationLossFn
 from parallel_rl.losses.kto import KTOLossConfig, KTOLossFn
 from parallel_rl.losses.mix import MixLossConfig, MixLossFn, MuSchedule, MuScheduleConfig
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig

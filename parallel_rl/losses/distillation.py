@@ -1,27 +1,24 @@
-"""Distillation: from the teacher's whole distribution on vocabulary shards, or from its top-k."""
+"""Distillation from a teacher's top-k."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, check_aggregation, token_weights
-from parallel_rl.functional.distillation import Divergence, ForwardKL, mixed_kl, reverse_tail, with_tail
+from parallel_rl.counts import Aggregation, check_aggregation
+from parallel_rl.functional.distillation import mixed_kl, reverse_tail, with_tail
 from parallel_rl.layout import valid_tokens
-from parallel_rl.losses.core.base import LossFn
-from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.measures import count_true
 from parallel_rl.losses.core.requirements import Alignment, Field, Requirements
+from parallel_rl.losses.core.row_loss import LogitRows, RowLoss, mean_of_values
+from parallel_rl.losses.full_distillation import check_temperature
 from parallel_rl.losses.registry import register_loss
-from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.buckets import bucketed_log_probs
-from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.topk import check_columns, column_log_probs, gather_columns
 
 if TYPE_CHECKING:
@@ -29,94 +26,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.losses.core.local_batch import LocalBatch
-
-
-def _mean_of_head(batch: TokenBatch, mode: Aggregation, max_length: int | None) -> tuple[Tensor, Metrics]:
-    weights = token_weights(mode, batch.tokens_per_sequence, batch.counts, max_length)
-    loss = batch.weighted_sum(batch.head, weights)
-    return loss, Metrics({"loss": Metric("share", loss), "num_valid_samples": count_true(batch, batch.sequence_mask)})
-
-
-def _check_temperature(teacher_temperature: float | None) -> None:
-    if teacher_temperature is not None and not teacher_temperature > 0:
-        raise ValueError(
-            f"teacher_temperature = {teacher_temperature} must be positive, or None for that of the student"
-        )
-
-
-@dataclass(frozen=True)
-class FullDistillationLossConfig:
-    """Options of `FullDistillationLossFn`.
-
-    divergence: forward_kl, reverse_kl, jsd (beta; GKD), skew_forward_kl, skew_reverse_kl (alpha), cross_entropy or
-        finite_cross_entropy, see `parallel_rl.functional.distillation`.
-    teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
-    squared_temperature: multiply by the student's temperature², so that gradients do not shrink with it.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
-    """
-
-    divergence: Divergence = field(default_factory=ForwardKL)
-    teacher_temperature: float | None = None
-    squared_temperature: bool = False
-    aggregation: Aggregation = "token-mean"
-    max_length: int | None = None
-
-    def __post_init__(self) -> None:
-        check_aggregation(self.aggregation, self.max_length)
-        _check_temperature(self.teacher_temperature)
-
-
-@register_loss("full_distillation")
-class FullDistillationLossFn(LossFn[FullDistillationLossConfig]):
-    """Divergence of the student from the teacher over the whole vocabulary; this rank's share.
-
-        L = AGG(D(p, q)),    p = softmax(teacher_logits / T_p), q = softmax(logits / T_q)
-
-    `data["teacher_logits"]` is shaped and sharded like the logits, on this rank only: [B, S/cp, V/tp], packed
-    [1, T/cp, V/tp]; the teacher's distribution at a position is of the token that the position predicts. Its padding
-    columns are never read. Two collectives forward, none backward; both sets of logits are read a block of rows at a time.
-
-    Metrics: loss, num_valid_samples. Call and errors: see `LossFn`.
-
-    Papers: arXiv 1503.02531; GKD arXiv 2306.13649; MiniLLM arXiv 2306.08543; DistiLLM arXiv 2402.03898.
-
-    >>> import torch
-    >>> from parallel_rl import FullDistillationLossFn, count_valid
-    >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
-    >>> data["teacher_logits"] = torch.tensor([2.0, 1.0, 0.0, 0.0]).expand(1, 3, 4)
-    >>> loss, _ = FullDistillationLossFn()(torch.zeros(1, 3, 4), data, *count_valid(data))
-    >>> round(loss.item(), 4)
-    0.3376
-    """
-
-    config_class = FullDistillationLossConfig
-    requirements = Requirements((Field("teacher_logits", per="local"),), reads="logits")
-
-    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        return _mean_of_head(batch, self.config.aggregation, self.config.max_length)
-
-    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        super()._check_output(logits, data, tensor_group)
-        if data["teacher_logits"].shape != logits.shape:
-            raise ValueError(
-                f"teacher_logits has shape {list(data['teacher_logits'].shape)}; it must be that of the student's logits, "
-                f"{list(logits.shape)}"
-            )
-
-    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
-        cfg, options = self.config, self.options
-        divergence = divergence_of_shards(
-            logits.flatten(0, -2),
-            local.unmasked("teacher_logits"),
-            local.mask,
-            cfg.divergence,
-            options.shard(logits.shape[-1], tensor_group),
-            cfg.teacher_temperature or options.temperature,
-        )
-        return TokenBatch(
-            local, ModelOutput(head=divergence * options.temperature**2 if cfg.squared_temperature else divergence)
-        )
+    from parallel_rl.losses.core.batch import TokenBatch
+    from parallel_rl.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -146,7 +57,7 @@ class DistillationLossConfig:
 
     def __post_init__(self) -> None:
         check_aggregation(self.aggregation, self.max_length)
-        _check_temperature(self.teacher_temperature)
+        check_temperature(self.teacher_temperature)
         if not 0 <= self.mixed_kl_weight <= 1:
             raise ValueError(f"mixed_kl_weight = {self.mixed_kl_weight} must lie in [0, 1]")
         if self.mixed_kl_weight != 0.5 and self.kl_type != "mixed":
@@ -163,7 +74,7 @@ class DistillationLossConfig:
 
 
 @register_loss("distillation")
-class DistillationLossFn(LossFn[DistillationLossConfig]):
+class DistillationLossFn(RowLoss[DistillationLossConfig]):
     """KL between a teacher's top-k distribution and the student's; this rank's share.
 
         L = AGG(w·Σ_k p(log p − log q) + (1 − w)·Σ_k q(log q − log p))
@@ -196,10 +107,10 @@ class DistillationLossFn(LossFn[DistillationLossConfig]):
             Field("teacher_topk_indices", dtype="integer", alignment=at, width=True),
         )
         tail = (Field("teacher_logsumexp", alignment=at),) if self.config.bucket_tail else ()
-        return Requirements((*top, *tail), reads="logits")
+        return Requirements((*top, *tail), reads="rows")
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        return _mean_of_head(batch, self.config.aggregation, self.config.max_length)
+        return mean_of_values(batch, self.config.aggregation, self.config.max_length)
 
     def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         super()._check_output(logits, data, tensor_group)
@@ -222,25 +133,23 @@ class DistillationLossFn(LossFn[DistillationLossConfig]):
                     "the top-k are different tokens"
                 )
 
-    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
-        """The divergence of each position becomes the head."""
-        cfg, options = self.config, self.options
-        shard = options.shard(logits.shape[-1], tensor_group)
-        flat, ids = logits.flatten(0, -2), local.field("teacher_topk_indices")
+    def value(self, rows: LogitRows) -> Tensor:
+        """The KL of each row."""
+        cfg, shard, flat, ids = self.config, rows.shard, rows.logits, rows.field("teacher_topk_indices")
         entropy = None
         if cfg.bucket_tail:
-            log_q = bucketed_log_probs(flat, ids, local.mask, shard)
+            log_q = bucketed_log_probs(flat, ids, rows.mask, shard)
         elif cfg.zero_outside_topk:
-            log_q, entropy = column_log_probs(flat, ids, local.mask, shard)
+            log_q, entropy = column_log_probs(flat, ids, rows.mask, shard)
         else:
-            log_q = gather_columns(flat, ids, local.mask, shard).log_softmax(-1)
-        teacher = local.field("teacher_topk_logits").to(log_q.dtype)
-        teacher = teacher / (cfg.teacher_temperature or options.temperature)
+            log_q = gather_columns(flat, ids, rows.mask, shard).log_softmax(-1)
+        teacher = rows.field("teacher_topk_logits").to(log_q.dtype)
+        teacher = teacher / (cfg.teacher_temperature or self.options.temperature)
         if cfg.bucket_tail:
-            log_p = teacher - local.field("teacher_logsumexp").to(log_q.dtype)[:, None]
+            log_p = teacher - rows.field("teacher_logsumexp").to(log_q.dtype)[:, None]
             kl = mixed_kl(with_tail(log_p), log_q, cfg.forward_weight).to(math_dtype(flat.dtype))
         else:
             kl = mixed_kl(teacher.log_softmax(-1), log_q, cfg.forward_weight)
         if entropy is not None and cfg.forward_weight < 1:
             kl = kl + (1 - cfg.forward_weight) * reverse_tail(log_q, entropy)
-        return TokenBatch(local, ModelOutput(head=kl))
+        return kl

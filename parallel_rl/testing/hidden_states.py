@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from parallel_rl.packing import SequencePackingLossWrapper
 from parallel_rl.testing import layouts as layouts_of
 from parallel_rl.testing.batches import ROWS, VOCAB, WIDTH, carries_loss, local_names, poisoned
 from parallel_rl.testing.cases import Batch, Case, Expected, step_statistics
-from parallel_rl.testing.layouts import Layout, cut_rows, make_groups
+from parallel_rl.testing.layouts import Layout, Piece, cut_rows, make_groups
 from parallel_rl.testing.sharded import local_logits, sharded_loss
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.linear.plan import LinearMode
@@ -31,8 +31,13 @@ def takes_head(case: Case) -> bool:
 
 
 def reads_log_probs(case: Case) -> bool:
-    """Whether it needs no whole logits."""
+    """Whether it reads what `token_stats` gives, not rows of logits."""
     return case.build().requirements.reads == "log-probs"
+
+
+def reads_rows(case: Case) -> bool:
+    """Whether it reads rows of logits, for which whole logits are not needed."""
+    return case.build().requirements.reads == "rows"
 
 
 def reads_one_distribution(case: Case) -> bool:
@@ -41,6 +46,8 @@ def reads_one_distribution(case: Case) -> bool:
 
 
 def _mode(case: Case, variant: int) -> LinearMode:
+    if reads_rows(case):
+        return MODES[variant % 2]  # it keeps no logits
     return MODES[variant % len(MODES)] if reads_log_probs(case) else "auto"
 
 
@@ -58,6 +65,28 @@ def head_of(batch: Batch) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(3)
     weight = torch.linalg.qr(torch.randn(VOCAB, VOCAB, generator=g, dtype=torch.float64)).Q.contiguous()
     return batch.logits @ weight, weight
+
+
+def _second_head(
+    logits: Tensor, columns: list[int | None], piece: Piece, carries: Tensor, part: slice | None, variant: int
+) -> LMHeadInput:
+    """Hidden states and a head of logits [ROWS, WIDTH, V], of another width; `part` of the sequence under its parallelism."""
+    g = torch.Generator().manual_seed(4)
+    wide = torch.linalg.qr(torch.randn(VOCAB + 3, VOCAB, generator=g, dtype=torch.float64)).Q.T.contiguous()
+    weight = torch.full((len(columns), VOCAB + 3), math.nan, dtype=torch.float64)
+    real = [c for c in columns if c is not None]
+    weight[: len(real)] = wide[real]
+    rows = 1 if piece.cu_seqlens is not None else len(piece.rows)
+    width: list[int | None] = list(range(VOCAB + 3))
+    hidden = local_logits(logits @ wide, piece, width, carries).view(rows, -1, len(width))
+    first, split = variant % 4 == 1, part is not None and part != slice(None)
+    hidden = hidden[:, part] if split else hidden
+    return LMHeadInput(
+        hidden.transpose(0, 1).contiguous() if first else hidden,
+        weight,
+        sequence_first=first,
+        sequence_parallel=split,
+    )
 
 
 def run_layout(
@@ -95,28 +124,32 @@ def run_layout(
             local_logits(x, piece, width, carries, poison=poison).view(*shape, len(width))
             for x, poison in ((whole, True), (truth_of_hidden, False))
         )
-        for name in local_names(loss_fn):
-            local[name] = local_logits(data[name], piece, columns, carries).view(*shape, len(columns))
         split = layout.tp > 1 and variant % 2 == 0 and hidden.shape[1] % layout.tp == 0
         part = slice(None)
         if split:
             part = slice(tp_rank * hidden.shape[1] // layout.tp, (tp_rank + 1) * hidden.shape[1] // layout.tp)
         leaf = hidden[:, part].clone().requires_grad_()
-        first = variant % 3 == 0
+        first, fields = variant % 3 == 0, cast("dict[str, Tensor | LMHeadInput]", {**local})
+        for name in local_names(loss_fn):
+            fields[name] = local_logits(data[name], piece, columns, carries).view(*shape, len(columns))
+            if reads_rows(case) and variant % 4 < 3:
+                fields[name] = _second_head(
+                    data[name], columns, piece, carries, part if variant % 4 == 0 else None, variant
+                )
         given = LMHeadInput(
             leaf.transpose(0, 1).contiguous() if first else leaf * 1,
             head,
             sequence_first=first,
             sequence_parallel=split,
             mode=_mode(case, variant),
-            budget=BUDGET if reads_log_probs(case) else None,
+            budget=BUDGET if reads_log_probs(case) or reads_rows(case) else None,
         )
         leaves.append(leaf)
         cuts.append(truth[:, part])
         call = loss_fn if piece.cu_seqlens is None else SequencePackingLossWrapper(
             loss_fn, piece.cu_seqlens, piece.cu_seqlens_padded
         )  # fmt: skip
-        calls.append((call, (given, local, *counts, groups.tp_rank, groups.tensor, groups.context)))
+        calls.append((call, (given, fields, *counts, groups.tp_rank, groups.tensor, groups.context)))
     statistics = step_statistics(calls, groups)
     share, metrics, squared, stray = 0.0, [], 0.0, ""
     for (fn, arguments), leaf, truth in zip(calls, leaves, cuts, strict=True):

@@ -21,6 +21,9 @@ CASES += [
     Case("clipped_pg", {"reference_policy_kl_penalty": 0}, {"kept_sets": True}),
     Case("policy", {"ratio_level": "sequence-mean"}, {"top_k": 15, "top_p": 0.95, "temperature": 1.2}),
     Case("policy", {"aggregation": "seq-mean-token-mean", "importance": _BY_SEQUENCE}, {"top_p": 0.9}),
+    Case("full_distillation", {"divergence": "reverse_kl", "squared_temperature": True}, {"temperature": 1.3}),
+    Case("distillation", {"bucket_tail": True, "aggregation": "seq-mean-token-sum"}),
+    Case("distillation", {"kl_type": "forward"}, {"temperature": 0.7}),
 ]
 
 

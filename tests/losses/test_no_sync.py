@@ -123,7 +123,7 @@ def test_nothing_reads_a_value(case: Case, packed: bool) -> None:
 
 
 def from_hidden_states(loss_fn: LossFn, dtype: torch.dtype, packed: bool, mode: LinearMode = "auto") -> None:
-    _, data = make(4, 8, 1, "meta")
+    _, data = make(4, 8, V, "meta")
     hidden, weight = (
         torch.zeros(shape, dtype=dtype, device="meta", requires_grad=True) for shape in ((4, 8, D), (V, D))
     )
@@ -134,7 +134,9 @@ def from_hidden_states(loss_fn: LossFn, dtype: torch.dtype, packed: bool, mode: 
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.build().requirements.reads == "log-probs"], ids=lambda case: case.name
+    "case",
+    [case for case in CASES if case.build().requirements.reads in ("log-probs", "rows")],
+    ids=lambda case: case.name,
 )
 def test_nothing_reads_a_value_from_hidden_states(case: Case) -> None:
     from_hidden_states(get_loss(case.loss)(case.config), torch.bfloat16, packed=True)

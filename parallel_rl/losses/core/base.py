@@ -204,18 +204,18 @@ class LossFn(LossFunction, Generic[ConfigT]):
         given = (torch.as_tensor(n) for n in (call.global_valid_seqs, call.global_valid_toks))
         counts = ValidCounts(*(n.reshape(()).to(logits.device, non_blocking=True) for n in given))
         statistics = None if call.statistics is None else call.statistics.to(logits.device)
-        local = self._narrowed(LocalBatch(call.data, layout, counts, call.context_group, needs, statistics))
+        local = LocalBatch(call.data, layout, counts, call.context_group, needs, statistics, heads=call.heads)
+        local = self._narrowed(local)
         if head is None:
             return self._read_output(local, logits, group), None
-        if needs.reads == "logits":
-            valid = self.options.shard(head.weight.shape[0], group).valid
-            return self._read_output(local, whole_logits(head, local.mask, valid, group), group), None
-        return project(local, head, group, self.options, lambda batch: self.compute(batch)[0])
+        return self._read_head(local, head, group)
 
     def _check(self, call: LossCall, needs: Requirements, head: LMHeadInput | None, logits: Tensor) -> SequenceLayout:
         name, group = type(self).__name__, call.tensor_group
         if head is not None:
             check_lm_head(name, needs, self.options, head, group)
+        read = ("input_ids", "token_mask", "sample_mask", *needs.names)
+        self._check_heads(head, {field: call.heads[field] for field in read if field in call.heads}, group)
         check_statistics(name, needs, call.statistics)
         check_rank(call.tensor_rank, group)
         check_counts(call.global_valid_seqs, call.global_valid_toks)
@@ -253,6 +253,22 @@ class LossFn(LossFunction, Generic[ConfigT]):
             check_targets(torch.where(valid_tokens(data), data["input_ids"], 0), shard.vocab_size, ignore_index=None)
         if options.truncation.kept_sets:
             check_kept_ids(data["kept_ids"], valid_tokens(data), shard.vocab_size)
+
+    def _check_heads(
+        self, head: LMHeadInput | None, heads: Mapping[str, LMHeadInput], tensor_group: ProcessGroup | None
+    ) -> None:
+        """Refuse fields that are an `LMHeadInput` in place of a tensor, and a student's that does not suit them."""
+        for name in heads:
+            raise ValueError(f"{name} must be a tensor, got LMHeadInput")
+
+    def _read_head(
+        self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
+    ) -> tuple[TokenBatch, Tensor | None]:
+        """The same batch from hidden states, and the exact 0 that carries a gradient that was computed here already."""
+        if self.requirements.reads == "logits":
+            valid = self.options.shard(head.weight.shape[0], tensor_group).valid
+            return self._read_output(local, whole_logits(head, local.mask, valid, tensor_group), tensor_group), None
+        return project(local, head, tensor_group, self.options, lambda batch: self.compute(batch)[0])
 
     def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         """The batch with what the objective needs of the model's output."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
+from parallel_rl.vocab.linear.lm_head import split_fields
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,21 @@ class LossCall:
     context_group: ProcessGroup | None = None
     statistics: Statistics | None = None
     packed_sequences: PackedSequences | None = None
+    heads: Mapping[str, LMHeadInput] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        output: Tensor | LMHeadInput,
+        data: Mapping[str, Tensor | LMHeadInput],
+        counts: tuple[Tensor, Tensor],
+        tensor_rank: int | None,
+        groups: tuple[ProcessGroup | None, ProcessGroup | None],
+        statistics: Statistics | None = None,
+    ) -> LossCall:
+        """Make the call of an `LMHeadInput` in the data; a stand-in takes its place."""
+        tensors, heads = split_fields(data, groups[0])
+        return cls(output, tensors, *counts, tensor_rank, *groups, statistics, heads=heads)
 
     def layout(self, logits: Tensor, rows: int, width: int, cp_layout: CPLayout) -> SequenceLayout:
         """The layout of logits [B, S/cp, V/tp], or packed [1, T/cp, V/tp], for data [rows, width].
@@ -158,7 +174,7 @@ class LossFunction(ABC):
     def __call__(
         self,
         next_token_logits: Tensor | LMHeadInput,
-        data: Mapping[str, Tensor],
+        data: Mapping[str, Tensor | LMHeadInput],
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
         vocab_parallel_rank: int | None = None,
@@ -173,7 +189,7 @@ class LossFunction(ABC):
             next_token_logits: [B, S/cp, V/tp]; packed (through `SequencePackingLossWrapper`) [1, T/cp, V/tp]. Or an
                 `LMHeadInput`, hidden states and the LM head's weight: the same loss, logits never whole.
             data: whole, token-aligned tensors: input_ids [B, S], token_mask [B, S], sample_mask [B], and the loss's
-                own fields.
+                own fields. A field in the order of the logits (`teacher_logits`) may be an `LMHeadInput` as well.
             global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`.
             vocab_parallel_rank: this rank's place in `vocab_parallel_group`, checked against it.
             vocab_parallel_group, context_parallel_group: None is a group of one.
@@ -183,16 +199,16 @@ class LossFunction(ABC):
             ValueError: invalid input, on all ranks of both groups, see `set_validation`.
         """
         return self.run(
-            LossCall(
-                next_token_logits, data, global_valid_seqs, global_valid_toks,
-                vocab_parallel_rank, vocab_parallel_group, context_parallel_group, statistics,
+            LossCall.of(
+                next_token_logits, data, (global_valid_seqs, global_valid_toks),
+                vocab_parallel_rank, (vocab_parallel_group, context_parallel_group), statistics,
             )
         )  # fmt: skip
 
     def collect(
         self,
         next_token_logits: Tensor | LMHeadInput,
-        data: Mapping[str, Tensor],
+        data: Mapping[str, Tensor | LMHeadInput],
         global_valid_seqs: Tensor,
         global_valid_toks: Tensor,
         vocab_parallel_rank: int | None = None,
@@ -205,8 +221,8 @@ class LossFunction(ABC):
             ValueError: a loss that needs none; invalid input, on all ranks of both groups.
         """
         return self.run_collect(
-            LossCall(
-                next_token_logits, data, global_valid_seqs, global_valid_toks,
-                vocab_parallel_rank, vocab_parallel_group, context_parallel_group,
+            LossCall.of(
+                next_token_logits, data, (global_valid_seqs, global_valid_toks),
+                vocab_parallel_rank, (vocab_parallel_group, context_parallel_group),
             )
         )  # fmt: skip

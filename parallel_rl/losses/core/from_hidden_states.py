@@ -45,7 +45,7 @@ def check_lm_head(
             f"hidden must be [B, S/cp, D] (packed: [1, T/cp, D]; sequence_first: [S/cp, B, D]), got "
             f"{list(head.hidden.shape)}"
         )
-    if head.mode == "in_forward" and not needs.separates(options.truncation):
+    if head.mode == "in_forward" and not (needs.separates(options.truncation) or needs.reads == "rows"):
         why = " in this configuration"
         if needs.token_separable:
             why = f" with {options.truncation}, which changes the weight of the tokens that stay, or may do so,"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from dataclasses import field as made_by
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from parallel_rl.layout import SequenceLayout
     from parallel_rl.statistics import Statistics
+    from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 _NOTHING = Requirements()
 
@@ -36,6 +38,7 @@ class LocalBatch:
         context_group: the group over which a sequence is spread.
         requirements: of the loss, for the alignment of its fields.
         statistics: of the whole step, for the losses that need them.
+        heads: fields that are hidden states and a head; the data has a stand-in of the logits' shape.
         dropped: [T_local] bool, valid tokens that left the mask because a truncated policy does not keep them.
     """
 
@@ -46,6 +49,7 @@ class LocalBatch:
     requirements: Requirements = _NOTHING
     statistics: Statistics | None = None
     dropped: Tensor | None = None
+    heads: Mapping[str, LMHeadInput] = made_by(default_factory=dict)
 
     @cached_property
     def valid(self) -> Tensor:

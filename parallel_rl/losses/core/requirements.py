@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.truncation import Truncation
 
 Alignment = Literal["token", "predictor"]
-Reads = Literal["logits", "log-probs", "scalar"]
+Reads = Literal["logits", "rows", "log-probs", "scalar"]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Requirements:
 
     Attributes:
         fields: of the data, beside input_ids, token_mask and sample_mask.
-        reads: "log-probs" (and entropy), for which an `LMHeadInput` makes no whole logits; "logits"; or "scalar", one output a
-            position or a row in place of logits.
+        reads: "log-probs" (and entropy) or "rows" of logits, each by itself, for which an `LMHeadInput` makes no whole logits;
+            "logits"; or "scalar", one output a position or a row in place of logits.
         paired: rows come as (even, odd) pairs.
         counted: the call takes `statistics=` of the whole step, among them those that the data alone gives, see `count`.
         collected: the call takes `statistics=`, among them those of the model's output, see `collect`.

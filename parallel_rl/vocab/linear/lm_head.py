@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -166,3 +167,11 @@ def split_output(output: Tensor | LMHeadInput, group: ProcessGroup | None) -> tu
     if isinstance(output, LMHeadInput):
         return output, output.logits_like(group)
     return None, output
+
+
+def split_fields(
+    fields: Mapping[str, Tensor | LMHeadInput], group: ProcessGroup | None
+) -> tuple[dict[str, Tensor], dict[str, LMHeadInput]]:
+    """Split data into tensors, with a stand-in of the logits' shape for each head (`logits_like`), and heads."""
+    heads = {name: field for name, field in fields.items() if isinstance(field, LMHeadInput)}
+    return {name: split_output(field, group)[1] for name, field in fields.items()}, heads

@@ -123,14 +123,20 @@ class LinearParams:
         """Project [n, D] hidden rows to logits [n, columns], in the first elements of `out`."""
         rows, width = hidden.shape[0], columns.stop - columns.start
         z = out.view(-1)[: rows * width].view(rows, width)
-        project(hidden, self.weight[columns], z)
-        if self.bias is not None:
-            z.add_(self.bias[columns])
-        if self.softcap is not None:
-            z.div_(self.softcap).tanh_().mul_(self.softcap)
-        return z
+        bias = None if self.bias is None else self.bias[columns]
+        return project_rows(hidden, self.weight[columns], bias, self.softcap, z)
 
     def buffer(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
         """An empty [rows · parts, columns] tensor for that many rows of the order."""
         rows = min(rows, self.rows.order.shape[1]) * self.rows.order.shape[0]
         return torch.empty(rows, columns, dtype=self.dtype if dtype is None else dtype, device=self.hidden.device)
+
+
+def project_rows(hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, out: Tensor) -> Tensor:
+    """Write the logits [n, W] of hidden rows [n, D] to `out`, in its dtype."""
+    project(hidden, weight, out)
+    if bias is not None:
+        out.add_(bias)
+    if softcap is not None:
+        out.div_(softcap).tanh_().mul_(softcap)
+    return out

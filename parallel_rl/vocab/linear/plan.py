@@ -63,6 +63,17 @@ def columns_of_rank(width: int, vocab_size: int | None, group: ProcessGroup | No
     return max(width if vocab_size is None else -(-vocab_size // group_size(group)), 1)
 
 
+def budget_bytes(budget: int | None, device: torch.device) -> int:
+    """Bytes that a call may take: the given ones, or the device's default."""
+    return _DEFAULT_BUDGET.get(device.type, _DEFAULT_BUDGET["cuda"]) if budget is None else budget
+
+
+def rows_at_once(total: int, cost: int, room: int) -> int:
+    """Rows of a chunk, each of which costs `cost` bytes: at least one, at most `total`."""
+    most = max(1, min(total, _MOST_ROWS, room // cost))
+    return most - most % _ALIGN if _ALIGN < most < total else most
+
+
 def make_plan(
     hidden: Tensor,
     width: int,
@@ -85,7 +96,7 @@ def make_plan(
     total = hidden.shape[0]
     cost = _Cost.of(hidden, width, group, parts)
     kept = parts * width * kept_dtype(hidden.dtype).itemsize
-    room = _DEFAULT_BUDGET.get(hidden.device.type, _DEFAULT_BUDGET["cuda"]) if budget is None else budget
+    room = budget_bytes(budget, hidden.device)
     if room < cost.whole:
         if budget is not None:
             raise ValueError(
@@ -95,8 +106,7 @@ def make_plan(
         room = cost.whole  # a default never refuses
     resident = mode == "resident" or (mode == "auto" and total * kept + cost.whole <= room)
     rest = room - total * kept if resident and mode == "auto" else room
-    most = max(1, min(total, _MOST_ROWS, rest // cost.whole))
-    size = most - most % _ALIGN if _ALIGN < most < total else most
+    size = rows_at_once(total, cost.whole, rest)
     together = in_place and parts == 1  # the rows of several parts lie chunk by chunk
     kept_together = size * max(1, rest // (size * max(cost.ends, 1))) if together else size
     tile = (size, width) if whole_rows else _tile(cost, max(total, 1), width, room, parts)

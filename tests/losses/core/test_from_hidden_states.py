@@ -86,9 +86,10 @@ def test_what_a_loss_must_be_to_take_a_head() -> None:
         assert not takes_head(Case(name))
         with pytest.raises(ValueError, match="takes no LMHeadInput"):
             get_loss(name)()(head_for(4, 8), data, *counts)
-    data["teacher_logits"] = torch.zeros(4, 8, V)
-    whole = get_loss("full_distillation")()
-    assert takes_head(Case("full_distillation"))
+    data["reward_labels"] = torch.full((4, 8), -100)
+    case = Case("prm", {"placeholder_token_id": 3, "reward_token_ids": [1, 2]})
+    whole = case.build().collect
+    assert takes_head(case)
     with pytest.raises(ValueError, match="mode = 'recompute' is incompatible with a loss that reads whole logits"):
         whole(head_for(4, 8, mode="recompute"), data, *counts)
     with pytest.raises(ValueError, match="does not hold the whole logits that this loss reads, 3072 bytes"):

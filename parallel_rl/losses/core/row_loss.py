@@ -1,0 +1,131 @@
+"""Losses on whole rows of logits, each by itself: all rows at once, or chunk by chunk from hidden states."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_rl.counts import Aggregation, token_weights
+from parallel_rl.losses.core.base import ConfigT, LossFn
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.measures import count_true
+from parallel_rl.metrics import Metric, Metrics
+from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.linear.row_values import chunk_size, row_values
+from parallel_rl.vocab.linear.teacher import check_teacher_head
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.losses.core.local_batch import LocalBatch
+    from parallel_rl.vocab.linear.lm_head import LMHeadInput
+    from parallel_rl.vocab.shards import VocabShard
+
+TEACHER = "teacher_logits"
+
+
+def mean_of_values(batch: TokenBatch, mode: Aggregation, max_length: int | None) -> tuple[Tensor, Metrics]:
+    """Aggregate the value of each row; metrics loss and num_valid_samples."""
+    weights = token_weights(mode, batch.tokens_per_sequence, batch.counts, max_length)
+    loss = batch.weighted_sum(batch.head, weights)
+    return loss, Metrics({"loss": Metric("share", loss), "num_valid_samples": count_true(batch, batch.sequence_mask)})
+
+
+@dataclass(frozen=True, eq=False)
+class LogitRows:
+    """Rows of logits, all of this rank's or a chunk of them, and the data of the same tokens.
+
+    Attributes:
+        logits: [n, W] of the student.
+        shard: how they are read.
+        local: the data of all tokens of this rank.
+        places: [n] the rows among them; None: all.
+        teacher: [n, W] logits, for a loss that reads `teacher_logits`.
+    """
+
+    logits: Tensor
+    shard: VocabShard
+    local: LocalBatch
+    places: Tensor | None = None
+    teacher: Tensor | None = None
+
+    @property
+    def mask(self) -> Tensor:
+        """[n] bool: rows whose token carries loss."""
+        return self._of_rows(self.local.mask)
+
+    def field(self, name: str) -> Tensor:
+        """[n, ...] a field of the data, 0 at masked places."""
+        return self._of_rows(self.local.field(name))
+
+    def _of_rows(self, x: Tensor) -> Tensor:
+        return x if self.places is None else x[self.places]
+
+
+class RowLoss(LossFn[ConfigT]):
+    """Base of the losses whose `compute` is linear in one value a row of logits, `batch.head`, which `value` gives.
+
+    From an `LMHeadInput` rows are projected a chunk at a time, and gradients computed in forward. The field `teacher_logits`,
+    where a loss reads it, may then be an `LMHeadInput` as well.
+    """
+
+    @abstractmethod
+    def value(self, rows: LogitRows) -> Tensor:
+        """[n] of rows, differentiable in their logits, 0 with gradient 0 where nothing is kept."""
+
+    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        shard = self.options.shard(logits.shape[-1], tensor_group)
+        teacher = local.unmasked(TEACHER) if TEACHER in self.requirements.names else None
+        return TokenBatch(
+            local, ModelOutput(head=self.value(LogitRows(logits.flatten(0, -2), shard, local, teacher=teacher)))
+        )
+
+    def _read_head(
+        self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
+    ) -> tuple[TokenBatch, Tensor | None]:
+        shard = replace(self.options.shard(len(head.weight), tensor_group), consume_logits=head.softcap is None)
+
+        def value(z: Tensor, places: Tensor, teacher: Tensor | None) -> Tensor:
+            return self.value(LogitRows(z, shard, local, places, teacher))
+
+        def batch_of(values: Tensor) -> TokenBatch:
+            return TokenBatch(local, ModelOutput(head=values))
+
+        with torch.enable_grad():  # the loss is linear in the values: its slope is known before any of them
+            unknown = torch.zeros(
+                local.mask.shape, dtype=math_dtype(head.hidden.dtype), device=head.device, requires_grad=True
+            )
+            (slope,) = torch.autograd.grad(self.compute(batch_of(unknown))[0], unknown)
+        teacher: LMHeadInput | Tensor | None = None
+        if TEACHER in self.requirements.names:
+            teacher = local.heads.get(TEACHER, local.unmasked(TEACHER))
+        values, carrier = row_values(head, local.mask, shard, value, teacher, slope)
+        return batch_of(values), carrier
+
+    def _check_heads(
+        self, head: LMHeadInput | None, heads: Mapping[str, LMHeadInput], tensor_group: ProcessGroup | None
+    ) -> None:
+        teacher = heads.get(TEACHER)
+        super()._check_heads(head, {name: field for name, field in heads.items() if name != TEACHER}, tensor_group)
+        if head is None:
+            if teacher is not None:
+                raise ValueError(
+                    f"{TEACHER} is an LMHeadInput beside logits of the student; give both as logits, or both as an LMHeadInput"
+                )
+            return
+        shard = self.options.shard(len(head.weight), tensor_group)
+        if head.mode == "resident":
+            raise ValueError(
+                f"mode = 'resident' is not valid for {type(self).__name__}, which keeps no logits; 'auto' computes gradients "
+                "in forward"
+            )
+        if teacher is not None:
+            check_teacher_head(teacher, head, partial(self.options.shard, group=tensor_group), shard)
+        chunk_size(head, shard, teacher)

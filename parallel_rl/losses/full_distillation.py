@@ -1,0 +1,114 @@
+"""Distillation from a teacher's whole distribution, on vocabulary shards or from the hidden states of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from parallel_rl.counts import Aggregation, check_aggregation
+from parallel_rl.functional.distillation import Divergence, ForwardKL
+from parallel_rl.losses.core.requirements import Field, Requirements
+from parallel_rl.losses.core.row_loss import TEACHER, LogitRows, RowLoss, mean_of_values
+from parallel_rl.losses.registry import register_loss
+from parallel_rl.vocab.divergence import divergence_of_shards
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.losses.core.batch import TokenBatch
+    from parallel_rl.metrics import Metrics
+
+
+def check_temperature(teacher_temperature: float | None) -> None:
+    """Raises ValueError for a temperature of the teacher that is not positive; None is that of the student."""
+    if teacher_temperature is not None and not teacher_temperature > 0:
+        raise ValueError(
+            f"teacher_temperature = {teacher_temperature} must be positive, or None for that of the student"
+        )
+
+
+@dataclass(frozen=True)
+class FullDistillationLossConfig:
+    """Options of `FullDistillationLossFn`.
+
+    divergence: forward_kl, reverse_kl, jsd (beta; GKD), skew_forward_kl, skew_reverse_kl (alpha), cross_entropy or
+        finite_cross_entropy, see `parallel_rl.functional.distillation`.
+    teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
+    squared_temperature: multiply by the student's temperature², so that gradients do not shrink with it.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
+    """
+
+    divergence: Divergence = field(default_factory=ForwardKL)
+    teacher_temperature: float | None = None
+    squared_temperature: bool = False
+    aggregation: Aggregation = "token-mean"
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_aggregation(self.aggregation, self.max_length)
+        check_temperature(self.teacher_temperature)
+
+
+@register_loss("full_distillation")
+class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
+    """Divergence of the student from the teacher over the whole vocabulary; this rank's share.
+
+        L = AGG(D(p, q)),    p = softmax(teacher_logits / T_p), q = softmax(logits / T_q)
+
+    `data["teacher_logits"]` is shaped and sharded like the logits, on this rank only: [B, S/cp, V/tp], packed
+    [1, T/cp, V/tp]; the teacher's distribution at a position is of the token that the position predicts. Its padding
+    columns are never read. Two collectives forward, none backward; both sets of logits are read a block of rows at a time.
+    Beside an `LMHeadInput` of the student it may be an `LMHeadInput` too, of any hidden size: logits of neither are ever whole.
+
+    Metrics: loss, num_valid_samples. Call and errors: see `LossFn`.
+
+    Papers: arXiv 1503.02531; GKD arXiv 2306.13649; MiniLLM arXiv 2306.08543; DistiLLM arXiv 2402.03898.
+
+    >>> import torch
+    >>> from parallel_rl import FullDistillationLossFn, count_valid
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    >>> data["teacher_logits"] = torch.tensor([2.0, 1.0, 0.0, 0.0]).expand(1, 3, 4)
+    >>> loss, _ = FullDistillationLossFn()(torch.zeros(1, 3, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    0.3376
+    >>> from parallel_rl import LMHeadInput
+    >>> data["teacher_logits"] = LMHeadInput(torch.ones(1, 3, 2), torch.tensor([[2.0, 0], [1, 0], [0, 0], [0, 0]]))
+    >>> loss, _ = FullDistillationLossFn()(LMHeadInput(torch.ones(1, 3, 5), torch.zeros(4, 5)), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    0.3376
+    """
+
+    config_class = FullDistillationLossConfig
+    requirements = Requirements((Field("teacher_logits", per="local"),), reads="rows")
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        return mean_of_values(batch, self.config.aggregation, self.config.max_length)
+
+    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        super()._check_output(logits, data, tensor_group)
+        teacher = data[TEACHER].shape
+        if len(teacher) != 3 or self._words(teacher[-1], tensor_group) != self._words(logits.shape[-1], tensor_group):
+            raise ValueError(
+                f"teacher_logits has shape {list(teacher)}; it must be that of the student's logits, {list(logits.shape)}"
+            )
+
+    def _words(self, width: int, tensor_group: ProcessGroup | None) -> tuple[int, int] | None:
+        """First id and number of the words of so many columns, whose padding may differ; None where they are no shard."""
+        try:
+            shard = self.options.shard(width, tensor_group)
+        except ValueError:
+            return None
+        return shard.start, shard.valid
+
+    def value(self, rows: LogitRows) -> Tensor:
+        """D(p, q) of each row, times the temperature² where asked for."""
+        assert rows.teacher is not None
+        cfg, temperature = self.config, self.options.temperature
+        divergence = divergence_of_shards(
+            rows.logits, rows.teacher, rows.mask, cfg.divergence, rows.shard, cfg.teacher_temperature or temperature
+        )
+        return divergence * temperature**2 if cfg.squared_temperature else divergence

@@ -1,0 +1,196 @@
+"""Values of whole rows of logits, one a token, from hidden states: a chunk of rows at a time, gradients included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.vocab.backends.torch_backend import math_dtype, row_blocks
+from parallel_rl.vocab.consumed import refuse_second_derivative
+from parallel_rl.vocab.linear.autograd import ForwardGradients, WeightTarget
+from parallel_rl.vocab.linear.forward_backward import Gradients
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
+from parallel_rl.vocab.linear.params import LinearParams
+from parallel_rl.vocab.linear.plan import budget_bytes, columns_of_rank, rows_at_once
+from parallel_rl.vocab.linear.teacher import TeacherRows, given_rows, projected_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd.function import FunctionCtx
+
+    from parallel_rl.vocab.shards import VocabShard
+
+#: (logits [n, W], their places [n] in the order of logits, the teacher's logits [n, W] or None) to values [n]
+RowFunction = Callable[["Tensor", "Tensor", "Tensor | None"], "Tensor"]
+
+
+def row_values(
+    head: LMHeadInput,
+    keep: Tensor,
+    shard: VocabShard,
+    function: RowFunction,
+    teacher: LMHeadInput | Tensor | None = None,
+    slope: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute a value of each row of logits that carries loss, and its gradient; no logits are ever whole.
+
+    With a `slope`, ∂loss/∂value, gradients are computed in forward, while a chunk's logits are there; else in backward, which
+    projects them again, collectives of `function` included. float16 hidden states wait for backward: the loss scale comes after
+    the slope.
+
+    Args:
+        head: the student's. keep: [N] rows that carry loss, in the order of logits.
+        function: differentiable in the logits; it may write its gradient over them where there is no soft cap. Padding
+            columns are cut off.
+        teacher: of the same tokens, without gradient: a second head or [N, V/tp] logits.
+        slope: [N].
+
+    Returns:
+        values [N], 0 where nothing is kept; where gradients were computed in forward, without gradient, beside an exact 0
+        that carries it.
+    """
+    call = RowCall.of(head, keep, shard, function, teacher)
+    grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (head.hidden, head.weight, head.bias)
+    )
+    zero = None
+    if not grad:
+        values = call.run(None)
+    elif slope is None or head.mode == "recompute" or head.hidden.dtype == torch.float16:
+        values = _InBackward.apply(head.hidden, head.weight, head.bias, call)
+    else:
+        zero, values = _InForward.apply(head.hidden, head.weight, head.bias, call, slope)
+    excess = call.params.rows.excess
+    return values if excess is None else values.masked_fill(excess, torch.nan), zero
+
+
+@dataclass(frozen=True)
+class RowCall:
+    """One call of `row_values`: the student's rows in chunks of `size` a part."""
+
+    params: LinearParams
+    target: WeightTarget
+    places: Tensor  # [N] of gathered rows, in the order of logits
+    function: RowFunction
+    teacher: TeacherRows | None
+    size: int
+
+    @classmethod
+    def of(
+        cls,
+        head: LMHeadInput,
+        keep: Tensor,
+        shard: VocabShard,
+        function: RowFunction,
+        teacher: LMHeadInput | Tensor | None,
+    ) -> RowCall:
+        order = head.row_order(shard.group)
+        kept, nothing = order.to_rows(keep), torch.zeros_like(keep, dtype=torch.int64)
+        params = LinearParams.of(head, shard, nothing, kept, None, mode="recompute", keeps=False)
+        places = order.to_rows(torch.arange(len(keep), device=keep.device))
+        rows_of: TeacherRows | None = None
+        if isinstance(teacher, LMHeadInput):
+            rows_of = projected_rows(teacher, params.rows, places, keep, shard)
+        elif teacher is not None:
+            rows_of = given_rows(teacher.detach(), shard)
+        target = WeightTarget(head.weight, head.main_grad_factor)
+        return cls(params, target, places, function, rows_of, chunk_size(head, shard, teacher))
+
+    def run(self, gradients: Gradients | None, slope: Tensor | None = None) -> Tensor:
+        """[N] values, and with `gradients` those of Σ slope · value; slope is in the order of logits."""
+        params, values = self.params, torch.zeros(len(self.places), dtype=self.dtype, device=self.places.device)
+        spans = params.rows.spans(self.size)
+        buffer = params.buffer(self.size, params.shard.valid)
+        for span, hidden in params.fetched(spans):
+            at = self.places[params.rows.gathered(span)]
+            z = params.logits(hidden, buffer, params.columns).detach()
+            beside = None if self.teacher is None else self.teacher(span, at)
+            with torch.set_grad_enabled(gradients is not None):
+                of_rows = self.function(z.requires_grad_(gradients is not None), at, beside)
+            values.index_copy_(0, at, of_rows.detach())
+            if gradients is not None:
+                assert slope is not None
+                (dz,) = torch.autograd.grad(of_rows, z, slope[at].to(of_rows.dtype))
+                del of_rows, beside
+                gradients.add_products([span], hidden, [params.columns], lambda _, z=z, dz=dz: self._sloped(z, dz))  # type: ignore[misc]
+        return values
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return math_dtype(self.params.hidden.dtype)
+
+    def _sloped(self, z: Tensor, dz: Tensor) -> Tensor:
+        """The gradient of what the soft cap is applied to, in the dtype that the products take."""
+        if self.params.softcap is not None:
+            for part in row_blocks(z):
+                dz[part].mul_((1 - (z.detach()[part] / self.params.softcap).square_()).clamp_(min=0))
+        return dz if dz.device.type == "cpu" else dz.to(self.params.weight.dtype)
+
+
+def chunk_size(head: LMHeadInput, shard: VocabShard, teacher: LMHeadInput | Tensor | None) -> int:
+    """Rows a part of each chunk, for the budget of the student's head, alike on all ranks that share a batch.
+
+    Raises:
+        ValueError: a budget that is too small for one row.
+    """
+    dtype, parts = math_dtype(head.hidden.dtype), head.parts(shard.group)
+    width = columns_of_rank(shard.valid, shard.vocab_size, shard.group)
+    of_teacher = 0 if teacher is None else math_dtype(_dtype(teacher)).itemsize
+    # the logits and, in place or not, their gradient; the teacher's logits
+    cost = parts * width * (2 * dtype.itemsize + of_teacher)
+    cost += parts * 4 * head.hidden.shape[-1] * dtype.itemsize
+    if isinstance(teacher, LMHeadInput):
+        cost += parts * 2 * teacher.hidden.shape[-1] * of_teacher
+    room = budget_bytes(head.budget, head.device)
+    if room < cost and head.budget is not None:
+        raise ValueError(
+            f"budget = {head.budget} bytes is too small for one row of logits with its gradient, and the teacher's row, "
+            f"{cost} bytes at {width} columns"
+        )
+    return rows_at_once(head.hidden.flatten(0, -2).shape[0], cost, room)
+
+
+def _dtype(teacher: LMHeadInput | Tensor) -> torch.dtype:
+    return teacher.hidden.dtype if isinstance(teacher, LMHeadInput) else teacher.dtype
+
+
+class _InForward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: RowCall, slope: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        gradients = Gradients(call.params, ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
+        values = call.run(gradients, slope)
+        ctx.gradients = ForwardGradients(  # type: ignore[attr-defined]
+            gradients.close(), call.target, hidden.shape, bias, call.params.shard.group
+        )
+        ctx.mark_non_differentiable(values)
+        return torch.zeros((), dtype=call.dtype, device=hidden.device), values
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return *ctx.gradients.scaled(upstream), None, None  # type: ignore[attr-defined]
+
+
+class _InBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: RowCall) -> Tensor:
+        values = call.run(None)
+        ctx.save_for_backward(hidden, weight, bias)  # type: ignore[arg-type]
+        # Without the operands: what `save_for_backward` holds is freed with the graph, and checked for changes.
+        ctx.call = replace(call, params=replace(call.params, hidden=None, weight=None, bias=None))  # type: ignore[attr-defined, arg-type]
+        return values
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("values of rows have")
+        hidden, weight, bias = ctx.saved_tensors  # type: ignore[attr-defined]
+        call: RowCall = ctx.call  # type: ignore[attr-defined]
+        call = replace(call, params=call.params.with_operands(hidden, weight, bias))
+        gradients = Gradients(call.params, ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
+        call.run(gradients, upstream)
+        done = ForwardGradients(gradients.close(), call.target, hidden.shape, bias, call.params.shard.group)
+        return *done.scaled(torch.ones_like(upstream[:1]).squeeze(0)), None
