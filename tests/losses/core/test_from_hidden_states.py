@@ -88,7 +88,7 @@ def test_what_a_loss_must_be_to_take_a_head() -> None:
             get_loss(name)()(head_for(4, 8), data, *counts)
     data["reward_labels"] = torch.full((4, 8), -100)
     case = Case("prm", {"placeholder_token_id": 3, "reward_token_ids": [1, 2]})
-    whole = case.build().collect
+    whole = case.build()
     assert takes_head(case)
     with pytest.raises(ValueError, match="mode = 'recompute' is incompatible with a loss that reads whole logits"):
         whole(head_for(4, 8, mode="recompute"), data, *counts)
