@@ -59,9 +59,11 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000002"]
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder / "tensorboard"))
+    events = EventAccumulator(str(folder / "tensorboard" / "rl"))
     events.Reload()
-    assert [event.value for event in events.Scalars("rl/loss")] == pytest.approx([row["loss"] for row in logged])
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx([row["loss"] for row in logged])
+    assert [event.step for event in events.Scalars("loss")] == [1, 2]
+    assert "group_size: 2" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "Warning" not in done.stderr
 
 

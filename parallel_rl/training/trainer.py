@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from parallel_rl.training.reporting.run_log import RunLog, read_metrics, write_w
 from parallel_rl.training.session import Session
 from parallel_rl.training.tokenizer import CharTokenizer
 
+_DRAW_EVERY, _DRAW_SHARE = 20.0, 50  # seconds between pictures, and of one in this share of the time at most
 _HELD_OUT = ("held_out_before", "held_out_after")  # values of a checkpoint
 
 
@@ -72,6 +74,7 @@ class _Run:
     def __init__(self, config: TrainConfig, tokenizer: CharTokenizer, data: Datasets) -> None:
         self.config = config
         self.folder = Path(config.run.dir)
+        self.picture, self.next_drawing = self.folder / "curves.png", time.monotonic() + _DRAW_EVERY
         self.phases = phases(config)
         self.rows: list[dict[str, float | int | str]] = []
         self.stop: str | None = None  # the cause, once a rank was asked to stop
@@ -129,22 +132,27 @@ class _Run:
             self.log.say(f"held-out reward {before}after {self.config.objective}: {self.after:.3f}")
         if self.rows:
             self._save()
-        picture = self.folder / "curves.png"
-
-        def draw() -> bool:
-            return draw_curves(read_metrics(self.folder / "metrics.jsonl"), picture, self.folder.name, self.before)
-
-        drawn = on_first_rank(draw, f"all steps are done and saved, but {picture} could not be drawn")
-        files = "metrics.jsonl, tensorboard/, checkpoints/" + (f", {picture.name}" if drawn else "")
-        self.log.say(f"{seconds:.0f} s; wrote {files} in {self.folder}")
+        drawn = on_first_rank(self._draw, f"all steps are done and saved, but {self.picture} could not be drawn")
+        files = [*self.log.files, "checkpoints/", *([self.picture.name] if drawn else [])]
+        self.log.say(f"{seconds:.0f} s; wrote {', '.join(files)} in {self.folder}")
 
     def _open_log(self) -> RunLog:
         """The run's log, with the rows up to the checkpoint that it continues from."""
         first = dist.get_rank() == 0
-        log = RunLog(self.folder, self.config.objective, active=first, after=None if self.starts_over else self._done())
+        config = yaml.safe_dump(as_mapping(self.config), sort_keys=False)
+        after = None if self.starts_over else self._done()
+        log = RunLog(self.folder, self.config.objective, active=first, after=after, config=config)
         if first:
-            write_whole(self.folder / "config.yaml", yaml.safe_dump(as_mapping(self.config), sort_keys=False))
+            write_whole(self.folder / "config.yaml", config)
         return log
+
+    def _draw(self) -> bool:
+        """Draw the curves of the rows so far; False where there is nothing to draw or to draw with."""
+        began = time.monotonic()
+        rows = read_metrics(self.folder / "metrics.jsonl")
+        drawn = draw_curves(rows, self.picture, self.folder.name, self.before)
+        self.next_drawing = time.monotonic() + max(_DRAW_EVERY, _DRAW_SHARE * (time.monotonic() - began))
+        return drawn
 
     def _load_start(self) -> Mapping[str, object] | None:
         """Loads the checkpoint to continue from, or first weights; returns random states written in the same layout."""
@@ -196,6 +204,9 @@ class _Run:
         self.rows.append({"phase": phase.name, "step": step, **row})
         what = f"the row of {phase.name} step {step} could not be written in {self.folder}"
         self._boundary(lambda: self.log.step(phase.name, step, row), what)  # before a checkpoint that counts on the row
+        if self.log.active and time.monotonic() >= self.next_drawing:
+            with contextlib.suppress(OSError):  # the last one must succeed
+                self._draw()
         every = self.config.run.checkpoint_every
         if every and step % every == 0 and not last:
             self._save()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,11 @@ _PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 def draw_curves(rows: Sequence[Row], path: Path, title: str, held_out_before: float | None = None) -> bool:
     """Draws the main phase's curves over its steps into a PNG; `held_out_before` is the held-out reward at its step 0.
+
+    The picture that stands there is replaced once the new one is whole, so that one may look at it while the run goes on.
+
+    Raises:
+        OSError: it could not be written; the picture is as it was.
 
     Returns:
         False where matplotlib is missing or there is nothing to draw; nothing is written then.
@@ -50,10 +56,14 @@ def draw_curves(rows: Sequence[Row], path: Path, title: str, held_out_before: fl
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         if name == "reward":
-            axes.set_ylim(-0.02, 1.02)
-            axes.legend(loc="lower right")
+            axes.legend(loc="best")
     figure.suptitle(title)
     partial = path.with_suffix(".partial.png")
-    figure.savefig(partial, dpi=130)
-    partial.replace(path)
+    try:
+        figure.savefig(partial, dpi=130)
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
     return True

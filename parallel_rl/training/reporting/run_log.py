@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,7 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("grad norm", "grad_norm", ".4f"),
     ("tokens/s", "tokens_per_second", ".0f"),
 )
+_LEAST_TELLING = ("clip low", "clip high", "entropy", "tokens/s", "grad norm", "KL", "accuracy", "held-out")
 _SHOWN = {
     "rl": ("reward", "held-out", "loss", "KL", "entropy", "clip low", "clip high", "grad norm", "tokens/s"),
     "preference": ("held-out", "accuracy", "loss", "grad norm", "tokens/s"),
@@ -49,12 +50,19 @@ class RunLog:
     Use as a context manager. A row is written out before the next step starts, so that a killed run keeps its metrics.
     """
 
-    def __init__(self, folder: Path, objective: str, *, active: bool, after: Mapping[str, int] | None) -> None:
-        """`after`: steps per phase of the checkpoint that is continued from (later rows are dropped); None is a new run."""
+    def __init__(
+        self, folder: Path, objective: str, *, active: bool, after: Mapping[str, int] | None, config: str = ""
+    ) -> None:
+        """Open the record of a run.
+
+        Args:
+            after: steps per phase of the checkpoint that is continued from (later rows are dropped); None is a new run.
+            config: in YAML, which TensorBoard shows beside the curves.
+        """
         self.active = active
         self.objective = objective
         self._bar: Progress | None = None
-        self._writer: SummaryWriter | None = None
+        self._writers: dict[str, SummaryWriter] = {}
         self._heading = ""
         if not active:
             return
@@ -65,8 +73,10 @@ class RunLog:
         self._file = self.path.open(
             "ab", buffering=0
         )  # a buffer would keep what a full disk refused, and write it later
-        self._writer = _tensorboard(folder / "tensorboard", len(kept) + 1 if after is not None else None)
-        self._written = len(kept)
+        self._events, self._after, self._config = folder / "tensorboard", after, config
+        if after is not None:
+            for phase in sorted(path.name for path in self._events.glob("*") if path.is_dir()):
+                self._writer(phase)  # from now on it leaves out what comes after the checkpoint
         self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
 
     def __enter__(self) -> RunLog:
@@ -92,10 +102,10 @@ class RunLog:
         if self._bar is not None:
             self._bar.stop()
         self._file.close()
-        if self._writer is not None:
+        for writer in self._writers.values():
             # what went wrong before must not be hidden by what goes wrong now
             with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
-                self._writer.close()
+                writer.close()
 
     def sync(self) -> None:
         """Brings the rows to the disk, before a checkpoint that counts on them.
@@ -133,16 +143,32 @@ class RunLog:
             raise RuntimeError(f"another start of this run has taken over {self.path}; this one ends")
         whole = {"phase": phase, "step": step, **row}
         _append(self._file, (json.dumps(whole) + "\n").encode())
-        self._written += 1
-        if self._writer is not None:
+        writer = self._writer(phase)
+        if writer is not None:
             for name, value in row.items():
                 if isinstance(value, (int, float)):
-                    # by the row's number in the run: it tells over all phases which rows a resumed run writes again
-                    self._writer.add_scalar(f"{phase}/{name}", value, self._written)
-            self._writer.flush()
+                    writer.add_scalar(name, value, step)
+            writer.flush()
         self._print(phase, step, row)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What it has written in the run's folder."""
+        return ("metrics.jsonl", *(("tensorboard/",) if self._writers else ())) if self.active else ()
+
+    def _writer(self, phase: str) -> SummaryWriter | None:
+        """TensorBoard's events of a phase, a run of its own there: only so does a phase's step tell which come again."""
+        if phase not in self._writers:
+            purge = None if self._after is None else self._after.get(phase, 0) + 1
+            writer = _tensorboard(self._events / phase, purge)
+            if writer is None:
+                return None
+            self._writers[phase] = writer
+            if self._config:
+                writer.add_text("config", "".join(f"    {line}\n" for line in self._config.splitlines()), 0)
+        return self._writers[phase]
 
     def _print(self, phase: str, step: int, row: Row) -> None:
         shown = _SHOWN["sft" if phase == "warmup" else self.objective]
@@ -152,6 +178,7 @@ class RunLog:
             for title, key, style in _COLUMNS
             if title in shown and (key in row or title == "held-out")
         ]
+        columns = _fitting(columns, self.console.width - max(11, len(phase) + 5))
         heading = "  ".join([f"{phase:>6} step", *(f"{title:>9}" for title, _, _ in columns)])
         if heading != self._heading:
             self._heading = heading
@@ -160,6 +187,16 @@ class RunLog:
         for _, name, style in columns:
             cells.append(f"{row[name]:>9{style}}" if name in row else " " * 8 + "·")
         self.say("  ".join(cells))
+
+
+def _fitting(columns: Sequence[tuple[str, str, str]], width: int) -> list[tuple[str, str, str]]:
+    """The columns that a line of `width` characters holds; the least telling ones go first, metrics.jsonl has them all."""
+    left = list(columns)
+    for title in _LEAST_TELLING:
+        if len(left) * 11 <= width:
+            break
+        left = [column for column in left if column[0] != title]
+    return left
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+from rich.console import Console
 
 from parallel_rl.testing.pool import WorldError, run_world
-from parallel_rl.training.reporting.run_log import RunLog, read_metrics
+from parallel_rl.training.reporting import curves
+from parallel_rl.training.reporting.curves import draw_curves
+from parallel_rl.training.reporting.run_log import Row, RunLog, read_metrics
 from tests.training.checkpointing.saves import arguments, snapshot
 from tests.training.helpers import train_rows
 
@@ -90,3 +97,116 @@ def test_a_line_that_is_no_row_is_named_on_all_ranks_and_nothing_is_overwritten(
     for rank in range(2):
         assert refused.value.errors[rank].startswith(f"ValueError: {path}, line 2 is not a row of metrics: ")
     assert snapshot(tmp_path) == before
+
+
+FULL = {
+    "reward": 0.25, "held_out_reward": 0.5, "loss": 0.5, "kl_penalty": 0.1, "entropy": 1.0, "clip_fraction_low": 0.1,
+    "clip_fraction_high": 0.1, "grad_norm": 3.0, "tokens_per_second": 12345.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("width", "left"),
+    [
+        (160, "reward held-out loss KL entropy clip low clip high grad norm tokens/s"),
+        (80, "reward held-out loss KL grad norm tokens/s"),
+        (40, "reward loss"),
+        (10, "reward loss"),
+    ],
+)
+def test_a_row_of_the_table_is_one_line_of_the_screen(width: int, left: str, tmp_path: Path) -> None:
+    """A wrapped row is no table; the columns that say least go, the others keep their order."""
+    log = RunLog(tmp_path, "rl", active=True, after=None)
+    log.console = Console(file=(screen := io.StringIO()), force_terminal=False, width=width, highlight=False)
+    with log:
+        log.step("rl", 1, FULL)
+        log.step("rl", 2, {name: value for name, value in FULL.items() if name != "held_out_reward"})
+    heading, *rows = screen.getvalue().splitlines()
+    assert heading.split() == ["rl", "step", *left.split()]
+    assert len(rows) == 2 and all(len(row) == len(heading) for row in rows)
+    assert len(heading) <= max(width, 33)
+
+
+def _events(folder: Path, phase: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder / "tensorboard" / phase))
+    found.Reload()
+    return [(event.step, event.value) for event in found.Scalars("loss")]
+
+
+def test_tensorboard_counts_steps_as_the_rows_do(tmp_path: Path) -> None:
+    """Its x was the row's number in the run; and a resumed phase does not take another phase's steps away."""
+    pytest.importorskip("tensorboard")
+    with RunLog(tmp_path, "rl", active=True, after=None, config="a: 1") as log:
+        for step in range(1, 6):
+            log.step("warmup", step, {"loss": float(step)})
+        for step in range(1, 5):
+            log.step("rl", step, {"loss": float(step)})
+        assert log.files == ("metrics.jsonl", "tensorboard/")
+    with RunLog(tmp_path, "rl", active=True, after={"warmup": 5, "rl": 2}) as log:
+        log.step("rl", 3, {"loss": 30.0})
+    assert _events(tmp_path, "warmup") == [(step, float(step)) for step in range(1, 6)]
+    assert _events(tmp_path, "rl") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_the_axis_of_rewards_holds_the_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was pinned to [0, 1], where a reward of −3 or 40 is not to be seen."""
+    from matplotlib.figure import Figure
+
+    seen: list[tuple[float, float]] = []
+    save = Figure.savefig
+
+    def note(figure: Figure, path: Path, **options: object) -> None:
+        seen.append(figure.axes[0].get_ylim())
+        save(figure, path, **options)
+
+    monkeypatch.setattr(Figure, "savefig", note)
+    rows = [{"phase": "rl", "step": step, "reward": reward} for step, reward in enumerate((-3.0, 10.0, 40.0), 1)]
+    assert draw_curves(rows, tmp_path / "curves.png", "a run")
+    (low, high) = seen[0]
+    assert -6 < low <= -3 and 40 <= high < 44
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"phase": "rl", "step": 1, "reward": 1.0}]
+    assert draw_curves(rows, tmp_path / "curves.png", "a run")
+    before = snapshot(tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(curves.Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        draw_curves([*rows, {"phase": "rl", "step": 2, "reward": 2.0}], tmp_path / "curves.png", "a run")
+    assert snapshot(tmp_path) == before
+
+
+def _pictures(rank: int, given: list[str]) -> tuple[list[int], bool]:
+    """The number of rows of each picture that a run draws where one is due after each step, and whether it has one."""
+    from parallel_rl.training import trainer
+    from parallel_rl.training.config.load import load_config
+
+    drawn: list[int] = []
+    draw = trainer.draw_curves
+
+    def note(rows: Sequence[Row], path: Path, *more: Any) -> bool:
+        drawn.append(len(rows))
+        if len(rows) == 1:
+            raise OSError("No space left on device")  # a run does not end for a picture that the next step draws again
+        return draw(rows, path, *more)
+
+    with (
+        patch.object(trainer, "draw_curves", note),
+        patch.object(trainer, "_DRAW_EVERY", 0.0),
+        patch.object(trainer, "_DRAW_SHARE", 0.0),
+    ):
+        trainer.train(load_config(given[0], given[1:]))
+    return drawn, (Path(given[1].partition("=")[2]) / "curves.png").is_file()
+
+
+def test_curves_are_drawn_while_the_run_goes_on(tmp_path: Path) -> None:
+    """They came with the last step, when nobody needs to look how the run does."""
+    given = arguments(tmp_path / "run", sft__steps=3, evaluation="null", data__held_out="null")
+    [(drawn, there)] = run_world(1, _pictures, given)
+    assert drawn == [1, 2, 3, 3] and there
