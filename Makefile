@@ -8,7 +8,8 @@ PROCESSES ?= 2
 CONFIG ?= configs/grpo_arithmetic.yaml
 REPORT ?= runs/faults.jsonl
 # two processes with a pool of ranks each; a file's tests share the worlds that it launches
-PYTEST := $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+# ... on the CPU, also where the machine has a GPU
+PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh slurm/*.sbatch slurm/*.sh slurm/*.conf)
 
 .PHONY: help install demo test test-slow test-all test-slurm soak lint types format docs bench clean
@@ -23,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt tools/install.sh
 	@touch $@
 
 demo: $(STAMP)  ## GRPO learns arithmetic on RANKS=4 CPU ranks (TP 2 x CP 2, sequence parallel, packed)
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m parallel_rl.cli train $(CONFIG) --run.resume never
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m parallel_rl.cli train $(CONFIG) --run.resume never
 
 test: $(STAMP)  ## every module in four minutes: each loss and feature on one layout that stands for the others
 	$(PYTEST) -m "not slow and not gpu and not slurm"
@@ -40,7 +41,7 @@ test-slurm: $(STAMP)  ## the tests on a private Slurm cluster; skipped where its
 
 soak: $(STAMP)  ## each fault of docs/reliability.md three times, and its table anew (half an hour)
 	tools/install_slurm.sh
-	FAULT_ROUNDS=3 FAULT_REPORT=$(REPORT) $(BIN)/python -m pytest -s tests/slurm/test_faults.py
+	CUDA_VISIBLE_DEVICES= FAULT_ROUNDS=3 FAULT_REPORT=$(REPORT) $(BIN)/python -m pytest -s tests/slurm/test_faults.py
 	$(BIN)/python -m tools.reliability_table $(REPORT)
 
 lint: $(STAMP)  ## ruff, shellcheck, bash -n, the #SBATCH lines

@@ -244,7 +244,8 @@ class _Watch:
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
             return False
         try:
-            return not torch.cuda.default_stream(int(os.environ.get("LOCAL_RANK", "0"))).query()
+            device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+            return not torch.cuda.default_stream(device).query()
         except RuntimeError:  # of the GPU, not of the store: the main thread hears of it in its own next call
             return False
 

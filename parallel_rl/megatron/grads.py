@@ -13,6 +13,8 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch.nn import Parameter
 
+_BLOCK = 1 << 22  # elements that are squared in float64 at once: a large gradient is never copied whole
+
 
 def gradient(parameter: Parameter) -> Tensor | None:
     """Return a parameter's `main_grad` of Megatron's DDP, if there is one, else `grad`.
@@ -79,8 +81,9 @@ def grad_norm(models: Sequence[torch.nn.Module]) -> Tensor:
         grad = gradient(parameter)
         if grad is None or not param_is_not_shared(parameter) or not param_is_not_tensor_parallel_duplicate(parameter):
             continue
-        square = grad.double().square().sum()
-        total = square if total is None else total + square
+        for block in grad.reshape(-1).split(_BLOCK):
+            square = block.double().square().sum()
+            total = square if total is None else total + square
     if total is None:
         total = torch.zeros((), dtype=torch.float64, device=next(iter(models[0].parameters())).device)
     # Gathered and added in rank order: an all-reduce may round differently on different ranks.

@@ -83,12 +83,12 @@ def destroy() -> None:
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return Megatron's Transformer Engine layers if they can be used, else its local layers with our norm and attention.
+    """Return Transformer Engine's layers where `has_transformer_engine`, else Megatron's local ones with our norm and attention.
 
     >>> layer_spec(config).module.__name__
     'TransformerLayer'
     """
-    if has_transformer_engine():
+    if has_transformer_engine(config.params_dtype):
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
             moe_grouped_gemm=config.moe_grouped_gemm,
@@ -161,7 +161,7 @@ def build_model(
     if scalar_head and tie_embeddings:
         raise ValueError("tie_embeddings = True is incompatible with scalar_head = True, which has no matrix to tie")
     spec = layer_spec(config)
-    if not has_transformer_engine():
+    if not has_transformer_engine(config.params_dtype):
         # A bare layer spec would get Megatron's own final norm, which does not know sequence parallelism without TE
         # or Apex.
         layers = get_num_layers_to_build(config, vp_stage)

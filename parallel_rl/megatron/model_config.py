@@ -12,13 +12,17 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def has_transformer_engine() -> bool:
-    """Whether Megatron's Transformer Engine layers can be used: the package is installed and there is a CUDA device.
+def has_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether Megatron's Transformer Engine layers are used for a model of `dtype`, else its local ones.
 
-    >>> has_transformer_engine() and not torch.cuda.is_available()
+    They need the package, a CUDA device, and bfloat16 or float16: the engine's attention takes no other dtype with context
+    parallelism, and its float32 products are TF32.
+
+    >>> has_transformer_engine(torch.float32)
     False
     """
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    on_gpu, half = torch.cuda.is_available(), dtype in (torch.bfloat16, torch.float16)
+    return on_gpu and half and importlib.util.find_spec("transformer_engine") is not None
 
 
 def default_ffn_hidden_size(hidden_size: int, gated: bool) -> int:
@@ -111,7 +115,7 @@ def build_config(
         "recompute_granularity": "full" if recompute else None,
         "recompute_method": "uniform" if recompute else None,
         "recompute_num_layers": 1 if recompute else None,
-        **_fusions(gated, bias),
+        **_fusions(gated, bias, dtype),
         **(overrides or {}),
     }
     _check_fields(fields, tp, pp, virtual_pp)
@@ -120,8 +124,8 @@ def build_config(
         return TransformerConfig(**fields)
 
 
-def _fusions(gated: bool, bias: bool) -> dict[str, object]:
-    on_gpu, engine = torch.cuda.is_available(), has_transformer_engine()
+def _fusions(gated: bool, bias: bool, dtype: torch.dtype) -> dict[str, object]:
+    on_gpu, engine = torch.cuda.is_available(), has_transformer_engine(dtype)
     return {
         "bias_activation_fusion": on_gpu and (gated or bias),  # Megatron refuses it for a plain GELU without bias
         "bias_dropout_fusion": on_gpu,

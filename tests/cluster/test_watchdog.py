@@ -188,6 +188,7 @@ def test_an_error_of_the_gpu_is_not_taken_for_a_lost_store(
 
     for name in ("is_available", "is_initialized"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Broken())
     store, make = watches
     watch = make(0, 0.4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -130,6 +131,39 @@ def test_training_is_the_same_with_megatrons_optimizer_and_by_hand() -> None:
             assert found[1] == pytest.approx(norms, rel=1e-9)
             if case.pp == 1:
                 assert torch.allclose(found[2], weight, rtol=1e-9)
+
+
+def _norm_in_blocks(rank: int) -> tuple[int, float, float]:
+    """The largest float64 copy that the norm makes in blocks of 64 elements, the norm, and that of one float64 vector."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    import parallel_rl.megatron as M
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.dtype == torch.float64 and func.namespace == "aten":
+                self.size = max(self.size, out.numel())
+            return out
+
+    M.initialize()
+    model = M.wrap_model(make_model(Case()).to(torch.float32), ddp=False)
+    g = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=g) * 10 ** float(torch.randn((), generator=g))
+    whole = torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
+    with patch.object(M.grads, "_BLOCK", 64), Largest() as largest:
+        norm = M.grad_norm([model])
+    M.destroy()
+    return largest.size, norm.item(), whole.norm().item()
+
+
+def test_the_norm_copies_no_gradient_whole() -> None:
+    """Two float64 copies of the largest gradient took 8 GB beside a head of 128k words."""
+    [(largest, norm, want)] = run_world(1, _norm_in_blocks)
+    assert largest == 64 and norm == pytest.approx(want, rel=1e-13)
 
 
 def _distributed_optimizer(rank: int) -> str:

@@ -64,6 +64,18 @@ def test_triton_that_is_not_installed_is_named() -> None:
         check_backend("triton", torch.device("cuda"))
 
 
+def test_without_a_compiler_the_torch_backend_runs_with_a_warning() -> None:
+    """Triton builds each kernel's launcher in C; in a container without gcc the first launch died."""
+    with patch.object(choice, "_INSTALLED", True), patch.object(choice, "_COMPILER", None):
+        with pytest.warns(UserWarning, match="Triton needs a C compiler, so the torch backend is used: install gcc"):
+            assert not runs_on_triton(OnCard(torch.bfloat16), "auto")  # type: ignore[arg-type]
+        with (
+            patch.object(choice, "_INTERPRETED", False),
+            pytest.raises(ValueError, match='backend = "triton" needs a C compiler: install gcc or clang'),
+        ):
+            check_backend("triton", torch.device("cuda"))
+
+
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="backend = 'cuda' is not valid; choose one of auto, triton, compiled, eager"):
         token_stats(torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64), backend="cuda")  # type: ignore[arg-type]

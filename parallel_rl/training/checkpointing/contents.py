@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from parallel_rl.megatron.model_config import default_ffn_hidden_size
+from parallel_rl.megatron.model_config import default_ffn_hidden_size, has_transformer_engine
 from parallel_rl.training.checkpointing import storage
 from parallel_rl.training.checkpointing.checkpoint import Contents, Controllers, Stateful
 from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, Value, differing
+from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.session import Session
@@ -94,6 +95,10 @@ def _identity(config: TrainConfig) -> dict[str, Value]:
         "scalar_head": config.scalar_head,
         "run.dtype": config.run.dtype,
         _WEIGHTS: config.tokenizer.alphabet,
+        # Transformer Engine's layers keep state of their own beside the weights
+        "model.kind": "Transformer Engine"
+        if has_transformer_engine(DTYPES[config.run.dtype])
+        else "Megatron's local layers",
         "model.layers": model.layers,
         "model.hidden": model.hidden,
         "model.heads": model.heads,

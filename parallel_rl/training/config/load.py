@@ -10,6 +10,8 @@ from parallel_rl.config.strict import Variants, configure
 from parallel_rl.config.yaml_files import override, read_tree
 from parallel_rl.training.config.train import TrainConfig
 
+_READ_BY = (("evaluation", "held_out"), ("warmup", "examples"))  # a section, and the files of `data` for it alone
+
 
 def load_config(
     path: str, overrides: Sequence[str] = (), say: Callable[[str], object] = lambda line: None
@@ -32,17 +34,26 @@ def load_config(
             f"{Path(path).name} is a loss without a run: it needs {needs}, which this trainer does not have; "
             "parallel_rl.recipes.load_recipe gives the loss and its config"
         )
-    evaluated, held_out = tree.get("evaluation") is not None, _held_out(tree)
+    before = {section: (tree.get(section) is not None, _section(tree, "data").get(name)) for section, name in _READ_BY}
     override(tree, overrides)
-    if evaluated and tree.get("evaluation") is None and held_out is not None and _held_out(tree) == held_out:
-        override(tree, ["--data.held_out=null"])
-        say(f"data.held_out = {held_out!r} of {Path(path).name} is not read: evaluation = None")
+    for section, name in _READ_BY:
+        was_there, files = before[section]
+        ended = was_there and tree.get(section) is None and not (name == "examples" and _reads_examples(tree))
+        if ended and files is not None and _section(tree, "data").get(name) == files:
+            override(tree, [f"--data.{name}=null"])
+            say(f"data.{name} = {files!r} of {Path(path).name} is not read: {section} = None")
     return configure(TrainConfig, tree)
 
 
-def _held_out(tree: Mapping[str, object]) -> object:
-    data = tree.get("data")
-    return data.get("held_out") if isinstance(data, Mapping) else None
+def _reads_examples(tree: Mapping[str, object]) -> bool:
+    """Whether the main phase reads demonstrations."""
+    distills = tree.get("distillation") is not None and _section(tree, "distillation").get("rows") != "policy"
+    return tree.get("sft") is not None or distills or bool(_section(tree, "rl").get("experts"))
+
+
+def _section(tree: Mapping[str, object], name: str) -> Mapping[str, object]:
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}
 
 
 def as_mapping(config: TrainConfig) -> Mapping[str, object]:

@@ -52,21 +52,39 @@ class Engine:
 def start_world(config: TrainConfig) -> None:
     """Joins torchrun's world, or makes a world of one.
 
+    On GPUs through NCCL, one for each rank of a machine, else through gloo. PARALLEL_RL_BACKEND=gloo lets several ranks share
+    a GPU.
+
     Raises:
-        ValueError: the world's size does not match the config; before anything communicates.
+        ValueError: the world's size does not match the config; this machine has fewer GPUs than ranks; an unknown
+            PARALLEL_RL_BACKEND. Before anything communicates.
     """
     inside = dist.is_initialized()
     data_parallel_size(config.parallel, dist.get_world_size() if inside else int(os.environ.get("WORLD_SIZE", "1")))
     if inside:
         return
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = "nccl" if on_gpu else "gloo"
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend = _backend(devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if devices:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % devices)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _backend(devices: int, ranks: int) -> str:
+    """The backend for a machine's ranks and its GPUs."""
+    asked = os.environ.get("PARALLEL_RL_BACKEND") or ("nccl" if devices else "gloo")
+    if asked not in ("gloo", "nccl"):
+        raise ValueError(f"PARALLEL_RL_BACKEND = {asked!r} is not valid; choose gloo or nccl, or leave it out")
+    if asked == "nccl" and ranks > devices:
+        raise ValueError(
+            f"this machine has {devices} GPU{'s' * (devices != 1)} for {ranks} ranks, and NCCL takes one rank a GPU; start with "
+            f"torchrun --nproc-per-node {max(devices, 1)}, or set PARALLEL_RL_BACKEND=gloo, with which ranks share a GPU, or "
+            "an empty CUDA_VISIBLE_DEVICES= for ranks on the CPU"
+        )
+    return asked
 
 
 def build_engine(config: TrainConfig, vocab_size: int, max_length: int) -> Engine:

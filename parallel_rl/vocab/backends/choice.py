@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import warnings
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -16,6 +18,10 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 # Looked up once: torch.compile takes them for constants.
 _INSTALLED = find_spec("triton") is not None
+_COMPILER = (
+    os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+)  # Triton builds the launcher of a kernel
+_NO_COMPILER = "install gcc or clang, or name one in the environment variable CC"
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -23,8 +29,8 @@ def check_backend(backend: Backend, device: torch.device) -> None:
     """Refuse a backend that does not exist or cannot run on `device`.
 
     Raises:
-        ValueError: an unknown name, Triton that is not installed, or "triton" for tensors that are not on a CUDA device
-            (Triton's interpreter, TRITON_INTERPRET=1, takes any).
+        ValueError: an unknown name, Triton that is not installed or finds no C compiler, or "triton" for tensors that are not
+            on a CUDA device (Triton's interpreter, TRITON_INTERPRET=1, takes any).
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend = {backend!r} is not valid; choose one of {', '.join(BACKENDS)}")
@@ -32,6 +38,8 @@ def check_backend(backend: Backend, device: torch.device) -> None:
         return
     if not _INSTALLED:
         raise ValueError('backend = "triton" needs Triton: pip install "parallel-rl[triton]"')
+    if not (_COMPILER or _INTERPRETED):
+        raise ValueError(f'backend = "triton" needs a C compiler: {_NO_COMPILER}; "auto" goes on without Triton')
     if device.type != "cuda" and not _INTERPRETED:
         raise ValueError(
             f'backend = "triton" needs logits on a CUDA device, got {device.type}; "auto" chooses what fits '
@@ -43,4 +51,10 @@ def runs_on_triton(z: Tensor, backend: Backend) -> bool:
     """Whether the passes over `z` are Triton kernels: where asked for, and under "auto" on CUDA; never in float64."""
     if backend in ("compiled", "eager") or z.dtype == torch.float64:
         return False
-    return backend == "triton" or (z.device.type == "cuda" and _INSTALLED)
+    if backend == "triton":
+        return True
+    if z.device.type != "cuda" or not _INSTALLED:
+        return False
+    if not _COMPILER and not torch.compiler.is_compiling():
+        warnings.warn(f"Triton needs a C compiler, so the torch backend is used: {_NO_COMPILER}", stacklevel=2)
+    return _COMPILER is not None

@@ -173,6 +173,18 @@ def test_learning_rate() -> None:
     assert rates[9] == pytest.approx(1.5) and all(a > b for a, b in pairwise(rates[4:])) and rates[13] > 1.0
 
 
+def test_demonstrations_of_the_file_are_left_out_where_an_override_ends_the_warm_up() -> None:
+    """`--warmup null` was refused for data.examples, which the file had set; a phase that reads them keeps them."""
+    path, said = str(CONFIGS / "grpo_arithmetic.yaml"), list[str]()
+    assert load_config(path, ["--warmup=null"], said.append).data.examples is None
+    [line] = said
+    assert line.startswith("data.examples = ") and line.endswith(" of grpo_arithmetic.yaml is not read: warmup = None")
+    with pytest.raises(ValueError, match=r"data.examples = 'mine.jsonl' would not be read; only a supervised phase"):
+        load_config(path, ["--warmup=null", "--data.examples=mine.jsonl"], said.append)
+    mixed = ["--warmup=null", "--rl.experts=2", "--rl.loss={name: mix}"]
+    assert load_config(path, mixed, said.append).data.examples is not None and len(said) == 1
+
+
 def test_held_out_prompts_of_the_file_are_left_out_where_an_override_ends_the_evaluation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

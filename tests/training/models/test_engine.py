@@ -1,0 +1,78 @@
+"""Where a run's ranks and their devices meet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parallel_rl.training.config.load import load_config
+from parallel_rl.training.models.engine import start_world
+from tests.training.helpers import CONFIGS
+
+pytest.importorskip("megatron.core")
+
+
+@pytest.mark.parametrize(
+    ("devices", "backend", "message"),
+    [
+        (
+            1,
+            None,
+            "this machine has 1 GPU for 4 ranks, and NCCL takes one rank a GPU; start with torchrun --nproc-per-node 1",
+        ),
+        (3, "nccl", "this machine has 3 GPUs for 4 ranks"),
+        (0, "nccl", "this machine has 0 GPUs for 4 ranks"),
+        (8, "mpi", "PARALLEL_RL_BACKEND = 'mpi' is not valid; choose gloo or nccl"),
+    ],
+)
+def test_fewer_devices_than_ranks(
+    devices: int, backend: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 of four died of an invalid device ordinal on a workstation with one GPU, and said nothing else."""
+    for name, value in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4"), ("LOCAL_RANK", "0"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PARALLEL_RL_BACKEND", backend or "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    with pytest.raises(ValueError, match=message):
+        start_world(load_config(str(CONFIGS / "grpo_arithmetic.yaml")))
+
+
+@pytest.mark.parametrize(("rank", "device"), [(0, 0), (3, 1)])
+def test_ranks_share_a_gpu_through_gloo(rank: int, device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks on two cards: a layout may be tried where NCCL, which takes one rank a card, cannot start."""
+    for name, value in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4"), ("LOCAL_RANK", str(rank)), ("RANK", str(rank))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PARALLEL_RL_BACKEND", "gloo")
+    chosen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, timeout: chosen.append(backend))
+    start_world(load_config(str(CONFIGS / "grpo_arithmetic.yaml")))
+    assert chosen == [device, "gloo"]
+
+
+@pytest.mark.parametrize(
+    ("card", "package", "dtype", "kind"),
+    [
+        (True, True, "bfloat16", "Transformer Engine"),
+        (True, True, "float32", "Megatron's local layers"),
+        (True, True, "float64", "Megatron's local layers"),
+        (True, False, "bfloat16", "Megatron's local layers"),
+        (False, True, "bfloat16", "Megatron's local layers"),
+    ],
+)
+def test_the_layers_of_a_dtype(
+    card: bool, package: bool, dtype: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's attention takes no float32 under context parallelism; and its layers are part of a checkpoint's identity."""
+    from parallel_rl.megatron import model_config
+    from parallel_rl.training.checkpointing.contents import checkpoint_metadata
+    from parallel_rl.training.progress import TrainProgress
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
+    monkeypatch.setattr(model_config.importlib.util, "find_spec", lambda name: object() if package else None)
+    config = load_config(str(CONFIGS / "grpo_arithmetic.yaml"), [f"--run.dtype={dtype}"])
+    assert checkpoint_metadata(config, TrainProgress("rl", 0), {}).model["model.kind"] == kind
+    assert model_config.has_transformer_engine(getattr(torch, dtype)) == (kind == "Transformer Engine")
