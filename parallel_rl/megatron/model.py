@@ -83,7 +83,7 @@ def destroy() -> None:
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """Return Transformer Engine's layers where `has_transformer_engine`, else Megatron's local ones with our norm and attention.
+    """Return Transformer Engine's layers where `has_transformer_engine`, else Megatron's ones with our norm and attention.
 
     >>> layer_spec(config).module.__name__
     'TransformerLayer'

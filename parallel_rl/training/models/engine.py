@@ -80,7 +80,7 @@ def _backend(devices: int, ranks: int) -> str:
         raise ValueError(f"PARALLEL_RL_BACKEND = {asked!r} is not valid; choose gloo or nccl, or leave it out")
     if asked == "nccl" and ranks > devices:
         raise ValueError(
-            f"this machine has {devices} GPU{'s' * (devices != 1)} for {ranks} ranks, and NCCL takes one rank a GPU; start with "
+            f"this machine has {devices} GPU{'s' * (devices != 1)} for {ranks} ranks, and NCCL takes one a GPU; start with "
             f"torchrun --nproc-per-node {max(devices, 1)}, or set PARALLEL_RL_BACKEND=gloo, with which ranks share a GPU, or "
             "an empty CUDA_VISIBLE_DEVICES= for ranks on the CPU"
         )

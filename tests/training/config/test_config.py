@@ -181,7 +181,7 @@ def test_demonstrations_of_the_file_are_left_out_where_an_override_ends_the_warm
     assert line.startswith("data.examples = ") and line.endswith(" of grpo_arithmetic.yaml is not read: warmup = None")
     with pytest.raises(ValueError, match=r"data.examples = 'mine.jsonl' would not be read; only a supervised phase"):
         load_config(path, ["--warmup=null", "--data.examples=mine.jsonl"], said.append)
-    mixed = ["--warmup=null", "--rl.experts=2", "--rl.loss={name: mix}"]
+    mixed = ["--warmup=null", "--rl.experts=4", "--rl.loss={name: mix}"]
     assert load_config(path, mixed, said.append).data.examples is not None and len(said) == 1
 
 

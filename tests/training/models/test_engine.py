@@ -18,7 +18,7 @@ pytest.importorskip("megatron.core")
         (
             1,
             None,
-            "this machine has 1 GPU for 4 ranks, and NCCL takes one rank a GPU; start with torchrun --nproc-per-node 1",
+            "this machine has 1 GPU for 4 ranks, and NCCL takes one a GPU; start with torchrun --nproc-per-node 1",
         ),
         (3, "nccl", "this machine has 3 GPUs for 4 ranks"),
         (0, "nccl", "this machine has 0 GPUs for 4 ranks"),
