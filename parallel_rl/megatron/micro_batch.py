@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,20 +31,24 @@ class MicroBatch:
         packed: the bounds of packed sequences; None for padded rows.
         carries: [B, S/cp], packed [1, T/cp], bool, on the host: this rank's positions that carry loss. None where only a
             device knows them.
+        heads: fields for the loss in the order of the logits that are hidden states and a head: a teacher's.
     """
 
     input: ModelInput
     data: Mapping[str, Tensor]
     packed: PackedSequences | None = None
     carries: Tensor | None = None
+    heads: Mapping[str, LMHeadInput] = field(default_factory=dict)
 
     def width(self, cp_size: int) -> int:
         """S of padded rows, T of a packed one: positions over all context ranks."""
         return self.input.tokens.shape[1] * cp_size
 
-    def with_data(self, **fields: Tensor) -> Self:
-        """Add fields for the loss, such as old log-probs."""
-        return replace(self, data={**self.data, **fields})
+    def with_data(self, **fields: Tensor | LMHeadInput) -> Self:
+        """Add fields for the loss, such as old log-probs, or `loss_input` of a teacher's output as `teacher_logits`."""
+        heads = {name: value for name, value in fields.items() if isinstance(value, LMHeadInput)}
+        tensors = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+        return replace(self, data={**self.data, **tensors}, heads={**self.heads, **heads})
 
     def loss_input(self, output: Tensor, head: FusedHead | None) -> Tensor | LMHeadInput:
         """The model's output as a loss takes it: through `head`, which projects only the rows that carry loss."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
@@ -230,10 +230,11 @@ def _call(
     groups: ParallelGroups,
     statistics: Statistics | None = None,
 ) -> LossCall:
-    return LossCall(
-        batch.loss_input(output, head), batch.data, counts.seqs, counts.toks,
-        groups.tp_rank, groups.tensor, groups.context, statistics, batch.packed,
+    call = LossCall.of(
+        batch.loss_input(output, head), {**batch.data, **batch.heads}, (counts.seqs, counts.toks),
+        groups.tp_rank, (groups.tensor, groups.context), statistics,
     )  # fmt: skip
+    return replace(call, packed_sequences=batch.packed)
 
 
 def _reduced(reports: Sequence[LossReport], groups: ParallelGroups) -> dict[str, Tensor]:

@@ -162,7 +162,7 @@ class TrainConfig:
             )
         if self.model.fused_head:
             section = getattr(self, self.objective)
-            if section.loss.requirements.reads != "log-probs":
+            if section.loss.requirements.reads not in ("log-probs", "rows"):
                 raise ValueError(
                     f"model.fused_head = True is incompatible with {self.objective}.loss.name = {section.loss.name!r}, which "
                     "reads the model's output itself"

@@ -12,6 +12,7 @@ from parallel_rl.megatron import broadcast_from_last_stage
 from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.models.forward import forward_batches, fused_head
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.logprobs import token_logprobs
 from parallel_rl.vocab.stats import IGNORE_INDEX
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
@@ -60,8 +61,16 @@ def values(critic: Engine, batches: Sequence[MicroBatch]) -> list[Tensor]:
 
 
 def with_teacher_logits(engine: Engine, teacher: torch.nn.Module, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The micro-batches with the teacher's logits of this rank's tokens and columns; as they are on the other stages."""
-    outputs = forward_batches(engine, teacher, batches, lambda logits, index: logits.to(engine.float_dtype))
+    """The micro-batches with the teacher's logits of this rank's tokens and columns, or with a fused head its hidden states.
+
+    They are as they were on all stages but the last.
+    """
+    with fused_head(engine, teacher) as head:
+
+        def collect(output: Tensor, index: int) -> Tensor | LMHeadInput:
+            return output.to(engine.float_dtype) if head is None else batches[index].loss_input(output, head)
+
+        outputs = forward_batches(engine, teacher, batches, collect)
     if outputs is None:
         return list(batches)
     return [batch.with_data(teacher_logits=logits) for batch, logits in zip(batches, outputs, strict=True)]

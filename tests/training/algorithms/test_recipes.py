@@ -230,6 +230,21 @@ def test_two_steps_with_a_teacher(name: str, tmp_path: Path) -> None:
     check(rows, name)
 
 
+@pytest.mark.parametrize(
+    "layout", ["TP 2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("TP 2 × CP 2 × SP packed", "PP 2"))]
+)
+def test_distillation_from_hidden_states_of_both(layout: str, tmp_path: Path) -> None:
+    """With a fused head neither model makes logits, and the numbers stay those of whole logits in one process."""
+    run_world(1, train_rows, tiny("sft", tmp_path / "teacher"))
+    teacher = {"distillation.teacher": tmp_path / "teacher" / "checkpoints" / "step_000002"}
+    [expected] = run_world(1, train_rows, tiny("gkd", tmp_path / "one", **teacher))
+    world, parallel, packing = LAYOUTS[layout]
+    more = {**teacher, "parallel": parallel, "batch.packing": packing, "model.fused_head": True}
+    for rows in run_world(world, train_rows, tiny("gkd", tmp_path / "many", **more)):
+        for row, other in zip(rows, expected, strict=True):
+            assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
