@@ -26,13 +26,14 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
         L = AGG(ω·x) + β·AGG(kl) + μ·NLL(reward > 0),    x = max(−A·ρ, −A·clip(ρ, 1 − ε_min, 1 + ε_max))
 
     ρ = π/π_prev per token or its geometric mean over the sequence, ω = π_prev/π_generation (constant), AGG the mean
-    over all valid tokens or over sequences. `data` holds, beside the common fields, advantages, generation_logprobs,
-    prev_logprobs (unless force_on_policy_ratio) and, where the KL is on, reference_policy_logprobs, all [B, S] float,
-    token-aligned; `rewards` [B] where positive_example_nll_weight > 0.
+    over all valid tokens or over sequences. `data` holds, beside the common fields, advantages, prev_logprobs (unless
+    force_on_policy_ratio), generation_logprobs (where ω is on or the KL's gradient reads it; else for metrics, if it is
+    there) and, where the KL is on, reference_policy_logprobs, all [B, S] float, token-aligned;
+    `rewards` [B] where positive_example_nll_weight > 0.
 
     Metrics: loss, kl_penalty (without β), probs_ratio and probs_ratio_clamped (means, _min, _max), clip_fraction_low
-    and _high, token_mult_prob_error, gen_kl_error, policy_kl_error, js_divergence_error, sampling_importance_ratio,
-    is_oob_ratio (with a truncation), approx_entropy, entropy, num_valid_samples, positive_nll_loss.
+    and _high, entropy, num_valid_samples, positive_nll_loss, is_oob_ratio (with a truncation); with generation_logprobs
+    token_mult_prob_error, gen_kl_error, policy_kl_error, js_divergence_error, sampling_importance_ratio, approx_entropy.
 
     Raises:
         ValueError: see `LossFn`; a config whose keys contradict each other or have no effect.
@@ -43,7 +44,7 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
     >>> import torch
     >>> from parallel_rl import ClippedPGLossFn, count_valid
     >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
-    >>> names = ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+    >>> names = ("prev_logprobs", "reference_policy_logprobs")
     >>> data |= {"advantages": torch.ones(1, 3)} | {name: torch.full((1, 3), -1.5) for name in names}
     >>> loss_fn = ClippedPGLossFn({"ratio_clip_max": 0.28})
     >>> loss, _ = loss_fn(torch.zeros(1, 3, 4), data, *count_valid(data))
@@ -62,9 +63,12 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
         return self.config.use_kl_in_reward
 
     def _token_fields(self) -> dict[str, bool]:
-        """The metrics compare with the sampler and the step's first policy, whatever the loss reads."""
-        prev = not self.config.force_on_policy_ratio
-        return {**super()._token_fields(), "prev_logprobs": prev, "generation_logprobs": True}
+        """The metrics compare with the step's first policy, whatever the loss reads."""
+        return {**super()._token_fields(), "prev_logprobs": not self.config.force_on_policy_ratio}
+
+    @property
+    def _measured_fields(self) -> tuple[str, ...]:
+        return ("generation_logprobs",)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         shares = self.shares(batch)
@@ -75,8 +79,7 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
 
     @torch.no_grad()
     def _diagnostics(self, batch: TokenBatch, terms: PolicyTerms) -> dict[str, Metric]:
-        cfg, generation, logprobs = self.config, batch["generation_logprobs"], batch.logprobs
-        kind = cfg.reference_policy_kl_type
+        cfg, logprobs = self.config, batch.logprobs
         prev = logprobs if cfg.force_on_policy_ratio else batch["prev_logprobs"]
         ratio = logprobs if cfg.disable_ppo_ratio else terms.ratio
         unclipped = cfg.disable_ppo_ratio or cfg.force_on_policy_ratio
@@ -86,16 +89,24 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
             "probs_ratio_clamped": clipped,
             "clip_fraction_low": ratio < clipped,
             "clip_fraction_high": ratio > clipped,
+            "entropy": batch.entropy,
+        }
+        sampled = batch.has("generation_logprobs")
+        if sampled:
+            per_token |= self._against_sampler(prev, batch["generation_logprobs"], logprobs)
+        metrics = token_means(batch, per_token)
+        metrics |= token_ranges(batch, {"probs_ratio": ratio, "probs_ratio_clamped": clipped})
+        if sampled and self.policy.importance is None:  # reported, though it is not applied
+            plain = ImportanceConfig("sequence-sum" if cfg.sequence_level_importance_ratios else "token")
+            metrics |= importance_weight(batch, prev, plain)[1]
+        return metrics | {"num_valid_samples": count_true(batch, batch.sequence_mask)}
+
+    def _against_sampler(self, prev: Tensor, generation: Tensor, logprobs: Tensor) -> dict[str, Tensor]:
+        kind = self.config.reference_policy_kl_type
+        return {
             "token_mult_prob_error": (generation - prev).abs().exp(),
             "gen_kl_error": kl_estimate(generation, prev, kind),
             "policy_kl_error": kl_estimate(prev, generation, kind),
             "js_divergence_error": jensen_shannon_estimate(prev, generation),
             "approx_entropy": -safe_exp(logprobs - generation) * logprobs,
-            "entropy": batch.entropy,
         }
-        metrics = token_means(batch, per_token)
-        metrics |= token_ranges(batch, {"probs_ratio": ratio, "probs_ratio_clamped": clipped})
-        if self.policy.importance is None:  # reported, though it is not applied
-            plain = ImportanceConfig("sequence-sum" if cfg.sequence_level_importance_ratios else "token")
-            metrics |= importance_weight(batch, prev, plain)[1]
-        return metrics | {"num_valid_samples": count_true(batch, batch.sequence_mask)}

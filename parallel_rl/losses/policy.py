@@ -67,6 +67,7 @@ class PolicyLoss(LossFn[ConfigT]):
             others.append(Field("segment_ids", dtype="integer"))
         return Requirements(
             (*(Field(name) for name, read in self._token_fields().items() if read), *others),
+            optional=tuple(Field(name) for name in self._measured_fields if not self._token_fields()[name]),
             counted=cfg.positive_nll_weight > 0 or (cfg.counts_survivors and self._recorded),
             collected=cfg.collects or (cfg.counts_survivors and not self._recorded),
             entropy=True,
@@ -100,6 +101,11 @@ class PolicyLoss(LossFn[ConfigT]):
             "generation_logprobs": cfg.reads_generation,
             "reference_policy_logprobs": cfg.reads_reference,
         }
+
+    @property
+    def _measured_fields(self) -> tuple[str, ...]:
+        """Names of the fields [B, S] that metrics read where they are there."""
+        return ()
 
     @property
     def _recorded(self) -> bool:

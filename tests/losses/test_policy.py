@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import PolicyLossFn, Statistics, count_valid, register_objective
+from parallel_rl import PolicyLossFn, Statistics, count_valid, get_loss, reduce_metrics, register_objective
 from parallel_rl.losses import ImportanceConfig, PolicyLossConfig
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.testing.batches import make_batch
 from parallel_rl.testing.cases import step_statistics
 from tests.losses import test_user_objectives as twin
 from tests.losses.test_golden import coefficients, make
@@ -432,3 +433,27 @@ def test_statistics_of_another_loss_are_refused() -> None:
 def test_a_config_instance_takes_mappings_inside() -> None:
     loss_fn = PolicyLossFn(PolicyLossConfig(importance={"mode": "tis", "high": 2.0}))  # type: ignore[arg-type]
     assert loss_fn.config.importance == ImportanceConfig(mode="tis", high=2.0)
+
+
+def test_log_probs_of_the_sampler_are_asked_for_where_the_loss_reads_them() -> None:
+    """They were demanded of everyone, for metrics alone; without them the loss is the same, and those metrics are not there."""
+    batch = make_batch(2, False, "clipped_pg", torch.float64)
+    data = {name: field for name, field in batch.data.items() if name != "generation_logprobs"}
+    loss_fn, counts, found = get_loss("clipped_pg")({}), count_valid(data), []
+    for given in (batch.data, data):
+        logits = batch.logits.detach().clone().requires_grad_()
+        loss, metrics = loss_fn(logits, given, *counts)
+        loss.backward()
+        found.append((loss.detach(), logits.grad, reduce_metrics([metrics])))
+    (loss, gradient, metrics), (same_loss, same_gradient, fewer) = found
+    assert torch.equal(loss, same_loss) and torch.equal(gradient, same_gradient)
+    assert sorted(set(metrics) - set(fewer)) == [
+        "approx_entropy", "gen_kl_error", "js_divergence_error", "policy_kl_error", "sampling_importance_ratio",
+        "token_mult_prob_error",
+    ]  # fmt: skip
+    assert all(torch.equal(value, metrics[name]) for name, value in fewer.items())
+    with pytest.raises(ValueError, match=r"generation_logprobs has shape \[12\]"):  # given, it is checked
+        loss_fn(batch.logits, {**data, "generation_logprobs": torch.zeros(12)}, *counts)
+    assert (
+        "reference_policy_logprobs" not in get_loss("clipped_pg")({"reference_policy_kl_penalty": 0}).requirements.names
+    )

@@ -192,7 +192,7 @@ class LossFn(LossFunction, Generic[ConfigT]):
 
     def _read(self, call: LossCall) -> tuple[TokenBatch, Tensor | None]:
         """Check the call and read the model's output; an exact 0 carries a gradient that was computed on the way."""
-        needs, group = self.requirements, call.tensor_group
+        needs, group = self.requirements.given(call.data), call.tensor_group
         if self.options.truncation.kept_sets:
             needs = needs.with_kept_ids()
         head, logits = split_output(call.output, group)

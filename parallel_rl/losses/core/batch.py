@@ -119,6 +119,10 @@ class TokenBatch:
         """[T_local] a [B, S] field ([B, S, K]: [T_local, K]), 0 at masked places."""
         return self.local.field(name, self.output.dtype)
 
+    def has(self, name: str) -> bool:
+        """Whether a field is there: one that the loss requires, or an optional one that was given."""
+        return name in self.local.requirements.names
+
     def per_sequence(self, name: str) -> Tensor:
         """[B] a field of the data with one value a sequence, 0 where the sequence is masked."""
         return torch.where(self.sequence_mask, in_dtype(self.local.data[name], self.output.dtype), 0)

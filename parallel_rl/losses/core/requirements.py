@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from parallel_rl.vocab.truncation import Truncation
 
 Alignment = Literal["token", "predictor"]
@@ -44,6 +46,7 @@ class Requirements:
 
     Attributes:
         fields: of the data, beside input_ids, token_mask and sample_mask.
+        optional: further fields, which metrics alone read: checked where they are given, and the metrics left out where not.
         reads: "log-probs" (and entropy) or "rows" of logits, each by itself, for which an `LMHeadInput` makes no whole logits;
             "logits"; or "scalar", one output a position or a row in place of logits.
         paired: rows come as (even, odd) pairs.
@@ -60,6 +63,7 @@ class Requirements:
     """
 
     fields: tuple[Field, ...] = ()
+    optional: tuple[Field, ...] = ()
     reads: Reads = "log-probs"
     paired: bool = False
     counted: bool = False
@@ -92,6 +96,11 @@ class Requirements:
     def plain_names(self) -> tuple[str, ...]:
         """Names of the token-aligned float fields [B, S], which one look-up takes together."""
         return tuple(field.name for field in self.fields if field == Field(field.name))
+
+    def given(self, data: Mapping[str, object]) -> Requirements:
+        """Require the optional fields that `data` has, and no others."""
+        there = tuple(field for field in self.optional if field.name in data)
+        return replace(self, fields=(*self.fields, *there), optional=())
 
     def with_kept_ids(self) -> Requirements:
         """Require `kept_ids` [B, S, K] too, the sampler's kept token ids."""
