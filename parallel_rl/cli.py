@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 from parallel_rl import __version__
 from parallel_rl.cluster import preemption
+from parallel_rl.plan import command as plan_command
 
 if TYPE_CHECKING:
+    from parallel_rl.plan.models import ModelShape
     from parallel_rl.training.config.sections import ParallelConfig
 
 # what `submit` hands on by the same name
@@ -71,8 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     data.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
     data.add_argument("--steps", metavar="N", type=int, help="steps of each phase, in place of the config's")
+    plan_command.add_parser(commands)
     commands.add_parser("recipes", help="list the recipes")
     known, rest = parser.parse_known_args(arguments)
+    if known.command == "plan":
+        return _plan(known, rest)
     if known.command != "recipes" and not _has_megatron():
         return _refuse(
             ValueError(f"`parallel-rl {known.command}` needs megatron-core: pip install 'parallel-rl[megatron]'")
@@ -166,6 +171,27 @@ def _check_options(rest: Sequence[str]) -> None:
             raise ValueError(
                 f"{word.partition('=')[0]} is not an option of `parallel-rl submit`; {nearest(f'--{name}', ours)}"
             )
+
+
+def _plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    try:
+        if rest:
+            raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl plan`")
+        return plan_command.run(known, _read_model)
+    except (ValueError, OSError) as error:
+        return _refuse(error)
+
+
+def _read_model(path: str) -> ModelShape:
+    from parallel_rl.config.yaml_files import read_tree
+    from parallel_rl.plan.models import read_model
+
+    if not path.endswith((".yaml", ".yml")) or "model" not in read_tree(Path(path)):
+        return read_model(path)
+    from parallel_rl.training.config.load import load_config
+    from parallel_rl.training.preflight.model_shape import model_shape
+
+    return model_shape(load_config(path))
 
 
 def _recipes() -> int:

@@ -17,7 +17,7 @@ FLOORS = (
     ("agreement", "functional", "layout", "schema"),
     ("counts", "metrics", "statistics", "vocab"),
     ("advantages", "losses"),
-    ("experience", "packing", "recipes"),
+    ("experience", "packing", "plan", "recipes"),
     ("compat", "megatron", "testing"),
     ("training",),
     ("cli",),

@@ -298,7 +298,7 @@ def _kept_logits(params: LinearParams, kept: KeptLogits | None, _: slice) -> tup
     assert kept is not None
     if kept.top is None or params.grad_in_operand_dtype:
         return kept.values, kept.top
-    return torch.add(kept.values, kept.top), None
+    return kept.values.to(kept.top.dtype).add_(kept.top), None
 
 
 def _logits_again(

@@ -116,7 +116,7 @@ class LMHeadInput:
                 "without it; use 'resident' or 'recompute'"
             )
         width = columns_of_rank(weight.shape[0], vocab_size, group)
-        make_plan(hidden.flatten(0, -2), width, group, self.parts(group), self.mode, self.budget)
+        make_plan(hidden.flatten(0, -2), width, group_size(group) > 1, self.parts(group), self.mode, self.budget)
 
     def check_rows(self, keep: Tensor, group: ProcessGroup | None) -> None:
         """Check, where values are checked, that at most `rows` rows carry loss; keep is [N], in the order of logits.

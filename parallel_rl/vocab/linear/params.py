@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.groups import Pending, all_gather_start
+from parallel_rl.groups import Pending, all_gather_start, group_size
 from parallel_rl.vocab.backends.choice import runs_on_triton
 from parallel_rl.vocab.backends.passes import RowSpec
 from parallel_rl.vocab.backends.torch_backend import math_dtype
@@ -67,7 +67,7 @@ class LinearParams:
         # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
         low = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, shard.backend)
         in_place, whole_rows = low or hidden.dtype == dtype, bool(shard.truncation)
-        plan = make_plan(hidden, width, shard.group, parts, mode, head.budget, in_place, whole_rows)
+        plan = make_plan(hidden, width, group_size(shard.group) > 1, parts, mode, head.budget, in_place, whole_rows)
         if not keeps:
             plan = replace(plan, resident=False)
         rows = LossRows.of(keep, parts, head.rows, shard.group)

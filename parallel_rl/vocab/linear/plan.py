@@ -77,7 +77,7 @@ def rows_at_once(total: int, cost: int, room: int) -> int:
 def make_plan(
     hidden: Tensor,
     width: int,
-    group: ProcessGroup | None,
+    shared: bool,
     parts: int,
     mode: LinearMode,
     budget: int | None,
@@ -87,6 +87,7 @@ def make_plan(
     """Make the plan for [R, D] hidden rows a part and `width` columns a rank, alike on all ranks that share a batch.
 
     Args:
+        shared: other ranks work on the same rows.
         in_place: the gradient of kept logits is written over them, see `LinearParams.grad_in_operand_dtype`.
         whole_rows: logits that are projected again must have the bits that they had in forward.
 
@@ -94,7 +95,7 @@ def make_plan(
         ValueError: a budget that is too small for one row of each part.
     """
     total = hidden.shape[0]
-    cost = _Cost.of(hidden, width, group, parts)
+    cost = _Cost.of(hidden, width, shared, parts)
     kept = parts * width * kept_dtype(hidden.dtype).itemsize
     room = budget_bytes(budget, hidden.device)
     if room < cost.whole:
@@ -122,13 +123,13 @@ class _Cost(NamedTuple):
     shared: bool  # other ranks work on the same rows
 
     @classmethod
-    def of(cls, hidden: Tensor, width: int, group: ProcessGroup | None, parts: int) -> _Cost:
+    def of(cls, hidden: Tensor, width: int, shared: bool, parts: int) -> _Cost:
         dtype = math_dtype(hidden.dtype)
         low = hidden.dtype.itemsize if hidden.device.type != "cpu" and dtype != hidden.dtype else 0  # for the products
-        buffers = 2 if group_size(group) > 1 else 1  # the next rows are projected while these ones' statistics travel
+        buffers = 2 if shared else 1  # the next rows are projected while these ones' statistics travel
         ends = parts * buffers * 2 * hidden.shape[1] * dtype.itemsize
         return cls(
-            ends + parts * width * buffers * (dtype.itemsize + low), ends, parts * (dtype.itemsize + low), buffers > 1
+            ends + parts * width * buffers * (dtype.itemsize + low), ends, parts * (dtype.itemsize + low), shared
         )
 
 

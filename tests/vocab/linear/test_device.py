@@ -93,11 +93,11 @@ def test_a_float32_gradient_of_the_weight_is_made_only_where_it_is_a_sum(mode: L
 def test_a_plan_keeps_to_its_budget(parts: int, width: int) -> None:
     hidden = torch.empty(8192 // parts, 4096, dtype=torch.bfloat16, device="meta")
     for budget in (1 << 26, 1 << 28, 448 << 20):
-        plan = make_plan(hidden, width, None, parts, "recompute", budget, True)
+        plan = make_plan(hidden, width, False, parts, "recompute", budget, True)
         rows, columns = parts * plan.tile[0], plan.tile[1]
         assert parts * plan.size * width * 4 <= budget
         assert rows * (columns * (4 + 2) + 4096 * (2 + 4)) <= budget
         if parts == 1:
             assert plan.kept_together * 4096 * (2 + 4) <= budget
     assert rows == 8192, "the default writes the gradient of the weight once"
-    assert make_plan(hidden, width, None, parts, "auto", 448 << 20).resident == (width < 20000)
+    assert make_plan(hidden, width, False, parts, "auto", 448 << 20).resident == (width < 20000)

@@ -1,0 +1,117 @@
+"""Lower bounds of a step's time: products at the card's peak, bytes at its bandwidth, collectives at the links' speed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from parallel_rl.plan.memory import Layout
+    from parallel_rl.plan.models import ModelShape
+
+NODE = 8  # cards that are joined by the fast links
+MOST_RANKS = 10_000
+#: products of forward and backward per weight and token, in flops; and bytes of logits that are read or written
+HEAD_FLOPS = {"in_forward": 6, "resident": 6, "recompute": 8, "whole logits, consumed": 6}
+
+
+class Card(NamedTuple):
+    """A card by its data sheet: bytes of memory, bytes a second from it, dense bfloat16 flops a second, bytes a second and
+    direction over NVLink and over the network."""
+
+    memory: float
+    bandwidth: float
+    flops: float
+    link: float
+    network: float
+
+
+CARDS = {
+    "A100": Card(80e9, 2.039e12, 312e12, 300e9, 25e9),
+    "H100": Card(80e9, 3.35e12, 989.4e12, 450e9, 50e9),
+    "H200": Card(141e9, 4.8e12, 989.4e12, 450e9, 50e9),
+    "B200": Card(180e9, 8e12, 2250e12, 900e9, 50e9),
+}
+
+
+class Bound(NamedTuple):
+    """Seconds below which no step can be, by what it waits for; things that can overlap do, so that `step` is the largest."""
+
+    ranks: int
+    data: int
+    tokens: int
+    compute: float
+    loss_stage: float
+    tensor_collectives: float
+    gradient_collective: float
+
+    @property
+    def step(self) -> float:
+        """The largest of them."""
+        return max(self.compute, self.loss_stage, self.tensor_collectives, self.gradient_collective)
+
+
+def loss_stage_seconds(hidden: int, vocab: int, layout: Layout, card: Card, mode: str = "in_forward") -> float:
+    """Bound the loss stage of one micro-batch on one rank, forward and backward.
+
+        max(k·T·V/tp·D / flops,  6·T·V/tp / bandwidth)     k = 6, or 8 where logits are projected again
+
+    >>> from parallel_rl.plan.memory import Layout
+    >>> milliseconds = 1e3 * loss_stage_seconds(4096, 131072, Layout(8192), CARDS["H200"])
+    >>> round(milliseconds, 1)
+    26.7
+
+    Raises:
+        ValueError: an unknown mode.
+    """
+    if mode not in HEAD_FLOPS:
+        raise ValueError(f"mode = {mode!r} is not valid; choose one of {', '.join(HEAD_FLOPS)}")
+    logits = layout.rows * vocab / layout.tensor
+    return max(HEAD_FLOPS[mode] * logits * hidden / card.flops, 6 * logits / card.bandwidth)
+
+
+def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1) -> Iterator[Bound]:
+    """Bound an optimizer step from the smallest job of this layout to 10,000 ranks, each data rank with as many tokens.
+
+    Compute is 6 flops a weight and token without attention's own products; gradients travel once a step in float32 (with the
+    distributed optimizer reduced to their owners, and the weights gathered).
+
+    >>> from parallel_rl.plan.memory import Layout
+    >>> from parallel_rl.plan.models import ModelShape
+    >>> model = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
+    >>> [bound.ranks for bound in bounds(model, Layout(8192, tensor=8), CARDS["H100"])][:3]
+    [8, 16, 32]
+    """
+    from parallel_rl.plan.memory import rank_parameters
+
+    least = replace(layout, data=1).world
+    data = 1
+    while least * data <= MOST_RANKS:
+        at = replace(layout, data=data)
+        shared, gradients = data * at.context, _gradient_bytes(rank_parameters(model, at), at)
+        tokens = at.tokens * micro_batches
+        flops = 6 * model.active_parameters * tokens / (at.tensor * at.context * at.pipeline)
+        yield Bound(
+            at.world,
+            data,
+            tokens * data,
+            flops / card.flops,
+            loss_stage_seconds(model.hidden, model.vocab, at, card) * micro_batches,
+            _tensor_bytes(model.hidden, at) * micro_batches / (card.link if at.tensor <= NODE else card.network),
+            gradients * (shared - 1) / shared / (card.link if at.world <= NODE else card.network),
+        )
+        data *= 2
+
+
+def _tensor_bytes(hidden: int, layout: Layout) -> float:
+    """Bytes that a rank receives over tensor ranks in the loss stage: statistics, hidden states and their gradient."""
+    tp = layout.tensor
+    rows = layout.rows * hidden * layout.dtype.itemsize * 2 * (tp - 1) / tp  # both ways, whichever collective
+    return layout.rows * 16 * (tp - 1) + rows
+
+
+def _gradient_bytes(weights: int, layout: Layout) -> float:
+    """Bytes that a rank receives in the data ranks' reduction of the gradients, times ranks / (ranks − 1)."""
+    return weights * (4 + layout.dtype.itemsize) if layout.distributed_optimizer else weights * 8

@@ -1,0 +1,213 @@
+"""The sizes of a decoder, from a Hugging Face config.json or from Megatron's arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel_rl.config.strict import nearest
+from parallel_rl.config.yaml_files import read_tree
+
+#: families whose weights are counted to the last one
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+_MEGATRON = ("num_layers", "hidden_size", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder, whole.
+
+    >>> ModelShape(2, 64, 4, 4, 16, 176, 128, gated=True).parameters
+    117056
+
+    Attributes:
+        layers, hidden, heads, groups, head_dim, ffn, vocab: L, D, attention heads, key-value heads, their width, the MLP's
+            width, and V, padding included.
+        gated: SwiGLU. tied: the LM head is the embedding.
+        qkv_bias: biases of queries, keys and values. qk_norm: norms of queries and keys.
+        biases: in every linear layer. layer_norm: norms with a bias. positions: rows of a learned table, or 0.
+        experts, expert_ffn, experts_per_token: of each layer, in place of the MLP; 0 is a dense model.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    gated: bool = True
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    biases: bool = False
+    layer_norm: bool = False
+    positions: int = 0
+    experts: int = 0
+    expert_ffn: int = 0
+    experts_per_token: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "groups", "head_dim", "vocab"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        if self.heads % self.groups:
+            raise ValueError(f"heads = {self.heads} is not divisible by key-value heads = {self.groups}")
+
+    @property
+    def embedding(self) -> int:
+        """Weights of the embedding, or of an LM head of its own."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the whole model."""
+        ends = self.embedding * (1 if self.tied else 2) + self.positions * self.hidden + self._norm
+        return ends + self.layers * (self.attention + self.mlp + self.replicated)
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that one token is multiplied with, the embedding's look-up left out."""
+        experts = self.experts_per_token * self._mlp(self.expert_ffn) if self.experts else self.mlp
+        return self.layers * (self.attention + experts) + self.embedding
+
+    @property
+    def attention(self) -> int:
+        """Weights of a layer's attention that tensor ranks split."""
+        queries, keys = self.heads * self.head_dim, 2 * self.groups * self.head_dim
+        return self.hidden * (2 * queries + keys) + (queries + keys if self.qkv_bias or self.biases else 0)
+
+    @property
+    def mlp(self) -> int:
+        """Weights of a layer's MLP or experts that tensor (or expert) ranks split."""
+        return self.experts * self._mlp(self.expert_ffn) if self.experts else self._mlp(self.ffn)
+
+    @property
+    def replicated(self) -> int:
+        """Weights of a layer that every tensor rank holds: norms, router, biases of what tensor ranks add up."""
+        return (
+            2 * self._norm
+            + (2 * self.head_dim if self.qk_norm else 0)
+            + self.experts * self.hidden
+            + (2 * self.hidden if self.biases else 0)
+        )
+
+    @property
+    def _norm(self) -> int:
+        return self.hidden * (2 if self.layer_norm else 1)
+
+    def _mlp(self, ffn: int) -> int:
+        parts = 2 if self.gated else 1
+        return (parts + 1) * self.hidden * ffn + (parts * ffn if self.biases else 0)
+
+
+def read_model(path: str | Path) -> ModelShape:
+    """Read a model's sizes from config.json (or its folder), or from Megatron's arguments in YAML or JSON.
+
+    Raises:
+        ValueError: no such file, a family that is not known, a key that is missing or not a number.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; a config.json or Megatron's arguments are needed")
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else read_tree(path)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"{path} holds {type(tree).__name__}, not a mapping of sizes")
+    return model_of(tree, str(path))
+
+
+def model_of(tree: Mapping[str, object], where: str = "the model") -> ModelShape:
+    """Make a model's sizes from a mapping of one of either kind, see `read_model`.
+
+    >>> model_of({"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "padded_vocab_size": 128, "swiglu": True}).ffn
+    128
+    """
+    if "num_hidden_layers" in tree or "model_type" in tree:
+        return _hugging_face(_Keys(tree, where))
+    if all(key in tree for key in _MEGATRON):
+        return _megatron(_Keys(tree, where))
+    raise ValueError(f"{where} has neither num_hidden_layers (Hugging Face) nor {', '.join(_MEGATRON)} (Megatron)")
+
+
+class _Keys:
+    """Typed look-ups that say which file lacks a key, or holds what in it."""
+
+    def __init__(self, tree: Mapping[str, object], where: str) -> None:
+        self.tree, self.where = tree, where
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self.tree.get(name)
+            if value is not None:
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise ValueError(f"{self.where}: {name} = {value!r} must be an integer")
+                return value
+        if default is None:
+            raise ValueError(f"{self.where} lacks {names[0]}")
+        return default
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.tree.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise ValueError(f"{self.where}: {name} = {value!r} must be true or false")
+        return value
+
+
+def _hugging_face(keys: _Keys) -> ModelShape:
+    family = str(keys.tree.get("model_type"))
+    if family not in FAMILIES:
+        raise ValueError(f"{keys.where}: model_type = {family!r} is not known; {nearest(family, FAMILIES)}")
+    hidden, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
+    moe = family == "qwen3_moe"
+    return ModelShape(
+        layers=keys.number("num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        groups=keys.number("num_key_value_heads", default=heads),
+        head_dim=keys.number("head_dim", default=hidden // max(heads, 1)),
+        ffn=keys.number("intermediate_size"),
+        vocab=keys.number("vocab_size"),
+        tied=keys.flag("tie_word_embeddings"),
+        qkv_bias=family == "qwen2" or keys.flag("attention_bias"),
+        qk_norm=family.startswith("qwen3"),
+        experts=keys.number("num_experts") if moe else 0,
+        expert_ffn=keys.number("moe_intermediate_size") if moe else 0,
+        experts_per_token=keys.number("num_experts_per_tok") if moe else 0,
+    )
+
+
+def _megatron(keys: _Keys) -> ModelShape:
+    hidden, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
+    gated = keys.flag("swiglu") or keys.flag("gated_linear_unit")
+    experts = keys.number("num_experts", "num_moe_experts", default=0)
+    return ModelShape(
+        layers=keys.number("num_layers"),
+        hidden=hidden,
+        heads=heads,
+        groups=keys.number("num_query_groups", default=heads),
+        head_dim=keys.number("kv_channels", default=hidden // max(heads, 1)),
+        ffn=keys.number("ffn_hidden_size", default=_ffn(hidden, gated)),
+        vocab=keys.number("padded_vocab_size", "vocab_size"),
+        gated=gated,
+        tied=not keys.flag("untie_embeddings_and_output_weights"),
+        qkv_bias=keys.flag("add_qkv_bias"),
+        qk_norm=keys.flag("qk_layernorm"),
+        biases=keys.flag("add_bias_linear", not keys.flag("disable_bias_linear", True)),
+        layer_norm=keys.tree.get("normalization", "RMSNorm") == "LayerNorm",
+        experts=experts,
+        expert_ffn=keys.number("moe_ffn_hidden_size", default=_ffn(hidden, gated)) if experts else 0,
+        experts_per_token=keys.number("moe_router_topk", default=2) if experts else 0,
+    )
+
+
+def _ffn(hidden: int, gated: bool) -> int:
+    """The width of the MLP that Megatron's arguments mean where they name none."""
+    return 8 * hidden // 3 // 64 * 64 if gated else 4 * hidden

@@ -1,0 +1,147 @@
+"""The plan of a run as a table, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallel_rl.plan.bounds import CARDS, Bound, bounds
+from parallel_rl.plan.memory import Stage, loss_stages, states
+
+if TYPE_CHECKING:
+    from parallel_rl.plan.memory import Layout
+    from parallel_rl.plan.models import ModelShape
+
+_OURS = ("in_forward", "resident", "recompute", "whole logits, consumed")
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Bytes and bounds of one layout on one kind of card.
+
+    Attributes:
+        memory: bytes of the card. states: see `states`. stages: see `loss_stages`. bounds: see `bounds`.
+    """
+
+    memory: int
+    states: dict[str, int]
+    stages: list[Stage]
+    bounds: list[Bound]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that are held throughout."""
+        return sum(self.states.values())
+
+    def fits(self, stage: Stage) -> bool:
+        """Whether states and loss stage fit the card, activations of the layers left out."""
+        return self.state_bytes + stage.bytes <= self.memory
+
+    def recommended(self, separable: bool = True) -> Stage | None:
+        """The mode to take: among those that fit with the fewest products, the one of the fewest bytes; None: none fits.
+
+        Args:
+            separable: the loss is a sum over tokens, which `in_forward` needs.
+        """
+        fitting = [s for s in self.stages if s.mode in _OURS and self.fits(s) and (separable or s.mode != "in_forward")]
+        return min(fitting, key=lambda s: (s.mode == "recompute", s.bytes), default=None)
+
+    def as_json(self) -> dict[str, object]:
+        """Plain numbers: bytes and seconds."""
+        stages = {s.mode: {"bytes": s.bytes, "fits": self.fits(s), "terms": dict(s.terms)} for s in self.stages}
+        best = {name: self.recommended(flag) for name, flag in (("token_separable", True), ("any_loss", False))}
+        return {
+            "memory": self.memory,
+            "states": self.states,
+            "loss_stage": stages,
+            "recommended": {name: None if stage is None else stage.mode for name, stage in best.items()},
+            "bounds": [{**bound._asdict(), "step": bound.step} for bound in self.bounds],
+        }
+
+
+def plan_run(
+    model: ModelShape, layout: Layout, card: str, micro_batches: int = 1, memory: int | None = None
+) -> RunPlan:
+    """Plan a run.
+
+    >>> import torch
+    >>> from parallel_rl.plan.memory import Layout
+    >>> from parallel_rl.plan.models import ModelShape
+    >>> llama = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
+    >>> plan = plan_run(llama, Layout(8192, tensor=8, data=2, sequence_parallel=True), "H100")
+    >>> plan.recommended().mode, round(plan.state_bytes / 2**30, 1)
+    ('whole logits, consumed', 11.2)
+
+    Args:
+        card: one of `CARDS`. memory: of the card in bytes, in place of its data sheet's.
+        micro_batches: of a step.
+
+    Raises:
+        ValueError: an unknown card, sizes that are not divisible as the layout needs.
+    """
+    if card not in CARDS:
+        raise ValueError(f"card = {card!r} is not known; choose one of {', '.join(CARDS)}")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches = {micro_batches} must be at least 1")
+    room = int(CARDS[card].memory) if memory is None else memory
+    vocab = -(-model.vocab // layout.tensor) * layout.tensor
+    stages = loss_stages(model.hidden, vocab, layout)
+    return RunPlan(room, states(model, layout), stages, list(bounds(model, layout, CARDS[card], micro_batches)))
+
+
+def table(plan: RunPlan) -> str:
+    """The plan in words and numbers."""
+    lines = [f"a rank of {_size(plan.memory)}; activations of the layers are not counted", ""]
+    lines += [f"  {name:34} {_size(size):>12}" for name, size in plan.states.items() if size]
+    lines += ["", "  loss stage, beyond weights and hidden states"]
+    for stage in plan.stages:
+        chunk = f"{stage.plan.size} rows a chunk" if stage.plan is not None else ""
+        lines.append(
+            f"  {stage.mode:46} {_size(stage.bytes):>12}  {'fits' if plan.fits(stage) else 'too much':9} {chunk}"
+        )
+    for words, separable in (("a loss that is a sum over tokens", True), ("any other loss", False)):
+        best = plan.recommended(separable)
+        lines.append(f"  {words}: {'nothing fits' if best is None else best.mode}")
+    lines += ["", "  lower bounds of a step, milliseconds: nothing can be faster, no run was timed"]
+    lines.append(f"  {'ranks':>6} {'tokens':>12} {'compute':>9} {'loss':>9} {'TP':>9} {'gradients':>9} {'step':>9}")
+    for b in plan.bounds:
+        times = (b.compute, b.loss_stage, b.tensor_collectives, b.gradient_collective, b.step)
+        lines.append(f"  {b.ranks:>6,} {b.tokens:>12,} " + " ".join(f"{1e3 * t:>9.2f}" for t in times))
+    return "\n".join(lines)
+
+
+def draw(plan: RunPlan, path: Path) -> None:
+    """Draw bytes by mode, and the bounds over the ranks.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError("a picture needs matplotlib: pip install 'parallel-rl[report]'") from None
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    names = [stage.mode for stage in plan.stages]
+    left.barh(names, [plan.state_bytes / 2**30] * len(names), color="#9aa5b1", label="weights, gradients, optimizer")
+    sizes = [stage.bytes / 2**30 for stage in plan.stages]
+    left.barh(names, sizes, left=plan.state_bytes / 2**30, color="#2f6f9f", label="loss stage")
+    left.axvline(plan.memory / 2**30, color="#b3402a", label="the card")
+    left.set_xlabel("GiB a rank")
+    left.invert_yaxis()
+    left.legend(frameon=False, fontsize=8)
+    for name in ("compute", "loss_stage", "tensor_collectives", "gradient_collective"):
+        times = [1e3 * getattr(bound, name) for bound in plan.bounds]
+        right.plot(
+            [bound.ranks for bound in plan.bounds], times, marker="o", markersize=3, label=name.replace("_", " ")
+        )
+    right.set(xscale="log", yscale="log", xlabel="ranks", ylabel="lower bound of a step, ms")
+    right.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def _size(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 1e8 else f"{size / 2**20:,.2f} MiB"
