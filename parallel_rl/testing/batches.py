@@ -3,121 +3,152 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_rl.losses.core.base import LossFn
-from parallel_rl.testing.cases import Batch, Case, has_scalar_head
+from parallel_rl.losses.core.call import LossFunction
+from parallel_rl.losses.core.scalar_head import PooledHeadLoss
+from parallel_rl.losses.prm import PRMLossFn
+from parallel_rl.testing.cases import Batch, has_scalar_head
 
 ROWS, WIDTH, VOCAB = 12, 16, 23
 PLACEHOLDER, REWARD_IDS = 21, [19, 2]  # of a process reward model, on different shards
 POISON = (math.nan, math.inf, -math.inf)
 
 
+class Sizes(NamedTuple):
+    """Rows, columns and vocabulary of a batch."""
+
+    rows: int = ROWS
+    width: int = WIDTH
+    vocab: int = VOCAB
+
+
+SIZES = Sizes()
+
+
 def make_batch(
-    seed: int, half_masked: bool, loss: str, dtype: torch.dtype, shift: float = 0.0, *, truncated: bool = False
+    seed: int,
+    half_masked: bool,
+    loss: str | type[LossFn],
+    dtype: torch.dtype,
+    shift: float = 0.0,
+    *,
+    truncated: bool = False,
+    sizes: Sizes = SIZES,
 ) -> Batch:
     """Ragged rows, among them: an empty token mask, rows and one whole micro-batch without sample_mask; every value valid.
 
     `truncated`: with kept sets, and tokens that an earlier policy did not keep.
     """
+    rows, width, vocab = sizes
     scalar = has_scalar_head(loss)
     g = torch.Generator().manual_seed(seed)
     kind = torch.promote_types(dtype, torch.float32)
-    lengths = [2, 16, 5, 9, 7, 7, 13, 4, 16, 3, 11, 8]
-    logits = torch.randn(ROWS, WIDTH, 1 if scalar else VOCAB, generator=g, dtype=torch.float64) * 1.5
-    logits += shift * torch.randint(0, 2, (ROWS, WIDTH, 1), generator=g).mul(2).sub(1)
+    lengths = _cycled([2, 16, 5, 9, 7, 7, 13, 4, 16, 3, 11, 8], rows)
+    lengths = [length * width // WIDTH for length in lengths]
+    logits = torch.randn(rows, width, 1 if scalar else vocab, generator=g, dtype=torch.float64) * 1.5
+    logits += shift * torch.randint(0, 2, (rows, width, 1), generator=g).mul(2).sub(1)
     logits = logits.to(dtype).double()
-    ids = torch.randint(0, VOCAB, (ROWS, WIDTH), generator=g)
+    ids = torch.randint(0, vocab, (rows, width), generator=g)
     ids[:, 2::4] = PLACEHOLDER
-    ids[1, :8] = torch.arange(0, VOCAB, 3)  # targets on every shard
-    token_mask = torch.rand(ROWS, WIDTH, generator=g) < 0.8
-    token_mask &= torch.arange(WIDTH) < torch.tensor(lengths)[:, None]
+    every_third = torch.arange(0, vocab, 3)[:width]
+    ids[1, : len(every_third)] = every_third  # targets on every shard
+    token_mask = torch.rand(rows, width, generator=g) < 0.8
+    token_mask &= torch.arange(width) < torch.tensor(lengths)[:, None]
     token_mask[:, 1] = True  # never two empty rows by chance
     token_mask[3] = False
-    sample_mask = torch.ones(ROWS)
+    sample_mask = torch.ones(rows)
     sample_mask[4:6] = 0  # at 2 data ranks x 3 micro-batches, all of one of them
     sample_mask[10:12] = 0
     if half_masked:
-        sample_mask[6:] = 0  # all of data rank 1
+        sample_mask[rows // 2 :] = 0  # all of data rank 1
     base = logits.roll(1, 1)[..., 0] if scalar else _logprobs(logits, ids)
 
     def near(scale: float) -> Tensor:
-        return (base + scale * torch.randn(ROWS, WIDTH, generator=g).double()).to(kind).double()
+        return (base + scale * torch.randn(rows, width, generator=g).double()).to(kind).double()
 
     data = {
         "input_ids": ids,
         "token_mask": token_mask.to(torch.int64),
         "sample_mask": sample_mask,
-        "advantages": (torch.randn(ROWS, WIDTH, generator=g).double() + 0.4).to(kind).double(),
+        "advantages": (torch.randn(rows, width, generator=g).double() + 0.4).to(kind).double(),
         "prev_logprobs": near(0.2),
         "generation_logprobs": near(0.25),
         "reference_policy_logprobs": near(0.3),
-        "rewards": torch.randn(ROWS, generator=g).double().to(kind).double(),
-        "sample_ids": torch.randperm(1000, generator=g)[:ROWS],
+        "rewards": torch.randn(rows, generator=g).double().to(kind).double(),
+        "sample_ids": torch.randperm(max(1000, rows), generator=g)[:rows],
         "returns": near(0.5),
         "values": near(0.4),
-        "preference_labels": torch.tensor([1, 1, 0, 1, 1, -1, 0, 1, 1, -1, -1, 0]).double(),
-        "preference_margins": torch.rand(ROWS, generator=g).to(kind).double(),
-        "reward_labels": torch.tensor([*REWARD_IDS, -100])[torch.randint(0, 3, (ROWS, WIDTH), generator=g)],
+        "preference_labels": torch.tensor(_cycled([1, 1, 0, 1, 1, -1, 0, 1, 1, -1, -1, 0], rows)).double(),
+        "preference_margins": torch.rand(rows, generator=g).to(kind).double(),
+        "reward_labels": torch.tensor([*REWARD_IDS, -100])[torch.randint(0, 3, (rows, width), generator=g)],
     }
-    teacher = (torch.randn(ROWS, WIDTH, VOCAB, generator=g) * 1.5).to(kind).double()
+    teacher = (torch.randn(rows, width, vocab, generator=g) * 1.5).to(kind).double()
     best, turns = teacher.roll(1, 1).topk(4, -1), torch.Generator().manual_seed(seed + 1)
     data |= {
-        "segment_ids": (torch.rand(ROWS, WIDTH, generator=turns) < 0.25).cumsum(1) * 3 + 5,
+        "segment_ids": (torch.rand(rows, width, generator=turns) < 0.25).cumsum(1) * 3 + 5,
         "teacher_logits": teacher,
         "teacher_topk_logits": best.values,
         "teacher_topk_indices": best.indices,
         "teacher_logsumexp": teacher.roll(1, 1).logsumexp(-1).to(kind).double(),
-        "expert_mask": torch.tensor([0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0]).bool(),
+        "expert_mask": torch.tensor(_cycled([0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0], rows)).bool(),
     }
     if truncated:
-        kept = torch.rand(ROWS, WIDTH, VOCAB, generator=g).argsort(-1)[..., :7]
+        kept = torch.rand(rows, width, vocab, generator=g).argsort(-1)[..., :7]
         data["kept_ids"] = torch.where(torch.rand(kept.shape, generator=g) < 0.8, kept, -1)
         for name in ("prev_logprobs", "generation_logprobs"):
-            data[name][torch.rand(ROWS, WIDTH, generator=g) < 0.05] = -math.inf
+            data[name][torch.rand(rows, width, generator=g) < 0.05] = -math.inf
     return Batch(logits, data, lengths)
 
 
-def local_names(loss_fn: LossFn) -> list[str]:
+def _cycled(pattern: list[int], number: int) -> list[int]:
+    return [pattern[i % len(pattern)] for i in range(number)]
+
+
+def local_names(loss_fn: LossFunction) -> list[str]:
     """The fields that only this rank has, in the order of the logits."""
     return [field.name for field in loss_fn.requirements.fields if field.per == "local"]
 
 
-def poisoned(data: dict[str, Tensor], case: Case) -> dict[str, Tensor]:
+def poisoned(data: dict[str, Tensor], loss_fn: LossFunction) -> dict[str, Tensor]:
     """NaN, inf and wild ids wherever no loss is carried."""
-    loss_fn = case.build()
     bad = {name: value.clone() for name, value in data.items()}
     masked = (data["token_mask"] == 0) | (data["sample_mask"] == 0)[:, None]
     masked[:, 0] |= loss_fn.requirements.shift
     wild = torch.where(torch.arange(int(masked.sum())) % 2 == 0, -7, 10**6)
-    poison = torch.tensor(POISON).repeat(ROWS * WIDTH)[: len(wild)]
+    poison = torch.tensor(POISON).repeat(masked.numel())[: len(wild)]
     for name, value in bad.items():
         there = masked.roll(-1, 1) if loss_fn.requirements.field(name).alignment == "predictor" else masked
         if name in ("input_ids", "reward_labels", "teacher_topk_indices", "kept_ids", "segment_ids"):
             value[there] = wild.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there])
         elif value.dim() >= 2 and value.is_floating_point() and name not in local_names(loss_fn):
             value[there] = poison.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there]).to(value.dtype)
-    for name in ("rewards", "preference_labels", "preference_margins"):
-        bad[name][data["sample_mask"] == 0] = math.nan
+        elif value.dim() == 1 and value.is_floating_point() and name != "sample_mask":
+            value[data["sample_mask"] == 0] = math.nan
     return bad
 
 
-def carries_loss(data: dict[str, Tensor], case: Case) -> Tensor:
-    """[ROWS, WIDTH] whether the model's output at this position matters to the loss."""
+def carries_loss(data: dict[str, Tensor], loss_fn: LossFunction) -> Tensor:
+    """[B, S] whether the model's output at this position matters to the loss."""
     mask = (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
-    if case.loss == "prm":
-        return mask & (data["input_ids"] == PLACEHOLDER) & (data["reward_labels"] != -100)
-    if case.config.get("head_position") == "token":
+    if isinstance(loss_fn, PRMLossFn):
+        config = loss_fn.config
+        return (
+            mask & (data["input_ids"] == config.placeholder_token_id) & (data["reward_labels"] != config.ignore_index)
+        )
+    if isinstance(loss_fn, PooledHeadLoss):
+        place = torch.arange(mask.shape[1])
+        return mask & (place == torch.where(mask, place, -1).amax(1, keepdim=True))
+    if not loss_fn.requirements.shift:
         return mask
-    if case.loss == "preference":
-        last = torch.where(mask, torch.arange(WIDTH), -1).amax(1)
-        return mask & (torch.arange(WIDTH) == last[:, None])
-    return torch.cat([mask[:, 1:], torch.zeros(ROWS, 1, dtype=torch.bool)], 1)
+    return torch.cat([mask[:, 1:], torch.zeros(len(mask), 1, dtype=torch.bool)], 1)
 
 
 def _logprobs(logits: Tensor, ids: Tensor) -> Tensor:
-    """[ROWS, WIDTH] token-aligned; column 0 is 0."""
+    """[B, S] token-aligned; column 0 is 0."""
     picked = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
     return torch.cat([logits.new_zeros(len(ids), 1), picked], 1)

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from parallel_rl.counts import count_valid
 from parallel_rl.groups import ParallelGroups
+from parallel_rl.layout import CPLayout
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
@@ -24,21 +25,59 @@ from parallel_rl.statistics import Statistics
 Reference = Callable[[Tensor, dict[str, Tensor], dict], tuple[Tensor, dict[str, float]]]
 
 
+class Subject(Protocol):
+    """A loss under test: each layout builds its own, whose call is that of `LossFn`."""
+
+    @property
+    def name(self) -> str:
+        """Short, for reports."""
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Axes of `layouts.AXES` that it can be run on."""
+
+    def build(
+        self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False
+    ) -> LossFunction:
+        """The loss on shards of a vocabulary of this size."""
+
+
+EVERY_AXIS = frozenset({"tensor", "context", "data", "micro-batches", "packing", "padded vocabulary"})
+
+
 @dataclass(frozen=True)
 class Case:
-    """A loss, its config, and options of its constructor."""
+    """A loss by name or class, its config, and options of its constructor.
 
-    loss: str
+    >>> Case("clipped_pg", {"ratio_clip_min": 0.1}).name
+    'clipped_pg-ratio_clip_min=0.1'
+    """
+
+    loss: str | type[LossFn]
     config: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         given = {**self.config, **self.options}
-        return "-".join([self.loss, *(f"{key}={_text(value)}" for key, value in given.items())])
+        name = self.loss if isinstance(self.loss, str) else self.loss.__name__
+        return "-".join([name, *(f"{key}={_text(value)}" for key, value in given.items())])
 
-    def build(self, **layout: object) -> LossFn:
-        make: Callable[..., LossFn] = get_loss(self.loss)
+    @property
+    def axes(self) -> frozenset[str]:
+        return EVERY_AXIS
+
+    @property
+    def loss_class(self) -> type[LossFn]:
+        return get_loss(self.loss) if isinstance(self.loss, str) else self.loss
+
+    def build(
+        self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False
+    ) -> LossFn:
+        make: Callable[..., LossFn] = self.loss_class
+        layout: dict[str, object] = {"cp_layout": cp_layout}
+        if not has_scalar_head(self.loss):
+            layout |= {"vocab_size": vocab_size, "consume_logits": consume_logits}
         return make(self.config, **self.options, **layout)
 
     @property
@@ -54,16 +93,30 @@ def _text(value: object) -> str:
 
 
 class Batch(NamedTuple):
-    """The whole global batch: `ROWS` sequences of at most `WIDTH` tokens, see `batches`."""
+    """The whole global batch, see `batches`.
 
-    logits: Tensor  # [ROWS, WIDTH, VOCAB], [ROWS, WIDTH, 1] for a scalar head
+    Attributes:
+        logits: [B, S, V], [B, S, 1] for a scalar head.
+        data: whole, token-aligned tensors.
+        lengths: of each row, the columns that hold tokens.
+    """
+
+    logits: Tensor
     data: dict[str, Tensor]
     lengths: list[int]
 
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
 
-def has_scalar_head(loss: str) -> bool:
+    @property
+    def width(self) -> int:
+        return self.data["input_ids"].shape[1]
+
+
+def has_scalar_head(loss: str | type[LossFn]) -> bool:
     """Whether the loss reads one output a position instead of logits."""
-    return issubclass(get_loss(loss), ScalarHeadLoss)
+    return issubclass(get_loss(loss) if isinstance(loss, str) else loss, ScalarHeadLoss)
 
 
 class Expected(NamedTuple):
@@ -74,7 +127,15 @@ class Expected(NamedTuple):
     metrics: dict[str, float]
 
 
-def alone(case: Case, logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+class Trial(NamedTuple):
+    """A loss, the batch that it meets, and the truth."""
+
+    case: Subject
+    batch: Batch
+    want: Expected
+
+
+def alone(case: Subject, logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
     """The loss on one process that holds everything."""
     loss_fn, counts = case.build(), count_valid(data)
     call = (logits, data, *counts)
@@ -94,27 +155,26 @@ def step_statistics(
     return statistics
 
 
-def expected(case: Case, batch: Batch, reference: Reference | None = None) -> Expected:
+def expected(case: Subject, batch: Batch, reference: Reference | None = None) -> Expected:
     """What the dense reference says where there is one, else the loss itself in one float64 process."""
     logits = batch.logits.clone().requires_grad_()
     if reference is not None:
-        loss, metrics = reference(logits, batch.data, case.config)
+        loss, metrics = reference(logits, batch.data, getattr(case, "config", {}))
     else:
         loss, parts = alone(case, logits, batch.data)
         metrics = {name: value.item() for name, value in reduce_metrics([parts]).items()}
     loss.backward()
-    assert logits.grad is not None
-    return Expected(loss.item(), logits.grad, metrics)
+    gradient = torch.zeros_like(logits) if logits.grad is None else logits.grad
+    return Expected(loss.item(), gradient, metrics)
 
 
-def dense_error(
-    case: Case, batch: Batch, want: Expected, dtype: torch.dtype, reference: Reference | None = None
-) -> tuple[float, float]:
+def dense_error(trial: Trial, dtype: torch.dtype, reference: Reference | None = None) -> tuple[float, float]:
     """Errors of plain PyTorch on whole low-precision logits: float32 mathematics, a gradient rounded to `dtype`."""
+    case, batch, want = trial
     logits = batch.logits.to(dtype).requires_grad_()
     data = {name: value.float() if value.dtype == torch.float64 else value for name, value in batch.data.items()}
     if reference is not None:
-        loss, _ = reference(logits.float(), data, case.config)
+        loss, _ = reference(logits.float(), data, getattr(case, "config", {}))
     else:
         loss, _ = alone(case, logits.float(), data)
     loss.backward()

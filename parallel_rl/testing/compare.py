@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 
-from parallel_rl.testing.cases import Case, Expected, has_scalar_head
+from parallel_rl.testing.cases import Trial
 from parallel_rl.testing.sharded import Outcome
 
 
-def errors(case: Case, want: Expected, outcomes: list[Outcome]) -> tuple[float, float]:
+def errors(trial: Trial, outcomes: list[Outcome]) -> tuple[float, float]:
     """Relative errors of the loss and of the gradient's norm, from every rank's outcome of one layout."""
     first = [outcome for outcome in outcomes if outcome.place[0] == 0]
     # a scalar head is whole on every tensor rank, so each holds the whole gradient
-    copies = len(outcomes) // len(first) if has_scalar_head(case.loss) else 1
+    want, copies = trial.want, len(outcomes) // len(first) if trial.batch.logits.shape[-1] == 1 else 1
     gradient = math.sqrt(sum(outcome.squared_error for outcome in outcomes) / copies) / want.gradient.norm().item()
     return abs(sum(outcome.share for outcome in first) - want.loss) / abs(want.loss), gradient
 
 
-def faults(case: Case, want: Expected, of_layout: dict[str, list[Outcome]], tolerance: float) -> list[str]:
+def faults(trial: Trial, of_layout: dict[str, list[Outcome]], tolerance: float) -> list[str]:
     """What breaks the law, over all layouts of a world; empty when nothing does."""
-    wrong = []
+    wrong, want = [], trial.want
     for layout, outcomes in of_layout.items():
         wrong += [outcome.stray for outcome in outcomes if outcome.stray]
         first = [outcome for outcome in outcomes if outcome.place[0] == 0]
@@ -27,7 +27,7 @@ def faults(case: Case, want: Expected, of_layout: dict[str, list[Outcome]], tole
             twin = next(other for other in first if other.place[1:] == outcome.place[1:])
             if (outcome.share, outcome.metrics) != (twin.share, twin.metrics):
                 wrong.append(f"{layout}: tensor ranks differ: {outcome.share} and {twin.share}")
-        loss, gradient = errors(case, want, outcomes)
+        loss, gradient = errors(trial, outcomes)
         if not loss <= tolerance:
             wrong.append(f"{layout}: loss off by {loss:.1e}")
         if not gradient <= tolerance:

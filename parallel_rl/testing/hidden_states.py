@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl.counts import count_valid
-from parallel_rl.groups import ParallelGroups
 from parallel_rl.metrics import reduce_metrics
-from parallel_rl.packing import SequencePackingLossWrapper
 from parallel_rl.testing import layouts as layouts_of
-from parallel_rl.testing.batches import ROWS, VOCAB, WIDTH, carries_loss, local_names, poisoned
-from parallel_rl.testing.cases import Batch, Case, Expected, step_statistics
-from parallel_rl.testing.layouts import Layout, Piece, cut_rows, make_groups
-from parallel_rl.testing.sharded import local_logits, sharded_loss
+from parallel_rl.testing.batches import local_names, poisoned
+from parallel_rl.testing.cases import Batch, Expected, Subject, Trial
+from parallel_rl.testing.layouts import Layout, Piece, Rank, make_groups
+from parallel_rl.testing.step import Step, cut_step, local_positions
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.linear.plan import LinearMode
 
@@ -25,27 +22,27 @@ BUDGET = 1 << 14  # bytes: several chunks, of which a few are kept
 MODES: tuple[LinearMode, ...] = ("auto", "recompute", "resident")
 
 
-def takes_head(case: Case) -> bool:
+def takes_head(case: Subject) -> bool:
     """Whether the loss reads logits, or what comes of them."""
     return case.build().requirements.reads != "scalar"
 
 
-def reads_log_probs(case: Case) -> bool:
+def reads_log_probs(case: Subject) -> bool:
     """Whether it reads what `token_stats` gives, not rows of logits."""
     return case.build().requirements.reads == "log-probs"
 
 
-def reads_rows(case: Case) -> bool:
+def reads_rows(case: Subject) -> bool:
     """Whether it reads rows of logits, for which whole logits are not needed."""
     return case.build().requirements.reads == "rows"
 
 
-def reads_one_distribution(case: Case) -> bool:
+def reads_one_distribution(case: Subject) -> bool:
     """Not the truncated one and, for a KL, the whole."""
     return not case.build().requirements.untruncated
 
 
-def _mode(case: Case, variant: int) -> LinearMode:
+def _mode(case: Subject, variant: int) -> LinearMode:
     if reads_rows(case):
         return MODES[variant % 2]  # it keeps no logits
     return MODES[variant % len(MODES)] if reads_log_probs(case) else "auto"
@@ -61,24 +58,20 @@ class Outcome(NamedTuple):
 
 
 def head_of(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Hidden states [ROWS, WIDTH, D] and a weight [V, D] whose logits are those of the batch: W is orthogonal."""
-    g = torch.Generator().manual_seed(3)
-    weight = torch.linalg.qr(torch.randn(VOCAB, VOCAB, generator=g, dtype=torch.float64)).Q.contiguous()
+    """Hidden states [B, S, D] and a weight [V, D] whose logits are those of the batch: W is orthogonal."""
+    g, vocab = torch.Generator().manual_seed(3), batch.logits.shape[-1]
+    weight = torch.linalg.qr(torch.randn(vocab, vocab, generator=g, dtype=torch.float64)).Q.contiguous()
     return batch.logits @ weight, weight
 
 
-def _second_head(
-    logits: Tensor, columns: list[int | None], piece: Piece, carries: Tensor, part: slice | None, variant: int
-) -> LMHeadInput:
-    """Hidden states and a head of logits [ROWS, WIDTH, V], of another width; `part` of the sequence under its parallelism."""
-    g = torch.Generator().manual_seed(4)
-    wide = torch.linalg.qr(torch.randn(VOCAB + 3, VOCAB, generator=g, dtype=torch.float64)).Q.T.contiguous()
-    weight = torch.full((len(columns), VOCAB + 3), math.nan, dtype=torch.float64)
-    real = [c for c in columns if c is not None]
+def _second_head(logits: Tensor, step: Step, piece: Piece, part: slice | None, variant: int) -> LMHeadInput:
+    """Hidden states and a head of logits [B, S, V], of another width; `part` of the sequence under its parallelism."""
+    g, vocab = torch.Generator().manual_seed(4), logits.shape[-1]
+    wide = torch.linalg.qr(torch.randn(vocab + 3, vocab, generator=g, dtype=torch.float64)).Q.T.contiguous()
+    weight = torch.full((len(step.columns), vocab + 3), math.nan, dtype=torch.float64)
+    real = [c for c in step.columns if c is not None]
     weight[: len(real)] = wide[real]
-    rows = 1 if piece.cu_seqlens is not None else len(piece.rows)
-    width: list[int | None] = list(range(VOCAB + 3))
-    hidden = local_logits(logits @ wide, piece, width, carries).view(rows, -1, len(width))
+    hidden = local_positions(logits @ wide, piece, list(range(vocab + 3)), step.carries).view(*piece.shape, -1)
     first, split = variant % 4 == 1, part is not None and part != slice(None)
     hidden = hidden[:, part] if split else hidden
     return LMHeadInput(
@@ -89,76 +82,54 @@ def _second_head(
     )
 
 
-def run_layout(
-    layout: Layout,
-    case: Case,
-    batch: Batch,
-    want: Expected,
-    groups: ParallelGroups,
-    place: tuple[int, int, int],
-    variant: int,
-) -> Outcome:
+def run_layout(layout: Layout, trial: Trial, rank: Rank, variant: int) -> Outcome:
     """One optimizer step on this rank; what carries no loss is poisoned. `variant` chooses mode, order and splitting."""
-    tp_rank, cp_rank, dp_rank = place
-    loss_fn, columns = sharded_loss(case, layout, tp_rank, False, consume=False)
+    case, batch, want = trial
+    step = cut_step(trial, layout, rank, torch.float64)
     whole, weight = head_of(batch)
-    width: list[int | None] = list(range(whole.shape[-1]))
-    rows = torch.full((len(columns), whole.shape[-1]), 1e4, dtype=torch.float64)
-    real = [c for c in columns if c is not None]
-    rows[: len(real)] = weight[real]
-    head = rows.requires_grad_()
-    data = poisoned(batch.data, case)
-    mine = list(range(ROWS))[dp_rank * ROWS // layout.dp : (dp_rank + 1) * ROWS // layout.dp]
-    size = len(mine) // layout.micro_batches
-    pieces = [cut_rows(mine[i : i + size], batch.lengths, WIDTH, layout, cp_rank) for i in range(0, len(mine), size)]
-    datas = [
-        {name: value[piece.rows] for name, value in data.items() if name not in local_names(loss_fn)}
-        for piece in pieces
-    ]
-    counts, carries = count_valid(datas, groups.data), carries_loss(batch.data, case)
-    truth_of_hidden = want.gradient @ weight
-    calls, leaves, cuts = [], [], []
-    for piece, local in zip(pieces, datas, strict=True):
-        shape = (len(piece.rows), -1) if piece.cu_seqlens is None else (1, -1)
+    real = [c for c in step.columns if c is not None]
+    head = torch.full((len(step.columns), whole.shape[-1]), 1e4, dtype=torch.float64)
+    head[: len(real)] = weight[real]
+    head.requires_grad_()
+    outputs, leaves, truths, fields = [], [], [], []
+    data = poisoned(batch.data, step.loss_fn)
+    for piece in step.pieces:
         hidden, truth = (
-            local_logits(x, piece, width, carries, poison=poison).view(*shape, len(width))
-            for x, poison in ((whole, True), (truth_of_hidden, False))
+            local_positions(x, piece, list(range(whole.shape[-1])), step.carries, poison).view(*piece.shape, -1)
+            for x, poison in ((whole, True), (want.gradient @ weight, False))
         )
         split = layout.tp > 1 and variant % 2 == 0 and hidden.shape[1] % layout.tp == 0
         part = slice(None)
         if split:
+            tp_rank = rank.place[0]
             part = slice(tp_rank * hidden.shape[1] // layout.tp, (tp_rank + 1) * hidden.shape[1] // layout.tp)
         leaf = hidden[:, part].clone().requires_grad_()
-        first, fields = variant % 3 == 0, cast("dict[str, Tensor | LMHeadInput]", {**local})
-        for name in local_names(loss_fn):
-            fields[name] = local_logits(data[name], piece, columns, carries).view(*shape, len(columns))
-            if reads_rows(case) and variant % 4 < 3:
-                fields[name] = _second_head(
-                    data[name], columns, piece, carries, part if variant % 4 == 0 else None, variant
-                )
-        given = LMHeadInput(
-            leaf.transpose(0, 1).contiguous() if first else leaf * 1,
-            head,
-            sequence_first=first,
-            sequence_parallel=split,
-            mode=_mode(case, variant),
-            budget=BUDGET if reads_log_probs(case) or reads_rows(case) else None,
+        first = variant % 3 == 0
+        heads: dict[str, LMHeadInput] = {}
+        if reads_rows(case) and variant % 4 < 3:
+            own = part if variant % 4 == 0 else None
+            names = local_names(step.loss_fn)
+            heads = {name: _second_head(data[name], step, piece, own, variant) for name in names}
+        fields.append(heads)
+        outputs.append(
+            LMHeadInput(
+                leaf.transpose(0, 1).contiguous() if first else leaf * 1,
+                head,
+                sequence_first=first,
+                sequence_parallel=split,
+                mode=_mode(case, variant),
+                budget=BUDGET if reads_log_probs(case) or reads_rows(case) else None,
+            )
         )
         leaves.append(leaf)
-        cuts.append(truth[:, part])
-        call = loss_fn if piece.cu_seqlens is None else SequencePackingLossWrapper(
-            loss_fn, piece.cu_seqlens, piece.cu_seqlens_padded
-        )  # fmt: skip
-        calls.append((call, (given, fields, *counts, groups.tp_rank, groups.tensor, groups.context)))
-    statistics = step_statistics(calls, groups)
+        truths.append((truth[:, part], 1 if split else layout.tp))
     share, metrics, squared, stray = 0.0, [], 0.0, ""
-    for (fn, arguments), leaf, truth in zip(calls, leaves, cuts, strict=True):
-        loss, parts = fn(*arguments, statistics=statistics)
+    for (loss, parts), leaf, (truth, copies) in zip(step.run(outputs, fields), leaves, truths, strict=True):
         (loss * 4).backward()  # as a loss scale would
         share += loss.item()
         metrics.append(parts)
         assert leaf.grad is not None
-        squared += (leaf.grad / 4 - truth).square().sum().item() / (1 if split else layout.tp)
+        squared += (leaf.grad / 4 - truth).square().sum().item() / copies
         if bool((leaf.grad[truth == 0] != 0).any()):
             stray = f"{layout.name}: a row without loss has a gradient"
     assert head.grad is not None
@@ -166,8 +137,8 @@ def run_layout(
         stray = f"{layout.name}: a padding row of the weight has a gradient"
     gradient = torch.zeros_like(weight)
     gradient[real] = head.grad[: len(real)] / 4
-    reduced = {name: value.item() for name, value in reduce_metrics(metrics, groups).items()}
-    return Outcome(share, reduced, squared, gradient, stray, place)
+    reduced = {name: value.item() for name, value in reduce_metrics(metrics, rank.groups).items()}
+    return Outcome(share, reduced, squared, gradient, stray, rank.place)
 
 
 def layouts(world: int, number: int | None = None) -> list[Layout]:
@@ -175,23 +146,21 @@ def layouts(world: int, number: int | None = None) -> list[Layout]:
     return [layout for layout in layouts_of.layouts(world, number) if layout.tp <= 2 and (world == 4 or layout.dp == 1)]
 
 
-def check_world(
-    rank: int, of_world: list[Layout], given: list[tuple[Case, Batch, Expected]]
-) -> list[tuple[str, str, Outcome, Tensor]]:
+def check_world(rank: int, of_world: list[Layout], given: list[Trial]) -> list[tuple[str, str, Outcome, Tensor]]:
     """(case, layout, outcome, the weight's gradient summed over the world)."""
     found = []
     world = dist.get_world_size()
-    groups_of: dict[tuple[int, int], tuple[ParallelGroups, tuple[int, int, int]]] = {}
+    ranks: dict[tuple[int, int], Rank] = {}
     variant = 0
     for layout in of_world:
         key = (layout.tp, layout.cp)
-        if key not in groups_of:
-            groups_of[key] = make_groups(rank, world, *key)
-        for case, batch, want in given:
-            outcome = run_layout(layout, case, batch, want, *groups_of[key], variant=variant)
+        if key not in ranks:
+            ranks[key] = Rank(*make_groups(rank, world, *key))
+        for trial in given:
+            outcome = run_layout(layout, trial, ranks[key], variant)
             weight = outcome.weight.clone()
             dist.all_reduce(weight)
-            found.append((case.name, layout.name, outcome, weight))
+            found.append((trial.case.name, layout.name, outcome, weight))
             variant += 1
         variant += len(given) % 2 == 0  # a case meets every variant
     return found

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups
+from parallel_rl.layout import CPLayout
 
 
 class Layout(NamedTuple):
@@ -20,7 +21,7 @@ class Layout(NamedTuple):
     dp: int
     packing: str  # padded, packed, packed+padding
     micro_batches: int
-    cp_layout: str
+    cp_layout: CPLayout
 
     @property
     def name(self) -> str:
@@ -55,6 +56,14 @@ def layouts(world: int, number: int | None = None) -> list[Layout]:
     first = _FIRST.get(world, ())
     found.sort(key=lambda layout: first.index(layout.name) if layout.name in first else len(first))
     return found[:number]
+
+
+class Rank(NamedTuple):
+    """This process in a layout: its groups, its (tensor, context, data) place, and where its tensors live."""
+
+    groups: ParallelGroups
+    place: tuple[int, int, int]
+    device: torch.device = torch.device("cpu")
 
 
 def make_groups(rank: int, world: int, tp: int, cp: int) -> tuple[ParallelGroups, tuple[int, int, int]]:
@@ -95,6 +104,13 @@ class Piece(NamedTuple):
     cu_seqlens: Tensor | None
     cu_seqlens_padded: Tensor | None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Leading dimensions of the logits: [B, S/cp], packed [1, T/cp]."""
+        return (
+            (len(self.rows), len(self.places) // len(self.rows)) if self.cu_seqlens is None else (1, len(self.places))
+        )
+
     def indices(self) -> tuple[Tensor, Tensor, Tensor]:
         """Rows, columns, and whether there is one, of each local position."""
         pairs = torch.tensor([(-1, 0) if at is None else at for at in self.places])
@@ -106,10 +122,11 @@ def cut_rows(rows: list[int], lengths: list[int], width: int, layout: Layout, cp
     if layout.packing == "padded":
         cut = _cut(width, layout.cp, cp_rank, layout.cp_layout)
         return Piece(rows, [(row, column) for row in rows for column in cut], None, None)
-    room = [-(-lengths[row] // 4) * 4 for row in rows]
+    unit = max(4, 2 * layout.cp)
+    room = [-(-lengths[row] // unit) * unit for row in rows]
     true = room if layout.packing == "packed" else [lengths[row] for row in rows]
     if layout.packing == "packed+padding":
-        room[-1] += 8  # the row's alignment padding lies in the last sequence
+        room[-1] += 2 * unit  # the row's alignment padding lies in the last sequence
     whole = [[(row, t) if t < width else None for t in range(size)] for row, size in zip(rows, room, strict=True)]
     if layout.cp_layout == "zigzag":
         places = [sequence[t] for sequence in whole for t in _cut(len(sequence), layout.cp, cp_rank, "zigzag")]

@@ -11,7 +11,7 @@ import torch
 
 from parallel_rl.losses.registry import losses
 from parallel_rl.testing import layouts
-from parallel_rl.testing.cases import Batch, Case, Expected, dense_error, has_scalar_head
+from parallel_rl.testing.cases import Case, Trial, dense_error, has_scalar_head
 from parallel_rl.testing.compare import errors, faults
 from parallel_rl.testing.pool import preload, run_world
 from parallel_rl.testing.sharded import Outcome, check_world
@@ -44,13 +44,13 @@ class Setting:
 
 
 @cache
-def _truths(tier: str, setting: Setting) -> dict[str, tuple[Case, Batch, Expected]]:
+def _truths(tier: str, setting: Setting) -> dict[str, Trial]:
     found, batches = {}, {}
     for case in TIERS[tier]:
         kind = has_scalar_head(case.loss), case.truncated
         if kind not in batches:
             batches[kind] = law.batch_of(case, 5, setting.half_masked, setting.dtype, setting.shift)
-        found[case.name] = case, batches[kind], law.expected(case, batches[kind])
+        found[case.name] = Trial(case, batches[kind], law.expected(case, batches[kind]))
     return found
 
 
@@ -69,8 +69,7 @@ def _outcomes(run: Run, setting: Setting) -> dict[str, dict[str, list[Outcome]]]
 def _assert_law(case: Case, run: Run, setting: Setting, tolerance: float) -> None:
     found = _outcomes(run, setting)[case.name]
     assert len(found) == len(run.layouts)
-    *_, want = _truths(run.tier, setting)[case.name]
-    assert faults(case, want, found, tolerance) == []
+    assert faults(_truths(run.tier, setting)[case.name], found, tolerance) == []
 
 
 def _runs(*fast: Run, slow: tuple[Run, ...] = ()) -> pytest.MarkDecorator:
@@ -117,10 +116,10 @@ def test_float32_with_logits_far_from_zero(case: Case, run: Run) -> None:
 def test_low_precision_logits(case: Case, run: Run, dtype: torch.dtype) -> None:
     """Against the float64 oracle of the same rounded logits: at most twice the error of one process that holds them whole."""
     setting = Setting(dtype=dtype)
-    _, batch, want = _truths(run.tier, setting)[case.name]
-    alone = dense_error(case, batch, want, dtype, law.reference_of(case))
+    trial = _truths(run.tier, setting)[case.name]
+    alone = dense_error(trial, dtype, law.reference_of(case))
     for layout, outcomes in _outcomes(run, setting)[case.name].items():
-        loss, gradient = errors(case, want, outcomes)
+        loss, gradient = errors(trial, outcomes)
         assert loss <= 2 * alone[0] + 1e-6, f"{layout}: loss off by {loss:.1e}, dense {alone[0]:.1e}"
         assert gradient <= 2 * alone[1], f"{layout}: gradient off by {gradient:.1e}, dense {alone[1]:.1e}"
 

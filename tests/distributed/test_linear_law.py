@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from parallel_rl.testing import hidden_states
-from parallel_rl.testing.cases import Batch, Case, Expected
+from parallel_rl.testing.cases import Case, Trial
 from parallel_rl.testing.pool import preload, run_world
 from tests.distributed import law
 
@@ -28,9 +28,9 @@ CASES += [
 
 
 @cache
-def _truths() -> dict[str, tuple[Case, Batch, Expected]]:
+def _truths() -> dict[str, Trial]:
     batches = {case.name: law.batch_of(case) for case in CASES}
-    return {case.name: (case, batches[case.name], law.expected(case, batches[case.name])) for case in CASES}
+    return {case.name: Trial(case, batches[case.name], law.expected(case, batches[case.name])) for case in CASES}
 
 
 @cache

@@ -7,9 +7,9 @@ from unittest.mock import patch
 
 import torch
 
-from parallel_rl.testing.cases import Case
+from parallel_rl.testing.cases import Case, Trial
 from parallel_rl.testing.compare import faults
-from parallel_rl.testing.layouts import Layout, make_groups
+from parallel_rl.testing.layouts import Layout, Rank, make_groups
 from parallel_rl.testing.pool import preload, run_world
 from parallel_rl.testing.sharded import Outcome, run_layout
 from parallel_rl.vocab.backends.triton import operators
@@ -29,7 +29,7 @@ def on_triton(case: Case) -> Case:
 
 def check_world(rank: int) -> tuple[list[tuple[str, str, Outcome]], Counter[str]]:
     """(case, layout, outcome), and how often each kernel's operator ran."""
-    groups, place = make_groups(rank, 2, 2, 1)
+    rank_of = Rank(*make_groups(rank, 2, 2, 1))
     found, ran = [], Counter[str]()
 
     def counted(name: str):  # type: ignore[no-untyped-def]
@@ -44,9 +44,9 @@ def check_world(rank: int) -> tuple[list[tuple[str, str, Outcome]], Counter[str]
     with counted("vocab_stats"), counted("vocab_combine"), counted("vocab_gradient"), counted("vocab_gradient_"):
         for case in PLAIN:
             batch = law.batch_of(case, SEED, dtype=DTYPE)
-            want = law.expected(case, batch)
+            trial = Trial(on_triton(case), batch, law.expected(case, batch))
             for layout in LAYOUTS:
-                outcome = run_layout(layout, on_triton(case), batch, want, groups, place, DTYPE)
+                outcome = run_layout(layout, trial, rank_of, DTYPE)
                 found.append((case.name, layout.name, outcome))
     return found, ran
 
@@ -54,7 +54,8 @@ def check_world(rank: int) -> tuple[list[tuple[str, str, Outcome]], Counter[str]
 def test_the_law() -> None:
     ranks = run_world(2, check_world, timeout=300)
     for case in PLAIN:
-        want = law.expected(case, law.batch_of(case, SEED, dtype=DTYPE))
+        batch = law.batch_of(case, SEED, dtype=DTYPE)
+        trial = Trial(case, batch, law.expected(case, batch))
         of_layout = {
             layout.name: [
                 outcome
@@ -66,7 +67,7 @@ def test_the_law() -> None:
             for layout in LAYOUTS
         }
         assert all(len(outcomes) == 2 for outcomes in of_layout.values())
-        assert faults(case, want, of_layout, 1e-5) == []
+        assert faults(trial, of_layout, 1e-5) == []
     # per case: one micro-batch that keeps its logits, and three that give them up
     assert all(
         ran == {"vocab_stats": 8, "vocab_combine": 8, "vocab_gradient": 2, "vocab_gradient_": 6} for _, ran in ranks
