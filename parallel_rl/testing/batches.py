@@ -152,3 +152,17 @@ def _logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     """[B, S] token-aligned; column 0 is 0."""
     picked = torch.log_softmax(logits[:, :-1], -1).gather(-1, ids[:, 1:, None])[..., 0]
     return torch.cat([logits.new_zeros(len(ids), 1), picked], 1)
+
+
+def with_fields(batch: Batch, loss_fn: LossFunction, seed: int = 7) -> Batch:
+    """Add the fields that the loss declares and the batch lacks: normal floats, and integers 0 and 1."""
+    g = torch.Generator().manual_seed(seed)
+    data = dict(batch.data)
+    for field in loss_fn.requirements.fields:
+        if field.name in data:
+            continue
+        shape = (batch.rows,) if field.per == "sequence" else (batch.rows, batch.width)
+        shape = (*shape, 4) if field.width else shape
+        integers = torch.randint(0, 2, shape, generator=g)
+        data[field.name] = integers if field.dtype == "integer" else torch.randn(shape, generator=g).double()
+    return batch._replace(data=data)

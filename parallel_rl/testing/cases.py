@@ -17,7 +17,7 @@ from parallel_rl.layout import CPLayout
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
-from parallel_rl.losses.registry import get_loss
+from parallel_rl.losses.registry import get_loss, losses
 from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.statistics import Statistics
 
@@ -34,7 +34,7 @@ class Subject(Protocol):
 
     @property
     def axes(self) -> frozenset[str]:
-        """Axes of `layouts.AXES` that it can be run on."""
+        """Those of `EVERY_AXIS` that it can be run on."""
 
     def build(
         self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False
@@ -42,7 +42,9 @@ class Subject(Protocol):
         """The loss on shards of a vocabulary of this size."""
 
 
-EVERY_AXIS = frozenset({"tensor", "context", "data", "micro-batches", "packing", "padded vocabulary"})
+EVERY_AXIS = frozenset(
+    {"tensor", "context", "contiguous context", "data", "micro-batches", "packing", "padded vocabulary"}
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Case:
     @property
     def name(self) -> str:
         given = {**self.config, **self.options}
-        name = self.loss if isinstance(self.loss, str) else self.loss.__name__
+        name = self.loss if isinstance(self.loss, str) else registered_name(self.loss)
         return "-".join([name, *(f"{key}={_text(value)}" for key, value in given.items())])
 
     @property
@@ -83,6 +85,11 @@ class Case:
     @property
     def truncated(self) -> bool:
         return not {"top_k", "top_p", "kept_sets"}.isdisjoint(self.options)
+
+
+def registered_name(loss_class: type[LossFn]) -> str:
+    """The name in the registry, or of the class."""
+    return next((name for name, known in losses().items() if known is loss_class), loss_class.__name__)
 
 
 def _text(value: object) -> str:
@@ -128,11 +135,16 @@ class Expected(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A loss, the batch that it meets, and the truth."""
+    """A loss, the batch that it meets, and the truth.
+
+    Attributes:
+        clean: what carries no loss is left as it is, for a loss that is known to stumble over NaN there.
+    """
 
     case: Subject
     batch: Batch
     want: Expected
+    clean: bool = False
 
 
 def alone(case: Subject, logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
@@ -162,15 +174,20 @@ def expected(case: Subject, batch: Batch, reference: Reference | None = None) ->
         loss, metrics = reference(logits, batch.data, getattr(case, "config", {}))
     else:
         loss, parts = alone(case, logits, batch.data)
-        metrics = {name: value.item() for name, value in reduce_metrics([parts]).items()}
+        metrics = reduced_numbers([parts])
     loss.backward()
     gradient = torch.zeros_like(logits) if logits.grad is None else logits.grad
     return Expected(loss.item(), gradient, metrics)
 
 
+def reduced_numbers(metrics: Sequence[Metrics], groups: ParallelGroups | None = None) -> dict[str, float]:
+    """The reduced metrics of a step; a loss may have none."""
+    return {name: value.item() for name, value in reduce_metrics(metrics, groups).items()} if metrics[0] else {}
+
+
 def dense_error(trial: Trial, dtype: torch.dtype, reference: Reference | None = None) -> tuple[float, float]:
     """Errors of plain PyTorch on whole low-precision logits: float32 mathematics, a gradient rounded to `dtype`."""
-    case, batch, want = trial
+    case, batch, want, _ = trial
     logits = batch.logits.to(dtype).requires_grad_()
     data = {name: value.float() if value.dtype == torch.float64 else value for name, value in batch.data.items()}
     if reference is not None:

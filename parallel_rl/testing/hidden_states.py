@@ -84,7 +84,7 @@ def _second_head(logits: Tensor, step: Step, piece: Piece, part: slice | None, v
 
 def run_layout(layout: Layout, trial: Trial, rank: Rank, variant: int) -> Outcome:
     """One optimizer step on this rank; what carries no loss is poisoned. `variant` chooses mode, order and splitting."""
-    case, batch, want = trial
+    case, batch, want, _ = trial
     step = cut_step(trial, layout, rank, torch.float64)
     whole, weight = head_of(batch)
     real = [c for c in step.columns if c is not None]

@@ -24,6 +24,18 @@ class Layout(NamedTuple):
     cp_layout: CPLayout
 
     @property
+    def axes(self) -> frozenset[str]:
+        """Ways in which it differs from one process with padded rows: the names of `EVERY_AXIS`."""
+        used = {
+            "tensor": self.tp > 1,
+            "context": self.cp > 1,
+            "data": self.dp > 1,
+            "micro-batches": self.micro_batches > 1,
+            "packing": self.packing != "padded",
+        }
+        return frozenset(name for name, so in used.items() if so)
+
+    @property
     def name(self) -> str:
         return f"tp{self.tp}.cp{self.cp}.dp{self.dp}.{self.packing}.mb{self.micro_batches}.{self.cp_layout}"
 
@@ -41,6 +53,25 @@ _FIRST = {
     ),
     8: ("tp2.cp2.dp2.packed+padding.mb3.zigzag", "tp4.cp2.dp1.packed.mb3.contiguous", "tp4.cp1.dp2.padded.mb3.zigzag"),
 }
+
+
+def default_layouts(world: int) -> list[Layout]:
+    """Layouts of a check on this many ranks: one axis at a time on up to two ranks, several together on four and eight."""
+    if world == 1:
+        padded = Layout(1, 1, 1, "padded", 1, "zigzag")
+        packed = [padded._replace(packing=packing) for packing in ("packed", "packed+padding")]
+        return [padded, padded._replace(micro_batches=3), *packed]
+    if world == 2:
+        split = Layout(1, 2, 1, "padded", 1, "zigzag")
+        return [
+            Layout(2, 1, 1, "padded", 1, "zigzag"),
+            Layout(2, 1, 1, "packed", 1, "zigzag"),
+            split,
+            split._replace(cp_layout="contiguous"),
+            split._replace(packing="packed"),
+            Layout(1, 1, 2, "padded", 1, "zigzag"),
+        ]
+    return layouts(world, 3 if world == 4 else 1)
 
 
 def layouts(world: int, number: int | None = None) -> list[Layout]:

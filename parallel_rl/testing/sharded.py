@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.agreement import describe
-from parallel_rl.metrics import reduce_metrics
-from parallel_rl.testing.cases import Trial
+from parallel_rl.testing.cases import Trial, reduced_numbers
 from parallel_rl.testing.layouts import Layout, Piece, Rank, make_groups
 from parallel_rl.testing.step import cut_step
 
@@ -25,6 +24,7 @@ class Outcome(NamedTuple):
         stray: a gradient where none may be.
         place: (tensor, context, data) rank.
         maps: [3, B, S] g·g*, |g*|² and |g − g*|² of each position's gradient g and the true g*; 0 where another rank has it.
+        padding_gradient: in a padding column of the vocabulary.
         error: that was raised, in place of all else.
     """
 
@@ -34,6 +34,7 @@ class Outcome(NamedTuple):
     stray: str
     place: tuple[int, int, int]
     maps: Tensor
+    padding_gradient: bool = False
     error: str = ""
 
 
@@ -43,7 +44,8 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
     step = cut_step(trial, layout, rank, dtype, consume=layout.micro_batches > 1)
     leaves = [step.local(batch.logits, piece).to(rank.device, dtype).requires_grad_() for piece in step.pieces]
     outputs = [(leaf * 1.0).view(*piece.shape, -1) for leaf, piece in zip(leaves, step.pieces, strict=True)]
-    share, metrics, stray = 0.0, [], ""
+    share, metrics, stray, padding_gradient = 0.0, [], "", False
+    padding = torch.tensor([column is None for column in step.columns])
     maps = torch.zeros(3, batch.rows, batch.width, dtype=torch.float64)
     for (loss, parts), leaf, piece in zip(step.run(outputs), leaves, step.pieces, strict=True):
         loss.backward()
@@ -54,8 +56,9 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
         _add(maps, piece, gradient.double(), truth)
         if bool((gradient[truth == 0] != 0).any()):
             stray = f"{layout.name}: a masked place or a padding column has a gradient"
-    reduced = {name: value.item() for name, value in reduce_metrics(metrics, rank.groups).items()}
-    return Outcome(share, reduced, maps[2].sum().item(), stray, rank.place, maps)
+            padding_gradient |= bool((gradient[:, padding] != 0).any())
+    reduced = reduced_numbers(metrics, rank.groups)
+    return Outcome(share, reduced, maps[2].sum().item(), stray, rank.place, maps, padding_gradient)
 
 
 def _add(maps: Tensor, piece: Piece, gradient: Tensor, truth: Tensor) -> None:
@@ -89,7 +92,7 @@ def _attempt(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> Ou
         outcome = run_layout(layout, trial, rank, dtype)
     except Exception as error:
         maps = torch.zeros(3, trial.batch.rows, trial.batch.width, dtype=torch.float64)
-        outcome = Outcome(torch.nan, {}, torch.nan, "", rank.place, maps, describe(error))
+        outcome = Outcome(torch.nan, {}, torch.nan, "", rank.place, maps, error=describe(error))
     try:
         dist.barrier()
     except RuntimeError as error:

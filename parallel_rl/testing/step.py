@@ -29,6 +29,7 @@ class Step:
         datas: of each micro-batch, NaN, inf and wild ids wherever no loss is carried.
         counts: of the whole step.
         carries: [B, S] whether the model's output at a position of the whole batch matters to the loss.
+        clean: what carries no loss is left as it is.
         rank: this process.
     """
 
@@ -38,6 +39,7 @@ class Step:
     datas: list[dict[str, Tensor]]
     counts: ValidCounts
     carries: Tensor
+    clean: bool
     rank: Rank
 
     def run(
@@ -62,7 +64,9 @@ class Step:
 
     def local(self, whole: Tensor, piece: Piece, poison: bool = True) -> Tensor:
         """[T_local, width] of a [B, S, V] tensor on this rank's columns, see `local_positions`."""
-        return local_positions(whole, piece, self.columns, self.carries, poison)
+        carries = torch.ones_like(self.carries) if self.clean else self.carries
+        found = local_positions(whole, piece, self.columns, carries, poison)
+        return found.nan_to_num(0.0, 0.0, 0.0) if self.clean else found
 
 
 def _packed(loss_fn: LossFunction, piece: Piece) -> LossFunction:
@@ -72,7 +76,7 @@ def _packed(loss_fn: LossFunction, piece: Piece) -> LossFunction:
 
 def cut_step(trial: Trial, layout: Layout, rank: Rank, dtype: torch.dtype, *, consume: bool = False) -> Step:
     """Cut the step's data for this rank; logits come in `dtype`, data never in low precision."""
-    case, batch, _ = trial
+    case, batch, _, clean = trial
     tp_rank, cp_rank, dp_rank = rank.place
     columns = _columns(trial, layout, tp_rank)
     vocab = None if batch.logits.shape[-1] == 1 else batch.logits.shape[-1]
@@ -82,7 +86,7 @@ def cut_step(trial: Trial, layout: Layout, rank: Rank, dtype: torch.dtype, *, co
     cuts = [list(rows[i : i + size]) for i in range(0, len(rows), size)]
     pieces = [cut_rows(cut, batch.lengths, batch.width, layout, cp_rank) for cut in cuts]
     kind, carries = torch.promote_types(dtype, torch.float32), carries_loss(batch.data, loss_fn)
-    dirty = poisoned(batch.data, loss_fn)
+    dirty = batch.data if clean else poisoned(batch.data, loss_fn)
     data = {name: value.to(kind) if value.dtype == torch.float64 else value for name, value in dirty.items()}
     own = local_names(loss_fn)  # these come in the order and on the shard of the logits
     datas = []
@@ -91,7 +95,7 @@ def cut_step(trial: Trial, layout: Layout, rank: Rank, dtype: torch.dtype, *, co
         for name in own:
             part[name] = local_positions(data[name], piece, columns, carries).view(*piece.shape, len(columns))
         datas.append({name: value.to(rank.device) for name, value in part.items()})
-    return Step(loss_fn, columns, pieces, datas, count_valid(datas, rank.groups.data), carries, rank)
+    return Step(loss_fn, columns, pieces, datas, count_valid(datas, rank.groups.data), carries, clean, rank)
 
 
 def _columns(trial: Trial, layout: Layout, tp_rank: int) -> list[int | None]:

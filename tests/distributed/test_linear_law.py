@@ -55,7 +55,7 @@ WORLDS = [
 def test_float64(case: Case, world: int, number: int | None) -> None:
     found = _outcomes(world, number)[case.name]
     assert len(found) == len(hidden_states.layouts(world, number))
-    _, batch, want = _truths()[case.name]
+    _, batch, want, _ = _truths()[case.name]
     assert hidden_states.faults(batch, want, found, 1e-10) == []
 
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from torch import Tensor
 
-from parallel_rl import LossFn, TokenBatch, TokenStats, count_valid, get_loss, register_objective
-from parallel_rl.losses.core.batch import ModelOutput
-from parallel_rl.losses.core.call import LossCall
+from parallel_rl import LossFn, TokenBatch, get_loss, register_objective
 from parallel_rl.losses.core.truncated_policy import without_dropped
 from parallel_rl.testing.batches import make_batch
-from parallel_rl.testing.cases import Case, step_statistics
+from parallel_rl.testing.cases import Case
+from parallel_rl.testing.claims import gradients, influence, token_batch
 from parallel_rl.testing.hidden_states import reads_log_probs
 from parallel_rl.vocab.truncation import Truncation
 from tests.distributed.law import CASES
@@ -22,39 +18,7 @@ ON_LOG_PROBS = [case for case in CASES if reads_log_probs(case)]
 
 
 def batch_of(case: Case, loss_fn: LossFn) -> TokenBatch:
-    logits, data, _ = make_batch(5, False, case.loss, torch.float64)
-    counts = count_valid(data)
-    statistics = step_statistics([(loss_fn, (logits, data, *counts))])
-    return loss_fn._read(LossCall(logits, data, *counts, statistics=statistics))[0]
-
-
-def gradients(loss_fn: LossFn, batch: TokenBatch, change: Tensor) -> list[Tensor]:
-    """Of the log-probs and entropies, after `change` was added to both; the statistics of the step stay."""
-    assert batch.output.stats is not None
-    leaves = [
-        None if x is None else (x + torch.where(batch.mask, change, 0)).detach().requires_grad_()
-        for x in batch.output.stats
-    ]
-    loss, _ = loss_fn.compute(replace(batch, output=ModelOutput(TokenStats(*leaves))))  # type: ignore[arg-type]
-    given = [x for x in leaves if x is not None]
-    found = torch.autograd.grad(loss, given, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for g, x in zip(found, given, strict=True)]
-
-
-def influence(loss_fn: LossFn, batch: TokenBatch) -> float:
-    """How much the gradients of tokens move when other tokens do, at most, relative to the gradients."""
-    assert batch.output.stats is not None
-    g = torch.Generator().manual_seed(0)
-    tokens = batch.mask.numel()
-    base, worst = gradients(loss_fn, batch, torch.zeros(tokens, dtype=torch.float64)), 0.0
-    for size in (0.05, 1.0, -3.0):
-        for _ in range(4):
-            moved = torch.rand(tokens, generator=g) < 0.5
-            shifted = gradients(loss_fn, batch, torch.where(moved, size, 0.0).double())
-            for before, after in zip(base, shifted, strict=True):
-                scale = max(x.abs().max().item() for x in base)
-                worst = max(worst, (after - before)[~moved].abs().max().item() / scale)
-    return worst
+    return token_batch(loss_fn, make_batch(5, False, case.loss, torch.float64))
 
 
 @pytest.mark.parametrize("case", ON_LOG_PROBS, ids=lambda case: case.name)

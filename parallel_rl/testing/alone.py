@@ -1,0 +1,173 @@
+"""What one process alone can tell about a loss: where it looks, whether its gradient is its derivative, what it claims."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from parallel_rl.agreement import describe
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.testing.batches import POISON, carries_loss, poisoned
+from parallel_rl.testing.cases import Batch, Expected, Subject, Trial, alone, expected
+from parallel_rl.testing.claims import false_claims
+from parallel_rl.testing.observe import relative
+
+_DIRECTIONS, _STEP = 6, 1e-6
+
+
+class Alone(NamedTuple):
+    """One process's findings.
+
+    Attributes:
+        want: loss, gradient and metrics; None if the loss raised.
+        error: that was raised.
+        where: "" if the gradient is where loss is carried; "unshifted" if it is at each token's own position; else "elsewhere".
+        poison: what NaN, inf and wild ids at masked places did: "", "loss" (changed), "gradient" (NaN) or an error's text.
+        derivative: relative difference of the gradient and finite differences; NaN if not to be had.
+        permuted, doubled: relative change under a permutation of the rows, and with every row twice; NaN if not to be had.
+        empty: what is wrong where everything is masked.
+        claims: that the loss makes and breaks.
+    """
+
+    want: Expected | None
+    error: str = ""
+    where: str = ""
+    poison: str = ""
+    derivative: float = math.nan
+    permuted: float = math.nan
+    doubled: float = math.nan
+    empty: str = ""
+    claims: tuple[str, ...] = ()
+
+
+def check_alone(rank: int, case: Subject, batch: Batch) -> Alone:
+    """Run all checks that need one process only."""
+    try:
+        want = expected(case, batch)
+        loss_fn = case.build()
+        return Alone(
+            want,
+            where=_where(case, batch, want),
+            poison=_poison(case, batch, want),
+            derivative=_tried(lambda: _derivative_error(case, batch)),
+            permuted=_tried(lambda: _permuted(case, batch, want)),
+            doubled=math.nan if loss_fn.needs_statistics else _tried(lambda: _doubled(case, batch, want)),
+            empty=_empty(case, batch),
+            claims=false_claims(loss_fn, batch) if isinstance(loss_fn, LossFn) else (),
+        )
+    except Exception as error:
+        return Alone(None, describe(error))
+
+
+def _tried(check: Callable[[], float]) -> float:
+    try:
+        return check()
+    except Exception:
+        return math.nan
+
+
+def _where(case: Subject, batch: Batch, want: Expected) -> str:
+    data = batch.data
+    extra = (want.gradient != 0).any(-1) & ~carries_loss(data, case.build())
+    if not bool(extra.any()):
+        return ""
+    own = (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
+    return "unshifted" if not bool((extra & ~own).any()) else "elsewhere"
+
+
+def _poison(case: Subject, batch: Batch, want: Expected) -> str:
+    loss_fn = case.build()
+    carries = carries_loss(batch.data, loss_fn)
+    bad = torch.tensor(POISON).repeat(carries.numel())[: carries.numel()].view(*carries.shape, 1).to(batch.logits)
+    dirty = batch._replace(
+        logits=torch.where(carries[..., None], batch.logits, bad), data=poisoned(batch.data, loss_fn)
+    )
+    try:
+        got = expected(case, dirty)
+    except Exception as error:
+        return describe(error)
+    if not relative(got.loss, want.loss, 1e-3) <= 1e-9:
+        return "loss"
+    return "" if bool((got.gradient - want.gradient).abs().max() <= 1e-9) else "gradient"
+
+
+class _DetachNothing(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func in (torch.Tensor.detach, torch.detach):
+            return args[0].view_as(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _stop_gradients_lifted() -> Iterator[None]:
+    """A loss that stops gradients on purpose has a gradient that is no derivative; without its stops it must have."""
+    enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
+    torch.no_grad.__enter__ = lambda self: None  # type: ignore[method-assign]
+    torch.no_grad.__exit__ = lambda self, *error: None  # type: ignore[method-assign]
+    try:
+        with _DetachNothing():
+            yield
+    finally:
+        torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+def _derivative_error(case: Subject, batch: Batch) -> float:
+    """The median over some directions, since one of them may cross a kink of the loss."""
+    leaf = batch.logits.clone().requires_grad_()
+    with _stop_gradients_lifted():
+        loss, _ = alone(case, leaf, batch.data)
+    [gradient] = torch.autograd.grad(loss, leaf)
+    carries = carries_loss(batch.data, case.build())[..., None]
+    g, found = torch.Generator().manual_seed(1), []
+    for _ in range(_DIRECTIONS):
+        way = torch.where(carries, torch.randn(leaf.shape, generator=g, dtype=torch.float64), 0)
+        high, low = (alone(case, batch.logits + sign * _STEP * way, batch.data)[0].item() for sign in (1, -1))
+        found.append(abs((high - low) / (2 * _STEP) - (gradient * way).sum().item()))
+    return sorted(found)[len(found) // 2] / max(gradient.norm().item(), 1e-12)
+
+
+def _rows(batch: Batch, rows: Tensor) -> Batch:
+    data = {name: value[rows] for name, value in batch.data.items()}
+    return Batch(batch.logits[rows], data, [batch.lengths[i] for i in rows.tolist()])
+
+
+def _difference(got: Expected, loss: float, gradient: Tensor) -> float:
+    return max(
+        relative(got.loss, loss, 1e-3), float((got.gradient - gradient).norm() / gradient.norm().clamp(min=1e-12))
+    )
+
+
+def _permuted(case: Subject, batch: Batch, want: Expected) -> float:
+    order = torch.randperm(batch.rows // 2, generator=torch.Generator().manual_seed(2))
+    rows = torch.stack([2 * order, 2 * order + 1], 1).flatten()  # pairs stay together
+    return _difference(expected(case, _rows(batch, rows)), want.loss, want.gradient[rows])
+
+
+def _doubled(case: Subject, batch: Batch, want: Expected) -> float:
+    rows = torch.arange(batch.rows).repeat(2)
+    return _difference(expected(case, _rows(batch, rows)), want.loss, want.gradient.repeat(2, 1, 1) / 2)
+
+
+def _empty(case: Subject, batch: Batch) -> str:
+    data = batch.data | {"sample_mask": torch.zeros_like(batch.data["sample_mask"])}
+    leaf = batch.logits.clone().requires_grad_()
+    try:
+        loss, _ = alone(case, leaf, data)
+        if loss.item() != 0:
+            return f"the loss of a batch that is masked throughout is {loss.item():g} in place of 0"
+        loss.backward()
+    except Exception as error:
+        return f"a batch that is masked throughout: {describe(error)}"
+    return "" if leaf.grad is not None and not leaf.grad.any() else "a gradient where everything is masked"
+
+
+def trial_of(case: Subject, batch: Batch, found: Alone) -> Trial:
+    """The trial for the layouts; without poison where one process broke on it already."""
+    assert found.want is not None
+    return Trial(case, batch, found.want, clean=bool(found.poison or found.where))

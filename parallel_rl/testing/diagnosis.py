@@ -1,0 +1,252 @@
+"""From the numbers of the layouts to the fault: which axis broke the law, by what factor, and which classic fault fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from parallel_rl.testing import faults as F
+from parallel_rl.testing.alone import Alone
+from parallel_rl.testing.cases import Trial
+from parallel_rl.testing.faults import Fault
+from parallel_rl.testing.layouts import Layout, cut_rows
+from parallel_rl.testing.observe import Observation, Part
+
+_CLOSE = 1e-6  # of factors: what fits, fits to many digits
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        fault: the classic fault that fits.
+        axis: "tensor", "context", "data", "micro-batches", "packing", "one process", or a few of them joined by " × ".
+        text: the numbers, in a sentence.
+        layouts: where it shows.
+    """
+
+    fault: Fault
+    axis: str
+    text: str
+    layouts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.axis}: {self.fault.name}. {self.text}\n    mend: {self.fault.mend}"
+
+
+def of_one_process(found: Alone) -> list[Finding]:
+    """What one process showed."""
+    wrong: list[tuple[Fault, str]] = []
+    if found.error:
+        wrong.append((F.RAISES, found.error))
+    if found.where == "unshifted":
+        wrong.append((F.UNSHIFTED, "the gradient is at the positions of valid tokens, not at those that predict them."))
+    elif found.where:
+        wrong.append((F.ELSEWHERE, "positions that predict no valid token have a gradient."))
+    elif found.poison == "gradient":
+        wrong.append((F.MASK_AFTER, "NaN and inf at masked places leave the loss alone and make its gradient NaN."))
+    elif found.poison == "loss":
+        wrong.append((F.MASK_MULTIPLIES, "NaN and inf at masked places reach the loss."))
+    elif found.poison:
+        wrong.append((F.MASKED_READ, f"with NaN, inf and wild ids at masked places it raises {found.poison}."))
+    if found.empty:
+        wrong.append((F.EMPTY, f"{found.empty}."))
+    for value, limit, fault, text in (
+        (found.derivative, 1e-5, F.DERIVATIVE, "it differs from finite differences by"),
+        (found.permuted, 1e-9, F.ORDER, "under a permutation of the rows the gradient moves by"),
+        (found.doubled, 1e-9, F.COUNT, "with every row twice loss and gradient are off by"),
+    ):
+        if value > limit:
+            wrong.append((fault, f"{text} {value:.1e} of its size."))
+    wrong += [(F.CLAIM, f"{claim}.") for claim in found.claims]
+    return [Finding(fault, "one process", text) for fault, text in wrong]
+
+
+def of_layouts(trial: Trial, seen: Sequence[Observation], tolerance: float) -> list[Finding]:
+    """Name the fault of each broken axis, single axes first; what one explains is not repeated for several."""
+    found: list[Finding] = []
+    explained: set[str] = set()
+    broken = [one for one in seen if one.broken(tolerance)]
+    for one in sorted(broken, key=lambda one: len(one.layout.axes)):
+        if explained & one.layout.axes or any(f.axis == "one process" and f.fault is not F.METRIC for f in found):
+            continue
+        axis = " × ".join(sorted(one.layout.axes)) or "one process"
+        fault, text = _fault(trial, one, tolerance)
+        if fault is F.CONTEXT_MISSING and any(f.fault is F.LOCAL_STATISTIC for f in found):
+            fault = F.LOCAL_STATISTIC
+        where = [other.layout.name for other in broken if one.layout.axes <= other.layout.axes]
+        _join(found, Finding(fault, axis, text, tuple(where)))
+        explained |= one.layout.axes
+    return found
+
+
+def _join(found: list[Finding], new: Finding) -> None:
+    """Add a finding, or its axis to one of the same fault."""
+    for i, known in enumerate(found):
+        if known.fault is new.fault:
+            where = (*known.layouts, *(name for name in new.layouts if name not in known.layouts))
+            found[i] = replace(known, axis=f"{known.axis}, {new.axis}", layouts=where)
+            return
+    found.append(new)
+
+
+def without_consequences(found: Sequence[Finding]) -> list[Finding]:
+    """Leave out what only follows from something else that was found."""
+    faults = {one.fault for one in found}
+    follows = {
+        F.COUNT: {F.ORDER, F.LOCAL_STATISTIC},
+        F.LOCAL_STATISTIC: {F.ORDER},
+        F.CONTEXT_MISSING: {F.ORDER},
+    }
+    return [one for one in found if not follows.get(one.fault, set()) & faults]
+
+
+def _fault(trial: Trial, one: Observation, tolerance: float) -> tuple[Fault, str]:
+    axes = one.layout.axes
+    if one.error:
+        return F.RAISES, one.error
+    if one.loss <= tolerance and one.gradient <= tolerance and not (one.stray or one.tensor_differs):
+        return F.METRIC, _metrics(one)
+    if not (math.isfinite(one.loss) and math.isfinite(one.gradient)):
+        empty = [part for part in one.parts if not part.tokens]
+        if empty and trial.want and {"data", "micro-batches"} & axes:
+            return (
+                F.EMPTY,
+                f"{len(empty)} of {len(one.parts)} micro-batches have no valid token, and the result is NaN.",
+            )
+        return F.MASKED_READ, "the result is not finite."
+    if one.padding_gradient:
+        return F.PADDING_COLUMNS, f"Columns from vocab_size on have a gradient. {_numbers(one)}."
+    if "tensor" in axes and (fault := _of_tensor_ranks(one)):
+        return fault
+    if "context" in axes and (fault := _of_context_ranks(trial, one, tolerance)):
+        return fault
+    if {"data", "micro-batches", "context"} & axes and (fault := _of_parts(one)):
+        return fault
+    if {"data", "micro-batches"} & axes:
+        return F.LOCAL_STATISTIC, f"No factor of a micro-batch explains its gradient. {_numbers(one)}."
+    if "context" in axes:
+        return F.CONTEXT_MISSING, f"{_numbers(one)}."
+    if "packing" in axes and _only_at(trial, one, _sequence_edges(trial, one.layout)):
+        return F.SEQUENCE_EDGE, f"{_numbers(one)}, all of it at the ends of sequences."
+    return F.UNKNOWN, f"{_numbers(one)}."
+
+
+def _numbers(one: Observation) -> str:
+    return (
+        f"Loss × {one.loss_factor:.6g}, gradient × {one.gradient_factor:.6g}"
+        + (f" and {one.residual:.1e} of it elsewhere" if one.residual > _CLOSE else "")
+        + f" on {one.layout.name}"
+    )
+
+
+def _metrics(one: Observation) -> str:
+    return "; ".join(f"{name} is off by {error:.1e}" for name, error in one.metrics.items()) + f" on {one.layout.name}."
+
+
+def _of_tensor_ranks(one: Observation) -> tuple[Fault, str] | None:
+    if one.tensor_differs:
+        return F.TENSOR_MISSING, f"tensor ranks return different losses. {_numbers(one)}."
+    if one.residual <= _CLOSE and _close(one.gradient_factor, one.layout.tp, 1 / one.layout.tp):
+        return F.TENSOR_SUMMED, f"{_numbers(one)}."
+    return None
+
+
+def _of_parts(one: Observation) -> tuple[Fault, str] | None:
+    """By the factor of each micro-batch's gradient: N/n_i of a local denominator, w_i·N/n_i of a mean of means."""
+    known = [part for part in one.parts if part.tokens and math.isfinite(part.factor)]
+    if len(known) < 2 or _close_all([part.factor for part in known], [1.0] * len(known)):
+        return None
+    number = len(one.parts)
+    if one.residual <= _CLOSE and _close(one.gradient_factor, 1 / number):
+        return F.PARTS_AVERAGED, f"{_numbers(one)}: 1/{number}."
+    worst = max(known, key=lambda part: abs(math.log(max(abs(part.factor), 1e-300))))
+    numbers = f"a micro-batch's gradient is {worst.factor:.6g} times what it should be on {one.layout.name}"
+    for unit, counts in (("tokens", [p.tokens for p in known]), ("sequences", [p.sequences for p in known])):
+        total, count = sum(counts), counts[known.index(worst)]
+        weights = [part.factor * count / total for part, count in zip(known, counts, strict=True)]
+        weight = weights[known.index(worst)]
+        if _close_all(weights, [1.0] * len(known)):
+            return F.LOCAL_DENOMINATOR, f"{numbers}: {total} {unit} of the step / {count} of its own."
+        for other in _weights_of_means(known):
+            if _close_all(weights, other):
+                return F.MEAN_OF_MEANS, f"{numbers}: it has {count} of {total} {unit}, and weighs {weight:.6g}."
+    if one.residual <= _CLOSE and _close(one.gradient_factor, number):
+        return F.PARTS_REPEATED, f"{_numbers(one)}: {number}."
+    return None
+
+
+def _weights_of_means(parts: Sequence[Part]) -> list[list[float]]:
+    """How an average of the parts' averages can weigh them: alike, by valid rows, by rows."""
+    valid, rows = [part.sequences for part in parts], [len(part.rows) for part in parts]
+    return [[1 / len(parts)] * len(parts), [n / sum(valid) for n in valid], [n / sum(rows) for n in rows]]
+
+
+def _of_context_ranks(trial: Trial, one: Observation, tolerance: float) -> tuple[Fault, str] | None:
+    cp = one.layout.cp
+    uniform = one.residual <= _CLOSE
+    if one.loss <= tolerance and one.gradient > tolerance:
+        return F.CONTEXT_BACKWARD, f"The loss is right and its gradient is not. {_numbers(one)}."
+    if uniform and _close(one.gradient_factor, 1 / cp):
+        return F.CONTEXT_AVERAGED, f"{_numbers(one)}: 1/cp."
+    if uniform and _close(one.gradient_factor, cp):
+        return F.CONTEXT_SUMMED, f"{_numbers(one)}: cp."
+    if _only_at(trial, one, _shard_edges(trial, one.layout)):
+        return F.SHARD_EDGE, f"{_numbers(one)}, all of it at the last positions of shards."
+    return None
+
+
+def _shard_edges(trial: Trial, layout: Layout) -> set[tuple[int, int]]:
+    """The last position of each run of neighbours that a context rank holds."""
+    edges: set[tuple[int, int]] = set()
+    for rank in range(layout.cp):
+        for part in _cuts(trial, layout, rank):
+            edges |= {
+                here
+                for here, following in zip(part, [*part[1:], None], strict=True)
+                if here is not None and following != (here[0], here[1] + 1)
+            }
+    return edges
+
+
+def _sequence_edges(trial: Trial, layout: Layout) -> set[tuple[int, int]]:
+    batch = trial.batch
+    ends = {(row, length - 1) for row, length in enumerate(batch.lengths)}
+    rooms = {
+        max(here for here in part if here is not None and here[0] == row)
+        for part in _cuts(trial, layout, 0)
+        for row in {here[0] for here in part if here is not None}
+    }
+    return ends | rooms
+
+
+def _cuts(trial: Trial, layout: Layout, cp_rank: int) -> list[list[tuple[int, int] | None]]:
+    batch = trial.batch
+    size = batch.rows // (layout.dp * layout.micro_batches)
+    return [
+        cut_rows(list(range(start, start + size)), batch.lengths, batch.width, layout, cp_rank).places
+        for start in range(0, batch.rows, size)
+    ]
+
+
+def _only_at(trial: Trial, one: Observation, places: set[tuple[int, int]]) -> bool:
+    """Whether the error of the gradient, freed from a common factor, is at these places."""
+    if one.position_errors is None or not places:
+        return False
+    there = torch.zeros_like(one.position_errors, dtype=torch.bool)
+    rows, columns = zip(*places, strict=True)
+    there[list(rows), list(columns)] = True
+    total = float(one.position_errors.sum())
+    return float(one.position_errors[~there].sum()) <= 1e-12 * total
+
+
+def _close(value: float, *wanted: float) -> bool:
+    return any(abs(value - one) <= _CLOSE * abs(one) for one in wanted)
+
+
+def _close_all(values: Sequence[float], wanted: Sequence[float]) -> bool:
+    return all(_close(value, one) for value, one in zip(values, wanted, strict=True))

@@ -1,0 +1,147 @@
+"""What a layout got, beside the truth, in a few numbers that a diagnosis can be computed from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from parallel_rl.testing.batches import carries_loss
+from parallel_rl.testing.cases import Trial
+from parallel_rl.testing.layouts import Layout, cut_rows
+from parallel_rl.testing.sharded import Outcome
+
+
+@dataclass(frozen=True)
+class Part:
+    """One micro-batch on one data and context rank.
+
+    Attributes:
+        rows: of the batch.
+        sequences, tokens: valid ones; of tokens those that this context rank predicts.
+        factor: g·g* / |g*|² of its positions; NaN without a true gradient.
+    """
+
+    rows: list[int]
+    sequences: int
+    tokens: int
+    factor: float
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """One layout beside the truth.
+
+    Attributes:
+        layout: the layout.
+        loss, gradient: relative errors.
+        metrics: relative error of each metric, of those that are off; infinity for one that is missing.
+        loss_factor: Σ shares / L.
+        gradient_factor: g·g* / |g*|², the number that explains most of the gradient.
+        residual: |g − factor·g*| / |g*|, what it does not explain.
+        parts: micro-batches of the data and context ranks.
+        position_errors: [B, S] |g − g*|² of each position.
+        tensor_differs: whether tensor ranks of one data and context rank got different losses or metrics.
+        stray: a gradient where none may be.
+        padding_gradient: a gradient in a padding column of the vocabulary.
+        error: that was raised.
+    """
+
+    layout: Layout
+    loss: float = math.nan
+    gradient: float = math.nan
+    metrics: dict[str, float] = field(default_factory=dict)
+    loss_factor: float = math.nan
+    gradient_factor: float = math.nan
+    residual: float = math.nan
+    parts: tuple[Part, ...] = ()
+    position_errors: Tensor | None = None
+    tensor_differs: bool = False
+    stray: bool = False
+    padding_gradient: bool = False
+    error: str = ""
+
+    def broken(self, tolerance: float) -> bool:
+        """Whether the law does not hold here."""
+        right = self.loss <= tolerance and self.gradient <= tolerance and not self.metrics
+        return bool(self.error or self.tensor_differs or self.stray or not right)
+
+
+def observe(trial: Trial, layout: Layout, outcomes: Sequence[Outcome], tolerance: float) -> Observation:
+    """Compare the outcomes of all ranks on one layout with the truth."""
+    errors = sorted({outcome.error for outcome in outcomes if outcome.error})
+    if errors:
+        return Observation(layout, error="; ".join(errors))
+    want, batch = trial.want, trial.batch
+    first = [outcome for outcome in outcomes if outcome.place[0] == 0]
+    whole = first if batch.logits.shape[-1] == 1 else outcomes  # a scalar head is whole on every tensor rank
+    dot, truth, error = torch.stack([outcome.maps for outcome in whole]).sum(0)
+    norm = max(float(truth.sum()), 1e-300)
+    factor = float(dot.sum()) / norm
+    share = sum(outcome.share for outcome in first)
+    # |g − f·g*|² = |g − g*|² + 2(1 − f)·(g − g*)·g* + (1 − f)²·|g*|², where (g − g*)·g* = (f − 1)·|g*|²
+    left = float(error.sum()) - (1 - factor) ** 2 * norm
+    return Observation(
+        layout,
+        loss=relative(share, want.loss, 1e-3),
+        gradient=math.sqrt(float(error.sum()) / norm) if math.isfinite(factor) else math.nan,
+        metrics=_metric_errors(outcomes[0].metrics, want.metrics, tolerance),
+        loss_factor=share / want.loss if want.loss else math.nan,
+        gradient_factor=factor,
+        residual=math.sqrt(max(left, 0.0) / norm),
+        parts=_parts(trial, layout, dot, truth),
+        position_errors=error,
+        tensor_differs=_tensor_ranks_differ(outcomes),
+        stray=any(outcome.stray for outcome in outcomes),
+        padding_gradient=any(outcome.padding_gradient for outcome in outcomes),
+    )
+
+
+def relative(got: float, want: float, floor: float) -> float:
+    """|got − want| / max(|want|, floor); NaN stays NaN."""
+    return abs(got - want) / max(abs(want), floor)
+
+
+def _metric_errors(got: dict[str, float], want: dict[str, float], tolerance: float) -> dict[str, float]:
+    found = {}
+    for name in sorted({*got, *want}):
+        here, there = got.get(name, math.inf), want.get(name, math.inf)
+        if here == there or (math.isnan(here) and math.isnan(there)):
+            continue
+        error = relative(here, there, 1e-2) if math.isfinite(here) and math.isfinite(there) else math.inf
+        if not error <= tolerance:
+            found[name] = error
+    return found
+
+
+def _tensor_ranks_differ(outcomes: Sequence[Outcome]) -> bool:
+    seen: dict[tuple[int, int], Outcome] = {}
+    for outcome in outcomes:
+        twin = seen.setdefault(outcome.place[1:], outcome)
+        if not (
+            _same(outcome.share, twin.share) and all(_same(x, twin.metrics[k]) for k, x in outcome.metrics.items())
+        ):
+            return True
+    return False
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def _parts(trial: Trial, layout: Layout, dot: Tensor, truth: Tensor) -> tuple[Part, ...]:
+    batch, found = trial.batch, []
+    carries, sample_mask = carries_loss(batch.data, trial.case.build()), batch.data["sample_mask"]
+    size = batch.rows // (layout.dp * layout.micro_batches)
+    for start in range(0, batch.rows, size):
+        rows = list(range(start, start + size))
+        for cp_rank in range(layout.cp):
+            at_rows, at_columns, there = cut_rows(rows, batch.lengths, batch.width, layout, cp_rank).indices()
+            own = at_rows[there], at_columns[there]
+            norm = float(truth[own].sum())
+            factor = float(dot[own].sum()) / norm if norm else math.nan
+            found.append(Part(rows, int(sample_mask[rows].sum()), int(carries[own].sum()), factor))
+    return tuple(found)

@@ -1,0 +1,112 @@
+"""The outcome of a check: a line a layout, the findings, as text, as JSON and as an error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parallel_rl.testing.diagnosis import Finding
+from parallel_rl.testing.observe import Observation
+
+
+class LawBroken(AssertionError):
+    """A loss gives other numbers on another layout, or stumbles over what one process shows already."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout's line.
+
+    Attributes:
+        layout: its name.
+        loss, gradient, metrics: relative errors; the metrics' largest.
+        verdict: "ok", or the name of the fault.
+    """
+
+    layout: str
+    loss: float
+    gradient: float
+    metrics: float
+    verdict: str
+
+    @classmethod
+    def of(cls, seen: Observation, findings: Sequence[Finding], tolerance: float) -> Row:
+        """The line of an observation, with the first finding that speaks of it."""
+        verdict = "ok"
+        if seen.broken(tolerance):
+            named = [one.fault.name for one in findings if seen.layout.name in one.layouts]
+            verdict = named[0] if named else (findings[0].fault.name if findings else "broken")
+        return cls(seen.layout.name, seen.loss, seen.gradient, max(seen.metrics.values(), default=0.0), verdict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that a check of one loss found.
+
+    Attributes:
+        name: of the loss.
+        rows: a line a layout.
+        findings: what is wrong, with its cause; empty when the law holds.
+        skipped: what could not be checked, and why.
+        seconds: that it took.
+    """
+
+    name: str
+    rows: tuple[Row, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    skipped: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the law holds."""
+        return not self.findings and bool(self.rows)
+
+    def raise_if_broken(self) -> None:
+        """Raise the diagnosis.
+
+        Raises:
+            LawBroken: the law does not hold.
+        """
+        if not self.ok:
+            raise LawBroken(str(self))
+
+    def as_json(self) -> dict[str, object]:
+        """Plain lists, mappings, numbers and strings; what is not finite is None."""
+        return {
+            "loss": self.name,
+            "ok": self.ok,
+            "seconds": round(self.seconds, 2),
+            "layouts": [
+                {
+                    "layout": row.layout,
+                    "loss_error": _finite(row.loss),
+                    "gradient_error": _finite(row.gradient),
+                    "metric_error": _finite(row.metrics),
+                    "verdict": row.verdict,
+                }
+                for row in self.rows
+            ],
+            "findings": [
+                {
+                    "fault": one.fault.name,
+                    "axis": one.axis,
+                    "text": one.text,
+                    "mend": one.fault.mend,
+                    "layouts": list(one.layouts),
+                }
+                for one in self.findings
+            ],
+            "skipped": list(self.skipped),
+        }
+
+    def __str__(self) -> str:
+        if self.ok:
+            return f"{self.name}: the law holds on {len(self.rows)} layouts"
+        found = [f"  {line}" for one in self.findings for line in str(one).splitlines()]
+        return "\n".join([f"{self.name} breaks the law", *(found or ["  no layout could be run"])])
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

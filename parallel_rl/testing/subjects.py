@@ -1,0 +1,132 @@
+"""What `check_law` takes: a name, a class, an instance, a function with the call of `LossFn`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parallel_rl.layout import CPLayout
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.call import LossCall, LossFunction
+from parallel_rl.losses.core.requirements import Field, Requirements
+from parallel_rl.losses.registry import get_loss
+from parallel_rl.metrics import Metric, Metrics
+from parallel_rl.statistics import Statistics
+from parallel_rl.testing.batches import Sizes
+from parallel_rl.testing.cases import EVERY_AXIS, Case, Subject, registered_name
+
+# (next_token_logits, data, n_seqs, n_toks, tensor rank, tensor group, context group) to the loss, or the loss and its metrics
+SeedCall = Callable[..., "Tensor | tuple[Tensor, Mapping[str, float | Tensor]]"]
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """A loss as it was built, with its options and its state; only what a layout decides is set anew."""
+
+    loss: LossFn
+
+    @property
+    def name(self) -> str:
+        return registered_name(type(self.loss))
+
+    @property
+    def axes(self) -> frozenset[str]:
+        return EVERY_AXIS
+
+    def build(
+        self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False
+    ) -> LossFn:
+        """A copy for this layout."""
+        loss = copy.copy(self.loss)
+        loss.options = replace(
+            loss.options, vocab_size=vocab_size, vocab_start=None, cp_layout=cp_layout, consume_logits=consume_logits
+        )
+        return loss
+
+
+@dataclass(frozen=True, eq=False)
+class SeedLoss:
+    """A function, or an object, with the seven arguments of `LossFn`'s call, such as a loss of NeMo-RL.
+
+    >>> import torch
+    >>> def doubled(logits, data, seqs, toks, rank=None, tensor=None, context=None):
+    ...     return 2 * logits.logsumexp(-1).mean(), {}
+    >>> SeedLoss(doubled, axes=frozenset({"data", "micro-batches"})).name
+    'doubled'
+
+    Attributes:
+        call: it may return the loss alone, or the loss and a mapping of metrics, numbers that are summed over ranks.
+        fields: of the data, beside input_ids, token_mask and sample_mask.
+        axes: that it can be run on; the call tells nothing of a contiguous context layout, packing and padding columns.
+    """
+
+    call: SeedCall
+    fields: tuple[str, ...] = ()
+    axes: frozenset[str] = frozenset({"tensor", "context", "data", "micro-batches"})
+
+    @property
+    def name(self) -> str:
+        return getattr(self.call, "__name__", type(self.call).__name__)
+
+    def build(
+        self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False
+    ) -> LossFunction:
+        """The same on every layout: the call tells nothing of padding columns or of the context layout."""
+        return _Called(self)
+
+
+class _Called(LossFunction):
+    def __init__(self, subject: SeedLoss) -> None:
+        self.subject = subject
+
+    @property
+    def requirements(self) -> Requirements:
+        return Requirements(tuple(Field(name) for name in self.subject.fields))
+
+    def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
+        result = self.subject.call(
+            call.output, call.data, call.global_valid_seqs, call.global_valid_toks,
+            call.tensor_rank, call.tensor_group, call.context_group,
+        )  # fmt: skip
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(f"{self.subject.name} must return a scalar tensor, and metrics if any; got {loss!r}")
+        numbers = {name: torch.as_tensor(value).double() for name, value in metrics.items()}
+        return loss, Metrics({name: Metric("share", value) for name, value in {"loss": loss, **numbers}.items()})
+
+    def run_collect(self, call: LossCall) -> Statistics:
+        raise ValueError(f"{self.subject.name} needs no statistics of the step")
+
+
+def subject_of(loss: str | type[LossFn] | LossFn | Subject | SeedCall) -> Subject:
+    """Make a subject of what a user hands over.
+
+    >>> subject_of("nll").name
+    'nll'
+
+    Raises:
+        ValueError: an unknown name, or what is no loss.
+    """
+    if isinstance(loss, str):
+        return Case(get_loss(loss))
+    if isinstance(loss, type) and issubclass(loss, LossFn):
+        return Case(loss)
+    if isinstance(loss, LossFn):
+        return Given(loss)
+    if all(hasattr(loss, name) for name in ("build", "name", "axes")):
+        return loss  # type: ignore[return-value]
+    if callable(loss) and not isinstance(loss, type):
+        return SeedLoss(loss)
+    raise ValueError(
+        f"{loss!r} is no loss: give a registered name, a subclass of LossFn or an instance of one, or a function with the "
+        "call of LossFn"
+    )
+
+
+def sizes_of(subject: Subject) -> Sizes:
+    """The batch's sizes: a vocabulary that is divisible where the call cannot tell of uneven shards."""
+    return Sizes() if "padded vocabulary" in subject.axes else Sizes(vocab=24)
