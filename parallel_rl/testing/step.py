@@ -53,10 +53,10 @@ class Step:
         """
         groups = self.rank.groups
         more = fields or [{} for _ in outputs]
-        calls = [
-            (output, {**data, **given}, *self.counts, groups.tp_rank, groups.tensor, groups.context)
-            for output, data, given in zip(outputs, self.datas, more, strict=True)
-        ]
+        calls = []
+        for output, data, given in zip(outputs, self.datas, more, strict=True):
+            both: dict[str, Tensor | LMHeadInput] = {**data, **given}
+            calls.append((output, both, *self.counts, groups.tp_rank, groups.tensor, groups.context))
         losses = [_packed(self.loss_fn, piece) for piece in self.pieces]
         statistics = step_statistics([*zip(losses, calls, strict=True)], groups)
         for loss_fn, call in zip(losses, calls, strict=True):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from parallel_rl.layout import CPLayout
 from parallel_rl.losses.core.base import LossFn
@@ -97,6 +98,13 @@ class _Called(LossFunction):
             raise ValueError(f"{self.subject.name} must return a scalar tensor, and metrics if any; got {loss!r}")
         numbers = {name: torch.as_tensor(value).double() for name, value in metrics.items()}
         return loss, Metrics({name: Metric("share", value) for name, value in {"loss": loss, **numbers}.items()})
+
+    def count(
+        self,
+        batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        data_parallel_group: ProcessGroup | None = None,
+    ) -> Statistics:
+        return Statistics({})
 
     def run_collect(self, call: LossCall) -> Statistics:
         raise ValueError(f"{self.subject.name} needs no statistics of the step")
