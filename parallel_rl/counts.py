@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length"]
+Aggregation = Literal[
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "constant-length",
+    "turn-mean",
+    "prompt-mean",
+    "trajectory-mean",
+]
 
 
 class ValidCounts(NamedTuple):
@@ -135,7 +143,8 @@ def token_weights(
 ) -> Tensor:
     """Compute the weight of each sequence's tokens in the loss, [B] float64.
 
-    token-mean 1/N_tok; seq-mean-token-mean 1/(N_seq·n_i); seq-mean-token-sum 1/N_seq; constant-length 1/(N_seq·L_max).
+    token-mean 1/N_tok; seq-mean-token-mean 1/(N_seq·n_i); seq-mean-token-sum 1/N_seq; constant-length 1/(N_seq·L_max). Those of
+    turns, prompts and trajectories follow from more than these counts, see `parallel_rl.losses.core.aggregation`.
 
     >>> counts = ValidCounts(torch.tensor(2), torch.tensor(10))
     >>> token_weights("seq-mean-token-mean", torch.tensor([4, 6]), counts).tolist()

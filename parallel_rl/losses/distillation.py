@@ -12,10 +12,12 @@ from torch import Tensor
 from parallel_rl.counts import Aggregation, check_aggregation
 from parallel_rl.functional.distillation import mixed_kl, reverse_tail, with_tail
 from parallel_rl.layout import valid_tokens
+from parallel_rl.losses.core.aggregation import count_units, with_units
 from parallel_rl.losses.core.requirements import Alignment, Field, Requirements
 from parallel_rl.losses.core.row_loss import LogitRows, RowLoss, mean_of_values
 from parallel_rl.losses.full_distillation import check_temperature
 from parallel_rl.losses.registry import register_loss
+from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.buckets import bucketed_log_probs
@@ -107,7 +109,10 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
             Field("teacher_topk_indices", dtype="integer", alignment=at, width=True),
         )
         tail = (Field("teacher_logsumexp", alignment=at),) if self.config.bucket_tail else ()
-        return Requirements((*top, *tail), reads="rows")
+        return with_units(Requirements((*top, *tail), reads="rows"), self.config.aggregation)
+
+    def count_from(self, batch: TokenBatch) -> Statistics:
+        return count_units(batch, self.config.aggregation)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         return mean_of_values(batch, self.config.aggregation, self.config.max_length)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from parallel_rl.counts import Aggregation, check_aggregation
 from parallel_rl.functional.distillation import Divergence, ForwardKL
+from parallel_rl.losses.core.aggregation import count_units, with_units
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.row_loss import TEACHER, LogitRows, RowLoss, mean_of_values
 from parallel_rl.losses.registry import register_loss
+from parallel_rl.statistics import Statistics
 from parallel_rl.vocab.divergence import divergence_of_shards
 
 if TYPE_CHECKING:
@@ -83,7 +86,14 @@ class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
     """
 
     config_class = FullDistillationLossConfig
-    requirements = Requirements((Field("teacher_logits", per="local"),), reads="rows")
+
+    @cached_property
+    def requirements(self) -> Requirements:
+        needs = Requirements((Field("teacher_logits", per="local"),), reads="rows")
+        return with_units(needs, self.config.aggregation)
+
+    def count_from(self, batch: TokenBatch) -> Statistics:
+        return count_units(batch, self.config.aggregation)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         return mean_of_values(batch, self.config.aggregation, self.config.max_length)

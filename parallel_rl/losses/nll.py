@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, check_aggregation, token_weights
+from parallel_rl.counts import Aggregation, check_aggregation
 from parallel_rl.functional.supervised import NLLWeighting, weighted_nll
+from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true
 from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
+from parallel_rl.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,18 @@ class NLLLoss(LossFn[NLLLossConfig]):
     """
 
     config_class = NLLLossConfig
-    requirements = Requirements(token_separable=True)
+
+    @cached_property
+    def requirements(self) -> Requirements:
+        return with_units(Requirements(token_separable=True), self.config.aggregation)
+
+    def count_from(self, batch: TokenBatch) -> Statistics:
+        return count_units(batch, self.config.aggregation)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg = self.config
-        weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
-        loss = batch.weighted_sum(weighted_nll(batch.logprobs, cfg.weighting, cfg.cutoff_prob), weights)
+        losses = weighted_nll(batch.logprobs, cfg.weighting, cfg.cutoff_prob)
+        loss = aggregate(batch, losses, cfg.aggregation, cfg.max_length)
         metrics = {
             "loss": Metric("share", loss),
             "num_unmasked_tokens": Metric("count", batch.mask.sum(dtype=torch.float64)),

@@ -15,6 +15,13 @@ from parallel_rl.counts import ValidCounts, token_weights
 from parallel_rl.functional.kl import kl_estimate, straight_through
 from parallel_rl.functional.ratio import exp_or_zero, safe_exp
 from parallel_rl.functional.surrogate import PolicyTerms
+from parallel_rl.losses.core.aggregation import (
+    UNIT_FIELDS,
+    aggregation_weights,
+    count_units,
+    unit_weights,
+    with_units,
+)
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
@@ -65,7 +72,7 @@ class PolicyLoss(LossFn[ConfigT]):
             others.append(Field("sample_ids", per="sequence", dtype="integer"))
         if cfg.reads_turns:
             others.append(Field("segment_ids", dtype="integer"))
-        return Requirements(
+        needs = Requirements(
             (*(Field(name) for name, read in self._token_fields().items() if read), *others),
             optional=tuple(Field(name) for name in self._measured_fields if not self._token_fields()[name]),
             counted=cfg.positive_nll_weight > 0 or (cfg.counts_survivors and self._recorded),
@@ -77,6 +84,7 @@ class PolicyLoss(LossFn[ConfigT]):
             token_separable=cfg.token_separable,
             weighs_sequences=cfg.weighs_sequences,
         )
+        return with_units(needs, cfg.aggregation)
 
     @cached_property
     def entropy_bonus(self) -> EntropyCoefficient:
@@ -117,21 +125,26 @@ class PolicyLoss(LossFn[ConfigT]):
         if self.policy.positive_nll_weight:
             positive = batch.local.valid & (batch.per_sequence("rewards") > 0)[:, None]
             sums["positive_tokens"] = count_true(batch, positive).value
-        return Statistics(sums) | (self._survivors(batch) if self._recorded else Statistics({}))
+        counted = Statistics(sums)
+        if not self.policy.counts_kept:
+            counted |= count_units(batch, self.policy.aggregation)
+        return counted | self._survivors(batch) if self._recorded else counted
 
     def _survivors(self, batch: TokenBatch) -> Statistics:
-        """Sums of what corrections leave, for those whose denominators they are, and what some look at over the whole step."""
-        cfg, sums, samples = self.policy, {}, {}
+        """Counts of what corrections leave, for those whose denominators they are, and what some look at in the step."""
+        cfg, sums, samples, units = self.policy, {}, {}, Statistics({})
         if cfg.importance is not None and cfg.importance.normalize:
             weight, _ = importance_weight(batch, self._prev(batch), cfg.importance)
             sums["importance_sum"] = batch.token_mean(weight).value * batch.counts.toks
         if cfg.rejection is not None and cfg.rejection.of_step:
             samples = rejection_samples(batch, self._prev(batch), cfg.rejection)
-        elif cfg.rejection is not None and cfg.rejection.denominator == "kept":
-            rows = batch.segment_sum(kept_tokens(batch, self._prev(batch), cfg.rejection).double())
+        elif cfg.rejection is not None and cfg.counts_kept:
+            kept = kept_tokens(batch, self._prev(batch), cfg.rejection)
+            rows = batch.segment_sum(kept.double())
             sums["kept_tokens"] = count_true(batch, rows).value
             sums["kept_sequences"] = count_true(batch, rows > 0).value
-        return Statistics(sums, samples)
+            units = count_units(batch, cfg.aggregation, kept)
+        return Statistics(sums, samples) | units
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
         cfg, prev, samples = self.policy, self._prev(batch), {}
@@ -147,8 +160,7 @@ class PolicyLoss(LossFn[ConfigT]):
         """The share of everything that the options ask for."""
         cfg, prev = self.policy, self._prev(batch)
         terms = self._terms(batch, prev)
-        weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
-        kept, weights, metrics = self._kept(batch, prev, weights)
+        kept, metrics = self._kept(batch, prev)
         surrogate, more = self._masked(batch, prev, cfg.surrogate(terms), terms, kept)
         metrics |= more
         parts = {"policy_loss": (1.0, surrogate)}
@@ -157,7 +169,8 @@ class PolicyLoss(LossFn[ConfigT]):
         if cfg.entropy_bonus:
             parts["entropy_bonus"] = (-self.entropy_bonus.value, batch.entropy)
         stacked = torch.stack([x for _, x in parts.values()])
-        sums = batch.weighted_sum(stacked if kept is batch.mask else torch.where(kept, stacked, 0), weights).unbind()
+        stacked = stacked if kept is batch.mask else torch.where(kept, stacked, 0)
+        sums = batch.token_sum(stacked, self._weights(batch, kept)).unbind()
         loss = sum((factor * x for (factor, _), x in zip(list(parts.values())[1:], sums[1:], strict=True)), sums[0])
         metrics |= {name: Metric("share", x) for name, x in zip(parts, sums, strict=True) if name != "entropy_bonus"}
         if cfg.positive_nll_weight:
@@ -195,22 +208,28 @@ class PolicyLoss(LossFn[ConfigT]):
             random=None if (seed := cfg.surrogate.draw_seed) is None else batch.random(seed),
         )
 
-    def _kept(self, batch: TokenBatch, prev: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-        """[T_local] bool: the tokens that no rejection takes away, the weights of the sequences' tokens, and the metric."""
+    def _kept(self, batch: TokenBatch, prev: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+        """[T_local] bool: the tokens that no rejection takes away, and the metric."""
+        if self.policy.rejection is None:
+            return batch.mask, {}
+        kept = kept_tokens(batch, prev, self.policy.rejection)
+        return kept, {"rejected_fraction": batch.token_mean(~kept)}
+
+    def _weights(self, batch: TokenBatch, kept: Tensor) -> Tensor:
+        """[T_local] weights of the tokens, by the counts of all valid ones, or of those that are kept."""
         cfg, statistics = self.policy, batch.statistics
-        if cfg.rejection is None:
-            return batch.mask, weights, {}
-        kept = kept_tokens(batch, prev, cfg.rejection)
-        if cfg.rejection.denominator == "kept":
-            assert statistics is not None
-            if cfg.rejection.of_step:
-                number = batch.counts.seqs, kept_of_step(statistics.samples, cfg.rejection)
-            else:
-                number = statistics["kept_sequences"], statistics["kept_tokens"]
-            counts = ValidCounts(*(n.clamp(min=1) for n in number))
-            rows = batch.segment_sum(kept.to(prev.dtype))
-            weights = token_weights(cfg.aggregation, rows, counts, cfg.max_length)
-        return kept, weights, {"rejected_fraction": batch.token_mean(~kept)}
+        if not cfg.counts_kept:
+            return aggregation_weights(batch, cfg.aggregation, cfg.max_length)
+        if cfg.aggregation in UNIT_FIELDS:
+            return unit_weights(batch, cfg.aggregation, kept)
+        assert statistics is not None and cfg.rejection is not None
+        if cfg.rejection.of_step:
+            number = batch.counts.seqs, kept_of_step(statistics.samples, cfg.rejection)
+        else:
+            number = statistics["kept_sequences"], statistics["kept_tokens"]
+        counts = ValidCounts(*(n.clamp(min=1) for n in number))
+        rows = batch.segment_sum(kept.to(batch.output.dtype))
+        return batch.expand(token_weights(cfg.aggregation, rows, counts, cfg.max_length))
 
     def _masked(
         self, batch: TokenBatch, prev: Tensor, surrogate: Tensor, terms: PolicyTerms, kept: Tensor

@@ -140,10 +140,15 @@ class PolicyLossConfig:
         return self.surrogate.needs_statistics or self.entropy_filter is not None
 
     @property
+    def counts_kept(self) -> bool:
+        """Whether the denominators are of what the rejection keeps of the whole step."""
+        return self.rejection is not None and self.rejection.denominator == "kept"
+
+    @property
     def counts_survivors(self) -> bool:
         """Whether corrections look at the whole step, or a denominator is what they leave of it."""
         return (self.importance is not None and self.importance.normalize) or (
-            self.rejection is not None and (self.rejection.denominator == "kept" or bool(self.rejection.of_step))
+            self.rejection is not None and (self.counts_kept or bool(self.rejection.of_step))
         )
 
     @property
@@ -164,7 +169,8 @@ class PolicyLossConfig:
         weight, rejection = self.importance, self.rejection
         by_token = weight is None or (weight.level == "token" and weight.mode != "seq-mask-tis")
         kept_by_token = rejection is None or rejection.by_token
-        return not (by_token and kept_by_token and self.aggregation != "seq-mean-token-mean")
+        counts = self.aggregation == "seq-mean-token-mean" or (self.aggregation == "turn-mean" and self.counts_kept)
+        return counts or not (by_token and kept_by_token)
 
     def __post_init__(self) -> None:
         check_aggregation(self.aggregation, self.max_length)

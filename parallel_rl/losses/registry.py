@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeVar
 
 from torch import Tensor
 
 from parallel_rl.config.strict import nearest
-from parallel_rl.counts import Aggregation, check_aggregation, token_weights
+from parallel_rl.counts import Aggregation, check_aggregation
+from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, measured_entries, measured_tokens
@@ -175,8 +177,8 @@ def register_objective(
             _check_measures(name, measures, mask)
             if level == "token":
                 cfg = self.config
-                weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
-                loss, metrics = batch.weighted_sum(values, weights), measured_tokens(batch, measures)
+                loss = aggregate(batch, values, cfg.aggregation, cfg.max_length)
+                metrics = measured_tokens(batch, measures)
             else:
                 loss = batch.sequence_sum(values, mask, number)
                 metrics = measured_entries(batch, measures, mask, number)
@@ -184,23 +186,30 @@ def register_objective(
             return loss, Metrics({**own, **metrics})
 
         fields = [*(Field(each) for each in token_fields), *(Field(each, per="sequence") for each in sequence_fields)]
+        needs = Requirements(
+            tuple(replace(each, dtype="integer") if each.name in integer_fields else each for each in fields),
+            paired=level == "pair",
+            counted=count is not None,
+            collected=collect is not None,
+            entropy=needs_entropy,
+            truncatable=level != "pair",
+            token_separable=token_separable,
+        )
+
+        def count_from(self: LossFn, batch: TokenBatch) -> Statistics:
+            units = count_units(batch, self.config.aggregation) if level == "token" else Statistics({})
+            return units if count is None else units | count(batch)
+
         members: dict[str, object] = {
             "__doc__": objective.__doc__,
             "__module__": objective.__module__,
             "config_class": config or (ObjectiveConfig if level == "token" else NoConfig),
-            "requirements": Requirements(
-                tuple(replace(each, dtype="integer") if each.name in integer_fields else each for each in fields),
-                paired=level == "pair",
-                counted=count is not None,
-                collected=collect is not None,
-                entropy=needs_entropy,
-                truncatable=level != "pair",
-                token_separable=token_separable,
+            "requirements": cached_property(
+                lambda self: with_units(needs, self.config.aggregation) if level == "token" else needs
             ),
             "compute": compute,
+            "count_from": count_from,
         }
-        if count is not None:
-            members["count_from"] = lambda self, batch: count(batch)
         if collect is not None:
             members["collect_from"] = lambda self, batch: collect(batch)
         loss_class: type[LossFn] = type(objective.__name__, (LossFn,), members)

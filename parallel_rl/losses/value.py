@@ -8,14 +8,16 @@ from typing import Literal
 
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, check_aggregation, token_weights
+from parallel_rl.counts import Aggregation, check_aggregation
 from parallel_rl.functional.value import clipped_squared_error, squared_error
+from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
+from parallel_rl.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,18 @@ class ValueLossFn(ScalarHeadLoss[ValueLossConfig]):
     def requirements(self) -> Requirements:
         names = ("returns",) if self.config.cliprange is None else ("returns", "values")
         shift = self.config.head_position == "predictor"
-        return Requirements(tuple(Field(name) for name in names), reads="scalar", shift=shift)
+        needs = Requirements(tuple(Field(name) for name in names), reads="scalar", shift=shift)
+        return with_units(needs, self.config.aggregation)
+
+    def count_from(self, batch: TokenBatch) -> Statistics:
+        return count_units(batch, self.config.aggregation)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg, values, returns = self.config, batch.head, batch["returns"]
         plain = error = squared_error(values, returns)
         if cfg.cliprange is not None:
             error = clipped_squared_error(values, returns, batch["values"], cfg.cliprange)
-        weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
-        loss = 0.5 * cfg.scale * batch.weighted_sum(error, weights)
+        loss = 0.5 * cfg.scale * aggregate(batch, error, cfg.aggregation, cfg.max_length)
         means = {
             "vf_clipfrac": error > plain,
             "returns_mean": returns,

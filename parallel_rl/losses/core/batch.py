@@ -185,7 +185,15 @@ class TokenBatch:
         Args:
             x: [T_local], or [K, T_local] for K sums. weights: [B], see `parallel_rl.counts.token_weights`.
         """
-        return (self.local.masked(x, self.output.dtype).to(torch.float64) * self.expand(weights)).sum(-1).to(x.dtype)
+        return self.token_sum(x, self.expand(weights))
+
+    def token_sum(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Σ over local valid tokens of weight·x: this rank's share; sums run in float64.
+
+        Args:
+            x: [T_local], or [K, T_local] for K sums. weights: [T_local].
+        """
+        return (self.local.masked(x, self.output.dtype).to(torch.float64) * weights).sum(-1).to(x.dtype)
 
     def sequence_sum(self, x: Tensor, mask: Tensor, count: Tensor) -> Tensor:
         """Σ over valid entries of x / count, divided among the context ranks, which all hold the same x.

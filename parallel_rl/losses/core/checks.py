@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel_rl.counts import check_zeros_and_ones
 from parallel_rl.layout import valid_tokens
+from parallel_rl.losses.core.aggregation import UNIT_FIELDS, check_unit_ids
 from parallel_rl.losses.core.requirements import Field
 from parallel_rl.losses.core.turns import check_segment_ids
 from parallel_rl.statistics import Statistics
@@ -114,6 +115,9 @@ def _check_values(data: Mapping[str, Tensor], needs: Requirements) -> None:
     valid = valid_tokens(data, needs.shift)
     if "segment_ids" in needs.names:
         check_segment_ids(data["segment_ids"], valid)
+    for field in UNIT_FIELDS.values():
+        if field.per == "sequence" and field.name in needs.names:
+            check_unit_ids(field.name, data[field.name], data["sample_mask"])
     for field in needs.fields:
         if field.per == "local":
             continue

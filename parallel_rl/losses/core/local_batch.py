@@ -14,7 +14,7 @@ from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import group_rank
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.requirements import Requirements
-from parallel_rl.losses.core.turns import TurnLayout
+from parallel_rl.losses.core.turns import TurnLayout, turn_starts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +80,11 @@ class LocalBatch:
     def turns(self) -> TurnLayout:
         """The turns that `segment_ids` tells apart, at the local positions."""
         return TurnLayout.of(self.layout, self.data["segment_ids"], self.valid, self.requirements.shift)
+
+    @cached_property
+    def turn_starts(self) -> Tensor:
+        """[T_local] bool: the first valid token of each turn."""
+        return self.layout.shard(turn_starts(self.data["segment_ids"], self.valid), self.requirements.shift, fill=False)
 
     @cached_property
     def tokens_per_turn(self) -> Tensor:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, token_weights
+from parallel_rl.counts import Aggregation
+from parallel_rl.losses.core.aggregation import aggregate
 from parallel_rl.losses.core.base import ConfigT, LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.measures import count_true
@@ -33,8 +34,7 @@ TEACHER = "teacher_logits"
 
 def mean_of_values(batch: TokenBatch, mode: Aggregation, max_length: int | None) -> tuple[Tensor, Metrics]:
     """Aggregate the value of each row; metrics loss and num_valid_samples."""
-    weights = token_weights(mode, batch.tokens_per_sequence, batch.counts, max_length)
-    loss = batch.weighted_sum(batch.head, weights)
+    loss = aggregate(batch, batch.head, mode, max_length)
     return loss, Metrics({"loss": Metric("share", loss), "num_valid_samples": count_true(batch, batch.sequence_mask)})
 
 

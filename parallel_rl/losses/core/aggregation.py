@@ -1,0 +1,105 @@
+"""How the tokens of a loss are weighed; tokens and sequences by the counts of the call, other units by those of `statistics`.
+
+Each turn, prompt or trajectory of the step weighs the same:
+
+    L = 1/N_units · Σ_units (Σ tokens of the unit ℓ) / (valid tokens of the unit)
+
+The rows of a prompt or trajectory may lie on several data ranks and in several micro-batches, so its tokens are counted over
+the whole step: records of (id, tokens) of each row, which `count` gathers over data ranks. They come of the data alone, or of
+what a rejection keeps. A masked row is of no unit; one with an empty token mask is, as it is one of N_seq sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.counts import Aggregation, token_weights
+from parallel_rl.losses.core.requirements import Field, Requirements
+from parallel_rl.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.losses.core.batch import TokenBatch
+
+#: the field that tells the units of an aggregation apart
+UNIT_FIELDS: dict[Aggregation, Field] = {
+    "turn-mean": Field("segment_ids", dtype="integer"),
+    "prompt-mean": Field("group_ids", per="sequence", dtype="integer"),
+    "trajectory-mean": Field("run_ids", per="sequence", dtype="integer"),
+}
+
+
+def aggregate(batch: TokenBatch, x: Tensor, aggregation: Aggregation, max_length: int | None = None) -> Tensor:
+    """This rank's share of the aggregated loss, from [T_local], or from [K, T_local] for K of them."""
+    return batch.token_sum(x, aggregation_weights(batch, aggregation, max_length))
+
+
+def aggregation_weights(batch: TokenBatch, aggregation: Aggregation, max_length: int | None = None) -> Tensor:
+    """[T_local] float64, the weight of each token; see `parallel_rl.counts.token_weights`, and for units the module."""
+    if aggregation in UNIT_FIELDS:
+        return unit_weights(batch, aggregation)
+    return batch.expand(token_weights(aggregation, batch.tokens_per_sequence, batch.counts, max_length))
+
+
+def with_units(needs: Requirements, aggregation: Aggregation) -> Requirements:
+    """The requirements of a loss that is aggregated so: for units, the field of their ids and the count of the step.
+
+    >>> with_units(Requirements(), "prompt-mean").names, with_units(Requirements(), "token-mean").counted
+    (('group_ids',), False)
+    """
+    if aggregation not in UNIT_FIELDS:
+        return needs
+    field = UNIT_FIELDS[aggregation]
+    fields = needs.fields if field.name in needs.names else (*needs.fields, field)
+    return replace(needs, fields=fields, counted=True)
+
+
+def count_units(batch: TokenBatch, aggregation: Aggregation, kept: Tensor | None = None) -> Statistics:
+    """What a micro-batch adds to the count of the step's units; nothing for other aggregations.
+
+    Args:
+        kept: [T_local] bool, the tokens that count, and with them the rows and turns that hold one; None: all valid ones.
+    """
+    if aggregation == "turn-mean":
+        first = batch.local.turn_starts
+        if kept is not None:
+            first = first & (batch.turn_sum(kept.double()) > 0)
+        return Statistics({"turns": first.sum()})
+    if aggregation not in UNIT_FIELDS:
+        return Statistics({})
+    tokens, rows = batch.local.valid.sum(1), batch.sequence_mask
+    if kept is not None:
+        tokens = batch.segment_sum(kept.double()).to(torch.int64)
+        rows = tokens > 0
+    ids = batch.local.data[UNIT_FIELDS[aggregation].name]
+    records = {"unit_ids": torch.where(rows, ids, -1), "unit_tokens": torch.where(rows, tokens, 0)}
+    return Statistics({}, records=records)
+
+
+def unit_weights(batch: TokenBatch, aggregation: Aggregation, kept: Tensor | None = None) -> Tensor:
+    """[T_local] float64, 1/(N_units · tokens of the token's unit); args as in `count_units`, of the whole step."""
+    assert batch.statistics is not None
+    if aggregation == "turn-mean":
+        tokens = batch.local.turns.tokens if kept is None else batch.turn_sum(kept.double())
+        return 1 / (batch.statistics["turns"].clamp(min=1) * tokens.clamp(min=1).double())
+    ids, order = batch.statistics.records["unit_ids"].sort()
+    summed = torch.nn.functional.pad(batch.statistics.records["unit_tokens"][order].cumsum(0), (1, 0))
+    first = torch.nn.functional.pad(ids.diff(), (min(len(ids), 1), 0), value=1) != 0
+    number = (first & (ids >= 0)).sum()
+    mine = batch.local.data[UNIT_FIELDS[aggregation].name].to(torch.int64).contiguous()
+    tokens = summed[torch.searchsorted(ids, mine, right=True)] - summed[torch.searchsorted(ids, mine)]
+    return batch.expand(1 / (number.clamp(min=1) * tokens.clamp(min=1)).double())
+
+
+def check_unit_ids(name: str, ids: Tensor, sample_mask: Tensor) -> None:
+    """Raises ValueError for a negative id on a valid row: it would be of no unit. Those of masked rows do not matter."""
+    wrong = sample_mask.bool() & (ids < 0)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{name} is {int(ids[row])} at [{row}], a valid row; ids are at least 0, a row of no unit has sample_mask 0"
+        )
