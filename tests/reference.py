@@ -34,18 +34,37 @@ def counts(data: dict[str, Tensor]) -> tuple[int, int]:
     return max(len(rows), 1), max(sum(len(t) for _, t in rows), 1)
 
 
+def weights(config: dict, data: dict[str, Tensor], rows: list[tuple[int, Tensor]]) -> Tensor:
+    """[B, S] the weight of each token of `rows` (see `valid`), by what the aggregation calls a unit."""
+    mode, (n_seq, n_tok) = config.get("aggregation", "token-mean"), counts(data)
+    found, units = torch.zeros(data["input_ids"].shape, dtype=torch.float64), {}  # unit: its tokens
+    for i, columns in rows:
+        tokens = [(i, t) for t in columns.tolist()]
+        if mode in ("prompt-mean", "trajectory-mean"):
+            name = int(data["group_ids" if mode == "prompt-mean" else "run_ids"][i])
+            units.setdefault(name, []).extend(tokens)
+        elif mode == "turn-mean":
+            for place in tokens:
+                units.setdefault((i, int(data["segment_ids"][place])), []).append(place)
+        for place in tokens:
+            by_row = {"seq-mean-token-mean": 1 / (n_seq * len(tokens)), "seq-mean-token-sum": 1 / n_seq}
+            found[place] = by_row.get(mode, 1 / n_tok)
+    for tokens in units.values():
+        for place in tokens:
+            found[place] = 1 / (len(units) * len(tokens))
+    return found
+
+
 def nll(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
     logp, _ = logprobs_and_entropy(logits, data["input_ids"])
-    n_seq, n_tok = counts(data)
     rows, loss = valid(data), logits.new_zeros(())
+    weight = weights(config, data, rows).to(logits.dtype)
     cutoff = config.get("cutoff_prob", 1.0)
     for i, t in rows:
         p = logp[i, t].detach().exp()
         capped = torch.where(p > cutoff, math.log(cutoff), logp[i, t])
         terms = {"none": logp[i, t], "probability": p * logp[i, t], "phi": p * (1 - p) * capped}
-        by_sequence = config.get("aggregation") == "seq-mean-token-mean"
-        total = terms[config.get("weighting", "none")].sum()
-        loss = loss - total / (n_seq * max(len(t), 1) if by_sequence else n_tok)
+        loss = loss - (weight[i, t] * terms[config.get("weighting", "none")]).sum()
     unmasked = float(sum(len(t) for _, t in rows))
     return loss, {"loss": loss.item(), "num_unmasked_tokens": unmasked, "num_valid_samples": float(len(rows))}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.reference import Result, counts, valid
+from tests.reference import Result, valid, weights
 
 
 def kl(a: Tensor, b: Tensor) -> Tensor:
@@ -51,13 +51,8 @@ def topk(config: dict, teacher: Tensor, ids: Tensor, lse: Tensor | None, student
 
 def _aggregated(rows: list[tuple[int, list[Tensor]]], data: dict[str, Tensor], config: dict) -> Result:
     """The mean of (row, losses of its valid tokens)."""
-    n_seq, n_tok = counts(data)
-    weigh = {
-        "token-mean": lambda n: 1 / n_tok,
-        "seq-mean-token-mean": lambda n: 1 / (n_seq * n),
-        "seq-mean-token-sum": lambda n: 1 / n_seq,
-    }[config.get("aggregation", "token-mean")]
-    loss = sum(x * weigh(len(losses)) for _, losses in rows for x in losses)
+    weight, at = weights(config, data, valid(data)), dict(valid(data))
+    loss = sum(weight[i, t].to(x.dtype) * x for i, losses in rows for t, x in zip(at[i], losses, strict=True))
     return loss, {"loss": torch.as_tensor(loss).item(), "num_valid_samples": float(len(rows))}  # type: ignore[return-value]
 
 

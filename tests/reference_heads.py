@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from tests.reference import Result, counts, valid
+from tests.reference import Result, counts, valid, weights
 from tests.reference_preference import mean_of_pairs
 
 
@@ -29,8 +29,9 @@ def preference(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
 
 def value(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
     """`logits` [B, S, 1], the head's output at t − 1 against column t, or at t."""
-    by_token, clip, mode = config.get("head_position") == "token", config.get("cliprange"), config.get("aggregation")
-    n_seq, n_tok = counts(data)
+    by_token, clip = config.get("head_position") == "token", config.get("cliprange")
+    _, n_tok = counts(data)
+    weight = weights(config, data, valid(data, column_0=by_token)).to(logits.dtype)
     loss, sums, seen = torch.zeros(()), {}, []
     for i, t in valid(data, column_0=by_token):
         v, target = logits[i, t if by_token else t - 1, 0], data["returns"][i, t]
@@ -38,10 +39,7 @@ def value(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
         if clip is not None:
             old = data["values"][i, t]
             error = torch.maximum(plain, (torch.minimum(torch.maximum(v, old - clip), old + clip) - target) ** 2)
-        weight = {"seq-mean-token-mean": 1 / (n_seq * max(len(t), 1)), "seq-mean-token-sum": 1 / n_seq}.get(
-            str(mode), 1 / n_tok
-        )
-        loss = loss + 0.5 * config.get("scale", 1.0) * weight * error.sum()
+        loss = loss + 0.5 * config.get("scale", 1.0) * (weight[i, t] * error).sum()
         seen.append(v.detach())
         for name, x in (
             ("vf_clipfrac", (error > plain).double()),

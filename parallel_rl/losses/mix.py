@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.counts import ValidCounts
+from parallel_rl.losses.core.aggregation import UNIT_FIELDS
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.measures import count_true
@@ -114,6 +115,11 @@ class MixLossConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.mu, MuScheduleConfig) and not 0 <= self.mu <= 1:
             raise ValueError(f"mu = {self.mu} must lie in [0, 1]: it is the weight of the expert side")
+        if self.supervised.aggregation in UNIT_FIELDS:
+            raise ValueError(
+                f"supervised.aggregation = {self.supervised.aggregation!r} is of units that the experts' rows do not have; "
+                "average them over tokens or sequences"
+            )
 
     @property
     def schedule(self) -> MuScheduleConfig:

@@ -26,7 +26,9 @@ class NLLLossConfig:
 
     weighting: of a token by its probability p, see `weighted_nll`: "none" (SFT), "probability" (SFT-IS), "phi" (SFT-phi).
     cutoff_prob: of phi: tokens likelier than it carry no gradient; 1 is off.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`; each turn (segment_ids [B, S]),
+        prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs the same with turn-mean, prompt-mean and
+        trajectory-mean, which need `statistics=` of `count`.
     """
 
     weighting: NLLWeighting = "none"

@@ -69,7 +69,9 @@ class PolicyLossConfig:
     """Options of `PolicyLossFn`.
 
     surrogate: one of `parallel_rl.functional.surrogates` by its name, with that class's options.
-    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`; each turn (segment_ids [B, S]),
+        prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs the same with turn-mean, prompt-mean and
+        trajectory-mean, which need `statistics=` of `count`.
     ratio_level: of a token, or of its turn or sequence: geometric mean (GSPO) or product. A turn is a run of one id among the
         valid tokens of a sequence, in the field segment_ids [B, S]: integers that do not decrease.
     ratio_gradient: "full" through the sequence's mean; "token" is GSPO-token: its value, each token's own gradient.

@@ -33,7 +33,7 @@ Objective = Callable[..., "Tensor | tuple[Tensor, Mapping[str, Measure]]"]
 class ObjectiveConfig:
     """Options of an objective on tokens; one with options of its own extends it.
 
-    aggregation: how tokens are averaged. max_length: L_max of "constant-length".
+    aggregation: how tokens are averaged, see `NLLLossConfig`. max_length: L_max of "constant-length".
 
     >>> ObjectiveConfig("constant-length", max_length=512).aggregation
     'constant-length'

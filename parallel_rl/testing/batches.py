@@ -16,6 +16,7 @@ from parallel_rl.testing.cases import Batch, has_scalar_head
 
 ROWS, WIDTH, VOCAB = 12, 16, 23
 PLACEHOLDER, REWARD_IDS = 21, [19, 2]  # of a process reward model, on different shards
+UNIT_BASE = 2**62 + 1  # float64 could not tell the ids apart
 POISON = (math.nan, math.inf, -math.inf)
 
 
@@ -90,6 +91,9 @@ def make_batch(
     teacher = (torch.randn(rows, width, vocab, generator=g) * 1.5).to(kind).double()
     best, turns = teacher.roll(1, 1).topk(4, -1), torch.Generator().manual_seed(seed + 1)
     data |= {
+        # rows of one prompt, and of one trajectory, on several data ranks and in several micro-batches
+        "group_ids": UNIT_BASE + torch.tensor(_cycled([3, 0, 1, 0, 7, 1, 0, 3, 2, 1, 0, 8], rows)),
+        "run_ids": torch.tensor(_cycled([5, 6, 0, 4, 5, 0, 6, 5, 9, 0, 4, 2], rows)),
         "segment_ids": (torch.rand(rows, width, generator=turns) < 0.25).cumsum(1) * 3 + 5,
         "teacher_logits": teacher,
         "teacher_topk_logits": best.values,
@@ -129,6 +133,9 @@ def poisoned(data: dict[str, Tensor], loss_fn: LossFunction) -> dict[str, Tensor
             value[there] = poison.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there]).to(value.dtype)
         elif value.dim() == 1 and value.is_floating_point() and name != "sample_mask":
             value[data["sample_mask"] == 0] = math.nan
+        elif name in ("group_ids", "run_ids"):  # those of no valid row, of valid ones, and none
+            rows = (data["sample_mask"] == 0).nonzero()[:, 0]
+            value[rows] = torch.tensor([10**6, int(value[0]), -7]).repeat(len(value))[: len(rows)]
     return bad
 
 

@@ -87,6 +87,8 @@ _TURNS = {
     "rejection": {"rules": [{"statistic": "k1", "low": 0.5, "high": 1.7, "level": "turn-max"}]},
 }
 
+_KEPT = {"rules": [{"statistic": "k1", "low": 0.7, "high": 1.4}], "denominator": "kept"}
+
 # One or two of each loss, rich in options: they run on every world and layout, MORE on those of four ranks, the recipes on
 # some of these.
 CORE = [
@@ -126,6 +128,8 @@ CORE = [
         },
     ),
     Case("policy", _TURNS),
+    Case("nll", {"aggregation": "prompt-mean"}),
+    Case("policy", {"aggregation": "trajectory-mean", "entropy_bonus": 0.1}),
     Case("full_distillation", {"divergence": {"name": "jsd", "beta": 0.3}, "teacher_temperature": 1.3}),
     Case("distillation", {"zero_outside_topk": True, "mixed_kl_weight": 0.9, "aggregation": "seq-mean-token-mean"}),
     Case("mix", _MIX),
@@ -138,6 +142,12 @@ CORE = [
 MORE = [
     Case("nll", {"weighting": "phi", "cutoff_prob": 0.3, "aggregation": "seq-mean-token-mean"}),
     Case("nll", {"weighting": "probability"}),
+    Case("nll", {"aggregation": "turn-mean"}),
+    Case("policy", {"aggregation": "prompt-mean", "rejection": _KEPT}),
+    Case("policy", {"aggregation": "turn-mean", "rejection": _KEPT}),
+    Case("test_sequence_token", {"aggregation": "prompt-mean"}),
+    Case("value", {"aggregation": "trajectory-mean", "head_position": "token"}),
+    Case("distillation", {"aggregation": "prompt-mean"}),
     Case("full_distillation", {"divergence": "reverse_kl", "aggregation": "seq-mean-token-sum"}),
     Case("distillation", {"kl_type": "reverse", "topk_alignment": "predictor"}),
     Case("distillation", {"bucket_tail": True}),

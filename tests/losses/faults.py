@@ -27,7 +27,10 @@ FLOATS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_polic
 PLACEHOLDER = 4  # of a process reward model
 _COUNTS = ("positive_tokens", "steps", "usual_sequences", "usual_tokens", "expert_sequences", "expert_tokens")
 _SIDES = [f"{side}_{what}" for side in ("desirable", "undesirable", "mismatched") for what in ("rows", "log_ratio")]
-STEP = Statistics({name: torch.tensor(9.0) for name in (*_COUNTS, *_SIDES)})  # what any loss may ask of a step
+UNITS = {"unit_ids": torch.tensor([0, 3, 8]), "unit_tokens": torch.tensor([9, 9, 9])}
+STEP = Statistics(
+    {name: torch.tensor(9.0) for name in (*_COUNTS, *_SIDES)}, records=UNITS
+)  # what any loss may ask of a step
 LENGTHS = [8, 6, 7, 4]
 ROOM = [8, 8, 8, 8]
 
@@ -82,6 +85,7 @@ def make_data() -> dict[str, Any]:
     data["teacher_topk_indices"] = torch.tensor([9, 0, 4]).expand(B, S, 3)
     data["teacher_logsumexp"] = torch.full((B, S), 3.0, dtype=torch.float64)
     data["expert_mask"] = torch.tensor([True, False, False, True])
+    data["group_ids"] = data["run_ids"] = torch.tensor([3, 8, 3, 0])
     data["segment_ids"] = torch.arange(S).expand(B, S) // 3
     return data
 
@@ -202,6 +206,7 @@ NLL = {"positive_example_nll_weight": 0.1}
 TWO_COUNTS = ValidCounts(torch.ones(2), torch.tensor(1))
 PRM = {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": [2, 9]}
 CLIP = {"cliprange": 0.2}
+PROMPTS = {"aggregation": "prompt-mean"}
 TURNS = {"ratio_level": "turn-mean"}
 PREDICTOR = {"reference_logprobs_alignment": "predictor"}
 
@@ -328,6 +333,18 @@ FAULTS = [
           use(segment_ids=torch.zeros(4).long()), "policy", TURNS),
     Fault("segment ids that decrease", r"segment_ids must not decrease within a sequence; at \[1, 4\] 0 follows 1",
           at("segment_ids", (1, 4), 0), "policy", TURNS, by_value=True),
+    # units
+    Fault("no prompts", "data lacks the field 'group_ids'", drop("group_ids"), "nll", PROMPTS),
+    Fault("prompts of tokens", r"group_ids has shape \[4, 8\]; .* calls for \[4\]",
+          use(group_ids=torch.zeros(4, 8).long()), "nll", PROMPTS),
+    Fault("float prompts", "group_ids must hold integers or bools, got torch.float32", use(group_ids=torch.zeros(4)),
+          "nll", PROMPTS),
+    Fault("a negative prompt", r"group_ids is -1 at \[2\], a valid row; ids are at least 0", at("group_ids", (2,), -1),
+          "nll", PROMPTS, by_value=True),
+    Fault("no trajectories", "data lacks the field 'run_ids'", drop("run_ids"), "policy",
+          {"aggregation": "trajectory-mean"}),
+    Fault("no count of prompts", "NLLLoss in this configuration needs statistics=", argument("statistics", None), "nll",
+          PROMPTS),
     # labels
     Fault("labels missing", "data lacks the field 'preference_labels'", drop("preference_labels"), "kto"),
     Fault("a label of 2", r"preference_labels = 2 at \[3\] is not valid; \+1 is desirable",

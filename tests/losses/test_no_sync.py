@@ -72,6 +72,7 @@ def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict
     data["preference_margins"] = torch.ones(rows, device=device)
     data["sample_ids"] = torch.arange(rows, device=device)
     data["reward_labels"] = torch.full((rows, width), REWARD_IDS[0], device=device)
+    data["group_ids"] = data["run_ids"] = torch.arange(rows, device=device)
     data["segment_ids"] = torch.zeros(rows, width, dtype=torch.int64, device=device)
     data["expert_mask"] = torch.arange(rows, device=device) % 2 == 0
     data["teacher_logits"] = torch.zeros(rows, width, columns, device=device)
