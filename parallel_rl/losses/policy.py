@@ -11,17 +11,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import ValidCounts, token_weights
 from parallel_rl.functional.kl import kl_estimate, straight_through
 from parallel_rl.functional.ratio import exp_or_zero, safe_exp
 from parallel_rl.functional.surrogate import PolicyTerms
-from parallel_rl.losses.core.aggregation import (
-    UNIT_FIELDS,
-    aggregation_weights,
-    count_units,
-    unit_weights,
-    with_units,
-)
+from parallel_rl.losses.core.aggregation import count_units, with_units
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
@@ -30,13 +23,12 @@ from parallel_rl.losses.entropy_bonus import EntropyBonus, EntropyCoefficient
 from parallel_rl.losses.off_policy import (
     entropy_threshold,
     importance_weight,
-    kept_of_step,
     kept_tokens,
     off_policy_keep,
-    rejection_samples,
 )
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.losses.registry import register_loss
+from parallel_rl.losses.survivors import count_survivors, policy_weights
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 
@@ -128,27 +120,11 @@ class PolicyLoss(LossFn[ConfigT]):
         counted = Statistics(sums)
         if not self.policy.counts_kept:
             counted |= count_units(batch, self.policy.aggregation)
-        return counted | self._survivors(batch) if self._recorded else counted
-
-    def _survivors(self, batch: TokenBatch) -> Statistics:
-        """Counts of what corrections leave, for those whose denominators they are, and what some look at in the step."""
-        cfg, sums, samples, units = self.policy, {}, {}, Statistics({})
-        if cfg.importance is not None and cfg.importance.normalize:
-            weight, _ = importance_weight(batch, self._prev(batch), cfg.importance)
-            sums["importance_sum"] = batch.token_mean(weight).value * batch.counts.toks
-        if cfg.rejection is not None and cfg.rejection.of_step:
-            samples = rejection_samples(batch, self._prev(batch), cfg.rejection)
-        elif cfg.rejection is not None and cfg.counts_kept:
-            kept = kept_tokens(batch, self._prev(batch), cfg.rejection)
-            rows = batch.segment_sum(kept.double())
-            sums["kept_tokens"] = count_true(batch, rows).value
-            sums["kept_sequences"] = count_true(batch, rows > 0).value
-            units = count_units(batch, cfg.aggregation, kept)
-        return Statistics(sums, samples) | units
+        return counted | count_survivors(batch, self._prev(batch), self.policy) if self._recorded else counted
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
         cfg, prev, samples = self.policy, self._prev(batch), {}
-        survivors = Statistics({}) if self._recorded else self._survivors(batch)
+        survivors = Statistics({}) if self._recorded else count_survivors(batch, prev, cfg)
         if cfg.entropy_filter is not None:
             samples["entropy"] = batch.entropy
         if cfg.surrogate.needs_statistics:
@@ -170,7 +146,7 @@ class PolicyLoss(LossFn[ConfigT]):
             parts["entropy_bonus"] = (-self.entropy_bonus.value, batch.entropy)
         stacked = torch.stack([x for _, x in parts.values()])
         stacked = stacked if kept is batch.mask else torch.where(kept, stacked, 0)
-        sums = batch.token_sum(stacked, self._weights(batch, kept)).unbind()
+        sums = batch.token_sum(stacked, policy_weights(batch, kept, cfg)).unbind()
         loss = sum((factor * x for (factor, _), x in zip(list(parts.values())[1:], sums[1:], strict=True)), sums[0])
         metrics |= {name: Metric("share", x) for name, x in zip(parts, sums, strict=True) if name != "entropy_bonus"}
         if cfg.positive_nll_weight:
@@ -214,22 +190,6 @@ class PolicyLoss(LossFn[ConfigT]):
             return batch.mask, {}
         kept = kept_tokens(batch, prev, self.policy.rejection)
         return kept, {"rejected_fraction": batch.token_mean(~kept)}
-
-    def _weights(self, batch: TokenBatch, kept: Tensor) -> Tensor:
-        """[T_local] weights of the tokens, by the counts of all valid ones, or of those that are kept."""
-        cfg, statistics = self.policy, batch.statistics
-        if not cfg.counts_kept:
-            return aggregation_weights(batch, cfg.aggregation, cfg.max_length)
-        if cfg.aggregation in UNIT_FIELDS:
-            return unit_weights(batch, cfg.aggregation, kept)
-        assert statistics is not None and cfg.rejection is not None
-        if cfg.rejection.of_step:
-            number = batch.counts.seqs, kept_of_step(statistics.samples, cfg.rejection)
-        else:
-            number = statistics["kept_sequences"], statistics["kept_tokens"]
-        counts = ValidCounts(*(n.clamp(min=1) for n in number))
-        rows = batch.segment_sum(kept.to(batch.output.dtype))
-        return batch.expand(token_weights(cfg.aggregation, rows, counts, cfg.max_length))
 
     def _masked(
         self, batch: TokenBatch, prev: Tensor, surrogate: Tensor, terms: PolicyTerms, kept: Tensor
