@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import warnings
@@ -35,7 +36,9 @@ _SUBMIT = ("recipe", "nodes", "gpus-per-node", "ranks-per-node", "time", *_SBATC
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, or 2 for a config, data or world that does not fit."""
     parser = argparse.ArgumentParser(
-        prog="parallel-rl", description="Losses for RL post-training, and a reference trainer on Megatron-core."
+        prog="parallel-rl",
+        description="Losses for RL post-training, and a reference trainer on Megatron-core.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"parallel-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -140,7 +143,7 @@ def _submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
         resources = Resources(known.nodes, known.gpus_per_node, known.ranks_per_node, known.time, more)
         job = plan(resources, arguments)
         ranks = f"{known.nodes} nodes × {job.world // known.nodes} = {job.world} ranks"
-        if status := _check(known.recipe, job.world, ranks, rest):
+        if status := _check(known.recipe, job.world, ranks, rest, "submit"):
             return status
         print(job, flush=True)
         if known.dry_run:
@@ -149,7 +152,7 @@ def _submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
         from parallel_rl.training.config.load import as_mapping, load_config
 
-        path, overrides = _source(known.recipe, rest)
+        path, overrides = _source(known.recipe, rest, "submit")
         config = load_config(path, overrides)
         text = yaml.safe_dump(as_mapping(config), sort_keys=False)
         print(submit(job, Path(config.run.dir), text))
@@ -206,12 +209,14 @@ def _recipes() -> int:
     return 0
 
 
-def _check(recipe: str | None, world: int, ranks: str, rest: Sequence[str]) -> int:
+def _check(recipe: str | None, world: int, ranks: str, rest: Sequence[str], command: str = "check") -> int:
     from parallel_rl.training.config.load import load_config
     from parallel_rl.training.config.sections import data_parallel_size
 
     try:
-        config = load_config(*_source(recipe, rest), _say)
+        if world < 1:
+            raise ValueError(f"--world {world} is not valid; at least 1 is needed")
+        config = load_config(*_source(recipe, rest, command), _say)
         data_parallel_size(config.parallel, world)
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
         from parallel_rl.training.preflight.check import check_run
@@ -227,7 +232,9 @@ def _train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
     from parallel_rl.training.config.load import load_config
 
     try:
-        config = load_config(*_source(recipe, rest), _say)
+        if gate is not None and not 0 < gate < math.inf:
+            raise ValueError(f"--gate {gate:g} is not valid; seconds above 0 are needed")
+        config = load_config(*_source(recipe, rest, "train"), _say)
         _check_world(config.parallel)
     except ValueError as error:
         return _refuse(error)
@@ -271,7 +278,7 @@ def _data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
     try:
         if steps is not None and steps < 1:
             raise ValueError(f"--steps {steps} is not valid; at least 1 is needed")
-        config = load_config(*_source(recipe, rest), _say)
+        config = load_config(*_source(recipe, rest, "data"), _say)
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
         from parallel_rl.training.preflight.dry_run import dry_run
 
@@ -287,7 +294,7 @@ def _data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
     return 0
 
 
-def _source(recipe: str | None, rest: Sequence[str]) -> tuple[str, Sequence[str]]:
+def _source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, Sequence[str]]:
     """The config's file, and the overrides."""
     from parallel_rl.recipes import find_recipe
 
@@ -297,7 +304,9 @@ def _source(recipe: str | None, rest: Sequence[str]) -> tuple[str, Sequence[str]
             raise ValueError(f"{rest[0]!r} beside --recipe {recipe}: give a config file or a recipe")
         return str(find_recipe(recipe)), rest
     if not given:
-        raise ValueError("there is no config: write parallel-rl train CONFIG, or parallel-rl train --recipe NAME")
+        raise ValueError(
+            f"there is no config: write parallel-rl {command} CONFIG, or parallel-rl {command} --recipe NAME"
+        )
     return rest[0], rest[1:]
 
 

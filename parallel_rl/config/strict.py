@@ -174,4 +174,9 @@ def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
             pass
     if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
         return value
-    raise ValueError(f"{path} = {value!r} is not valid; a value of type {hint.__name__} is needed")
+    quotes = (
+        "; in YAML a text that reads like a value of another kind stands in quotes"
+        if hint is str and value is not None
+        else ""
+    )
+    raise ValueError(f"{path} = {value!r} is not valid; a value of type {hint.__name__} is needed{quotes}")

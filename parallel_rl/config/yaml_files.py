@@ -14,6 +14,20 @@ Tree = dict[str, object]
 _PATHS = (("data",), ("run", "init_from"), ("rl", "teacher"), ("distillation", "teacher"))
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """YAML in which a key stands once: of two sections of one name the first would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            if key.tag != "tag:yaml.org,2002:merge" and key.value in seen and isinstance(key.value, str):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
+            seen.add(key.value if isinstance(key.value, str) else None)
+        return super().construct_mapping(node, deep)
+
+
 def read_tree(path: Path) -> Tree:
     """Read a YAML file, on top of the file that its key `extends` names (relative to it), if any.
 
@@ -57,14 +71,23 @@ def override(tree: Tree, arguments: Sequence[str]) -> None:
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
-    if not path.is_file():
+    if path.is_dir():
+        raise ValueError(f"{path.absolute()} is a folder; a config file is needed" + _because(seen))
+    if not path.exists():
         raise ValueError(f"the config file {path.absolute()} does not exist" + _because(seen))
+    if path.suffix in (".jsonl", ".parquet"):
+        raise ValueError(f"{path} holds data; a config is needed, and --data.train {path} names the data beside it")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not valid YAML: no UTF-8 ({error.reason} at byte {error.start})") from None
     if not isinstance(tree, dict):
-        raise ValueError(f"{path} holds {type(tree).__name__}; a mapping of sections is needed")
+        kind = {type(None): "nothing", str: "a text", list: "a list"}.get(
+            type(tree), f"a value of type {type(tree).__name__}"
+        )
+        raise ValueError(f"{path} holds {kind}; a mapping of sections is needed")
     for keys in _PATHS:
         _resolve(tree, keys, path.parent.resolve())
     base = tree.pop("extends", None)
@@ -114,6 +137,8 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
             if not items or items[0].startswith("--"):
                 raise ValueError(f"the override --{name} has no value; write --{name} value")
             text = items.pop(0)
+        if not all(name.split(".")):
+            raise ValueError(f"the override --{name} lacks a name before, between or after its dots")
         try:
             pairs.append((name, _value(text)))
         except yaml.YAMLError:

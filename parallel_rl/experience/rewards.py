@@ -67,13 +67,15 @@ def checker(name: str) -> Checker:
         return _CHECKERS[name]
     module, colon, function = name.partition(":")
     if not (module and colon and function):
-        raise ValueError(
-            f"reward = {name!r} is not valid; {nearest(name, _CHECKERS)} Or write 'module:function' or a server's URL"
-        )
+        near = nearest(name, _CHECKERS)
+        link = " Or" if near.endswith("?") else "; or"
+        raise ValueError(f"reward = {name!r} is not valid; {near}{link} write 'module:function' or a server's URL")
     try:
         loaded = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"reward = {name!r} cannot be loaded: {error}") from None
+    except Exception as error:  # whatever the module does when it is imported
+        raise ValueError(f"reward = {name!r} cannot be loaded: {type(error).__name__}: {error}") from None
     if not callable(loaded):
         raise ValueError(
             f"reward = {name!r} is a {type(loaded).__name__}; a function (prompt, completion, answer) is needed"

@@ -43,6 +43,9 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         at_least(self, checkpoint_every=0, keep_checkpoints=1, keep_every=0, seed=0, timeout=1)
+        for name, most in (("seed", 2**31 - 1), ("timeout", 30 * 86400)):
+            if getattr(self, name) > most:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at most {most}")
         if self.keep_every and self.checkpoint_every and self.keep_every % self.checkpoint_every:
             raise ValueError(
                 f"keep_every = {self.keep_every} must be a multiple of checkpoint_every = {self.checkpoint_every}: others "
@@ -219,8 +222,8 @@ class OptimizerConfig:
             raise ValueError(f"betas = {list(self.betas)} is not valid; two numbers in [0, 1) are needed")
         for name in ("lr", "eps", "clip"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} = {value} must be above 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} = {value} must be a finite number above 0")
         if not 0 <= self.final_fraction <= 1:
             raise ValueError(f"final_fraction = {self.final_fraction} must lie in [0, 1]")
         if self.final_fraction and self.schedule == "constant":
@@ -270,7 +273,7 @@ class EvaluationConfig:
 
 
 def at_least(config: object, **bounds: float) -> None:
-    """Refuses the named fields where they lie below their bounds."""
+    """Refuses the named fields where they lie below their bounds, or are infinite or no number."""
     for name, bound in bounds.items():
-        if getattr(config, name) < bound:
+        if not bound <= getattr(config, name) < math.inf:
             raise ValueError(f"{name} = {getattr(config, name)} must be at least {bound}")

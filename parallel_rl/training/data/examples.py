@@ -133,7 +133,7 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
 def _known(row: Mapping[str, object], fields: set[str]) -> None:
     for key in row:
         if key not in fields:
-            raise ValueError(f"unknown field {key!r}; {nearest(key, fields)}")
+            raise ValueError(f"unknown field {key!r}; {nearest(key, (fields - row.keys()) or fields)}")
 
 
 def _field(row: Mapping[str, object], key: str) -> object:

@@ -46,8 +46,11 @@ def check_writable(folder: Path) -> None:
         ValueError: it, or the nearest folder above it that exists, is not a folder that this user may write to.
     """
     there = folder.absolute()
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    try:
+        while not there.exists() and there != there.parent:
+            there = there.parent
+    except OSError as error:  # a name that is too long
+        raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {error.strerror}") from None
     if not there.is_dir():
         raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {there} is not a folder")
     try:

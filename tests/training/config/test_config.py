@@ -83,7 +83,7 @@ def test_overrides() -> None:
             {"rl__loss__options__use_kl_in_reward": "true"},
             "loss.name = 'clipped_pg' with these options expects the KL in the reward",
         ),
-        ({"rl__optimizer__lr": 0}, "rl.optimizer: lr = 0.0 must be above 0"),
+        ({"rl__optimizer__lr": 0}, "rl.optimizer: lr = 0.0 must be a finite number above 0"),
         (
             {"rl__optimizer": "{lr: 1, final_fraction: 0.1}"},
             "final_fraction = 0.1 has no effect with schedule = 'constant'",

@@ -71,6 +71,8 @@ def _matches(pattern: str, name: str) -> list[Path]:
         if path.is_dir():
             raise ValueError(f"{name}: {path.absolute()} is a folder; write {path}/*.jsonl or {path}/*.parquet")
         if path.is_file() or not glob.has_magic(single):
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{name}: {path.absolute()} is not a file")
             if not path.is_file():
                 raise ValueError(f"{name}: the data file {path.absolute()} does not exist")
             matches.append(path)

@@ -1,0 +1,90 @@
+"""What a new user gets wrong on the command line: one line that says what is wrong, the value, and what would be right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parallel_rl.cli import main
+from tests.training.helpers import CONFIGS
+
+GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
+FILES: dict[str, bytes] = {
+    "empty.yaml": b"",
+    "text.yaml": b"hello\n",
+    "list.yaml": b"- a\n",
+    "twice.yaml": b"rl:\n  steps: 3\nrun: {dir: a}\nrl:\n  prompts: 4\n",
+    "twice_below.yaml": b"rl: {steps: 3, steps: 4}\n",
+    "latin.yaml": b"run: {dir: \xe9}\n",
+    "mine.jsonl": b'{"prompt": "1+1=", "completion": "2"}\n',
+    "broken_reward.py": b"1 / 0\n",
+}
+
+
+def checked(*arguments: str) -> list[str]:
+    return ["check", "--world", "4", *arguments]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", "--world", "0", GRPO], "--world 0 is not valid; at least 1 is needed"),  # a ZeroDivisionError
+        (["check", "--world", "-4", GRPO], "--world -4 is not valid; at least 1 is needed"),  # ok: -4 ranks, DP -1
+        (["train", GRPO, "--gate", "-1"], "--gate -1 is not valid; seconds above 0 are needed"),
+        (["train", GRPO, "--gate", "nan"], "--gate nan is not valid; seconds above 0 are needed"),
+        (["data"], "there is no config: write parallel-rl data CONFIG, or parallel-rl data --recipe NAME"),  # train
+        (checked(), "write parallel-rl check CONFIG, or parallel-rl check --recipe NAME"),
+        (["submit", "--nodes", "2", "--gpus-per-node", "2"], "write parallel-rl submit CONFIG, or"),
+        # the file
+        (checked("folder"), "/folder is a folder; a config file is needed"),  # "does not exist"
+        (checked("."), " is a folder; a config file is needed"),
+        (checked("empty.yaml"), "empty.yaml holds nothing; a mapping of sections is needed"),  # "holds NoneType"
+        (checked("text.yaml"), "text.yaml holds a text; a mapping of sections is needed"),
+        (checked("list.yaml"), "list.yaml holds a list; a mapping of sections is needed"),
+        (checked("twice.yaml"), "twice.yaml is not valid YAML: the key 'rl' stands twice"),  # the first was lost
+        (checked("twice_below.yaml"), "the key 'steps' stands twice"),
+        (checked("latin.yaml"), "latin.yaml is not valid YAML: no UTF-8 (invalid continuation byte at byte 11)"),  # no file
+        (["data", "mine.jsonl"], "mine.jsonl holds data; a config is needed, and --data.train mine.jsonl names the data"),
+        # overrides
+        (checked(GRPO, "--rl..steps=3"), "the override --rl..steps lacks a name before, between or after its dots"),
+        (checked(GRPO, "--.rl=3"), "the override --.rl lacks a name"),
+        (checked(GRPO, "--rl.", "3"), "the override --rl. lacks a name"),
+        (checked(GRPO, "--=3"), "the override -- lacks a name"),  # "ambiguous option: could match --help, --version"
+        (checked(GRPO, "--run.dir=3"), "run.dir = 3 is not valid; a value of type str is needed; in YAML a text that reads"),
+        (checked(GRPO, "--tokenizer.alphabet=01"), "in YAML a text that reads like a value of another kind stands in quotes"),
+        # numbers that are none
+        (checked(GRPO, "--rl.optimizer.lr=.inf"), "rl.optimizer: lr = inf must be a finite number above 0"),
+        (checked(GRPO, "--rl.optimizer.lr=.nan"), "rl.optimizer: lr = nan must be a finite number above 0"),
+        (checked(GRPO, "--rl.optimizer.clip=.nan"), "rl.optimizer: clip = nan must be a finite number above 0"),
+        (checked(GRPO, "--rl.optimizer.weight_decay=.nan"), "rl.optimizer: weight_decay = nan must be at least 0"),
+        (checked(GRPO, "--run.timeout=.nan"), "run: timeout = nan must be at least 1"),
+        (checked(GRPO, "--run.timeout=1e12"), "run: timeout = 1000000000000.0 must be at most 2592000"),
+        (checked(GRPO, "--run.seed=99999999999999999999"), "run: seed = 99999999999999999999 must be at most 2147483647"),
+        # what is found later
+        (checked(GRPO, f"--run.dir={'x' * 300}"), "xxx' cannot be made: File name too long"),  # the key was not named
+        (checked(GRPO, "--reward=.:x"), "reward = '.:x' cannot be loaded: TypeError: "),  # a traceback
+        (checked(GRPO, "--reward=broken_reward:f"), "cannot be loaded: ZeroDivisionError: division by zero"),  # a traceback
+        (checked(GRPO, "--reward=best"), "reward = 'best' is not valid; valid: exact_match; or write 'module:function'"),
+        (checked(GRPO, "--data.train=/dev/null"), "data.train: /dev/null is not a file"),  # "does not exist"
+        (
+            checked(str(CONFIGS / "sft_arithmetic.yaml"), "--data.examples=mine.jsonl"),
+            "mine.jsonl, line 1: unknown field 'completion'; valid: answer",  # "did you mean 'prompt'?", which is there
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_bytes(text)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("parallel-rl: error: ") and message in said and "Traceback" not in said
