@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import warnings
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from parallel_rl.plan.models import ModelShape
     from parallel_rl.training.config.sections import ParallelConfig
 
+_ABOUT = "Losses for RL post-training, and a reference trainer on Megatron-core."
 # what `submit` hands on by the same name
 _SBATCH = (
     *("account", "partition", "qos", "reservation", "constraint", "nodelist", "exclude", "dependency"),
@@ -35,11 +35,7 @@ _SUBMIT = ("recipe", "nodes", "gpus-per-node", "ranks-per-node", "time", *_SBATC
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status: 0, or 2 for a config, data or world that does not fit."""
-    parser = argparse.ArgumentParser(
-        prog="parallel-rl",
-        description="Losses for RL post-training, and a reference trainer on Megatron-core.",
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser("parallel-rl", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"parallel-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser(
@@ -232,7 +228,7 @@ def _train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
     from parallel_rl.training.config.load import load_config
 
     try:
-        if gate is not None and not 0 < gate < math.inf:
+        if gate is not None and not 0 < gate < float("inf"):
             raise ValueError(f"--gate {gate:g} is not valid; seconds above 0 are needed")
         config = load_config(*_source(recipe, rest, "train"), _say)
         _check_world(config.parallel)
