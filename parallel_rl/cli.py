@@ -78,9 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if known.command == "plan":
         return _plan(known, rest)
     if known.command != "recipes" and not _has_megatron():
-        return _refuse(
-            ValueError(f"`parallel-rl {known.command}` needs megatron-core: pip install 'parallel-rl[megatron]'")
-        )
+        needs = f"`parallel-rl {known.command}` needs megatron-core: pip install 'parallel-rl[megatron]'"
+        return _refuse(ValueError(needs))
     if known.command == "train":
         if arguments is None:  # the process is ours, and seconds of imports follow
             preemption.listen()
