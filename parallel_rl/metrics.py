@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Metric(NamedTuple):
     """One number and how its parts combine over context ranks, data ranks and micro-batches."""
 
-    kind: Literal["share", "count", "min", "max", "ratio"]
-    value: Tensor  # 0-dim; the numerator of a ratio
+    kind: Literal["share", "count", "min", "max", "ratio", "square-ratio"]
+    value: Tensor  # 0-dim; the numerator of a ratio, which a square-ratio squares last
     denominator: Tensor | None = None
 
 
@@ -74,7 +74,7 @@ class Metrics(Mapping[str, "Tensor"]):
 
     def __getitem__(self, name: str) -> Tensor:
         metric = self._metrics[name]
-        return metric.value if metric.denominator is None else _ratio(metric.value, metric.denominator)
+        return metric.value if metric.denominator is None else _ratio(metric.kind, metric.value, metric.denominator)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._metrics)
@@ -94,7 +94,8 @@ def _constant(value: Tensor) -> Tensor:
     return value.detach() if value.requires_grad else value
 
 
-def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+def _ratio(kind: str, numerator: Tensor, denominator: Tensor) -> Tensor:
+    numerator = numerator.square() if kind == "square-ratio" else numerator
     return torch.where(denominator == 0, 0.0, numerator / torch.where(denominator == 0, 1, denominator))
 
 
@@ -109,9 +110,10 @@ def reduce_metrics(metrics: Sequence[Metrics], groups: ParallelGroups | None = N
     >>> {name: float(value) for name, value in reduce_metrics([part, part]).items()}
     {'loss': 0.5, 'ratio_max': 1.5}
 
-    Shares and counts are summed, extrema stay extrema, a ratio is divided last. Every rank of the last pipeline stage
-    calls it with the metrics of its micro-batches of one step; it costs one all-gather of the K parts and their names (two,
-    where `groups` has no `data_context` group and both context and data parallelism are on; see `gather_named`).
+    Shares and counts are summed, extrema stay extrema, a ratio is divided (the numerator of a square-ratio squared) last. Every
+    rank of the last pipeline stage calls it with the metrics of its micro-batches of one step; it costs one all-gather of the K
+    parts and their names (two, where `groups` has no `data_context` group and both context and data parallelism are on; see
+    `gather_named`).
 
     Args:
         metrics: one entry a micro-batch, all with the same names. A rank without a micro-batch passes an empty list, and gets
@@ -141,7 +143,8 @@ def reduce_metrics(metrics: Sequence[Metrics], groups: ParallelGroups | None = N
     for column, value in values.items():
         kind, _, name = column.partition(" ")
         if kind != _DENOMINATOR:
-            reduced[name] = _ratio(value, values[f"{_DENOMINATOR} {name}"]) if kind == "ratio" else value
+            denominator = values.get(f"{_DENOMINATOR} {name}")
+            reduced[name] = value if denominator is None else _ratio(kind, value, denominator)
     return reduced
 
 

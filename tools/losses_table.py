@@ -19,6 +19,7 @@ from parallel_rl.functional.distillation import Divergence
 from parallel_rl.functional.surrogate import Surrogate
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.entropy_bonus import EntropyBonus
+from parallel_rl.losses.policy_metrics import DESCRIPTIONS
 from parallel_rl.losses.registry import losses
 from parallel_rl.recipes import loss_of, main_section, recipes, summary
 
@@ -56,6 +57,10 @@ def document() -> str:
         _elsewhere(),
         "## Losses\n",
         *(_loss(name, cls) for name, cls in known.items()),
+        "## Metrics of the policy losses\n",
+        "Of `policy`, of `clipped_pg` and of the policy's part of other losses. Those that compare with the sampler are there\n"
+        "where the data has `generation_logprobs`; a share, mean or extremum is of the whole step, on any layout.\n",
+        _table(("metric", "what it is"), [(f"`{name}`", text) for name, text in DESCRIPTIONS.items()]),
         "## Surrogates\n",
         "`surrogate` of the losses `policy` and `mix`: a loss per token from ratios and advantages.\n",
         _variants(Surrogate),

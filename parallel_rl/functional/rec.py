@@ -72,7 +72,8 @@ class REC(Surrogate, name="rec"):
         if self.clip_mode == "none":
             return None
         ratio = self._clip_ratio(terms)
-        return Clipped(ratio < 1 - self.epsilon_low, ratio > 1 + self.epsilon_high, ~self.keep(terms))
+        held_back = ~self._keep(ratio, terms.advantages)
+        return Clipped(ratio < 1 - self.epsilon_low, ratio > 1 + self.epsilon_high, held_back)
 
     def _clip_ratio(self, terms: PolicyTerms) -> Tensor:
         log_ratio = terms.token_log_ratio.detach()
@@ -82,8 +83,10 @@ class REC(Surrogate, name="rec"):
         """I of each token, bool."""
         if self.clip_mode == "none":
             return torch.ones_like(terms.logprobs, dtype=torch.bool)
-        ratio = self._clip_ratio(terms)
-        up, down = terms.advantages >= 0, terms.advantages <= 0
+        return self._keep(self._clip_ratio(terms), terms.advantages)
+
+    def _keep(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        up, down = advantages >= 0, advantages <= 0
         below, above = ratio <= 1 + self.epsilon_high, ratio >= 1 - self.epsilon_low
         if self.clip_mode in ("one-side", "gspo-one-side"):
             return (up & below) | (down & above)

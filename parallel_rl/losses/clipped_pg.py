@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_rl.functional.kl import jensen_shannon_estimate, kl_estimate
+from parallel_rl.functional.kl import jensen_shannon_estimate
 from parallel_rl.functional.ratio import safe_exp
 from parallel_rl.functional.surrogate import PolicyTerms
 from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
@@ -15,6 +15,7 @@ from parallel_rl.losses.off_policy import importance_weight
 from parallel_rl.losses.off_policy_config import ImportanceConfig
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.losses.policy_config import PolicyLossConfig
+from parallel_rl.losses.policy_metrics import divergences
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 
@@ -66,10 +67,6 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
         """The metrics compare with the step's first policy, whatever the loss reads."""
         return {**super()._token_fields(), "prev_logprobs": not self.config.force_on_policy_ratio}
 
-    @property
-    def _measured_fields(self) -> tuple[str, ...]:
-        return ("generation_logprobs",)
-
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         shares = self.shares(batch)
         zero = Metric("share", torch.zeros_like(shares.loss))
@@ -82,13 +79,14 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
         cfg, logprobs = self.config, batch.logprobs
         prev = logprobs if cfg.force_on_policy_ratio else batch["prev_logprobs"]
         ratio = logprobs if cfg.disable_ppo_ratio else terms.ratio
-        unclipped = cfg.disable_ppo_ratio or cfg.force_on_policy_ratio
-        clipped = ratio if unclipped else ratio.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
+        of_clip = self.policy.surrogate.clipped(terms)
+        clipped = ratio if of_clip is None else ratio.clamp(1 - cfg.ratio_clip_min, 1 + cfg.ratio_clip_max)
+        none = torch.zeros_like(ratio)
         per_token = {
             "probs_ratio": ratio,
             "probs_ratio_clamped": clipped,
-            "clip_fraction_low": ratio < clipped,
-            "clip_fraction_high": ratio > clipped,
+            "clip_fraction_low": none if of_clip is None else of_clip.low,
+            "clip_fraction_high": none if of_clip is None else of_clip.high,
             "entropy": batch.entropy,
         }
         sampled = batch.has("generation_logprobs")
@@ -102,11 +100,8 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
         return metrics | {"num_valid_samples": count_true(batch, batch.sequence_mask)}
 
     def _against_sampler(self, prev: Tensor, generation: Tensor, logprobs: Tensor) -> dict[str, Tensor]:
-        kind = self.config.reference_policy_kl_type
         return {
-            "token_mult_prob_error": (generation - prev).abs().exp(),
-            "gen_kl_error": kl_estimate(generation, prev, kind),
-            "policy_kl_error": kl_estimate(prev, generation, kind),
+            **divergences(prev, generation, self.config.reference_policy_kl_type),
             "js_divergence_error": jensen_shannon_estimate(prev, generation),
             "approx_entropy": -safe_exp(logprobs - generation) * logprobs,
         }

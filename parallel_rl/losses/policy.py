@@ -27,6 +27,7 @@ from parallel_rl.losses.off_policy import (
     off_policy_keep,
 )
 from parallel_rl.losses.policy_config import PolicyLossConfig
+from parallel_rl.losses.policy_metrics import clip_fractions, mismatch_metrics, mismatch_values
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.losses.survivors import count_survivors, policy_weights
 from parallel_rl.metrics import Metric, Metrics
@@ -66,7 +67,7 @@ class PolicyLoss(LossFn[ConfigT]):
             others.append(Field("segment_ids", dtype="integer"))
         needs = Requirements(
             (*(Field(name) for name, read in self._token_fields().items() if read), *others),
-            optional=tuple(Field(name) for name in self._measured_fields if not self._token_fields()[name]),
+            optional=() if cfg.reads_generation else (Field("generation_logprobs"),),  # for metrics
             counted=cfg.positive_nll_weight > 0 or (cfg.counts_survivors and self._recorded),
             collected=cfg.collects or (cfg.counts_survivors and not self._recorded),
             entropy=True,
@@ -103,11 +104,6 @@ class PolicyLoss(LossFn[ConfigT]):
         }
 
     @property
-    def _measured_fields(self) -> tuple[str, ...]:
-        """Names of the fields [B, S] that metrics read where they are there."""
-        return ()
-
-    @property
     def _recorded(self) -> bool:
         """Whether recorded log-probs alone say what a correction keeps: not if the present policy is prev, or drops tokens."""
         return not (self.policy.on_policy or self.options.truncation)
@@ -121,6 +117,9 @@ class PolicyLoss(LossFn[ConfigT]):
         if not self.policy.counts_kept:
             counted |= count_units(batch, self.policy.aggregation)
         return counted | count_survivors(batch, self._prev(batch), self.policy) if self._recorded else counted
+
+    def objective(self, batch: TokenBatch) -> Tensor:
+        return self.shares(batch).loss
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
         cfg, prev, samples = self.policy, self._prev(batch), {}
@@ -246,9 +245,9 @@ class PolicyLossFn(PolicyLoss[PolicyLossConfig]):
     reference_policy_logprobs, all [B, S] float and token-aligned, rewards [B] and sample_ids [B]. Options that look at the
     whole step (entropy_filter, clip_cov, kl_cov, ...) make the loss need `statistics`, see `Statistics`.
 
-    Metrics: loss, policy_loss, kl_penalty (without β), positive_nll_loss, entropy, probs_ratio (mean, _min, _max), approx_kl
-    (mean of l_prev − l), sampling_importance_ratio, is_oob_ratio, rejected_fraction, off_policy_masked, num_valid_samples;
-    entropy_coef, the coefficient applied, where it moves.
+    Metrics: the parts of the loss, the entropy, what the clip, the rejection and the masks do, and, where the data has
+    generation_logprobs, how far trainer and sampler are apart; `parallel_rl.losses.policy_metrics.DESCRIPTIONS` says what each
+    is.
 
     Raises:
         ValueError: see `LossFn` and `PolicyLossConfig`.
@@ -277,10 +276,18 @@ class PolicyLossFn(PolicyLoss[PolicyLossConfig]):
 
     @torch.no_grad()
     def _diagnostics(self, batch: TokenBatch, terms: PolicyTerms) -> dict[str, Metric]:
-        means, metrics = {}, {"num_valid_samples": count_true(batch, batch.sequence_mask)}
+        means = clip_fractions(self.policy.surrogate.clipped(terms))
+        metrics = {"num_valid_samples": count_true(batch, batch.sequence_mask)}
+        ranges = {}
         if batch.output.stats is not None and batch.output.stats.entropy is not None:
             means["entropy"] = batch.entropy
         if self.policy.reads_prev and self.policy.surrogate.uses_ratio:
             means |= {"probs_ratio": terms.ratio, "approx_kl": -terms.token_log_ratio}
-            metrics |= token_ranges(batch, {"probs_ratio": terms.ratio})
-        return metrics | (token_means(batch, means) if means else {})
+            ranges["probs_ratio"] = terms.ratio
+        if not batch.has("generation_logprobs"):
+            return metrics | token_ranges(batch, ranges) | token_means(batch, means)
+        means |= mismatch_values(self._prev(batch), batch["generation_logprobs"])
+        ranges["sampling_logp_difference"] = means["sampling_logp_difference"]
+        metrics |= token_ranges(batch, ranges)
+        del metrics["sampling_logp_difference_min"]
+        return metrics | mismatch_metrics(token_means(batch, means))

@@ -115,6 +115,10 @@ class LossFn(LossFunction, Generic[ConfigT]):
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         """The share of the loss and its metrics, from flat local tokens."""
 
+    def objective(self, batch: TokenBatch) -> Tensor:
+        """The share of the loss alone, of which gradients are taken in forward; a loss with many metrics leaves them out."""
+        return self.compute(batch)[0]
+
     def count_from(self, batch: TokenBatch) -> Statistics:
         """What a micro-batch's data alone adds to the statistics of the step, for a loss that requires `counted`.
 
@@ -268,7 +272,7 @@ class LossFn(LossFunction, Generic[ConfigT]):
         if self.requirements.reads == "logits":
             valid = self.options.shard(head.weight.shape[0], tensor_group).valid
             return self._read_output(local, whole_logits(head, local.mask, valid, tensor_group), tensor_group), None
-        return project(local, head, tensor_group, self.options, lambda batch: self.compute(batch)[0])
+        return project(local, head, tensor_group, self.options, self.objective)
 
     def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         """The batch with what the objective needs of the model's output."""

@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 
 def token_means(batch: TokenBatch, values: Mapping[str, Tensor]) -> dict[str, Metric]:
     """Means of name → [T_local] over all valid tokens of the step, summed together."""
-    stacked = torch.stack([x.detach().to(batch.output.dtype) for x in values.values()])
+    if not values:
+        return {}
+    stacked = torch.stack(list(values.values())).detach().to(batch.output.dtype)
     means = batch.local.masked(stacked, batch.output.dtype).sum(-1, dtype=torch.float64) / batch.counts.toks
     return {name: Metric("share", mean) for name, mean in zip(values, means.unbind(), strict=True)}
 
 
 def token_ranges(batch: TokenBatch, values: Mapping[str, Tensor]) -> dict[str, Metric]:
     """Extrema of name → [T_local] over valid tokens; the smallest is `name_min`, the largest `name_max`."""
-    return _ranges(values, batch.mask)
+    return _ranges(values, batch.mask) if values else {}
 
 
 def sequence_mean(batch: TokenBatch, x: Tensor, mask: Tensor | None = None, count: Tensor | None = None) -> Metric:
@@ -43,7 +45,7 @@ def count_true(batch: TokenBatch, mask: Tensor) -> Metric:
 def measured_tokens(batch: TokenBatch, measures: Mapping[str, Measure]) -> dict[str, Metric]:
     """Metrics of an objective's measures, [T_local] each."""
     means = {name: measure.values for name, measure in measures.items() if isinstance(measure, Mean)}
-    metrics = token_means(batch, means) if means else {}
+    metrics = token_means(batch, means)
     for name, measure in measures.items():
         if isinstance(measure, MinMax):
             metrics |= token_ranges(batch, {name: measure.values})

@@ -1,0 +1,98 @@
+"""What dashboards show of a policy loss beside its value: what the clip does, and how far trainer and sampler are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from parallel_rl.functional.importance import mismatch
+from parallel_rl.functional.kl import KLType, kl_estimate
+from parallel_rl.functional.surrogate import Clipped
+from parallel_rl.metrics import Metric
+
+_WEIGHT, _SQUARE = "ω", "ω²"  # of which the effective sample size is made
+# ω beyond these bounds counts as off policy; verl's default threshold and its inverse
+FAR = 2.0
+
+#: what each metric of the policy losses is; ω = π_prev/π_generation of a token, a = log ω, means are over valid tokens
+DESCRIPTIONS: Mapping[str, str] = {
+    "loss": "the whole loss",
+    "policy_loss": "its surrogate's part",
+    "kl_penalty": "its KL's part, without the coefficient",
+    "positive_nll_loss": "its NLL's part, without the weight",
+    "entropy": "mean entropy of the policy at a token, in nats",
+    "entropy_coef": "coefficient of the entropy bonus in this step, where it moves",
+    "approx_entropy": "mean of −(π/π_generation)·log π, an estimate of the entropy from the samples",
+    "probs_ratio": "mean of ρ at the level of the loss; `_min` and `_max` over the step",
+    "probs_ratio_clamped": "the same after the clip",
+    "approx_kl": "mean of log π_prev − log π: how far the updates of this step have come (verl: ppo_kl)",
+    "clip_fraction_low": "share of tokens below the clip's range, whatever the sign of A",
+    "clip_fraction_high": "share of tokens above it",
+    "pg_clipfrac": "share of tokens that the clip holds back: those that A drives out of the range (verl's name)",
+    "pg_clipfrac_lower": "share of tokens that a dual clip, or DPPO's cap on the ratio, holds back besides",
+    "rejected_fraction": "share of tokens that the rejection takes away",
+    "off_policy_masked": "share of tokens that the off-policy mask takes away",
+    "is_oob_ratio": "share of importance weights outside of their bounds",
+    "sampling_importance_ratio": "mean importance weight after its truncation",
+    "sampling_logp_difference": "mean of |a|, a within ±20; `_max` over the step (TRL's name)",
+    "gen_kl_error": "estimate of KL(π_generation ‖ π_prev), k3 (NeMo-RL's name; verl: k3_kl)",
+    "policy_kl_error": "the same estimate with both policies exchanged",
+    "js_divergence_error": "estimate of the Jensen-Shannon divergence of both",
+    "token_mult_prob_error": "mean of e^|a|: 1 where both agree (NeMo-RL's name)",
+    "chi2_token": "mean of ω² − 1, the χ² divergence (verl's name)",
+    "rollout_is_eff_sample_size": "(Σω)² / (N·Σω²), the effective share of tokens under weights ω (verl's name)",
+    "rollout_is_ratio_fraction_high": "share of tokens with ω above 2 (verl's name)",
+    "rollout_is_ratio_fraction_low": "share of tokens with ω below 1/2",
+    "training_log_ppl": "mean of −log π_prev, the logarithm of the trainer's perplexity (verl's name, over sequences there)",
+    "rollout_log_ppl": "mean of −log π_generation, the sampler's",
+    "log_ppl_diff": "the first less the second: positive where the trainer finds the tokens less likely than the sampler did",
+    "num_valid_samples": "number of valid sequences",
+    "dropped_tokens": "number of valid tokens that a truncated policy does not keep",
+}
+
+
+def clip_fractions(clipped: Clipped | None) -> dict[str, Tensor]:
+    """[T_local] of each share of tokens that a clip concerns; none for a surrogate without one."""
+    if clipped is None:
+        return {}
+    shares = {"clip_fraction_low": clipped.low, "clip_fraction_high": clipped.high, "pg_clipfrac": clipped.bites}
+    return shares if clipped.dual is None else {**shares, "pg_clipfrac_lower": clipped.dual}
+
+
+def divergences(prev: Tensor, generation: Tensor, kind: KLType = "k3") -> dict[str, Tensor]:
+    """[T_local] of distances between trainer and sampler under NeMo-RL's names; `kind` is of both KL estimates."""
+    return {
+        "token_mult_prob_error": (generation - prev).abs().exp(),
+        "gen_kl_error": kl_estimate(generation, prev, kind),
+        "policy_kl_error": kl_estimate(prev, generation, kind),
+    }
+
+
+def mismatch_values(prev: Tensor, generation: Tensor) -> dict[str, Tensor]:
+    """[T_local] of which `mismatch_metrics` takes the means; their number is small, each operator is a launch on a card."""
+    generation = torch.where(generation == -torch.inf, prev, generation)  # of a token that the sampler did not keep
+    log_weight = mismatch(prev, generation, "k1")
+    weight = log_weight.exp()
+    square = weight * weight
+    return {
+        **divergences(prev, generation),
+        "sampling_logp_difference": log_weight.abs(),
+        "chi2_token": square - 1,
+        "rollout_is_ratio_fraction_high": weight > FAR,
+        "rollout_is_ratio_fraction_low": weight < 1 / FAR,
+        "training_log_ppl": -prev,
+        "rollout_log_ppl": -generation,
+        _WEIGHT: weight,
+        _SQUARE: square,
+    }
+
+
+def mismatch_metrics(means: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The metrics of trainer against sampler that follow from means of `mismatch_values`, and the other means."""
+    metrics = {name: metric for name, metric in means.items() if name not in (_WEIGHT, _SQUARE)}
+    trainer, sampler = means["training_log_ppl"].value, means["rollout_log_ppl"].value
+    metrics["log_ppl_diff"] = Metric("share", trainer - sampler)
+    metrics["rollout_is_eff_sample_size"] = Metric("square-ratio", means[_WEIGHT].value, means[_SQUARE].value)
+    return metrics
