@@ -220,11 +220,11 @@ class SequenceLayout:
         return field.reshape(-1, *field.shape[2:])[index]
 
     def unshard(self, local: Tensor, context_group: ProcessGroup | None = None, shift: bool = True) -> Tensor:
-        """Invert `shard`: [T_local] to [B, S], whole on every context rank, 0 for tokens that no position predicts."""
+        """Invert `shard`: [T_local, ...] to [B, S, ...], whole on every context rank, 0 where no position predicts a token."""
         index, valid = self.places(shift)
-        whole = local.new_zeros(self.shape[0] * self.shape[1] + 1)
-        whole = whole.scatter(0, torch.where(valid, index, whole.numel() - 1), local)[:-1]
-        return group_sum(whole.view(self.shape), context_group)
+        whole = local.new_zeros(self.shape[0] * self.shape[1] + 1, *local.shape[1:])
+        whole = whole.index_put((torch.where(valid, index, len(whole) - 1),), local)[:-1]
+        return group_sum(whole.view(*self.shape, *local.shape[1:]), context_group)
 
     def segment_sum(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
         """Sum [T_local] over each sequence, over all context ranks: [B], in float64 inside, differentiable."""

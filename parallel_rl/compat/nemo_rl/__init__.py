@@ -1,0 +1,74 @@
+"""NeMo-RL's losses, by the names and the call of its documented module and by those of its present release (0.7).
+
+    documented   loss, metrics = ClippedPGLossFn(cfg)(next_token_logits, data, global_valid_seqs, global_valid_toks,
+                                                      vocab_parallel_rank, vocab_parallel_group, context_parallel_group)
+    present      inputs, data = prepare_loss_input(logits, data, loss_fn, rank, tensor_group, context_group)
+                 loss, metrics = loss_fn(data=data, global_valid_seqs=..., global_valid_toks=..., **inputs)
+
+Names that both have take either call. Its contract is kept: the loss of the rows of a call is divided by counts of the whole
+step and is whole on every context rank, so that the host divides it by cp; the metrics are a plain dict of floats, which
+costs one copy from the device; a config is a dict or a model with attributes, whose keys may have no effect. The library's own
+classes of these names return shares that add up over context ranks and wait for no device.
+
+Not here: the cross-tokenizer distillation, draft vocabularies and `DraftLossWrapper`.
+"""
+
+from parallel_rl.compat.nemo_rl.clipped_pg import ClippedPGLossFn
+from parallel_rl.compat.nemo_rl.config import (
+    ClippedPGLossConfig,
+    ConfigError,
+    DistillationLossConfig,
+    DPOLossConfig,
+    MseValueLossConfig,
+)
+from parallel_rl.compat.nemo_rl.distributions import DistillationLossFn, DraftCrossEntropyLossFn, MseValueLossFn
+from parallel_rl.compat.nemo_rl.interfaces import (
+    ClippedPGLossDataDict,
+    DistillationLossDataDict,
+    DPOLossDataDict,
+    LossFunction,
+    LossInputType,
+    LossType,
+    MetricNormalizer,
+    PreferenceLossDataDict,
+)
+from parallel_rl.compat.nemo_rl.packing import (
+    SequencePackingFusionLossWrapper,
+    SequencePackingLossWrapper,
+    wrap_loss_fn_with_input_preparation,
+)
+from parallel_rl.compat.nemo_rl.preference import DPOLossFn, NLLLoss, NLLLossFn, PreferenceLoss, PreferenceLossFn
+from parallel_rl.compat.nemo_rl.preparing import prepare_loss_input, prepare_packed_loss_input
+
+__all__ = [
+    # both
+    "ClippedPGLossConfig",
+    "ClippedPGLossDataDict",
+    "ClippedPGLossFn",
+    "DistillationLossConfig",
+    "DistillationLossDataDict",
+    "DistillationLossFn",
+    "DPOLossConfig",
+    "DPOLossDataDict",
+    "DPOLossFn",
+    "LossFunction",
+    "LossType",
+    "PreferenceLossDataDict",
+    "SequencePackingLossWrapper",
+    # documented
+    "NLLLoss",
+    "PreferenceLoss",
+    # present
+    "ConfigError",
+    "DraftCrossEntropyLossFn",
+    "LossInputType",
+    "MetricNormalizer",
+    "MseValueLossConfig",
+    "MseValueLossFn",
+    "NLLLossFn",
+    "PreferenceLossFn",
+    "SequencePackingFusionLossWrapper",
+    "prepare_loss_input",
+    "prepare_packed_loss_input",
+    "wrap_loss_fn_with_input_preparation",
+]

@@ -1,0 +1,136 @@
+"""NeMo-RL's options, from whatever it takes them from: a dict, a model with attributes, with keys that have no effect."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from typing import ClassVar, TypeVar
+
+from parallel_rl.config.strict import configure, nearest
+from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig as ClippedPG
+from parallel_rl.losses.policy_config import PolicyLossConfig
+
+ConfigT = TypeVar("ConfigT", bound="LossConfig")
+
+
+class ConfigError(ValueError, AssertionError):
+    """Options that cannot be right; an AssertionError too, which the origin raises."""
+
+
+class LossConfig(dict[str, object]):
+    """Options as a dict whose keys are attributes too, filled up with the defaults: a dict in older releases, now a model."""
+
+    defaults: ClassVar[Mapping[str, object]] = {}
+
+    def __init__(self, given: Mapping[str, object] | None = None, /, **options: object) -> None:
+        super().__init__({**self.defaults, **(given or {}), **options})
+
+    def __getattr__(self, name: str) -> object:
+        if name not in self:
+            raise AttributeError(f"{type(self).__name__} has no option {name!r}; {nearest(name, self)}")
+        return self[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        self[name] = value
+
+    @classmethod
+    def read(cls: type[ConfigT], cfg: object) -> ConfigT:
+        """The options of a mapping, or of an object with attributes; other keys have no effect, as in the origin.
+
+        Raises:
+            ConfigError: neither of them.
+        """
+        if not isinstance(cfg, Mapping) and not hasattr(cfg, "__dict__"):
+            raise ConfigError(f"cfg must be a mapping or a {cls.__name__}, got {cfg!r}")
+        given = cfg if isinstance(cfg, Mapping) else vars(cfg)
+        for key in given:
+            if key not in cls.defaults:
+                warnings.warn(
+                    f"{cls.__name__}: the key {key!r} has no effect; {nearest(str(key), cls.defaults)}", stacklevel=3
+                )
+        return cls({key: given[key] for key in cls.defaults if key in given})
+
+    def number(self, name: str) -> float:
+        """An option that must be a number.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        value = self[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ConfigError(f"{name} = {value!r} must be a number")
+        return value
+
+
+class ClippedPGLossConfig(LossConfig):
+    """Options of `ClippedPGLossFn`: those of the library's `ClippedPGLossConfig`, with the same defaults."""
+
+    defaults: ClassVar[Mapping[str, object]] = {field.name: field.default for field in dataclasses.fields(ClippedPG)}
+
+
+class DPOLossConfig(LossConfig):
+    """Options of `DPOLossFn`: those of the library's `DPOLossConfig` that have these names, with the same defaults."""
+
+    defaults: ClassVar[Mapping[str, object]] = {
+        "reference_policy_kl_penalty": 0.05,
+        "preference_loss_weight": 1.0,
+        "sft_loss_weight": 0.0,
+        "preference_average_log_probs": False,
+        "sft_average_log_probs": False,
+    }
+
+
+class DistillationLossConfig(LossConfig):
+    """Options of `DistillationLossFn`: those of the library's `DistillationLossConfig` that have these names."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"kl_type": "mixed", "mixed_kl_weight": 0.5, "zero_outside_topk": False}
+
+
+class MseValueLossConfig(LossConfig):
+    """Options of `MseValueLossFn`; cliprange None or 0 does not clip."""
+
+    defaults: ClassVar[Mapping[str, object]] = {"scale": 1.0, "cliprange": None}
+
+
+def policy_config(cfg: ClippedPGLossConfig) -> PolicyLossConfig:
+    """The library's policy loss of these options; those that others leave without effect are dropped.
+
+    The NLL on positive examples is left to the caller, who divides it by the tokens of the call (Q4).
+
+    Raises:
+        ConfigError: options that contradict each other.
+    """
+    options = {**cfg, "positive_example_nll_weight": 0.0}
+    if cfg["force_on_policy_ratio"]:
+        options["disable_ppo_ratio"] = False
+    if cfg["force_on_policy_ratio"] or cfg["disable_ppo_ratio"]:  # Q5: c·A never binds, the clip has nothing to clip
+        for name in ("ratio_clip_c", "ratio_clip_min", "ratio_clip_max"):
+            options[name] = cfg.defaults[name]
+    if cfg["use_kl_in_reward"] or cfg["reference_policy_kl_penalty"] == 0:
+        options |= {
+            "use_on_policy_kl_approximation": False,
+            "use_kl_in_reward": False,
+            "reference_policy_kl_penalty": 0.0,
+        }
+    options |= _truncation(cfg)
+    try:
+        return configure(ClippedPG, options).policy
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _truncation(cfg: ClippedPGLossConfig) -> dict[str, object]:
+    """The options of the truncation; a bound without a type, as releases before 0.6 have it, clamps from above."""
+    prefix = "truncated_importance_sampling_"
+    kind, high, low = (cfg[prefix + name] for name in ("type", "ratio", "ratio_min"))
+    if kind is None and high is None:
+        return {f"{prefix}ratio_min": None}
+    if kind is None:
+        kind, low = "tis", None
+    if low is not None and high is not None and cfg.number(f"{prefix}ratio_min") > cfg.number(f"{prefix}ratio"):
+        raise ConfigError(f"{prefix}ratio_min must be <= {prefix}ratio, got {low} > {high}")
+    return {
+        f"{prefix}type": kind,
+        f"{prefix}ratio_min": None if low is None else max(cfg.number(f"{prefix}ratio_min"), 0.0),
+    }

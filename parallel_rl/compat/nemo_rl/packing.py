@@ -1,0 +1,189 @@
+"""NeMo-RL's way from logits to a loss: preparing its input, and the wrappers of a packed row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_rl.compat.dense import Count
+from parallel_rl.compat.nemo_rl.base import LogProbLoss, Result, checked
+from parallel_rl.compat.nemo_rl.distributions import DistillationLossFn
+from parallel_rl.compat.nemo_rl.interfaces import LossFunction
+from parallel_rl.compat.nemo_rl.reading import Data, ShardedOutput
+from parallel_rl.groups import group_size
+from parallel_rl.losses.core.call import PackedSequences
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+LossInput = tuple[dict[str, "Tensor | None"], Data]
+Prepare = Callable[..., LossInput]
+
+_LEAST, _MOST = ("probs_ratio_min", "probs_ratio_clamped_min"), ("probs_ratio_max", "probs_ratio_clamped_max")
+
+
+class SequencePackingLossWrapper:
+    """A loss on packed logits [1, T/cp, V/tp] with unpacked data [B, S], in the documented form or the present release's.
+
+    Documented: `SequencePackingLossWrapper(loss_fn, cu_seqlens_q, cu_seqlens_q_padded)`, and groups in the call. The log-probs
+    of the whole row are read at once, and the numbers are those of one call a sequence: what a loss divides by its own rows
+    is of each sequence (Q4). Pairs stay together (Q9: in the origin a row never meets the other one of its pair).
+
+    Present: with prepare_fn, and groups in the constructor, the loss is called sequence by sequence on what prepare_fn makes
+    of its logits and data; losses and metrics add up, extrema of ratios apart (Q8: those of values add up too).
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_q_padded: Tensor | None = None,
+        *,
+        prepare_fn: Prepare | None = None,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> None:
+        self.loss_fn, self.prepare_fn = loss_fn, prepare_fn
+        self.cu_seqlens_q, self.cu_seqlens_q_padded = cu_seqlens_q, cu_seqlens_q_padded
+        self.groups = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
+
+    def __call__(
+        self,
+        next_token_logits: Tensor,
+        data: Data,
+        global_valid_seqs: Count | None,
+        global_valid_toks: Count | None,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> Result:
+        """The loss and its metrics.
+
+        Raises:
+            ValueError: bounds that do not fit; without prepare_fn a loss that reads neither log-probs nor a teacher's top-k.
+        """
+        given = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
+        groups = self.groups if given == (None, None, None) else given
+        if self.prepare_fn is not None:
+            return self._by_sequence(next_token_logits, data, (global_valid_seqs, global_valid_toks), groups)
+        packed = PackedSequences(self.cu_seqlens_q, self.cu_seqlens_q_padded)
+        output = ShardedOutput.of(next_token_logits, *groups, packed)
+        data = _within(checked(data), self.cu_seqlens_q)
+        if isinstance(self.loss_fn, DistillationLossFn):
+            return self.loss_fn.from_topk(self.loss_fn.read(output, data), data, global_valid_toks)
+        if not isinstance(self.loss_fn, LogProbLoss):
+            raise ValueError(f"{type(self.loss_fn).__name__} reads no log-probs; a packed row of it needs a prepare_fn")
+        logprobs = output.next_token_logprobs(data, self.loss_fn.rows(data))
+        return self.loss_fn.from_logprobs(logprobs, data, global_valid_seqs, global_valid_toks, by_row=True)
+
+    def _by_sequence(
+        self, logits: Tensor, data: Data, counts: tuple[Count | None, Count | None], groups: tuple
+    ) -> Result:
+        assert self.prepare_fn is not None
+        lengths, cp = self.cu_seqlens_q.diff().tolist(), group_size(groups[2])
+        padded = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
+        bounds = (padded // cp).tolist()
+        total: Tensor | float = 0.0
+        metrics: dict[str, float | Tensor] = {}
+        for row, length in enumerate(lengths):
+            one = {key: x[row : row + 1] for key, x in data.items()}
+            own: Data = {key: x[:, :length] if _has_tokens(x) else x for key, x in one.items()}
+            inputs, own = _prepared(
+                self.prepare_fn, logits[:, bounds[row] : bounds[row + 1]], own, self.loss_fn, groups
+            )
+            loss, found = _called(self.loss_fn, own, counts, inputs)
+            total = total + loss
+            for key, value in found.items():
+                metrics[key] = _joined(key, metrics.get(key), float(value))
+        assert isinstance(total, Tensor)
+        return total, metrics
+
+
+class SequencePackingFusionLossWrapper:
+    """A loss on a packed row, called once on what prepare_fn, `prepare_packed_loss_input`, makes of the whole row."""
+
+    def __init__(
+        self,
+        loss_fn: LossFunction,
+        prepare_fn: Prepare,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_q_padded: Tensor | None = None,
+        vocab_parallel_rank: int | None = None,
+        vocab_parallel_group: ProcessGroup | None = None,
+        context_parallel_group: ProcessGroup | None = None,
+    ) -> None:
+        self.loss_fn, self.prepare_fn, self.cu_seqlens_q = loss_fn, prepare_fn, cu_seqlens_q
+        self.cu_seqlens_q_padded = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+        self.groups = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
+
+    def __call__(
+        self, next_token_logits: Tensor, data: Data, global_valid_seqs: Count | None, global_valid_toks: Count | None
+    ) -> Result:
+        """The loss and its metrics."""
+        bounds = {"cu_seqlens_q": self.cu_seqlens_q, "cu_seqlens_q_padded": self.cu_seqlens_q_padded}
+        inputs, data = _prepared(self.prepare_fn, next_token_logits, data, self.loss_fn, self.groups, bounds)
+        return _called(self.loss_fn, data, (global_valid_seqs, global_valid_toks), inputs)
+
+
+def wrap_loss_fn_with_input_preparation(
+    next_token_logits: Tensor,
+    data: Data,
+    global_valid_seqs: Count | None,
+    global_valid_toks: Count | None,
+    loss_fn: LossFunction,
+    prepare_fn: Prepare,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
+    context_parallel_group: ProcessGroup | None = None,
+) -> Result:
+    """A loss on what prepare_fn makes of logits [B, S/cp, V/tp]."""
+    groups = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
+    inputs, data = _prepared(prepare_fn, next_token_logits, data, loss_fn, groups)
+    return _called(loss_fn, data, (global_valid_seqs, global_valid_toks), inputs)
+
+
+def _prepared(
+    prepare: Prepare,
+    logits: Tensor,
+    data: Data,
+    loss_fn: LossFunction,
+    groups: tuple,
+    bounds: Mapping[str, Tensor] | None = None,
+) -> LossInput:
+    names = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group")
+    by_name = dict(zip(names, groups, strict=True))
+    return prepare(logits=logits, data=data, loss_fn=loss_fn, **(bounds or {}), **by_name)
+
+
+def _called(
+    loss_fn: LossFunction, data: Data, counts: tuple[Count | None, Count | None], inputs: Mapping[str, Tensor | None]
+) -> Result:
+    seqs, toks = counts
+    result: Result = loss_fn(data=data, global_valid_seqs=seqs, global_valid_toks=toks, **inputs)  # type: ignore[operator]
+    return result
+
+
+def _has_tokens(x: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 1 and x.shape[1] > 1
+
+
+def _within(data: Data, bounds: Tensor) -> Data:
+    """The data with token_mask inside the sequences only: what lies beyond a true length is not in the row."""
+    lengths = bounds.diff().to(data["token_mask"].device)
+    columns = torch.arange(data["token_mask"].shape[1], device=lengths.device)
+    if len(lengths) != len(data["token_mask"]):
+        return data  # refused where the layout is made
+    return {**data, "token_mask": (data["token_mask"] != 0) & (columns < lengths[:, None])}
+
+
+def _joined(key: str, before: float | Tensor | None, value: float) -> float:
+    """A metric of one more sequence; an infinite extremum is that of a sequence without a token."""
+    if key in _LEAST or key in _MOST:
+        join, nothing = (min, math.inf) if key in _LEAST else (max, -math.inf)
+        return join(nothing if before is None else float(before), nothing if math.isinf(value) else value)
+    return (0.0 if before is None else float(before)) + value
