@@ -122,7 +122,7 @@ class ShardedOutput:
             check_rank(self.tensor_rank, self.tensor_group)
             check_logits(logits, False, "auto")
             if head is not None:
-                head.check(self.tensor_group)
+                head.check(self.tensor_group, None)
             if logits.dim() != 3:
                 raise ValueError(
                     f"the logits must be [B, S/cp, V/tp] or packed [1, T/cp, V/tp], got {list(logits.shape)}"
