@@ -44,6 +44,7 @@ def _hidden() -> str:
 
 
 def test_jobs_see_their_nodes_and_gpus_and_nothing_stays_behind(tmp_path: Path) -> None:
+    """Takes half a minute: it starts and ends a whole private cluster, which no other test may share."""
     hosts, hidden = Path("/etc/hosts").read_bytes(), _hidden()
     with Cluster(nodes=2) as cluster:
         assert cluster.idle() and cluster.nodes == ["node1", "node2"]
@@ -80,6 +81,7 @@ with Cluster(nodes=1) as cluster:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="the other tests run as a normal user already")
 def test_a_normal_user_can_have_one() -> None:
+    """Takes half a minute: a cluster of a user without rights is another one, started for this alone."""
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if python is None:
         pytest.skip("no python3 that a normal user could run")
@@ -108,6 +110,7 @@ with Cluster(nodes=1, disk=1 if DISK else None) as cluster:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_stays_behind_when_its_holder_is_killed(number: signal.Signals) -> None:
+    """Takes half a minute: the cluster of a killed process must be started to be left behind."""
     hidden = _hidden()
     code = _HOLDER.replace("HIDDEN", HIDDEN.format(hidden)).replace("DISK", str(os.getuid() == 0))
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)

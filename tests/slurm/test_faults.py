@@ -46,6 +46,7 @@ def test_nothing_is_lost(
     outcomes: dict[tuple[str, int], Future[Outcome]],
     record_property: Callable[[str, object], None],
 ) -> None:
+    """Takes minutes: each fault is done to a real job, which Slurm must notice, requeue and run to its end."""
     if fault.disk is not None and os.getuid() != 0:
         pytest.skip("only root can mount a small disk")
     outcome = outcomes[fault.name, number].result()

@@ -136,6 +136,7 @@ def started() -> Iterator[Mapping[str, Started]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input_is_said_within_a_minute_and_changes_nothing(name: str, started: Mapping[str, Started]) -> None:
+    """May take a minute: the job starts its ranks before it refuses, and a minute is what it promises."""
     if why := _cannot(name):
         pytest.skip(why)
     one, (_, says) = started[name], CASES[name]

@@ -41,7 +41,10 @@ def _rows(folder: Path) -> int:
 
 
 def test_a_stop_is_heard_before_the_ranks_can_see_it(cluster: Cluster, tmp_path: Path) -> None:
-    """In env.sh, during the check, while torchrun starts; each then goes on, and forgets the stop of the start before."""
+    """In env.sh, during the check, while torchrun starts; each then goes on, and forgets the stop of the start before.
+
+    Takes minutes: three jobs are stopped at instants of their start, and each runs again to its end.
+    """
     jobs = {}
     for name, at in INSTANTS.items():
         folder = tmp_path / name.replace(" ", "-")
@@ -62,6 +65,7 @@ def test_a_stop_is_heard_before_the_ranks_can_see_it(cluster: Cluster, tmp_path:
 
 
 def test_slurms_own_restarts_say_which_host_is_down_and_end_at_the_limit(cluster: Cluster, tmp_path: Path) -> None:
+    """Takes minutes: Slurm waits before it calls a silent host down and queues its job again."""
     logs = tmp_path / "logs"
     number = submit(cluster, logs, 2, arguments(tmp_path / "run", 5000), env={"MAX_RESTARTS": "0"})
     cluster.until(lambda: _rows(tmp_path / "run") >= 1, WAIT, "a first step")
@@ -84,7 +88,10 @@ def test_slurms_own_restarts_say_which_host_is_down_and_end_at_the_limit(cluster
 def test_a_run_that_begins_anew_does_so_once_however_often_its_job_is_queued_again(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Queued again before it began, it must not go on with what an earlier job left; once it began, it must go on."""
+    """Queued again before it began, it must not go on with what an earlier job left; once it began, it must go on.
+
+    Takes minutes: one job is queued again and again, and starts its ranks each time.
+    """
     run, logs = tmp_path / "run", tmp_path / "logs"
     checked(cluster, submit(cluster, tmp_path / "earlier", 1, arguments(run, 2)), tmp_path / "earlier")
     given = [*arguments(run, 200), "--run.resume=never"]
@@ -106,7 +113,10 @@ def test_a_run_that_begins_anew_does_so_once_however_often_its_job_is_queued_aga
 
 
 def test_of_an_array_only_the_task_that_was_asked_is_queued_again(cluster: Cluster, tmp_path: Path) -> None:
-    """One task has the array's own number, which means all of them to Slurm."""
+    """One task has the array's own number, which means all of them to Slurm.
+
+    Takes a minute: two tasks run, and one of them twice.
+    """
     given = arguments(tmp_path / "task-{task}", 40)
     array = submit(cluster, tmp_path / "logs", 1, given, "--array=0-1", f"--output={tmp_path}/logs/%a.out")
     cluster.until(lambda: cluster.count("RUNNING", array) == 2, WAIT, "both tasks to start")
@@ -119,6 +129,7 @@ def test_of_an_array_only_the_task_that_was_asked_is_queued_again(cluster: Clust
 
 
 def test_a_time_limit_shorter_than_its_notice_is_said_and_is_no_circle(cluster: Cluster, tmp_path: Path) -> None:
+    """Takes as long as Slurm's shortest limits, which count in minutes."""
     logs = tmp_path / "logs"
     number = submit(cluster, logs, 1, arguments(tmp_path / "run", 100_000), "--time=8")
     checked(cluster, number, logs, "FAILED")
@@ -129,6 +140,7 @@ def test_a_time_limit_shorter_than_its_notice_is_said_and_is_no_circle(cluster: 
 
 
 def test_a_cancelled_job_says_what_was_saved(cluster: Cluster, tmp_path: Path) -> None:
+    """Takes half a minute: two nodes must reach a first step before they can be cancelled."""
     logs = tmp_path / "logs"
     number = submit(cluster, logs, 2, arguments(tmp_path / "run", 5000))
     cluster.until(lambda: _rows(tmp_path / "run") >= 1, WAIT, "a first step")

@@ -33,6 +33,7 @@ def assert_same(found: Rows, expected: Rows) -> None:
 def test_nodes_give_the_curve_of_one_process(
     cluster: Cluster, nodes: int, parallel: str, expected: Rows, tmp_path: Path
 ) -> None:
+    """Takes half a minute: a job of several nodes starts torchrun, its ranks and their imports on each."""
     given = arguments(tmp_path / "run", STEPS, parallel, run__dtype="float64")
     said = checked(cluster, submit(cluster, tmp_path / "logs", nodes, given), tmp_path / "logs")
     assert len(list((tmp_path / "logs").rglob("stdout.log"))) == nodes, said  # one a rank

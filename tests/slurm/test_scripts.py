@@ -37,7 +37,10 @@ def _ranks(folder: Path, code: str) -> dict[str, str]:
 
 
 def test_hosts_and_ranks_that_hang_are_named(cluster: Cluster, tmp_path: Path) -> None:
-    """Two jobs side by side: on one a host hangs, on the other a rank."""
+    """Two jobs side by side: on one a host hangs, on the other a rank.
+
+    Takes a minute: what hangs is told from what is slow by waiting.
+    """
     began, numbers = time.monotonic(), {}
     for name in ("host", "rank"):
         folder = tmp_path / name
@@ -58,6 +61,7 @@ def test_hosts_and_ranks_that_hang_are_named(cluster: Cluster, tmp_path: Path) -
 
 
 def test_a_rank_that_dies_at_the_start_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """Takes half a minute: ranks on two nodes start until one dies."""
     env = _ranks(tmp_path, "os._exit(7)")
     checked(
         cluster,
@@ -112,6 +116,7 @@ def _submit(cluster: Cluster, folder: Path, *given: str) -> subprocess.Completed
 
 
 def test_submit_puts_the_same_job_on_the_queue(cluster: Cluster, tmp_path: Path) -> None:
+    """Takes half a minute: the job that was put on the queue runs."""
     done = _submit(cluster, tmp_path, "--nodes", "2", "--job-name", "mine", "--partition", "main")
     assert done.returncode == 0, done.stderr
     checked_run, command, said = done.stdout.splitlines()

@@ -146,7 +146,10 @@ def test_every_loss_has_a_recipe_or_is_a_face() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ppo", "chord"])
 def test_a_stopped_run_continues_the_same_curve(name: str, tmp_path: Path) -> None:
-    """With the critic and its moments, and with the state of the schedule."""
+    """With the critic and its moments, and with the state of the schedule.
+
+    Slow: a whole run, a part of it and its continuation, with a critic's model beside the policy's.
+    """
     more = {
         "rl.steps": 3,
         "run.checkpoint_every": 1,
@@ -163,7 +166,10 @@ def test_a_stopped_run_continues_the_same_curve(name: str, tmp_path: Path) -> No
 
 
 def test_prompts_that_teach_nothing_give_way_to_others(tmp_path: Path) -> None:
-    """By the recording: every group's mean reward lies within the bounds, on one process and on two, where it is the same."""
+    """By the recording: every group's mean reward lies within the bounds, on one process and on two, where it is the same.
+
+    Takes some twenty seconds: forty rounds of sampling, twice.
+    """
     more = {"rl.dynamic_sampling": "{low: 0.3, high: 0.6, max_rounds: 40}", "rl.record": "true", "rl.overlong": "null"}
     found = []
     for ranks in (1, 2):
@@ -216,6 +222,7 @@ def check(rows: list[dict], name: str) -> None:
     ],
 )
 def test_two_steps(name: str, tmp_path: Path) -> None:
+    """The slow ones differ from the quick in their configs alone: a world's start, two models and an evaluation each."""
     [rows] = run_world(1, train_rows, tiny(name, tmp_path))
     check(rows, name)
 
@@ -224,6 +231,7 @@ def test_two_steps(name: str, tmp_path: Path) -> None:
     "name", [pytest.param("gkd"), *(pytest.param(n, marks=pytest.mark.slow) for n in TAUGHT if n != "gkd")]
 )
 def test_two_steps_with_a_teacher(name: str, tmp_path: Path) -> None:
+    """Takes two runs: the teacher's weights come from a run's checkpoint."""
     run_world(1, train_rows, tiny("sft", tmp_path / "teacher"))
     teacher = tmp_path / "teacher" / "checkpoints" / "step_000002"
     [rows] = run_world(1, train_rows, tiny(name, tmp_path / "student", **{TAUGHT[name]: teacher}))

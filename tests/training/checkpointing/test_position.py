@@ -100,6 +100,7 @@ def _train_and_tell(rank: int, given: list[str]) -> list[str]:
 
 @pytest.mark.parametrize(("name", "kind"), zip(RUNS, ["jsonl", "parquet"] * 2, strict=True))
 def test_a_restart_with_other_sizes_takes_the_next_record(name: str, kind: str, tmp_path: Path) -> None:
+    """Takes some twenty seconds: a run, its first part and the rest of it with other sizes, through all records."""
     *_, records, _, smaller = RUNS[name]
     files = write(tmp_path / "data", kind, records)
     [whole] = run_world(1, _train_and_tell, arguments(name, tmp_path / "whole", files))
