@@ -168,7 +168,7 @@ def test_a_stopped_run_continues_the_same_curve(name: str, tmp_path: Path) -> No
 def test_prompts_that_teach_nothing_give_way_to_others(tmp_path: Path) -> None:
     """By the recording: every group's mean reward lies within the bounds, on one process and on two, where it is the same.
 
-    Takes some twenty seconds: forty rounds of sampling, twice.
+    Takes some twenty seconds: up to forty rounds of sampling, twice.
     """
     more = {"rl.dynamic_sampling": "{low: 0.3, high: 0.6, max_rounds: 40}", "rl.record": "true", "rl.overlong": "null"}
     found = []
