@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from parallel_rl.layout import SequenceLayout
     from parallel_rl.losses import (
         ClippedPGLossFn,
+        ComponentsLossFn,
         CPOLossFn,
         DistillationLossFn,
         DPOLossFn,
@@ -48,6 +49,7 @@ __all__ = [
     # call a loss
     "PolicyLossFn",
     "ClippedPGLossFn",
+    "ComponentsLossFn",
     "MixLossFn",
     "MuSchedule",
     "ValueLossFn",

@@ -104,14 +104,14 @@ def check_masks(*batches: Mapping[str, Tensor]) -> None:
             raise ValueError(f"sample_mask has {seqs} rows, token_mask {rows}; they must be as many")
 
 
-def check_zeros_and_ones(*batches: Mapping[str, Tensor]) -> None:
-    """Check the values of each batch's `token_mask` and `sample_mask`.
+def check_zeros_and_ones(*batches: Mapping[str, Tensor], names: Sequence[str] = ("token_mask", "sample_mask")) -> None:
+    """Check the values of each batch's masks.
 
     Raises:
         ValueError: one that is neither 0 nor 1, with its place.
     """
     for data in batches:
-        for name in ("token_mask", "sample_mask"):
+        for name in names:
             wrong = _fractional(data[name])
             if bool(wrong.any()):
                 place = wrong.nonzero()[0].tolist()

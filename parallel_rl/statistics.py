@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,20 @@ class Statistics(Mapping[str, Tensor]):
 
     def _names(self) -> tuple[list[str], list[str], list[str]]:
         return sorted(self), sorted(self.samples), sorted(self.records)
+
+    def prefixed(self, prefix: str) -> Statistics:
+        """These statistics, `prefix` before each name."""
+        return self._renamed(lambda name: prefix + name)
+
+    def under(self, prefix: str) -> Statistics:
+        """The statistics whose names begin so, without that; the inverse of `prefixed`."""
+        return self._renamed(lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)
+
+    def _renamed(self, rename: Callable[[str], str | None]) -> Statistics:
+        parts = self._sums, self.samples, self.records
+        return Statistics(
+            *({new: x for name, x in part.items() if (new := rename(name)) is not None} for part in parts)
+        )
 
     def to(self, device: torch.device) -> Statistics:
         """These statistics on `device`; the host does not wait for a copy."""

@@ -6,6 +6,8 @@ Pointwise mathematics is in `parallel_rl.functional`.
 
 from parallel_rl.losses.clipped_pg import ClippedPGLossFn
 from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
+from parallel_rl.losses.coefficient import CoefficientScheduleConfig
+from parallel_rl.losses.components import ComponentConfig, ComponentsLossConfig, ComponentsLossFn
 from parallel_rl.losses.core.options import NoConfig
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.distillation import (
@@ -47,6 +49,10 @@ __all__ = [
     "DistillationLossFn",
     "FullDistillationLossConfig",
     "FullDistillationLossFn",
+    "CoefficientScheduleConfig",
+    "ComponentConfig",
+    "ComponentsLossConfig",
+    "ComponentsLossFn",
     "MixLossConfig",
     "MixLossFn",
     "MuSchedule",

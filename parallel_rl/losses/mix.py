@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import ValidCounts
+from parallel_rl.losses.coefficient import scheduled
 from parallel_rl.losses.core.aggregation import UNIT_FIELDS
-from parallel_rl.losses.core.base import LossFn
-from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.measures import count_true
-from parallel_rl.losses.core.requirements import Field, Requirements
-from parallel_rl.losses.core.truncated_policy import masked_stats
+from parallel_rl.losses.core.component import Component, ComponentsLoss, DataView
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.losses.registry import register_loss
-from parallel_rl.metrics import Metric, Metrics
-from parallel_rl.statistics import Statistics
+from parallel_rl.metrics import Metric
 
 
 @dataclass(frozen=True)
@@ -73,12 +67,7 @@ class MuSchedule:
     def at(self, step: int) -> float:
         """μ of a step, counted from 0."""
         cfg = self.config
-        if step < cfg.warmup_steps:
-            return step / cfg.warmup_steps * cfg.peak
-        after = step - cfg.warmup_steps
-        if after >= cfg.decay_steps:
-            return cfg.valley
-        return cfg.valley + (cfg.peak - cfg.valley) * 0.5 * (1 + math.cos(math.pi * after / cfg.decay_steps))
+        return scheduled(step, 0.0, cfg.peak, cfg.valley, cfg.warmup_steps, cfg.decay_steps)
 
     def step(self) -> None:
         """Advance the schedule; call it after each optimizer step."""
@@ -127,7 +116,7 @@ class MixLossConfig:
 
 
 @register_loss("mix")
-class MixLossFn(LossFn[MixLossConfig]):
+class MixLossFn(ComponentsLoss[MixLossConfig]):
     """A policy loss on the policy's own rows and a supervised one on an expert's, each a mean over its own rows of the step.
 
         L = (1 − μ)·PolicyLoss(usual rows) + μ·NLL(expert rows)
@@ -155,14 +144,13 @@ class MixLossFn(LossFn[MixLossConfig]):
     config_class = MixLossConfig
 
     @cached_property
-    def usual(self) -> PolicyLossFn:
-        """The loss of the policy's own rows."""
-        return PolicyLossFn(self.config.policy)
-
-    @cached_property
-    def expert(self) -> NLLLoss:
-        """The loss of the expert's rows."""
-        return NLLLoss(self.config.supervised)
+    def components(self) -> tuple[Component, ...]:
+        options = self._options_of_components()
+        usual, expert = PolicyLossFn(self.config.policy, **options), NLLLoss(self.config.supervised, **options)  # type: ignore[arg-type]
+        rows = {"usual": "not expert_mask", "expert": "expert_mask"}
+        return tuple(
+            Component(name, loss, DataView(rows=rows[name])) for name, loss in (("usual", usual), ("expert", expert))
+        )
 
     @cached_property
     def mu_schedule(self) -> MuSchedule:
@@ -170,70 +158,19 @@ class MixLossFn(LossFn[MixLossConfig]):
         return MuSchedule(self.config.schedule)
 
     @property
-    def on_policy(self) -> bool:
-        return self.usual.on_policy
+    def coefficients(self) -> Mapping[str, float]:
+        return {"usual": 1 - self.mu_schedule.mu, "expert": self.mu_schedule.mu}
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         self.mu_schedule.step()
-        self.usual.after_step(_under("usual/", metrics))
+        super().after_step(metrics)
 
     def state_dict(self) -> dict[str, float]:
-        of_policy = {f"usual/{name}": value for name, value in self.usual.state_dict().items()}
-        return {**self.mu_schedule.state_dict(), **of_policy}
+        return {**self.mu_schedule.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.mu_schedule.load_state_dict({name: x for name, x in state.items() if not name.startswith("usual/")})
-        self.usual.load_state_dict(_under("usual/", state))
+        self.mu_schedule.load_state_dict({name: x for name, x in state.items() if "/" not in name})
+        super().load_state_dict({name: x for name, x in state.items() if "/" in name})
 
-    @cached_property
-    def requirements(self) -> Requirements:
-        usual = self.usual.requirements
-        fields = (*usual.fields, Field("expert_mask", per="sequence", dtype="integer"))
-        return replace(usual, fields=fields, counted=True, truncatable=False)
-
-    def count_from(self, batch: TokenBatch) -> Statistics:
-        sums = {}
-        for name, rows in _rows(batch).items():
-            sums[f"{name}_sequences"] = count_true(batch, batch.sequence_mask & rows).value
-            sums[f"{name}_tokens"] = count_true(batch, batch.local.valid & rows[:, None]).value
-        counted = Statistics(sums)
-        if self.usual.requirements.counted:
-            counted |= self.usual.count_from(_narrowed(batch, _rows(batch)["usual"], batch.counts))
-        return counted
-
-    def collect_from(self, batch: TokenBatch) -> Statistics:
-        return self.usual.collect_from(_narrowed(batch, _rows(batch)["usual"], batch.counts))
-
-    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        assert batch.statistics is not None
-        mu, rows = self.mu_schedule.mu, _rows(batch)
-        usual, of_usual = self.usual.compute(_narrowed(batch, rows["usual"], _counts(batch.statistics, "usual")))
-        expert, of_expert = self.expert.compute(_narrowed(batch, rows["expert"], _counts(batch.statistics, "expert")))
-        loss = (1 - mu) * usual + mu * expert
-        metrics = {f"usual/{key}": of_usual.parts(key) for key in of_usual}
-        metrics |= {f"expert/{key}": of_expert.parts(key) for key in of_expert}
-        of_both = {"loss": Metric("share", loss), "mu": Metric("max", torch.full_like(loss, mu, requires_grad=False))}
-        return loss, Metrics(of_both | metrics)
-
-
-def _under(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
-    """The values whose names begin so, without that."""
-    return {name.removeprefix(prefix): x for name, x in values.items() if name.startswith(prefix)}
-
-
-def _rows(batch: TokenBatch) -> dict[str, Tensor]:
-    """[B] bool of each side."""
-    expert = batch.local.data["expert_mask"].bool()
-    return {"usual": ~expert, "expert": expert}
-
-
-def _counts(statistics: Statistics, side: str) -> ValidCounts:
-    """Counts of one side over the whole step."""
-    return ValidCounts(statistics[f"{side}_sequences"].clamp(min=1), statistics[f"{side}_tokens"].clamp(min=1))
-
-
-def _narrowed(batch: TokenBatch, rows: Tensor, counts: ValidCounts) -> TokenBatch:
-    """The batch as if no other row carried loss."""
-    data = {**batch.local.data, "sample_mask": batch.sequence_mask & rows}
-    local, stats = replace(batch.local, data=data, counts=counts), batch.output.stats
-    return TokenBatch(local, ModelOutput() if stats is None else ModelOutput(masked_stats(stats, local.mask)))
+    def _own_metrics(self, loss: Tensor) -> dict[str, Metric]:
+        return {"mu": Metric("max", torch.full_like(loss, self.mu_schedule.mu, requires_grad=False))}

@@ -18,7 +18,7 @@ from parallel_rl.groups import check_rank
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall, LossFunction
-from parallel_rl.losses.core.checks import check_counts, check_data, check_lengths, check_statistics
+from parallel_rl.losses.core.checks import check_counts, check_data, check_lengths, check_statistics, check_values
 from parallel_rl.losses.core.counted import count_step
 from parallel_rl.losses.core.from_hidden_states import check_lm_head, project
 from parallel_rl.losses.core.local_batch import LocalBatch
@@ -181,9 +181,13 @@ class LossFn(LossFunction, Generic[ConfigT]):
             return Statistics({})
 
         def count(local: LocalBatch) -> Statistics:
-            return self.count_from(TokenBatch(self._narrowed(local), ModelOutput()))
+            return self._count_local(self._narrowed(local))
 
-        return count_step(count, self.requirements, batches, data_parallel_group)
+        return count_step(count, self._check_values, self.requirements, batches, data_parallel_group)
+
+    def _count_local(self, local: LocalBatch) -> Statistics:
+        """What this loss counts in whole data that is narrowed to its tokens."""
+        return self.count_from(TokenBatch(local, ModelOutput())) if self.requirements.counted else Statistics({})
 
     @torch.no_grad()
     def run_collect(self, call: LossCall) -> Statistics:
@@ -224,14 +228,16 @@ class LossFn(LossFunction, Generic[ConfigT]):
         check_rank(call.tensor_rank, group)
         check_counts(call.global_valid_seqs, call.global_valid_toks)
         rows, width = check_data(call.data, needs, logits)
+        if checks_values(call.data["input_ids"]):
+            self._check_values(call.data, needs)
         if needs.paired and rows % 2:
             raise ValueError(f"preference pairs are (even, odd) rows, so their number must be even; got {rows} rows")
         layout = self._layout(call, logits, rows, width)
         if call.packed_sequences is not None:
-            check_lengths(call.data, layout)
+            check_lengths(self._scored(call.data), layout)
         self._check_output(logits, call.data, group)
         if head is not None:
-            head.check_rows(layout.shard(valid_tokens(call.data), fill=False), group)
+            head.check_rows(layout.shard(self._scored(call.data), fill=False), group)
         return layout
 
     def _complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -241,6 +247,14 @@ class LossFn(LossFunction, Generic[ConfigT]):
     def _narrowed(self, local: LocalBatch) -> LocalBatch:
         """The batch whose mask is the tokens that this loss scores; here all valid ones."""
         return local
+
+    def _scored(self, data: Mapping[str, Tensor]) -> Tensor:
+        """[B, S] bool: the tokens that may carry loss."""
+        return valid_tokens(data)
+
+    def _check_values(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
+        """Refuse values that are wrong whatever the model's output is."""
+        check_values(data, needs)
 
     def _layout(self, call: LossCall, logits: Tensor, rows: int, width: int) -> SequenceLayout:
         return call.layout(logits, rows, width, self.options.cp_layout)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 PoolLevel = Literal["token", "turn-mean", "turn-sum", "turn-max", "sequence-mean", "sequence-sum", "sequence-max"]
 
 
+_NO_PARTS: Mapping[str, ModelOutput] = MappingProxyType({})
+
+
 class ModelOutput(NamedTuple):
     """The model's output as a loss reads it: token statistics, a scalar head's output, or values made of whole logits.
 
@@ -29,11 +34,13 @@ class ModelOutput(NamedTuple):
         stats: of the current policy, flat.
         head: a scalar head's output, [T_local] at the position that holds the token, or [B] pooled.
         untruncated: `stats` of the whole distribution, for a loss that requires them beside a truncated one's.
+        parts: what components of a loss that look at logits read of them, by their names.
     """
 
     stats: TokenStats | None = None
     head: Tensor | None = None
     untruncated: TokenStats | None = None
+    parts: Mapping[str, ModelOutput] = _NO_PARTS
 
     @property
     def dtype(self) -> torch.dtype:

@@ -73,8 +73,6 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
         if floats != (field.dtype == "float"):
             wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
             raise ValueError(f"{field.name} must {wanted}, got {data[field.name].dtype}")
-    if checks_values(ids):
-        _check_values(data, needs)
     return rows, width
 
 
@@ -92,16 +90,16 @@ def _check_shape(value: Tensor, field: Field, batch: tuple[int, int], output: Te
         raise ValueError(f"{name} has shape {list(shape)}; input_ids [B, S] = {list(batch)} calls for {list(wanted)}")
 
 
-def check_lengths(data: Mapping[str, Tensor], layout: SequenceLayout) -> None:
+def check_lengths(scored: Tensor, layout: SequenceLayout) -> None:
     """Check that every token that carries loss lies within its sequence in the packed row, where values are checked.
 
     Raises:
         ValueError: one that does not; it would be counted and never summed.
     """
-    if not checks_values(data["token_mask"]):
+    if not checks_values(scored):
         return
     columns = torch.arange(layout.shape[1], device=layout.lengths.device)
-    beyond = valid_tokens(data) & (columns >= layout.lengths[:, None])
+    beyond = scored & (columns >= layout.lengths[:, None])
     if bool(beyond.any()):
         row, column = beyond.nonzero()[0].tolist()
         raise ValueError(
@@ -110,7 +108,12 @@ def check_lengths(data: Mapping[str, Tensor], layout: SequenceLayout) -> None:
         )
 
 
-def _check_values(data: Mapping[str, Tensor], needs: Requirements) -> None:
+def check_values(data: Mapping[str, Tensor], needs: Requirements) -> None:
+    """Check the values of data whose shapes are right.
+
+    Raises:
+        ValueError: a mask with values other than 0 and 1; NaN in a valid place; segment ids that decrease.
+    """
     check_zeros_and_ones(data)
     valid = valid_tokens(data, needs.shift)
     if "segment_ids" in needs.names:

@@ -16,6 +16,7 @@ from parallel_rl.groups import ParallelGroups
 from parallel_rl.layout import SequenceLayout
 from parallel_rl.losses.core.checks import check_data
 from parallel_rl.losses.core.local_batch import LocalBatch
+from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 def count_step(
     count: Callable[[LocalBatch], Statistics],
+    check_values: Callable[[Mapping[str, Tensor], Requirements], None],
     needs: Requirements,
     batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
     group: ProcessGroup | None,
@@ -35,6 +37,7 @@ def count_step(
 
     Args:
         count: of a micro-batch's whole data, in whose layout one rank holds everything.
+        check_values: refuses values of data of the right shapes, where values are looked at.
         needs: of the loss; fields in the order of the logits are not looked at.
 
     Raises:
@@ -49,6 +52,8 @@ def count_step(
         for data in given:
             ids = data.get("input_ids")
             check_data(data, needs, ids if isinstance(ids, torch.Tensor) else torch.empty(0))
+            if checks_values(data["input_ids"]):
+                check_values(data, needs)
 
     raise_on_all_ranks(check, [group], torch.empty(0, device=device))
     counted = reduce(add, [count(_whole(data, needs)) for data in given or [_nothing(needs)]])

@@ -40,6 +40,7 @@ class LocalBatch:
         statistics: of the whole step, for the losses that need them.
         heads: fields that are hidden states and a head; the data has a stand-in of the logits' shape.
         dropped: [T_local] bool, valid tokens that left the mask because a truncated policy does not keep them.
+        parts: of a loss that is a sum of others, each one's view of the batch.
     """
 
     data: Mapping[str, Tensor]
@@ -50,6 +51,7 @@ class LocalBatch:
     statistics: Statistics | None = None
     dropped: Tensor | None = None
     heads: Mapping[str, LMHeadInput] = made_by(default_factory=dict)
+    parts: Mapping[str, LocalBatch] = made_by(default_factory=dict)
 
     @cached_property
     def valid(self) -> Tensor:

@@ -1,0 +1,273 @@
+"""Several losses on one read of the model's output, each on tokens and with counts of its own."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, reduce
+from operator import or_
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_rl.counts import ValidCounts, check_zeros_and_ones
+from parallel_rl.losses.core.base import ConfigT, LossFn
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.local_batch import LocalBatch
+from parallel_rl.losses.core.measures import count_true
+from parallel_rl.losses.core.requirements import Field, Requirements
+from parallel_rl.losses.core.truncated_policy import masked_stats
+from parallel_rl.metrics import Metric, Metrics
+from parallel_rl.statistics import Statistics
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_NOT = "not "
+
+
+@dataclass(frozen=True)
+class DataView:
+    """What a component sees of the data.
+
+    >>> data = {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1), "seen": torch.tensor([[True, False]])}
+    >>> DataView(mask="not seen").of(data)["token_mask"].tolist()
+    [[False, True]]
+
+    Attributes:
+        mask: name of a field [B, S] in the place of token_mask, or "not " and one; None: token_mask.
+        rows: name of a field [B] of the rows that it is on, or "not " and one; None: all.
+        fields: name of a field of the loss → name of the data's field that it reads instead.
+    """
+
+    mask: str | None = None
+    rows: str | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def masks(self) -> tuple[Field, ...]:
+        """Fields of its tokens and rows."""
+        named = (self.mask, "token"), (self.rows, "sequence")
+        return tuple(Field(name.removeprefix(_NOT), per, "integer") for name, per in named if name is not None)  # type: ignore[arg-type]
+
+    def required(self, needs: Requirements) -> tuple[Field, ...]:
+        """The data's fields that a loss with these requirements reads."""
+        return (*(replace(each, name=self.fields.get(each.name, each.name)) for each in needs.fields), *self.masks)
+
+    def of(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The data under the names of the loss, with its masks."""
+        view = {**data, **{own: data[name] for own, name in self.fields.items()}}
+        if self.mask is not None:
+            view["token_mask"] = _chosen(data, self.mask)
+        if self.rows is not None:
+            view["sample_mask"] = data["sample_mask"].bool() & _chosen(data, self.rows)
+        return view
+
+
+def joint_requirements(parts: Mapping[str, tuple[Requirements, DataView]]) -> Requirements:
+    """Requirements of a sum of losses, by the components' names.
+
+    Raises:
+        ValueError: a component that does not score predicted tokens, or two that read one field in different ways.
+    """
+    fields: dict[str, Field] = {}
+    for name, (needs, view) in parts.items():
+        if needs.reads not in ("log-probs", "logits") or not needs.shift:
+            what = f"its loss reads {needs.reads!r} " + (
+                "of predicted tokens" if needs.shift else "of the token itself"
+            )
+            raise ValueError(f"component {name!r} must score log-probs or logits of predicted tokens; {what}")
+        for each in view.required(needs):
+            if fields.setdefault(each.name, each) != each:
+                raise ValueError(
+                    f"component {name!r} reads the field {each.name!r} as {each}, another as {fields[each.name]}; rename one "
+                    "under `fields`"
+                )
+    every = [needs for needs, _ in parts.values()]
+    reads_logits = any(needs.reads != "log-probs" for needs in every)
+    return Requirements(
+        tuple(fields.values()),
+        reads="logits" if reads_logits else "log-probs",
+        paired=any(needs.paired for needs in every),
+        counted=True,
+        collected=any(needs.collected for needs in every),
+        entropy=any(needs.entropy for needs in every),
+        untruncated=any(needs.untruncated for needs in every),
+        truncatable=all(needs.truncatable for needs in every),
+        token_separable=all(needs.token_separable for needs in every) and not reads_logits,
+        weighs_sequences=any(needs.weighs_sequences for needs in every),
+    )
+
+
+@dataclass(frozen=True)
+class Component:
+    """One of the losses, and the data that it sees.
+
+    Attributes:
+        name: of its metrics and state, `name/...`.
+        loss: with the options of the whole.
+        view: of the data.
+    """
+
+    name: str
+    loss: LossFn
+    view: DataView = field(default_factory=DataView)
+
+    def part(self, local: LocalBatch) -> LocalBatch:
+        """The batch as if only its own tokens carried loss, with its own counts and statistics of the step."""
+        counts, statistics = local.counts, local.statistics
+        if statistics:  # not while they are counted or collected
+            sums = (statistics[f"{self.name}_{of}"].clamp(min=1) for of in ("sequences", "tokens"))
+            counts = ValidCounts(*sums)
+        needs = self.loss.requirements
+        own = None if statistics is None or not needs.statistics else statistics.under(f"{self.name}/")
+        data = self.view.of(local.data)
+        return self.loss._narrowed(replace(local, data=data, counts=counts, requirements=needs, statistics=own))
+
+    def batch(self, whole: TokenBatch) -> TokenBatch:
+        """Its part of a batch whose output was read for all."""
+        local, output = whole.local.parts[self.name], whole.output
+        if whole.local.dropped is not None:
+            local = replace(local, dropped=whole.local.dropped)
+        if self.name in output.parts:
+            return TokenBatch(local, output.parts[self.name])
+        stats, untruncated = (
+            None if found is None else masked_stats(found, local.mask) for found in (output.stats, output.untruncated)
+        )
+        return TokenBatch(local, ModelOutput(stats, untruncated=untruncated))
+
+    def counted(self, whole: TokenBatch) -> Statistics:
+        """Its sequences and tokens, and what the loss itself counts."""
+        batch = self.batch(whole)
+        sequences, tokens = batch.sequence_mask, batch.local.valid
+        own = Statistics({
+            f"{self.name}_sequences": count_true(batch, sequences).value,
+            f"{self.name}_tokens": count_true(batch, tokens).value,
+        })  # fmt: skip
+        return own | self.loss._count_local(batch.local).prefixed(f"{self.name}/")
+
+
+class ComponentsLoss(LossFn[ConfigT]):
+    """Base of the losses that are a sum of other losses, L = Σ_c λ_c·L_c.
+
+    Each component has a mask, counts of the whole step, metrics and a state of its own; tokens of none are never read.
+    """
+
+    @property
+    @abstractmethod
+    def components(self) -> tuple[Component, ...]:
+        """The components, always the same objects: a loss may keep a state."""
+
+    @property
+    @abstractmethod
+    def coefficients(self) -> Mapping[str, float]:
+        """λ of each component in the present optimizer step."""
+
+    @cached_property
+    def requirements(self) -> Requirements:
+        return joint_requirements({each.name: (each.loss.requirements, each.view) for each in self.components})
+
+    def _options_of_components(self) -> dict[str, object]:
+        """Arguments of the constructors of the components' losses."""
+        options = self.options
+        truncation = options.truncation
+        return {
+            "vocab_size": options.vocab_size, "vocab_start": options.vocab_start, "cp_layout": options.cp_layout,
+            "temperature": options.temperature, "backend": options.backend, "top_k": truncation.top_k,
+            "top_p": truncation.top_p, "kept_sets": truncation.kept_sets,
+        }  # fmt: skip
+
+    @property
+    def on_policy(self) -> bool:
+        return any(component.loss.on_policy for component in self.components)
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return any(component.loss.kl_in_reward for component in self.components)
+
+    def after_step(self, metrics: Mapping[str, float]) -> None:
+        for component in self.components:
+            component.loss.after_step(_under(f"{component.name}/", metrics))
+
+    def state_dict(self) -> dict[str, float]:
+        return {
+            f"{component.name}/{name}": value
+            for component in self.components
+            for name, value in component.loss.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        known = tuple(f"{component.name}/" for component in self.components)
+        strange = [name for name in state if not name.startswith(known)]
+        if strange:
+            raise ValueError(f"the state has {strange}; this loss has the components {', '.join(known)}")
+        for component in self.components:
+            component.loss.load_state_dict(_under(f"{component.name}/", state))
+
+    def count_from(self, batch: TokenBatch) -> Statistics:
+        return reduce(or_, (component.counted(batch) for component in self.components))
+
+    def collect_from(self, batch: TokenBatch) -> Statistics:
+        collecting = [component for component in self.components if component.loss.needs_collect]
+        found = (each.loss.collect_from(each.batch(batch)).prefixed(f"{each.name}/") for each in collecting)
+        return reduce(or_, found)
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        terms: list[Tensor] = []
+        metrics: dict[str, Metric] = {}
+        coefficients = self.coefficients
+        for component in self.components:
+            share, found = component.loss.compute(component.batch(batch))
+            terms.append(coefficients[component.name] * share)
+            metrics |= {f"{component.name}/{key}": found.parts(key) for key in found}
+        loss = reduce(torch.add, terms)
+        return loss, Metrics({"loss": Metric("share", loss), **self._own_metrics(loss), **metrics})
+
+    def _own_metrics(self, loss: Tensor) -> dict[str, Metric]:
+        """Metrics beside those of the components."""
+        return {}
+
+    def _narrowed(self, local: LocalBatch) -> LocalBatch:
+        parts = {component.name: component.part(local) for component in self.components}
+        scored = reduce(or_, (part.valid for part in parts.values()))
+        return replace(local, data={**local.data, "token_mask": scored}, parts=parts)
+
+    def _scored(self, data: Mapping[str, Tensor]) -> Tensor:
+        return reduce(or_, (component.loss._scored(component.view.of(data)) for component in self.components))
+
+    def _check_values(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
+        for component in self.components:
+            check_zeros_and_ones(
+                data, names=("token_mask", "sample_mask", *(each.name for each in component.view.masks))
+            )
+            component.loss._check_values(component.view.of(data), component.loss.requirements)
+
+    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        super()._check_output(logits, {**data, "token_mask": self._scored(data)}, tensor_group)
+        for component in self.components:
+            component.loss._check_output(logits, component.view.of(data), tensor_group)
+
+    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        """One read for all that score log-probs, and one for each that looks at logits."""
+        readers = {each.name: each.loss for each in self.components if each.loss.requirements.reads != "log-probs"}
+        if not readers:
+            return super()._read_output(local, logits, tensor_group)
+        parts = {
+            name: loss._read_output(local.parts[name], logits, tensor_group).output for name, loss in readers.items()
+        }
+        if len(readers) == len(self.components):
+            return TokenBatch(local, ModelOutput(parts=parts))
+        whole = super()._read_output(local, logits, tensor_group)
+        return replace(whole, output=whole.output._replace(parts=parts))
+
+
+def _chosen(data: Mapping[str, Tensor], name: str) -> Tensor:
+    chosen = data[name.removeprefix(_NOT)].bool()
+    return ~chosen if name.startswith(_NOT) else chosen
+
+
+def _under(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    """The values whose names begin so, without that."""
+    return {name.removeprefix(prefix): x for name, x in values.items() if name.startswith(prefix)}
