@@ -37,6 +37,7 @@ from parallel_rl.losses.reference_free import (
     SimPOLossConfig,
     SimPOLossFn,
 )
+from parallel_rl.losses.reference_kl import ReferenceKLLossConfig, ReferenceKLLossFn
 from parallel_rl.losses.reward import PreferenceLoss, PreferenceLossConfig
 from parallel_rl.losses.value import ValueLossConfig, ValueLossFn
 
@@ -61,6 +62,8 @@ __all__ = [
     "NLLLossConfig",
     "PreferenceLoss",
     "PreferenceLossConfig",
+    "ReferenceKLLossConfig",
+    "ReferenceKLLossFn",
     "SimPOLossConfig",
     "SimPOLossFn",
     "CPOLossConfig",

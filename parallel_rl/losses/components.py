@@ -48,7 +48,8 @@ class ComponentConfig:
             )
         if issubclass(self.loss.loss_class, ScalarHeadLoss):
             raise ValueError(f"loss.name = {self.loss.name!r} reads a scalar head; a component reads logits")
-        read = self.loss.requirements.names
+        needs = self.loss.requirements
+        read = [each.name for each in (*needs.fields, *needs.optional)]
         for own in self.fields:
             if own not in read:
                 raise ValueError(
@@ -109,7 +110,7 @@ class ComponentsLossFn(ComponentsLoss[ComponentsLossConfig]):
     >>> call = (torch.zeros(1, 4, 4), data, *count_valid(data))
     >>> loss, metrics = loss_fn(*call, statistics=loss_fn.count(data))
     >>> round(loss.item(), 4), round(metrics["observed/loss"].item(), 4)
-    (-0.9817, 1.3863)
+    (-0.9818, 1.3863)
     """
 
     config_class = ComponentsLossConfig

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.call import LossFunction
+from parallel_rl.losses.core.component import ComponentsLoss
 from parallel_rl.losses.core.scalar_head import PooledHeadLoss
 from parallel_rl.losses.prm import PRMLossFn
 from parallel_rl.testing.cases import Batch, has_scalar_head
@@ -90,6 +91,8 @@ def make_batch(
     }
     teacher = (torch.randn(rows, width, vocab, generator=g) * 1.5).to(kind).double()
     best, turns = teacher.roll(1, 1).topk(4, -1), torch.Generator().manual_seed(seed + 1)
+    others = torch.Generator().manual_seed(seed + 2)
+    inside = torch.arange(width) < torch.tensor(lengths)[:, None]
     data |= {
         # rows of one prompt, and of one trajectory, on several data ranks and in several micro-batches
         "group_ids": UNIT_BASE + torch.tensor(_cycled([3, 0, 1, 0, 7, 1, 0, 3, 2, 1, 0, 8], rows)),
@@ -99,6 +102,10 @@ def make_batch(
         "teacher_topk_logits": best.values,
         "teacher_topk_indices": best.indices,
         "teacher_logsumexp": teacher.roll(1, 1).logsumexp(-1).to(kind).double(),
+        "observation_mask": inside & ~token_mask & (torch.rand(rows, width, generator=others) < 0.7),
+        "second_reference_logprobs": (base + 0.4 * torch.randn(rows, width, generator=others).double())
+        .to(kind)
+        .double(),
         "expert_mask": torch.tensor(_cycled([0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0], rows)).bool(),
     }
     if truncated:
@@ -121,11 +128,11 @@ def local_names(loss_fn: LossFunction) -> list[str]:
 def poisoned(data: dict[str, Tensor], loss_fn: LossFunction) -> dict[str, Tensor]:
     """NaN, inf and wild ids wherever no loss is carried."""
     bad = {name: value.clone() for name, value in data.items()}
-    masked = (data["token_mask"] == 0) | (data["sample_mask"] == 0)[:, None]
-    masked[:, 0] |= loss_fn.requirements.shift
-    wild = torch.where(torch.arange(int(masked.sum())) % 2 == 0, -7, 10**6)
-    poison = torch.tensor(POISON).repeat(masked.numel())[: len(wild)]
     for name, value in bad.items():
+        masked = ~(_scored(data, loss_fn) if name == "input_ids" else _token_mask(data))
+        masked[:, 0] |= loss_fn.requirements.shift
+        wild = torch.where(torch.arange(int(masked.sum())) % 2 == 0, -7, 10**6)
+        poison = torch.tensor(POISON).repeat(masked.numel())[: len(wild)]
         there = masked.roll(-1, 1) if loss_fn.requirements.field(name).alignment == "predictor" else masked
         if name in ("input_ids", "reward_labels", "teacher_topk_indices", "kept_ids", "segment_ids"):
             value[there] = wild.view(-1, *[1] * (value.dim() - 2)).expand_as(value[there])
@@ -139,9 +146,22 @@ def poisoned(data: dict[str, Tensor], loss_fn: LossFunction) -> dict[str, Tensor
     return bad
 
 
+def _token_mask(data: dict[str, Tensor]) -> Tensor:
+    return (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
+
+
+def _scored(data: dict[str, Tensor], loss_fn: LossFunction) -> Tensor:
+    """[B, S] bool: tokens that carry loss, those of `token_mask` and of the masks of components."""
+    mask = _token_mask(data)
+    for component in loss_fn.components if isinstance(loss_fn, ComponentsLoss) else ():
+        if component.view.mask is not None:
+            mask = mask | (data[component.view.mask] & (data["sample_mask"] != 0)[:, None])
+    return mask
+
+
 def carries_loss(data: dict[str, Tensor], loss_fn: LossFunction) -> Tensor:
     """[B, S] whether the model's output at this position matters to the loss."""
-    mask = (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
+    mask = _scored(data, loss_fn)
     if isinstance(loss_fn, PRMLossFn):
         config = loss_fn.config
         return (

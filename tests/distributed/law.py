@@ -81,6 +81,35 @@ _MIX = {
     "supervised": {"weighting": "phi"},
 }
 
+_ECHO = {
+    "policy": {"loss": {"name": "policy", "options": {"surrogate": {"name": "ppo", "dual_clip": 3.0}}}},
+    "observed": {
+        "loss": {"name": "nll", "options": {"aggregation": "seq-mean-token-mean"}},
+        "coefficient": {"peak": 0.3, "valley": 0.1, "start": 0.2, "warmup_steps": 3},
+        "mask": "observation_mask",
+    },
+}
+_SECOND = {
+    "policy": {
+        "loss": {
+            "name": "policy",
+            "options": {"entropy_filter": 0.7, "kl": {"coefficient": 0.1}, "aggregation": "seq-mean-token-mean"},
+        },
+        "rows": "not expert_mask",
+    },
+    "second": {
+        "loss": {"name": "reference_kl", "options": {"estimator": "k3"}},
+        "coefficient": -0.4,
+        "fields": {"reference_policy_logprobs": "second_reference_logprobs"},
+    },
+    "expert": {"loss": {"name": "nll"}, "rows": "expert_mask", "coefficient": 0.3},
+}
+_TEACHERS = {
+    "policy": {"loss": {"name": "policy", "options": {"entropy_bonus": 0.1}}},
+    "top": {"loss": {"name": "distillation", "options": {"kl_type": "reverse"}}, "coefficient": 0.7},
+    "whole": {"loss": {"name": "full_distillation"}, "rows": "expert_mask", "coefficient": 0.2},
+}
+
 _TURNS = {
     "ratio_level": "turn-mean",
     "importance": {"level": "turn-sum", "mode": "tis", "low": 0.6, "high": 1.3},
@@ -133,6 +162,8 @@ CORE = [
     Case("full_distillation", {"divergence": {"name": "jsd", "beta": 0.3}, "teacher_temperature": 1.3}),
     Case("distillation", {"zero_outside_topk": True, "mixed_kl_weight": 0.9, "aggregation": "seq-mean-token-mean"}),
     Case("mix", _MIX),
+    Case("components", {"components": _ECHO}),
+    Case("reference_kl", {"gradient": "straight-through", "input_clamp": 0.4}),
     Case("test_entropy"),
     Case("test_sequence_token", {"aggregation": "constant-length", "max_length": 40}),
     Case("test_sequence"),
@@ -148,6 +179,13 @@ MORE = [
     Case("test_sequence_token", {"aggregation": "prompt-mean"}),
     Case("value", {"aggregation": "trajectory-mean", "head_position": "token"}),
     Case("distillation", {"aggregation": "prompt-mean"}),
+    Case("components", {"components": _SECOND}),
+    Case("components", {"components": _TEACHERS}),
+    Case(
+        "components",
+        {"components": {"mix": {"loss": {"name": "mix", "options": {"mu": 0.3}}}, "nll": _ECHO["observed"]}},
+    ),
+    Case("reference_kl", {"estimator": "low_var_kl", "aggregation": "seq-mean-token-mean"}),
     Case("full_distillation", {"divergence": "reverse_kl", "aggregation": "seq-mean-token-sum"}),
     Case("distillation", {"kl_type": "reverse", "topk_alignment": "predictor"}),
     Case("distillation", {"bucket_tail": True}),

@@ -27,9 +27,10 @@ FLOATS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_polic
 PLACEHOLDER = 4  # of a process reward model
 _COUNTS = ("positive_tokens", "steps", "usual_sequences", "usual_tokens", "expert_sequences", "expert_tokens")
 _SIDES = [f"{side}_{what}" for side in ("desirable", "undesirable", "mismatched") for what in ("rows", "log_ratio")]
+_PARTS = [f"{part}_{what}" for part in ("policy", "observed") for what in ("sequences", "tokens")]
 UNITS = {"unit_ids": torch.tensor([0, 3, 8]), "unit_tokens": torch.tensor([9, 9, 9])}
 STEP = Statistics(
-    {name: torch.tensor(9.0) for name in (*_COUNTS, *_SIDES)}, records=UNITS
+    {name: torch.tensor(9.0) for name in (*_COUNTS, *_SIDES, *_PARTS)}, records=UNITS
 )  # what any loss may ask of a step
 LENGTHS = [8, 6, 7, 4]
 ROOM = [8, 8, 8, 8]
@@ -86,6 +87,7 @@ def make_data() -> dict[str, Any]:
     data["teacher_logsumexp"] = torch.full((B, S), 3.0, dtype=torch.float64)
     data["expert_mask"] = torch.tensor([True, False, False, True])
     data["group_ids"] = data["run_ids"] = torch.tensor([3, 8, 3, 0])
+    data["observation_mask"] = inside & (torch.arange(S) % 3 == 1)
     data["segment_ids"] = torch.arange(S).expand(B, S) // 3
     return data
 
@@ -205,6 +207,13 @@ def next_rank(call: Call) -> None:
 NLL = {"positive_example_nll_weight": 0.1}
 TWO_COUNTS = ValidCounts(torch.ones(2), torch.tensor(1))
 PRM = {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": [2, 9]}
+ECHO = {
+    "components": {
+        "policy": {"loss": {"name": "policy"}},
+        "observed": {"loss": {"name": "nll"}, "mask": "observation_mask", "coefficient": 0.1},
+    }
+}
+REQUIRED = {"prm": PRM, "components": ECHO}  # configs of losses without a default
 CLIP = {"cliprange": 0.2}
 PROMPTS = {"aggregation": "prompt-mean"}
 TURNS = {"ratio_level": "turn-mean"}
@@ -322,6 +331,12 @@ FAULTS = [
           "mix"),
     Fault("no counts of the sides", "MixLossFn in this configuration needs statistics=", argument("statistics", None),
           "mix"),
+    Fault("no observations", "data lacks the field 'observation_mask'", drop("observation_mask"), "components", ECHO),
+    Fault("float observations", "observation_mask must hold integers or bools, got torch.float32",
+          use(observation_mask=torch.ones(4, 8)), "components", ECHO),
+    Fault("observations of 2", r"observation_mask = 2 at \[1, 3\] must be 0 or 1",
+          use(observation_mask=torch.ones(4, 8).long().index_put((torch.tensor(1), torch.tensor(3)), torch.tensor(2))),
+          "components", ECHO, by_value=True),
     Fault("odd rows without a reference", "their number must be even; got 3 rows", rows(3), "simpo"),
     Fault("margins missing", "data lacks the field 'preference_margins'", drop("preference_margins"), "preference",
           {"pair_margins": True}),

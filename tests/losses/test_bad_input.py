@@ -17,7 +17,7 @@ from parallel_rl import (
 )
 from parallel_rl.losses.registry import losses
 from parallel_rl.validation import get_validation, validation
-from tests.losses.faults import FAULTS, LENGTHS, PRM, Fault, S, V, make_call, make_data
+from tests.losses.faults import FAULTS, LENGTHS, REQUIRED, Fault, S, V, make_call, make_data
 
 ALONE = ParallelGroups()
 
@@ -25,7 +25,7 @@ ALONE = ParallelGroups()
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("loss", sorted(name for name in losses() if not name.startswith(("doc_", "test_"))))
 def test_the_call_is_right_before_it_is_spoiled(loss: str, packed: bool) -> None:
-    assert math.isfinite(make_call(loss, PRM if loss == "prm" else {}, packed, ALONE).run())
+    assert math.isfinite(make_call(loss, REQUIRED.get(loss, {}), packed, ALONE).run())
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if not fault.needs_context], ids=str)

@@ -66,6 +66,7 @@ def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict
         "reference_policy_logprobs",
         "returns",
         "values",
+        "second_reference_logprobs",
     ):
         data[name] = torch.full((rows, width), -1.5, device=device)
     data["preference_labels"] = torch.arange(rows, device=device).float() % 3 - 1
@@ -75,6 +76,7 @@ def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict
     data["group_ids"] = data["run_ids"] = torch.arange(rows, device=device)
     data["segment_ids"] = torch.zeros(rows, width, dtype=torch.int64, device=device)
     data["expert_mask"] = torch.arange(rows, device=device) % 2 == 0
+    data["observation_mask"] = torch.arange(width, device=device).expand(rows, width) % 3 == 0
     data["teacher_logits"] = torch.zeros(rows, width, columns, device=device)
     data["teacher_topk_logits"] = torch.zeros(rows, width, 3, device=device)
     data["teacher_topk_indices"] = torch.arange(3, device=device).expand(rows, width, 3)
@@ -234,7 +236,7 @@ def collectives_of_all(rank: int) -> dict[str, list[tuple[list[str], list[str]]]
     return {case.name: collectives(rank, case, groups) for case in CASES}
 
 
-TOKEN_LOSSES = ("nll", "value", "test_entropy", "test_class")
+TOKEN_LOSSES = ("nll", "value", "reference_kl", "components", "test_entropy", "test_class")
 
 
 def _gathers(case: Case) -> int:
@@ -246,6 +248,8 @@ def _gathers(case: Case) -> int:
         return int("zero_outside_topk" in case.config or "bucket_tail" in case.config)
     if case.loss == "full_distillation":  # the normalisers of both sides, then the sums
         return 2
+    if case.loss == "components":  # one read for all log-probs, and those of a divergence over the vocabulary
+        return 1 + 2 * ("whole" in case.config["components"])
     return 0 if has_scalar_head(case.loss) else 1
 
 

@@ -21,6 +21,7 @@ from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.truncated_policy import masked_stats
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
+from parallel_rl.vocab.stats import stats_of_shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,13 +53,13 @@ class DataView:
         named = (self.mask, "token"), (self.rows, "sequence")
         return tuple(Field(name.removeprefix(_NOT), per, "integer") for name, per in named if name is not None)  # type: ignore[arg-type]
 
-    def required(self, needs: Requirements) -> tuple[Field, ...]:
-        """The data's fields that a loss with these requirements reads."""
-        return (*(replace(each, name=self.fields.get(each.name, each.name)) for each in needs.fields), *self.masks)
+    def named(self, fields: tuple[Field, ...]) -> tuple[Field, ...]:
+        """A loss's fields under their names in the data."""
+        return tuple(replace(each, name=self.fields.get(each.name, each.name)) for each in fields)
 
     def of(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The data under the names of the loss, with its masks."""
-        view = {**data, **{own: data[name] for own, name in self.fields.items()}}
+        view = {**data, **{own: data[name] for own, name in self.fields.items() if name in data}}
         if self.mask is not None:
             view["token_mask"] = _chosen(data, self.mask)
         if self.rows is not None:
@@ -73,13 +74,13 @@ def joint_requirements(parts: Mapping[str, tuple[Requirements, DataView]]) -> Re
         ValueError: a component that does not score predicted tokens, or two that read one field in different ways.
     """
     fields: dict[str, Field] = {}
+    optional: dict[str, Field] = {}
     for name, (needs, view) in parts.items():
-        if needs.reads not in ("log-probs", "logits") or not needs.shift:
-            what = f"its loss reads {needs.reads!r} " + (
-                "of predicted tokens" if needs.shift else "of the token itself"
-            )
-            raise ValueError(f"component {name!r} must score log-probs or logits of predicted tokens; {what}")
-        for each in view.required(needs):
+        if needs.reads == "scalar" or not needs.shift:
+            what = "a scalar head" if needs.reads == "scalar" else "the position that holds a token"
+            raise ValueError(f"component {name!r} must score predicted tokens by their logits; its loss reads {what}")
+        optional |= {each.name: each for each in view.named(needs.optional)}
+        for each in (*view.named(needs.fields), *view.masks):
             if fields.setdefault(each.name, each) != each:
                 raise ValueError(
                     f"component {name!r} reads the field {each.name!r} as {each}, another as {fields[each.name]}; rename one "
@@ -89,6 +90,7 @@ def joint_requirements(parts: Mapping[str, tuple[Requirements, DataView]]) -> Re
     reads_logits = any(needs.reads != "log-probs" for needs in every)
     return Requirements(
         tuple(fields.values()),
+        optional=tuple(each for each in optional.values() if each.name not in fields),
         reads="logits" if reads_logits else "log-probs",
         paired=any(needs.paired for needs in every),
         counted=True,
@@ -121,9 +123,9 @@ class Component:
         if statistics:  # not while they are counted or collected
             sums = (statistics[f"{self.name}_{of}"].clamp(min=1) for of in ("sequences", "tokens"))
             counts = ValidCounts(*sums)
-        needs = self.loss.requirements
-        own = None if statistics is None or not needs.statistics else statistics.under(f"{self.name}/")
         data = self.view.of(local.data)
+        needs = self.loss.requirements.given(data)
+        own = None if statistics is None or not needs.statistics else statistics.under(f"{self.name}/")
         return self.loss._narrowed(replace(local, data=data, counts=counts, requirements=needs, statistics=own))
 
     def batch(self, whole: TokenBatch) -> TokenBatch:
@@ -242,7 +244,8 @@ class ComponentsLoss(LossFn[ConfigT]):
             check_zeros_and_ones(
                 data, names=("token_mask", "sample_mask", *(each.name for each in component.view.masks))
             )
-            component.loss._check_values(component.view.of(data), component.loss.requirements)
+            view = component.view.of(data)
+            component.loss._check_values(view, component.loss.requirements.given(view))
 
     def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         super()._check_output(logits, {**data, "token_mask": self._scored(data)}, tensor_group)
@@ -259,8 +262,14 @@ class ComponentsLoss(LossFn[ConfigT]):
         }
         if len(readers) == len(self.components):
             return TokenBatch(local, ModelOutput(parts=parts))
-        whole = super()._read_output(local, logits, tensor_group)
-        return replace(whole, output=whole.output._replace(parts=parts))
+        # several read them, so that none may write over them
+        shard = replace(self.options, consume_logits=False).shard(
+            logits.shape[-1], tensor_group, entropy=self.requirements.entropy
+        )
+        targets = local.layout.take(local.data["input_ids"])
+        return TokenBatch(
+            local, ModelOutput(stats_of_shard(logits.flatten(0, -2), targets, local.mask, shard), parts=parts)
+        )
 
 
 def _chosen(data: Mapping[str, Tensor], name: str) -> Tensor:

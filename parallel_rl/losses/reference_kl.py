@@ -1,0 +1,81 @@
+"""KL to a reference policy by the log-probs of the sampled tokens, as a loss of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+
+from parallel_rl.counts import Aggregation, check_aggregation, token_weights
+from parallel_rl.functional.kl import KLType, kl_estimate, straight_through
+from parallel_rl.functional.ratio import exp_or_zero
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.measures import count_true
+from parallel_rl.losses.core.requirements import Field, Requirements
+from parallel_rl.losses.policy_config import KLConfig
+from parallel_rl.losses.registry import register_loss
+from parallel_rl.metrics import Metric, Metrics
+
+
+@dataclass(frozen=True)
+class ReferenceKLLossConfig:
+    """Options of `ReferenceKLLossFn`.
+
+    estimator: k1, k2, k3, abs, or low_var_kl (k3 with its field's clamps).
+    gradient: "plain" autograd, or "score-function" by a weight exp(l − sg l), or "straight-through", that of k2; the table in
+        `parallel_rl.functional.kl` says of which KL.
+    input_clamp, output_clamp: bounds on |l_ref − l| and on the estimate; None is off.
+    aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
+    """
+
+    estimator: KLType = "k3"
+    gradient: Literal["plain", "score-function", "straight-through"] = "score-function"
+    input_clamp: float | None = None
+    output_clamp: float | None = None
+    aggregation: Aggregation = "token-mean"
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_aggregation(self.aggregation, self.max_length)
+        KLConfig(1.0, self.estimator, self.gradient, input_clamp=self.input_clamp, output_clamp=self.output_clamp)
+
+
+@register_loss("reference_kl")
+class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
+    """Estimated KL to a reference policy on the policy's own samples; this rank's share.
+
+        L = AGG(k(log π(y), log π_ref(y)))
+
+    What `kl` of the policy loss adds, as a loss of its own: a component beside others, against a second reference or a teacher
+    (on-policy distillation with the estimator's gradient). `data` holds reference_policy_logprobs [B, S].
+
+    Metrics: loss, num_valid_samples. Call and errors: see `LossFn`.
+
+    Papers: http://joschu.net/blog/kl-approx.html, arXiv 2506.09477.
+
+    >>> import torch
+    >>> from parallel_rl import count_valid, get_loss
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    >>> data["reference_policy_logprobs"] = torch.full((1, 3), -1.5)
+    >>> loss, _ = get_loss("reference_kl")({"estimator": "k2"})(torch.zeros(1, 3, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    0.0065
+    """
+
+    config_class = ReferenceKLLossConfig
+    requirements = Requirements((Field("reference_policy_logprobs"),), token_separable=True)
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        cfg, logprobs, reference = self.config, batch.logprobs, batch["reference_policy_logprobs"]
+        weight = exp_or_zero(logprobs - logprobs.detach()) if cfg.gradient == "score-function" else None
+        clamped = partial(kl_estimate, logprobs, reference, input_clamp=cfg.input_clamp, output_clamp=cfg.output_clamp)
+        estimate = clamped(cfg.estimator, weight=weight)
+        if cfg.gradient == "straight-through":
+            estimate = straight_through(estimate, clamped("k2"))
+        weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
+        loss = batch.weighted_sum(estimate, weights)
+        number = count_true(batch, batch.sequence_mask)
+        return loss, Metrics({"loss": Metric("share", loss), "num_valid_samples": number})

@@ -1,0 +1,288 @@
+"""A sum of named losses: what each component sees, what it is divided by, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_rl import ComponentsLossFn, MixLossFn, NLLLoss, PolicyLossFn, count_valid, get_loss
+from parallel_rl.losses import CoefficientScheduleConfig
+from parallel_rl.testing.batches import VOCAB, make_batch
+from tests.losses.steps import step
+
+POLICY = {"loss": {"name": "policy", "options": {"surrogate": {"name": "ppo", "clip_low": 0.1, "clip_high": 0.3}}}}
+NLL = {"loss": {"name": "nll"}}
+OBSERVED = {**NLL, "mask": "observation_mask"}
+
+
+def of(**components: dict[str, Any]) -> ComponentsLossFn:
+    return ComponentsLossFn({"components": components})
+
+
+def batch() -> tuple[Tensor, dict[str, Tensor]]:
+    logits, data, _ = make_batch(7, False, "components", torch.float64)
+    return logits, data
+
+
+def oracle(logits: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """RL on the policy's tokens + 0.3·NLL of observations (a mean of rows' means) − 0.4·k2 KL to a second reference on rows
+    that are not an expert's, token by token.
+    """
+    valid, scores = data["sample_mask"].bool(), logits.log_softmax(-1)
+    parts: dict[str, list[Tensor]] = {"policy": [], "observed": [], "second": []}
+    for i in range(len(logits)):
+        observed = []
+        for t in range(1, logits.shape[1]):
+            l = scores[i, t - 1, data["input_ids"][i, t]]  # noqa: E741
+            if valid[i] and data["token_mask"][i, t]:
+                a, ratio = data["advantages"][i, t], (l - data["prev_logprobs"][i, t]).exp()
+                parts["policy"].append(-torch.minimum(ratio * a, ratio.clamp(0.9, 1.3) * a))
+                if not data["expert_mask"][i]:
+                    parts["second"].append((data["second_reference_logprobs"][i, t] - l).square() / 2)
+            if valid[i] and data["observation_mask"][i, t]:
+                observed.append(-l)
+        if valid[i]:
+            parts["observed"].append(torch.stack(observed).mean() if observed else logits.new_zeros(()))
+    shares = {name: torch.stack(each).mean() for name, each in parts.items()}
+    return shares["policy"] + 0.3 * shares["observed"] - 0.4 * shares["second"], shares
+
+
+CONFIG = {
+    "policy": POLICY,
+    "observed": {
+        "loss": {"name": "nll", "options": {"aggregation": "seq-mean-token-mean"}},
+        "mask": "observation_mask",
+        "coefficient": 0.3,
+    },
+    "second": {
+        "loss": {"name": "reference_kl", "options": {"estimator": "k2", "gradient": "plain"}},
+        "rows": "not expert_mask",
+        "coefficient": -0.4,
+        "fields": {"reference_policy_logprobs": "second_reference_logprobs"},
+    },
+}
+
+
+@pytest.mark.parametrize("parts", [None, [range(5), range(5, 6), range(6, 12)]])
+def test_each_component_is_a_mean_over_its_own_tokens(parts: list[range] | None) -> None:
+    """Against loops: a denominator that counts another component's tokens, or a micro-batch's own, is off."""
+    logits, data = batch()
+    leaf = logits.clone().requires_grad_()
+    want, shares = oracle(leaf, data)
+    want.backward()
+    found = step(of(**CONFIG), logits, data, parts)
+    assert found.loss == pytest.approx(want.item(), rel=1e-12)
+    assert leaf.grad is not None
+    torch.testing.assert_close(found.gradient, leaf.grad, rtol=1e-9, atol=1e-14)
+    for name, share in shares.items():
+        assert found.metrics[f"{name}/loss"] == pytest.approx(share.item(), rel=1e-12)
+
+
+def test_what_a_component_does_not_read_may_hold_anything() -> None:
+    """Observations have no advantages and no old log-probs; masked rows of a component have none of its fields."""
+    logits, data = batch()
+    right = step(of(**CONFIG), logits, data)
+    for name in ("advantages", "prev_logprobs"):
+        data[name] = torch.where(data["token_mask"].bool(), data[name], math.nan)
+    sampled = data["token_mask"].bool() & ~data["expert_mask"][:, None]
+    data["second_reference_logprobs"] = torch.where(sampled, data["second_reference_logprobs"], math.nan)
+    found = step(of(**CONFIG), logits, data)
+    assert found.loss == right.loss and torch.equal(found.gradient, right.gradient)
+
+
+def test_one_component_is_the_loss_itself() -> None:
+    logits, data = batch()
+    alone = step(PolicyLossFn(POLICY["loss"]["options"]), logits, data)
+    found = step(of(policy=POLICY), logits, data)
+    assert found.loss == alone.loss and torch.equal(found.gradient, alone.gradient)
+    assert found.metrics == {"loss": alone.loss, **{f"policy/{name}": x for name, x in alone.metrics.items()}}
+
+
+def test_mix_is_a_config_of_it() -> None:
+    """To the bit, with the whole step's statistics of the policy loss."""
+    logits, data = batch()
+    policy = {
+        "surrogate": {"name": "ppo", "dual_clip": 3.0},
+        "entropy_filter": 0.6,
+        "aggregation": "seq-mean-token-mean",
+    }
+    mixed = step(MixLossFn({"mu": 0.3, "policy": policy, "supervised": {"weighting": "phi"}}), logits, data)
+    usual = {"loss": {"name": "policy", "options": policy}, "rows": "not expert_mask", "coefficient": 1 - 0.3}
+    expert = {"loss": {"name": "nll", "options": {"weighting": "phi"}}, "rows": "expert_mask", "coefficient": 0.3}
+    found = step(of(usual=usual, expert=expert), logits, data)
+    assert found.loss == mixed.loss and torch.equal(found.gradient, mixed.gradient)
+    assert {**found.metrics, "mu": 0.3} == mixed.metrics
+
+
+def test_a_component_without_a_token_adds_an_exact_zero() -> None:
+    logits, data = batch()
+    data["observation_mask"] = torch.zeros_like(data["observation_mask"])
+    alone = step(PolicyLossFn(POLICY["loss"]["options"]), logits, data)
+    found = step(of(policy=POLICY, observed=OBSERVED), logits, data)
+    assert found.loss == alone.loss and torch.equal(found.gradient, alone.gradient)
+    assert found.metrics["observed/loss"] == 0
+
+
+def test_observations_are_no_valid_tokens_of_the_others() -> None:
+    """The counts of the call are those of token_mask, and matter to no component."""
+    logits, data = batch()
+    loss_fn, counts = of(policy=POLICY, observed=OBSERVED), count_valid(data)
+    statistics = loss_fn.count(data)
+    assert int(statistics["policy_tokens"]) == int(counts.toks)
+    observed = data["observation_mask"][:, 1:] & data["sample_mask"].bool()[:, None]
+    assert int(statistics["observed_tokens"]) == int(observed.sum()) > 0
+    loss, _ = loss_fn(logits, data, *counts, statistics=statistics)
+    other, _ = loss_fn(logits, data, torch.tensor(1), torch.tensor(999), statistics=statistics)
+    assert loss.item() == other.item()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "want"),
+    [
+        (
+            {"peak": 0.9, "valley": 0.05, "warmup_steps": 10, "decay_steps": 10},
+            {0: 0.0, 5: 0.45, 10: 0.9, 15: 0.475, 20: 0.05},
+        ),
+        (
+            {"peak": 0.1, "valley": 0.95, "start": 1.0, "warmup_steps": 10, "decay_steps": 10},
+            {0: 1.0, 5: 0.55, 15: 0.525},
+        ),
+        ({"peak": 0.4, "valley": 0.2, "decay_steps": 4}, {0: 0.4, 2: 0.3, 9: 0.2}),
+    ],
+)
+def test_schedules(schedule: dict[str, Any], want: dict[int, float]) -> None:
+    """The second is one minus CHORD's μ, the first."""
+    config = CoefficientScheduleConfig(**schedule)
+    assert {at: config.at(at) for at in want} == pytest.approx(want, abs=1e-12)
+
+
+def test_the_state_of_schedules_and_components_is_saved_and_restored() -> None:
+    schedule = {"peak": 0.9, "valley": 0.05, "warmup_steps": 4, "decay_steps": 10}
+    bonus = {"name": "schedule", "initial": 0.4, "final": 0.1, "decay_steps": 5}
+    policy = {"loss": {"name": "policy", "options": {"entropy_bonus": bonus}}}
+    logits, data = batch()
+    loss_fn = of(policy=policy, observed={**OBSERVED, "coefficient": schedule})
+    for _ in range(3):
+        loss_fn.after_step({"policy/entropy": 1.0})
+    state = loss_fn.state_dict()
+    assert state == {"steps": 3, "policy/entropy_bonus_steps": 3}
+    resumed = of(policy=policy, observed={**OBSERVED, "coefficient": schedule})
+    assert step(resumed, logits, data).loss != step(loss_fn, logits, data).loss
+    resumed.load_state_dict(state)
+    assert step(resumed, logits, data).loss == step(loss_fn, logits, data).loss
+    assert step(resumed, logits, data).metrics["observed/coefficient"] == pytest.approx(0.675)
+    for bad in ({}, {"steps": -1}, {"steps": 1.5, "policy/entropy_bonus_steps": 3}, {**state, "other/steps": 1}):
+        with pytest.raises(ValueError, match=r"state|steps"):
+            resumed.load_state_dict(bad)
+
+
+@pytest.mark.parametrize(
+    ("components", "message"),
+    [
+        ({}, "components is empty; name at least one"),
+        ({"a/b": NLL}, "components has the name 'a/b'; a name is made of a-z, 0-9 and _"),
+        ({"a": {}}, r"components\.a needs the key 'loss', which is missing"),
+        ({"a": {**NLL, "weight": 1.0}}, r"unknown key components\.a\.weight = 1\.0 in ComponentConfig"),
+        ({"a": {"loss": {"name": "nlll"}}}, "no loss is registered as 'nlll'; did you mean 'nll'"),
+        (
+            {"a": {**NLL, "coefficient": math.nan}},
+            r"components\.a: coefficient = nan must be a finite number other than 0",
+        ),
+        ({"a": {**NLL, "coefficient": 0}}, r"components\.a: coefficient = 0\.0 must be a finite number other than 0"),
+        ({"a": {**NLL, "coefficient": {"peak": 1, "valley": 0}}}, r"components\.a\.coefficient"),
+        ({"a": {"loss": {"name": "value"}}}, "loss.name = 'value' reads a scalar head; a component reads logits"),
+        (
+            {"a": {"loss": {"name": "prm", "options": {"placeholder_token_id": 3}}}},
+            "component 'a' must score predicted tokens by their logits; its loss reads the position that holds a token",
+        ),
+        (
+            {"a": {**NLL, "fields": {"advantages": "other"}}},
+            r"fields\.advantages = 'other' has no effect: loss\.name = 'nll' does not read 'advantages'",
+        ),
+        (
+            {"a": {**POLICY, "fields": {"advantages": "x"}}, "b": {**NLL, "rows": "x"}},
+            "component 'b' reads the field 'x' as .* another as .* rename one",
+        ),
+    ],
+    ids=str,
+)
+def test_configs_that_do_not_do(components: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ComponentsLossFn({"components": components})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("observation_mask", None, "data lacks the field 'observation_mask'; this loss needs .*observation_mask"),
+        ("observation_mask", torch.ones(12, 16), "observation_mask must hold integers or bools, got torch.float32"),
+        ("observation_mask", torch.full((12, 16), 2), r"observation_mask = 2 at \[0, 0\] must be 0 or 1"),
+        ("observation_mask", torch.ones(12), r"observation_mask has shape \[12\]; .* calls for \[12, 16\]"),
+        ("input_ids", torch.full((12, 16), VOCAB), rf"target {VOCAB} at \[\d+, \d+\] lies outside the vocabulary"),
+    ],
+    ids=str,
+)
+def test_data_that_does_not_do(name: str, value: Tensor | None, message: str) -> None:
+    logits, data = batch()
+    loss_fn = of(observed=OBSERVED)
+    right = loss_fn.count(data)
+    if value is None:
+        del data[name]
+    else:
+        data[name] = value
+    with pytest.raises(ValueError, match=message):
+        loss_fn(logits, data, *count_valid(data), statistics=right)
+    if name == "observation_mask":
+        with pytest.raises(ValueError, match=message):
+            loss_fn.count(data)
+
+
+def test_a_loss_of_another_policy_than_the_samplers_is_refused() -> None:
+    with pytest.raises(ValueError, match="NLLLoss is not a loss on a sampler's policy, so Truncation"):
+        ComponentsLossFn({"components": {"policy": POLICY, "observed": OBSERVED}}, top_k=5)
+    assert ComponentsLossFn({"components": {"policy": POLICY}}, top_k=5).requirements.truncatable
+
+
+def test_a_truncated_policy_drops_the_same_tokens_of_a_component() -> None:
+    logits, data, _ = make_batch(7, False, "policy", torch.float64, truncated=True)
+    options = POLICY["loss"]["options"]
+    alone, found = (step(fn, logits, data) for fn in (PolicyLossFn(options, top_k=9), of_truncated(options)))
+    assert alone.metrics["dropped_tokens"] == found.metrics["dropped_tokens"] > 0
+    assert found.loss == alone.loss and torch.equal(found.gradient, alone.gradient)
+
+
+def of_truncated(options: dict[str, Any]) -> ComponentsLossFn:
+    return ComponentsLossFn({"components": {"policy": {"loss": {"name": "policy", "options": options}}}}, top_k=9)
+
+
+def test_it_separates_over_tokens_where_all_components_do() -> None:
+    assert of(policy=POLICY, observed=OBSERVED).requirements.token_separable
+    gspo = {"loss": {"name": "policy", "options": {"ratio_level": "sequence-mean"}}}
+    assert not of(policy=gspo, observed=OBSERVED).requirements.token_separable
+    needs = of(policy=POLICY, top={"loss": {"name": "distillation"}}).requirements
+    assert needs.reads == "logits" and not needs.token_separable
+
+
+def test_nll_of_rows_is_nll() -> None:
+    logits, data = batch()
+    rows = data["expert_mask"]
+    alone = step(NLLLoss(), logits, {**data, "sample_mask": data["sample_mask"] * rows})
+    assert step(of(expert={**NLL, "rows": "expert_mask"}), logits, data).loss == alone.loss
+
+
+@pytest.mark.parametrize("gradient", ["plain", "score-function", "straight-through"])
+@pytest.mark.parametrize("estimator", ["k1", "k3", "abs", "low_var_kl"])
+@pytest.mark.filterwarnings("ignore:a k1 estimate")
+def test_reference_kl_is_the_kl_of_the_policy_loss(estimator: str, gradient: str) -> None:
+    """Whose surrogate is turned off by advantages of 0."""
+    logits, data = batch()
+    data["advantages"] = torch.zeros_like(data["advantages"])
+    kl = {"estimator": estimator, "gradient": gradient}
+    whole = step(PolicyLossFn({"surrogate": "reinforce", "kl": {"coefficient": 1.0, **kl}}), logits, data)
+    found = step(get_loss("reference_kl")(kl), logits, data)
+    assert found.loss == pytest.approx(whole.loss, rel=1e-12)
+    torch.testing.assert_close(found.gradient, whole.gradient, rtol=1e-12, atol=1e-16)
