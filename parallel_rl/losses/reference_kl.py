@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, check_aggregation, token_weights
+from parallel_rl.counts import Aggregation, check_aggregation
 from parallel_rl.functional.kl import KLType, kl_estimate, straight_through
 from parallel_rl.functional.ratio import exp_or_zero
+from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true
@@ -18,6 +19,7 @@ from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.policy_config import KLConfig
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
+from parallel_rl.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,14 @@ class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
     """
 
     config_class = ReferenceKLLossConfig
-    requirements = Requirements((Field("reference_policy_logprobs"),), token_separable=True)
+
+    @cached_property
+    def requirements(self) -> Requirements:
+        needs = Requirements((Field("reference_policy_logprobs"),), token_separable=True)
+        return with_units(needs, self.config.aggregation)
+
+    def count_from(self, batch: TokenBatch) -> Statistics:
+        return count_units(batch, self.config.aggregation)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg, logprobs, reference = self.config, batch.logprobs, batch["reference_policy_logprobs"]
@@ -75,7 +84,6 @@ class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
         estimate = clamped(cfg.estimator, weight=weight)
         if cfg.gradient == "straight-through":
             estimate = straight_through(estimate, clamped("k2"))
-        weights = token_weights(cfg.aggregation, batch.tokens_per_sequence, batch.counts, cfg.max_length)
-        loss = batch.weighted_sum(estimate, weights)
+        loss = aggregate(batch, estimate, cfg.aggregation, cfg.max_length)
         number = count_true(batch, batch.sequence_mask)
         return loss, Metrics({"loss": Metric("share", loss), "num_valid_samples": number})
