@@ -18,13 +18,14 @@ from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.counts import ValidCounts, count_valid
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses.core.call import LossCall, LossFunction
+from parallel_rl.losses.core.counted import masked_data
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead, is_fused
 from parallel_rl.megatron.loss import LossReport, scaled_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
 from parallel_rl.megatron.model_input import forward_logits
-from parallel_rl.metrics import reduce_metrics
+from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.statistics import Statistics
 
 
@@ -76,13 +77,13 @@ def forward_backward(
         loss_fn: any loss of this package, registered objectives included.
         batches: this data rank's micro-batches, the same on its tensor, context and pipeline ranks. A mapping is rows padded
             to one width, which go to the model's device, see `padded_batch`; packed ones come from `packed_batch`. Data ranks
-            may hold different numbers of them, each at least one; one that is fully masked will do.
+            may hold different numbers of them; one without any runs a masked one in their place.
         head: what `fuse_head` gave, if the model (its last chunk) has a fused head.
         groups: defaults to `ParallelGroups.from_megatron()`.
         before_forward: called before each forward of a micro-batch, such as a heartbeat.
 
     Raises:
-        ValueError: on all ranks (see `set_validation`), before anything runs: a rank without a micro-batch; data that lacks a
+        ValueError: on all ranks (see `set_validation`), before anything runs: data that lacks a
             mask or does not suit the layout; ranks of one data rank that disagree in their micro-batches; micro-batches of
             different shapes in a pipeline that was built for one; a wrapper without `finalize_model_grads_func`; a fused head
             that is not given. What `loss_fn` raises.
@@ -98,7 +99,7 @@ def forward_backward(
             before_forward()
         return forward_logits(model, batch.input)
 
-    statistics = _statistics(forward, models, loss_fn, prepared, counts, head, groups)
+    statistics = _statistics(forward, models, loss_fn, prepared, counts, head, groups, idle=not batches)
 
     def step(queue: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
         batch = next(queue)
@@ -125,7 +126,8 @@ def forward_backward(
     )
     if not ddp:
         sum_gradients(models)
-    return StepReport(_reduced(reports, groups), counts)
+    metrics = [report["metrics"] for report in reports]
+    return StepReport(_reduced(metrics if batches else [], groups), counts)
 
 
 def _prepare(
@@ -145,10 +147,9 @@ def _prepare(
     }
 
     def prepare() -> list[MicroBatch]:
-        if not batches:
-            raise ValueError("batches is empty; a rank without data passes a micro-batch whose sample_mask is 0")
         prepared = [
-            batch if isinstance(batch, MicroBatch) else padded_batch(batch, device=like.device) for batch in batches
+            batch if isinstance(batch, MicroBatch) else padded_batch(batch, device=like.device)
+            for batch in batches or _masked(models, loss_fn, groups)
         ]
         # The last pipeline stage alone calls the loss; what it would miss, the other stages must hear before they send.
         names = [field.name for field in loss_fn.requirements.fields if field.per != "local"]
@@ -161,6 +162,19 @@ def _prepare(
 
     # First within what holds the same rows, then over the ranks with other rows, which agree in nothing but their health.
     return raise_on_all_ranks(lambda: raise_on_all_ranks(prepare, layout, like, same), [groups.data], like)
+
+
+def _masked(
+    models: Sequence[torch.nn.Module], loss_fn: LossFunction, groups: ParallelGroups
+) -> list[Mapping[str, Tensor]]:
+    """What a data rank without a micro-batch runs: its model takes part in the collectives of the others."""
+    needs = loss_fn.requirements
+    local = [field.name for field in needs.fields if field.per == "local"]
+    if local:
+        raise ValueError(f"batches is empty; {local} cannot be made up, pass a micro-batch whose sample_mask is 0")
+    data = masked_data(needs.with_kept_ids(), 2 if needs.paired else 1, 2 * groups.cp_size * groups.tp_size)
+    # an interleaved schedule wants as many micro-batches as stages
+    return [data] * (parallel_state.get_pipeline_model_parallel_world_size() if len(models) > 1 else 1)
 
 
 def _check_model(models: Sequence[torch.nn.Module], head: FusedHead | None) -> None:
@@ -200,6 +214,8 @@ def _statistics(
     counts: ValidCounts,
     head: FusedHead | None,
     groups: ParallelGroups,
+    *,
+    idle: bool,
 ) -> Statistics | None:
     """Statistics of all micro-batches of all ranks, if the loss needs them; stages without a loss know what is counted."""
     if not loss_fn.needs_statistics:
@@ -219,7 +235,9 @@ def _statistics(
         seq_length=batches[0].width(groups.cp_size),
         micro_batch_size=batches[0].input.tokens.shape[0],
     )
-    return counted if found is None else counted | reduce(add, found).reduce(groups)
+    if found is None:
+        return counted
+    return counted | (Statistics({}) if idle else reduce(add, found)).reduce(groups)
 
 
 def _call(
@@ -237,9 +255,9 @@ def _call(
     return replace(call, packed_sequences=batch.packed)
 
 
-def _reduced(reports: Sequence[LossReport], groups: ParallelGroups) -> dict[str, Tensor]:
+def _reduced(of_batches: Sequence[Metrics], groups: ParallelGroups) -> dict[str, Tensor]:
     """The metrics, known to the last stage, on every stage."""
-    metrics = reduce_metrics([report["metrics"] for report in reports], groups) if is_last_stage() else {}
+    metrics = reduce_metrics(of_batches, groups) if is_last_stage() else {}
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return metrics
     names = [list(metrics)]

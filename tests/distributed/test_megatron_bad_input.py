@@ -15,7 +15,7 @@ preload("parallel_rl.megatron")
 
 
 _STEPS = {
-    "no batch": "batches is empty; a rank without data passes a micro-batch whose sample_mask is 0",
+    "no batch": "batches is empty; ['teacher_logits'] cannot be made up, pass a micro-batch whose sample_mask is 0",
     "no mask": "rank 1: data lacks the field 'token_mask'",
     "no rows": "rank 1: input_ids must be [B, S] as token_mask [2, 8], got none",
     "no advantages": "data lacks the fields ['advantages'",
@@ -30,7 +30,7 @@ _STEPS = {
 def _bad_step(rank: int, what: str) -> None:
     """One of the two ranks has bad micro-batches; they are data ranks, or tensor ranks, or pipeline stages."""
     import parallel_rl.megatron as M
-    from parallel_rl import NLLLoss, PolicyLossFn
+    from parallel_rl import FullDistillationLossFn, LossFn, NLLLoss, PolicyLossFn
 
     sizes = {
         "fewer batches": {"tp": 2},
@@ -61,7 +61,8 @@ def _bad_step(rank: int, what: str) -> None:
         model.config.finalize_model_grads_func = None
     if what == "fused head":
         M.fuse_head(model)
-    loss_fn = (PolicyLossFn if what == "no advantages" else NLLLoss)(vocab_size=VOCAB)
+    loss = {"no advantages": PolicyLossFn, "no batch": FullDistillationLossFn}.get(what, NLLLoss)
+    loss_fn: LossFn = loss(vocab_size=VOCAB)
     M.forward_backward(model, loss_fn, batches)
 
 

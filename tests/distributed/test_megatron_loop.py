@@ -133,6 +133,39 @@ def test_training_is_the_same_with_megatrons_optimizer_and_by_hand() -> None:
                 assert torch.allclose(found[2], weight, rtol=1e-9)
 
 
+def _steps_of_idle_ranks(rank: int, sizes: dict[str, int], idle: bool) -> dict[str, tuple[dict[str, float], float]]:
+    """Metrics and gradient norm of a step of some losses; the second data rank has no micro-batch."""
+    from megatron.core import parallel_state
+
+    import parallel_rl.megatron as M
+    from parallel_rl import get_loss
+
+    M.initialize(**sizes)
+    data = {name: field for name, field in make_data("ragged").items() if name != "lengths"}
+    data["preference_labels"] = torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0, 1.0], dtype=torch.float64)
+    found = {}
+    for name in ("clipped_pg", "kto", "dpo"):
+        model = M.wrap_model(make_model(Case(**sizes)))
+        model.zero_grad_buffer()
+        halves = [{key: field[rows] for key, field in data.items()} for rows in (slice(0, 4), slice(4, 6))]
+        mine = [] if idle and parallel_state.get_data_parallel_rank() else halves
+        report = M.forward_backward(model, get_loss(name)({}, vocab_size=VOCAB), mine)
+        found[name] = report.floats(), M.grad_norm([model]).item()
+    M.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("world", "sizes"), [(2, {}), pytest.param(4, {"pp": 2}, marks=pytest.mark.slow)])
+def test_a_data_rank_without_a_micro_batch_takes_part(world: int, sizes: dict[str, int]) -> None:
+    """It was refused; the numbers are those of the rank that has the data, its optional metrics among them."""
+    [want] = run_world(1, _steps_of_idle_ranks, {}, False)
+    assert "gen_kl_error" in want["clipped_pg"][0]
+    for found in run_world(world, _steps_of_idle_ranks, sizes, True):
+        for name, (metrics, norm) in want.items():
+            assert found[name][0] == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+            assert found[name][1] == pytest.approx(norm, rel=1e-9)
+
+
 def _norm_in_blocks(rank: int) -> tuple[int, float, float]:
     """The largest float64 copy that the norm makes in blocks of 64 elements, the norm, and that of one float64 vector."""
     from torch.utils._python_dispatch import TorchDispatchMode

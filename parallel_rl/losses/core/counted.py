@@ -56,7 +56,7 @@ def count_step(
                 check_values(data, needs)
 
     raise_on_all_ranks(check, [group], torch.empty(0, device=device))
-    counted = reduce(add, [count(_whole(data, needs)) for data in given or [_nothing(needs)]])
+    counted = reduce(add, [count(_whole(data, needs)) for data in given or [masked_data(needs, 0, 1)]])
     return counted.to(device).reduce(ParallelGroups(data=group))
 
 
@@ -67,14 +67,19 @@ def _whole(data: Mapping[str, Tensor], needs: Requirements) -> LocalBatch:
     return LocalBatch(data, layout, ValidCounts(one, one), requirements=needs)
 
 
-def _nothing(needs: Requirements) -> dict[str, Tensor]:
-    """Data of no row, with every field."""
-    empty = {
-        "input_ids": torch.zeros(0, 1, dtype=torch.int64),
-        "token_mask": torch.zeros(0, 1),
-        "sample_mask": torch.zeros(0),
+def masked_data(needs: Requirements, rows: int, width: int) -> dict[str, Tensor]:
+    """Make data [rows, width] with every field of `needs` and nothing that counts, for a rank without a micro-batch.
+
+    >>> from parallel_rl.losses.core.requirements import Requirements
+    >>> masked_data(Requirements(), 1, 4)["token_mask"]
+    tensor([[0., 0., 0., 0.]])
+    """
+    data = {
+        "input_ids": torch.zeros(rows, width, dtype=torch.int64),
+        "token_mask": torch.zeros(rows, width),
+        "sample_mask": torch.zeros(rows),
     }
     for field in needs.fields:
-        shape = (0,) if field.per == "sequence" else (0, 1, 1) if field.width else (0, 1)
-        empty[field.name] = torch.zeros(shape, dtype=torch.float32 if field.dtype == "float" else torch.int64)
-    return empty
+        shape = (rows,) if field.per == "sequence" else (rows, width, 1) if field.width else (rows, width)
+        data[field.name] = torch.zeros(shape, dtype=torch.float32 if field.dtype == "float" else torch.int64)
+    return data
