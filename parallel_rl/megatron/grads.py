@@ -54,9 +54,8 @@ def sum_gradients(models: Sequence[torch.nn.Module]) -> None:
         module = get_attr_wrapped_model(
             models[0 if parallel_state.is_pipeline_first_stage() else -1], "pre_process", return_model_obj=True
         )
-        if module.share_embeddings_and_output_weights and parallel_state.is_rank_in_embedding_group(
-            ignore_virtual=True
-        ):
+        shared = module.share_embeddings_and_output_weights or config.mtp_num_layers  # its heads look tokens up
+        if shared and parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
             _sum_flat([module.shared_embedding_or_output_weight().grad], embedding)
 
 

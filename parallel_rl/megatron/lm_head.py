@@ -122,7 +122,7 @@ def fuse_head(
 
     Raises:
         ValueError: a model whose output layer does not give this rank's columns of logits from hidden states alone (another
-            head, gathered output, multi-token prediction, deferred weight gradients), a mode or budget that is not valid.
+            head, gathered output, deferred weight gradients), a mode or budget that is not valid.
     """
     check_mode(mode, budget, None)
     inner = unwrap(model)
@@ -134,7 +134,6 @@ def fuse_head(
             )
         wrong = {
             "parallel_output = False": layer.gather_output,
-            "mtp_num_layers": bool(config.mtp_num_layers),
             "defer_embedding_wgrad_compute = True": config.defer_embedding_wgrad_compute,
         }
         for name, is_wrong in wrong.items():

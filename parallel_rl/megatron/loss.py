@@ -46,8 +46,8 @@ def megatron_loss_func(
     the number of micro-batches and ranks and whether `calculate_per_token_loss` is set:
 
     - calculate_per_token_loss, a dense model: (L, 0, report); nothing is scaled.
-    - calculate_per_token_loss with experts or multi-token prediction: (L·N, n, report) with Σn = N, because their
-      auxiliary losses rely on the division by Σn in `finalize_model_grads`.
+    - calculate_per_token_loss with experts: (L·N, n, report) with Σn = N, because their auxiliary losses rely on the division
+      by Σn in `finalize_model_grads`.
     - otherwise: (L·M·DP, report) under Megatron's DDP, (L·M/CP, report) without; the schedule multiplies by CP/M and
       DDP by 1/(DP·CP).
 
@@ -72,8 +72,7 @@ def megatron_loss_func(
         logits [B, S/cp, V/tp] → what the schedule expects. Its report holds the unscaled share.
 
     Raises:
-        ValueError: num_microbatches below 1; experts or multi-token prediction with calculate_per_token_loss and
-        without DDP.
+        ValueError: num_microbatches below 1; experts with calculate_per_token_loss and without DDP.
     """
     where = groups or ParallelGroups.from_megatron()
 
@@ -106,11 +105,9 @@ def scaled_loss_func(
     """`megatron_loss_func` for any function from the model's output to this rank's share of the loss and its metrics."""
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches = {num_microbatches} must be at least 1")
-    auxiliary = bool(config.num_moe_experts) or bool(config.mtp_num_layers)
+    auxiliary = bool(config.num_moe_experts)  # multi-token prediction is in the share, see `mtp_share`
     if auxiliary and config.calculate_per_token_loss and not ddp:
-        raise ValueError(
-            "calculate_per_token_loss = True with experts or multi-token prediction needs Megatron's DDP (ddp=True)"
-        )
+        raise ValueError("calculate_per_token_loss = True with experts needs Megatron's DDP (ddp=True)")
 
     def loss_func(output: Tensor) -> LossResult:
         with plain_torch():

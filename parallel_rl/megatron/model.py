@@ -12,8 +12,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -104,6 +106,18 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
     return spec
 
 
+def _mtp_spec(config: TransformerConfig, vp_stage: int | None) -> MultiTokenPredictionBlockSubmodules | None:
+    """The heads of multi-token prediction, on the last stage of a config that has `mtp_num_layers`."""
+    if not config.mtp_num_layers:
+        return None
+    engine = has_transformer_engine(config.params_dtype)
+    block = get_gpt_mtp_block_spec(config, layer_spec(config), engine, vp_stage=vp_stage)
+    if block is not None and not engine:
+        for spec in block.layer_specs:
+            spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = ShardedNorm
+    return block
+
+
 def padded_vocab_size(vocab_size: int, multiple: int = 1) -> int:
     """The smallest multiple of `multiple` × the tensor parallel size that is ≥ `vocab_size`.
 
@@ -148,7 +162,7 @@ def build_model(
         The model: its forward gives logits [B, S/cp, V_padded/tp] (or [B, S/cp, 1]) on the last pipeline stage.
 
     Raises:
-        ValueError: a size below 1, an unknown position embedding, tied embeddings with a scalar head.
+        ValueError: a size below 1, an unknown position embedding, tied embeddings or multi-token prediction with a scalar head.
     """
     if vocab_size < 1 or max_sequence_length < 1:
         raise ValueError(
@@ -160,6 +174,10 @@ def build_model(
         )
     if scalar_head and tie_embeddings:
         raise ValueError("tie_embeddings = True is incompatible with scalar_head = True, which has no matrix to tie")
+    if scalar_head and config.mtp_num_layers:
+        raise ValueError(
+            f"mtp_num_layers = {config.mtp_num_layers} is incompatible with scalar_head = True, which predicts no token"
+        )
     spec = layer_spec(config)
     if not has_transformer_engine(config.params_dtype):
         # A bare layer spec would get Megatron's own final norm, which does not know sequence parallelism without TE
@@ -178,6 +196,7 @@ def build_model(
         position_embedding_type=position_embedding,
         rotary_base=rotary_base,
         rotary_percent=rotary_percent,
+        mtp_block_spec=_mtp_spec(config, vp_stage),
         vp_stage=vp_stage,
     )
     if scalar_head:

@@ -13,6 +13,8 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from parallel_rl.layout import SequenceLayout
+from parallel_rl.megatron.model import unwrap
+from parallel_rl.megatron.mtp import heads_running
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,11 @@ def packed_bounds(
     return _cumulate(host), _cumulate(rooms)
 
 
-def forward_logits(model: torch.nn.Module, batch: ModelInput) -> Tensor:
+def forward_logits(model: torch.nn.Module, batch: ModelInput, *, mtp: bool = False) -> Tensor:
     """Run a model chunk: logits [B, S/cp, V/tp] in the model's dtype on the last stage, hidden states before it.
+
+    With `mtp` the heads of multi-token prediction run too, and the last stage's output holds theirs behind its own, see
+    `split_heads`.
 
     >>> forward_logits(model, padded_input(data["input_ids"])).shape
     torch.Size([2, 4, 8])
@@ -150,7 +155,8 @@ def forward_logits(model: torch.nn.Module, batch: ModelInput) -> Tensor:
         half = isinstance(wrapped, Float16Module)
         wrapped = getattr(wrapped, "module", None)
     options = {"fp32_output": False} if half else {}
-    out: Tensor = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed, **options)
+    with heads_running(unwrap(model), mtp):
+        out: Tensor = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed, **options)
     return out
 
 

@@ -19,12 +19,14 @@ from parallel_rl.counts import ValidCounts, count_valid
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.core.counted import masked_data
+from parallel_rl.losses.nll import NLLLoss
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead, is_fused
 from parallel_rl.megatron.loss import LossReport, scaled_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
 from parallel_rl.megatron.model_input import forward_logits
+from parallel_rl.megatron.mtp import mtp_share, split_heads
 from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.statistics import Statistics
 
@@ -52,6 +54,7 @@ def forward_backward(
     batches: Sequence[MicroBatch | Mapping[str, Tensor]],
     *,
     head: FusedHead | None = None,
+    mtp_loss: NLLLoss | None = None,
     groups: ParallelGroups | None = None,
     before_forward: Callable[[], None] | None = None,
 ) -> StepReport:
@@ -79,6 +82,8 @@ def forward_backward(
             to one width, which go to the model's device, see `padded_batch`; packed ones come from `packed_batch`. Data ranks
             may hold different numbers of them; one without any runs a masked one in their place.
         head: what `fuse_head` gave, if the model (its last chunk) has a fused head.
+        mtp_loss: trains the heads of multi-token prediction of a model with `mtp_num_layers`: their mean, times
+            `mtp_loss_scaling_factor`, is added to L, see `mtp_share`. None leaves them as they are.
         groups: defaults to `ParallelGroups.from_megatron()`.
         before_forward: called before each forward of a micro-batch, such as a heartbeat.
 
@@ -91,20 +96,32 @@ def forward_backward(
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     groups = groups or ParallelGroups.from_megatron()
     config, ddp = get_model_config(models[0]), hasattr(models[0], "finish_grad_sync")
-    prepared = _prepare(models, loss_fn, batches, head, groups)
+    prepared = _prepare(models, loss_fn, batches, head, mtp_loss, groups)
     counts = count_valid([batch.data for batch in prepared], groups.data)
 
-    def forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+    def forward(model: torch.nn.Module, batch: MicroBatch, mtp: bool = False) -> Tensor:
         if before_forward is not None:
             before_forward()
-        return forward_logits(model, batch.input)
+        return forward_logits(model, batch.input, mtp=mtp)
 
     statistics = _statistics(forward, models, loss_fn, prepared, counts, head, groups, idle=not batches)
+
+    def share(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+        if mtp_loss is None:
+            return loss_fn.run(_call(output, batch, counts, head, groups, statistics))
+        parts = groups.tp_size if config.sequence_parallel and head is None else 1
+        output, *heads = split_heads(output, config.mtp_num_layers, parts)
+        call = _call(output, batch, counts, head, groups, statistics)
+        loss, metrics = loss_fn.run(call)
+        inputs = [each if head is None else head(each) for each in heads]
+        more, of_heads = mtp_share(mtp_loss, call, inputs, config.mtp_loss_scaling_factor)
+        parts_of_all = {name: found.parts(name) for found in (metrics, of_heads) for name in found}
+        return loss + more, Metrics(parts_of_all)
 
     def step(queue: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
         batch = next(queue)
         loss_func = scaled_loss_func(
-            lambda output: loss_fn.run(_call(output, batch, counts, head, groups, statistics)),
+            lambda output: share(output, batch),
             batch.data,
             counts.toks,
             config=config,
@@ -112,7 +129,7 @@ def forward_backward(
             ddp=ddp,
             groups=groups,
         )
-        return forward(model, batch), loss_func
+        return forward(model, batch, mtp_loss is not None), loss_func
 
     iterators = [iter(prepared) for _ in models]
     reports: list[LossReport] = get_forward_backward_func()(
@@ -135,6 +152,7 @@ def _prepare(
     loss_fn: LossFunction,
     batches: Sequence[MicroBatch | Mapping[str, Tensor]],
     head: FusedHead | None,
+    mtp_loss: NLLLoss | None,
     groups: ParallelGroups,
 ) -> list[MicroBatch]:
     """The micro-batches, once every rank of the world knows that it has good ones."""
@@ -157,6 +175,10 @@ def _prepare(
         if missing:
             raise ValueError(f"data lacks the fields {missing}; this loss needs {', '.join(names)}")
         _check_model(models, head)
+        if mtp_loss is not None and not get_model_config(models[0]).mtp_num_layers:
+            raise ValueError(
+                "mtp_loss is given, but mtp_num_layers = None: the model has no heads of multi-token prediction"
+            )
         _check_pipeline(models, [batch.input.tokens for batch in prepared])
         return prepared
 

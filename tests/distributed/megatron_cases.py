@@ -42,6 +42,7 @@ class Case:
     experts: bool = False  # takes the branch of the callback that mixture-of-experts models need
     fused: bool = False  # the loss projects the hidden states itself
     wgrad_fusion: bool = False  # with it the weight's gradient goes straight to main_grad
+    mtp: Literal["", "token-mean", "seq-mean-token-mean"] = ""  # two heads of multi-token prediction, how they average
 
     @property
     def model(self) -> tuple[str, bool, int, int]:
@@ -111,6 +112,7 @@ def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3, ch
         qk_norm=not old,
         init_std=0.3,
         virtual_pp=None if chunk is None else case.chunks,
+        overrides={"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3} if case.mtp else None,
     )
     return M.build_model(
         config, VOCAB, WIDTH, position_embedding=case.position, tie_embeddings=case.tied, seed=seed, vp_stage=chunk
@@ -134,6 +136,8 @@ def oracle(rank: int, cases: list[Case]) -> list[Outcome]:
                 logprobs = M.forward_logits(model, M.padded_input(row))[0, :-1, :VOCAB].log_softmax(-1)
                 chosen = logprobs.gather(-1, row[0, 1:, None])[:, 0]
                 loss = loss - (chosen * whole["token_mask"][i, 1:length] * whole["sample_mask"][i]).sum() / n_tokens
+                if case.mtp:
+                    loss = loss + 0.3 / 2 * _heads_of_row(model, case, whole, i, n_tokens)
         else:
             from parallel_rl.testing.cases import step_statistics
 
@@ -147,6 +151,22 @@ def oracle(rank: int, cases: list[Case]) -> list[Outcome]:
         outcomes.append(Outcome(loss.item(), norm.item(), {name: g.clone() for name, g in grads.items()}))
     M.destroy()
     return outcomes
+
+
+def _heads_of_row(model: GPTModel, case: Case, whole: Batch, i: int, n_tokens: Tensor) -> Tensor:
+    """A row's part of both heads' losses: position t of head k speaks of token t + 1 + k, where that one carries loss."""
+    import parallel_rl.megatron as M
+
+    length = int(whole["lengths"][i])
+    row, mask = whole["input_ids"][i, :length], whole["token_mask"][i, :length] * whole["sample_mask"][i]
+    output = M.forward_logits(model, M.padded_input(row[None]), mtp=True)[0, :, :VOCAB].log_softmax(-1)
+    total = torch.zeros((), dtype=torch.float64)
+    for k in (1, 2):
+        logprobs, carries = output[k * length : (k + 1) * length], mask[k + 1 :]
+        chosen = logprobs[: max(length - 1 - k, 0)].gather(-1, row[k + 1 :, None])[:, 0]
+        count = n_tokens if case.mtp == "token-mean" else whole["sample_mask"].sum() * carries.sum().clamp(min=1)
+        total = total - (chosen * carries).sum() / count
+    return total
 
 
 def make_loss(case: Case) -> LossFn:
@@ -165,6 +185,7 @@ def step(case: Case, models: list[torch.nn.Module] | None = None) -> tuple[StepR
     from megatron.core import parallel_state
 
     import parallel_rl.megatron as M
+    from parallel_rl import NLLLoss
 
     if models is None:
         places = range(case.chunks) if case.chunks > 1 else [None]
@@ -180,7 +201,8 @@ def step(case: Case, models: list[torch.nn.Module] | None = None) -> tuple[StepR
     if case.rows != "padded":
         multiple = 8 if case.rows == "padding" else 1
         batches = [M.packed_batch(batch, batch["lengths"], multiple=multiple) for batch in batches]
-    return M.forward_backward(models, make_loss(case), batches, head=head), models
+    mtp_loss = NLLLoss({"aggregation": case.mtp}, vocab_size=VOCAB) if case.mtp else None
+    return M.forward_backward(models, make_loss(case), batches, head=head, mtp_loss=mtp_loss), models
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
@@ -201,7 +223,9 @@ def compare(rank: int, pairs: list[tuple[Case, Outcome]]) -> list[dict[str, floa
             groups = (case.tp, case.cp, case.pp, case.chunks)
             M.initialize(*groups[:3], virtual_pp=case.chunks if case.chunks > 1 else None)
         report, models = step(case)
-        worst = {"loss": abs(report.floats()["loss"] - reference.loss) / abs(reference.loss)}
+        found = report.floats()
+        loss = found["loss"] + (0.3 / 2 * (found["mtp_1/loss"] + found["mtp_2/loss"]) if case.mtp else 0)
+        worst = {"loss": abs(loss - reference.loss) / abs(reference.loss)}
         worst["norm"] = abs(M.grad_norm(models).item() - reference.norm) / reference.norm
         names = set()
         for name, parameter in M.global_parameters(models):

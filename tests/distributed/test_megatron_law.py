@@ -49,16 +49,30 @@ WAYS = [
     {"per_token": True, "ddp": True, "loss": "cov"},
 ]
 
+# heads of multi-token prediction: their labels cross context ranks, packed sequences and prompts
+MTP = {
+    1: [Case(mtp="token-mean"), Case(rows="packed", mtp="token-mean", fused=True)],
+    4: [
+        Case(tp=2, cp=2, sp=True, mtp="token-mean"),
+        Case(tp=2, cp=2, sp=True, rows="padding", mtp="seq-mean-token-mean", ddp=False),
+        Case(tp=2, cp=2, sp=True, rows="packed", mtp="seq-mean-token-mean", fused=True, per_token=False),
+        Case(cp=2, pp=2, rows="packed", mtp="token-mean", ddp=False),
+        Case(tp=2, pp=2, sp=True, tied=True, mtp="token-mean", data="masked micro-batch"),
+        Case(pp=2, chunks=2, rows="packed", micro_batches=6, mtp="token-mean"),
+    ],
+}
+
 _references: dict[tuple[object, ...], Outcome] = {}
 
 
 def _with_references(cases: list[Case]) -> list[tuple[Case, Outcome]]:
     """Each case with its one-process outcome; each outcome is computed once a session."""
-    keys = [(*case.model, case.data, case.loss) for case in cases]
+    keys = [(*case.model, case.data, case.loss, case.mtp) for case in cases]
     missing = {key: case for key, case in zip(keys, cases, strict=True) if key not in _references}
     plain = [
         replace(
-            Case(), **{name: getattr(case, name) for name in ("position", "tied", "groups", "chunks", "data", "loss")}
+            Case(),
+            **{name: getattr(case, name) for name in ("position", "tied", "groups", "chunks", "data", "loss", "mtp")},
         )
         for case in missing.values()
     ]
@@ -84,6 +98,16 @@ def test_every_layout_gives_the_gradients_of_one_process(world: int, way: dict[s
     # How the loss is scaled has nothing to do with tensor parallelism: there the first ways are enough.
     layouts = [case for case in LAYOUTS[world] if case.tp == 1 or way in WAYS[:2]]
     cases = [replace(case, **way) for case in layouts]  # type: ignore[arg-type]
+    _check(world, cases)
+
+
+@pytest.mark.parametrize("world", MTP)
+def test_heads_of_multi_token_prediction(world: int) -> None:
+    """Both heads' losses and all gradients, the shared embedding's and head's among them; no Megatron rolls our labels."""
+    _check(world, MTP[world])
+
+
+def _check(world: int, cases: list[Case]) -> None:
     results = run_world(world, compare, _with_references(cases))
     for rank, errors in enumerate(results):
         for case, worst in zip(cases, errors, strict=True):

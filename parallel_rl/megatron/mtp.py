@@ -1,0 +1,96 @@
+"""Multi-token prediction: heads that predict the tokens after the next one, and their loss under the law."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_rl.metrics import Metrics
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+
+    from parallel_rl.losses.core.call import LossCall
+    from parallel_rl.losses.nll import NLLLoss
+
+
+@contextlib.contextmanager
+def heads_running(model: GPTModel, wanted: bool) -> Iterator[None]:
+    """Inside, the model's output holds what its heads give besides, or its heads do not run.
+
+    Megatron's own loss of the heads, which wants labels that fit no packing of ours, is left out either way: it runs where
+    the config names heads once the block of them is done.
+    """
+    count, block = model.config.mtp_num_layers, getattr(model, "mtp", None)
+
+    def hide(*_: object) -> None:
+        model.config.mtp_num_layers = None
+
+    handle = None
+    if block is not None and wanted:
+        handle = block.register_forward_hook(hide)
+    else:
+        hide()
+        model.mtp_process = False
+    try:
+        yield
+    finally:
+        model.config.mtp_num_layers = count
+        model.mtp_process = block is not None
+        if handle is not None:
+            handle.remove()
+
+
+def split_heads(output: Tensor, heads: int, parts: int) -> list[Tensor]:
+    """Split [B, (1 + heads)·S, ...] into the model's own output and that of each head, [B, S, ...] each.
+
+    >>> [x.tolist() for x in split_heads(torch.arange(4).view(1, 4, 1), heads=1, parts=1)]
+    [[[[0], [1]]], [[[2], [3]]]]
+
+    Args:
+        parts: tensor ranks whose parts of the sequence follow each other, each with those of all heads; 1 where the output is
+            one rank's.
+    """
+    batch, total, *rest = output.shape
+    cut = output.view(batch, parts, 1 + heads, total // (1 + heads) // parts, *rest)
+    return [each.reshape(batch, -1, *rest) for each in cut.unbind(2)]
+
+
+def ahead(data: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
+    """The data as a head sees it that predicts `depth` tokens beyond the next one: column t holds token t + depth.
+
+    >>> ahead({"input_ids": torch.tensor([[5, 6, 7]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}, 1)["token_mask"]
+    tensor([[1., 1., 0.]])
+    """
+    fields = {name: data[name] for name in ("input_ids", "token_mask", "token_weights") if name in data}
+    moved = {name: torch.nn.functional.pad(field[:, depth:], (0, depth)) for name, field in fields.items()}
+    return {**moved, "sample_mask": data["sample_mask"]}
+
+
+def mtp_share(
+    loss_fn: NLLLoss, call: LossCall, outputs: list[Tensor | LMHeadInput], scale: float
+) -> tuple[Tensor, Metrics]:
+    """This rank's share of (scale / K)·Σ_k NLL_k, and `mtp_k/loss` for each of K heads.
+
+        NLL_k = AGG(−log π_k(y_{t+1+k} | y_{≤t+k})),  with the step's global counts: a share that obeys the law
+
+    A token counts for a head where it carries loss and lies in the same sequence: prompts, padding and the next packed
+    sequence do not. Paper: DeepSeek-V3, arXiv 2412.19437.
+
+    Args:
+        call: of the model's own loss.
+        outputs: of the heads, in their order.
+        scale: λ, Megatron's `mtp_loss_scaling_factor`.
+    """
+    shares, metrics = [], {}
+    for depth, output in enumerate(outputs, 1):
+        loss, found = loss_fn.run(replace(call, output=output, data=ahead(call.data, depth), statistics=None))
+        shares.append(loss)
+        metrics[f"mtp_{depth}/loss"] = found.parts("loss")
+    return torch.stack(shares).sum() * (scale / len(shares)), Metrics(metrics)
