@@ -201,6 +201,9 @@ def build_model(
     )
     if scalar_head:
         replace_head(model)
+    if tie_embeddings and model.mtp_process and not model.pre_process:
+        # Its heads look tokens up, so the embedding is here and is the head; Megatron allots a second one that nothing reads.
+        model.output_layer.register_parameter("weight", None)
     model.to(
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     )

@@ -65,7 +65,8 @@ def split_heads(output: Tensor, heads: int, parts: int) -> list[Tensor]:
 def ahead(data: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
     """The data as a head sees it that predicts `depth` tokens beyond the next one: column t holds token t + depth.
 
-    >>> ahead({"input_ids": torch.tensor([[5, 6, 7]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}, 1)["token_mask"]
+    >>> data = {"input_ids": torch.tensor([[5, 6, 7]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    >>> ahead(data, 1)["token_mask"]
     tensor([[1., 1., 0.]])
     """
     fields = {name: data[name] for name in ("input_ids", "token_mask", "token_weights") if name in data}

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from parallel_rl import NLLLoss
 from parallel_rl.testing.pool import WorldError, preload, run_world
 from tests.distributed.megatron_cases import VOCAB, WIDTH, Case, make_model
 
@@ -106,6 +107,18 @@ def _bad(rank: int, what: str) -> None:
         M.megatron_loss_func(None, {}, None, None, config=SimpleNamespace(), num_microbatches=0)
     elif what in _STEPS:
         _bad_step(rank, what)
+    elif what == "scalar head":
+        M.initialize()
+        config = M.build_config(**sizes, overrides={"mtp_num_layers": 1})
+        M.build_model(config, VOCAB, WIDTH, scalar_head=True)
+    elif what == "no heads":
+        M.initialize()
+        data = {
+            "input_ids": torch.zeros(1, 4, dtype=torch.int64),
+            "token_mask": torch.ones(1, 4),
+            "sample_mask": torch.ones(1),
+        }
+        M.forward_backward(make_model(Case()), NLLLoss(), [data], mtp_loss=NLLLoss())
     elif what == "position":
         M.initialize()
         M.build_model(M.build_config(**sizes), VOCAB, WIDTH, position_embedding="alibi")
@@ -128,6 +141,8 @@ def _bad(rank: int, what: str) -> None:
         ("experts", "needs Megatron's DDP"),
         ("micro-batches", "num_microbatches = 0 must be at least 1"),
         *_STEPS.items(),
+        ("scalar head", "mtp_num_layers = 1 is incompatible with scalar_head = True"),
+        ("no heads", "mtp_loss is given, but mtp_num_layers = None"),
         ("position", "position_embedding = 'alibi' is not valid"),
     ],
 )

@@ -58,7 +58,7 @@ MTP = {
         Case(tp=2, cp=2, sp=True, rows="packed", mtp="seq-mean-token-mean", fused=True, per_token=False),
         Case(cp=2, pp=2, rows="packed", mtp="token-mean", ddp=False),
         Case(tp=2, pp=2, sp=True, tied=True, mtp="token-mean", data="masked micro-batch"),
-        Case(pp=2, chunks=2, rows="packed", micro_batches=6, mtp="token-mean"),
+        Case(cp=2, pp=2, chunks=2, rows="packed", micro_batches=6, mtp="token-mean"),
     ],
 }
 
