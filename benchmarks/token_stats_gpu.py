@@ -99,7 +99,7 @@ def _shard(
 
     def forward() -> tuple[Tensor, ...]:
         parts.copy_(row_parts(work, spec, True, backend))
-        logprobs, entropy, _, rows = combine_rows(parts, spec, backend)
+        logprobs, entropy, _, _, rows = combine_rows(parts, spec, backend)
         assert entropy is not None
         return logprobs, entropy, rows
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from parallel_rl.validation import set_validation
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
     from parallel_rl.vocab.linear.token_stats import LinearTokenStats, linear_token_stats
-    from parallel_rl.vocab.logprobs import token_logprobs
+    from parallel_rl.vocab.logprobs import TokenScores, token_logprobs, token_scores
     from parallel_rl.vocab.stats import TokenStats, token_stats
 
 __version__ = "0.1.0"
@@ -86,6 +86,8 @@ __all__ = [
     "reduce_metrics",
     # the parts below
     "token_logprobs",
+    "token_scores",
+    "TokenScores",
     "token_stats",
     "TokenStats",
     "linear_token_stats",
@@ -107,7 +109,7 @@ _ROOMS = {
     "validation": ("set_validation",),
     "vocab.linear.lm_head": ("LMHeadInput",),
     "vocab.linear.token_stats": ("LinearTokenStats", "linear_token_stats"),
-    "vocab.logprobs": ("token_logprobs",),
+    "vocab.logprobs": ("TokenScores", "token_logprobs", "token_scores"),
     "vocab.stats": ("TokenStats", "token_stats"),
 }
 _ROOM = {name: room for room, names in _ROOMS.items() for name in names}  # of all others: losses

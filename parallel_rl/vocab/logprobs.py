@@ -1,9 +1,9 @@
-"""Log-probs of a whole batch, as data for a later loss."""
+"""Log-probs of a whole batch, and other scores of its tokens, as data for a later loss or its advantages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -24,7 +24,14 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.backends.torch_backend import Backend
 
 
-@torch.no_grad()
+class TokenScores(NamedTuple):
+    """[B, S] scores of each token, without gradient."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    sum_pi_squared: Tensor | None
+
+
 def token_logprobs(
     next_token_logits: Tensor | LMHeadInput,
     data: Mapping[str, Tensor],
@@ -64,6 +71,50 @@ def token_logprobs(
         ValueError: shapes that do not match; what `token_stats` raises; more rows that carry loss than a head's bound; on all
             ranks of both groups, see `set_validation`.
     """
+    return token_scores(
+        next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group, layout=layout,
+        vocab_size=vocab_size, vocab_start=vocab_start, cp_layout=cp_layout, temperature=temperature, backend=backend,
+        top_k=top_k, top_p=top_p, kept_sets=kept_sets,
+    ).logprobs  # fmt: skip
+
+
+@torch.no_grad()
+def token_scores(
+    next_token_logits: Tensor | LMHeadInput,
+    data: Mapping[str, Tensor],
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
+    context_parallel_group: ProcessGroup | None = None,
+    *,
+    layout: SequenceLayout | None = None,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    cp_layout: CPLayout = "zigzag",
+    temperature: float = 1.0,
+    backend: Backend = "auto",
+    top_k: int | None = None,
+    top_p: float | None = None,
+    kept_sets: bool = False,
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+) -> TokenScores:
+    """Compute `token_logprobs`, and beside them what else one pass over the logits can tell of each token.
+
+    >>> data = {"input_ids": torch.tensor([[1, 2, 3]])}
+    >>> token_scores(torch.zeros(1, 3, 4), data, entropy=True, sum_pi_squared=True).sum_pi_squared
+    tensor([[0.0000, 0.2500, 0.2500]])
+
+    Args:
+        next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group, layout, vocab_size,
+            vocab_start, cp_layout, temperature, backend, top_k, top_p, kept_sets: as for `token_logprobs`.
+        entropy: compute it too. sum_pi_squared: Σ_v p_v² beside it.
+
+    Returns:
+        Tensors [B, S] like those of `token_logprobs`; None: not asked for.
+
+    Raises:
+        ValueError: see `token_logprobs`.
+    """
     head, logits = split_output(next_token_logits, vocab_parallel_group)
 
     def check() -> tuple[SequenceLayout, Tensor, VocabShard]:
@@ -90,7 +141,8 @@ def token_logprobs(
         check_logits(logits, False, backend)
         shard = VocabShard.of(
             logits.shape[-1], vocab_parallel_group, vocab_size, vocab_start,
-            temperature=temperature, truncation=Truncation(top_k, top_p, kept_sets), backend=backend,
+            temperature=temperature, entropy=entropy, truncation=Truncation(top_k, top_p, kept_sets), backend=backend,
+            sum_pi_squared=sum_pi_squared,
         )  # fmt: skip
         masked = "token_mask" in data and "sample_mask" in data
         valid = valid_tokens(data) if masked else torch.ones_like(ids, dtype=torch.bool)
@@ -114,4 +166,6 @@ def token_logprobs(
         stats, _ = stats_of_head(head, targets, valid, shard, kept_ids)
     else:
         stats = truncated_stats_of_shard(logits.flatten(0, -2), targets, valid, shard, kept_ids)
-    return of.unshard(stats.logprobs, context_parallel_group)
+    asked = stats.logprobs, stats.entropy, stats.sum_pi_squared
+    whole = (None if x is None else of.unshard(x, context_parallel_group) for x in asked)
+    return TokenScores(*whole)  # type: ignore[arg-type]

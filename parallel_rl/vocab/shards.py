@@ -32,12 +32,13 @@ class VocabShard:
         group: tensor-parallel group; None is one shard.
         temperature: of softmax(z / temperature): a positive number, or [...] one for each token.
         entropy: whether the entropy is computed too.
+        sum_pi_squared: whether Σπ² is, beside the entropy.
         truncation: the words that each row keeps.
         consume_logits: whether the backward writes the gradient over the logits.
         backend: of the passes over the logits, see `token_stats`.
 
     Raises:
-        ValueError: a temperature that is not positive and finite; k > V.
+        ValueError: a temperature that is not positive and finite; k > V; sum_pi_squared without entropy.
     """
 
     start: int
@@ -49,10 +50,13 @@ class VocabShard:
     truncation: Truncation = KEEP_ALL
     consume_logits: bool = False
     backend: Backend = "auto"
+    sum_pi_squared: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.temperature, torch.Tensor) and not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature = {self.temperature} must be positive and finite")
+        if self.sum_pi_squared and not self.entropy:
+            raise ValueError("sum_pi_squared = True is computed beside the entropy; set entropy = True")
         self.truncation.check(self.vocab_size)
 
     @classmethod
@@ -68,6 +72,7 @@ class VocabShard:
         truncation: Truncation = KEEP_ALL,
         consume_logits: bool = False,
         backend: Backend = "auto",
+        sum_pi_squared: bool = False,
     ) -> VocabShard:
         """Find the shard of `width` columns that this rank holds, on the host and without communication.
 
@@ -83,7 +88,7 @@ class VocabShard:
                 class raises.
         """
         start, valid, size = _span(width, group, vocab_size, vocab_start)
-        return cls(start, valid, size, group, temperature, entropy, truncation, consume_logits, backend)
+        return cls(start, valid, size, group, temperature, entropy, truncation, consume_logits, backend, sum_pi_squared)
 
     def inverse_temperature(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """1 / temperature: [1, 1], or [T, 1] one for each token."""

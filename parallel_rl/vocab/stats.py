@@ -31,11 +31,12 @@ IGNORE_INDEX = -100
 
 
 class TokenStats(NamedTuple):
-    """Statistics of each token, in max(float32, the logits' dtype), differentiable in any combination."""
+    """Statistics of each token, in max(float32, the logits' dtype), differentiable in any combination but for Σπ²."""
 
     logprobs: Tensor
     entropy: Tensor | None
     lse: Tensor
+    sum_pi_squared: Tensor | None = None
 
 
 def token_stats(
@@ -48,6 +49,7 @@ def token_stats(
     temperature: float | Tensor = 1.0,
     ignore_index: int = IGNORE_INDEX,
     entropy: bool = True,
+    sum_pi_squared: bool = False,
     consume_logits: bool = False,
     backend: Backend = "auto",
 ) -> TokenStats:
@@ -71,6 +73,7 @@ def token_stats(
         temperature: positive number, or [...] one for each token.
         ignore_index: where `targets` has it, all statistics are 0 with gradient 0, whatever the logits hold (NaN too).
         entropy: False leaves it out.
+        sum_pi_squared: compute Σ_v p_v² as well, in the same pass; without gradient.
         consume_logits: the backward writes the gradient over the logits; a later reader is refused.
         backend: "triton" (kernels; float64 logits stay with torch), "compiled" (torch.compile), "eager" (cache-sized
             blocks), or "auto": Triton on CUDA where it is installed, elsewhere compiled where the shard is large.
@@ -90,6 +93,7 @@ def token_stats(
         shard = VocabShard.of(
             logits.shape[-1], group, vocab_size, vocab_start,
             temperature=temperature, entropy=entropy, consume_logits=consume_logits, backend=backend,
+            sum_pi_squared=sum_pi_squared,
         )  # fmt: skip
         check_tokens(targets, logits.shape[:-1], shard, ignore_index)
         return shard
@@ -103,27 +107,28 @@ def stats_of_shard(logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabSh
     size = targets.numel(), logits.shape[-1]  # not −1: an empty shard of an uneven split has no column
     flat = logits.view(size) if shard.consume_logits else logits.reshape(size)
     inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
-    logp, ent, lse = _TokenStats.apply(flat, targets.reshape(-1), keep.reshape(-1), inv_t, shard)
-    shape = targets.shape
-    return TokenStats(logp.view(shape), ent.view(shape) if shard.entropy else None, lse.view(shape))
+    stats = _TokenStats.apply(flat, targets.reshape(-1), keep.reshape(-1), inv_t, shard)
+    return TokenStats(*(None if x is None else x.view(targets.shape) for x in stats))  # type: ignore[arg-type]
 
 
 class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx, z: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, shard: VocabShard
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         spec = RowSpec(targets, keep, inv_t, shard.start, shard.valid)
-        parts = row_parts(z, spec, shard.entropy, shard.backend)
-        logp, ent, lse, rows = combine_rows(all_gather(parts, shard.group), spec, shard.backend)
+        parts = row_parts(z, spec, shard.entropy, shard.backend, shard.sum_pi_squared)
+        logp, ent, lse, squares, rows = combine_rows(all_gather(parts, shard.group), spec, shard.backend)
         ctx.save_for_backward(z, targets, keep, inv_t, rows)
         ctx.shard, ctx.consumed = shard, False  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
-        return logp, ent, lse
+        if squares is not None:
+            ctx.mark_non_differentiable(squares)
+        return logp, ent, lse, squares
 
     @staticmethod
     def backward(
-        ctx: FunctionCtx, g_logp: Tensor | None, g_ent: Tensor | None, g_lse: Tensor | None
+        ctx: FunctionCtx, g_logp: Tensor | None, g_ent: Tensor | None, g_lse: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         check_backward(ctx, "token statistics have")
         z, targets, keep, inv_t, rows = saved_logits(ctx)

@@ -37,6 +37,7 @@ def truncated_token_stats(
     temperature: float | Tensor = 1.0,
     ignore_index: int = IGNORE_INDEX,
     entropy: bool = True,
+    sum_pi_squared: bool = False,
     consume_logits: bool = False,
     backend: Backend = "auto",
 ) -> TokenStats:
@@ -52,9 +53,9 @@ def truncated_token_stats(
     tensor([-0.3133,    -inf])
 
     Args:
-        logits, targets, group, vocab_size, vocab_start, temperature, ignore_index, entropy, consume_logits, backend: as for
-            `token_stats`. Without consume_logits one copy of the logits is made; with it they hold −inf afterwards where a
-            token was dropped, until the backward writes the gradient there.
+        logits, targets, group, vocab_size, vocab_start, temperature, ignore_index, entropy, sum_pi_squared, consume_logits,
+            backend: as for `token_stats`. Without consume_logits one copy of the logits is made; with it they hold −inf
+            afterwards where a token was dropped, until the backward writes the gradient there.
         top_k, top_p: see `Truncation`.
         kept_ids: [..., K] instead of the rules: each token's recorded kept set, global ids, once each, padded with −1. The
             target counts as kept.
@@ -76,7 +77,7 @@ def truncated_token_stats(
             raise ValueError("give top_k, top_p or kept_ids; without any of them call token_stats")
         shard = VocabShard.of(
             logits.shape[-1], group, vocab_size, vocab_start, temperature=temperature, entropy=entropy,
-            truncation=truncation, consume_logits=consume_logits, backend=backend,
+            truncation=truncation, consume_logits=consume_logits, backend=backend, sum_pi_squared=sum_pi_squared,
         )  # fmt: skip
         check_tokens(targets, logits.shape[:-1], shard, ignore_index)
         if kept_ids is not None:

@@ -62,5 +62,4 @@ def with_dropped(metrics: Metrics, dropped: Tensor) -> Metrics:
 
 def masked_stats(stats: TokenStats, mask: Tensor) -> TokenStats:
     """The statistics with 0, and gradient 0, at masked places."""
-    entropy = None if stats.entropy is None else torch.where(mask, stats.entropy, 0)
-    return TokenStats(torch.where(mask, stats.logprobs, 0), entropy, torch.where(mask, stats.lse, 0))
+    return TokenStats(*(None if x is None else torch.where(mask, x, 0) for x in stats))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from parallel_rl.vocab.backends.choice import Backend, runs_on_triton
-from parallel_rl.vocab.backends.torch_backend import combine_parts, shard_grad, shard_stats
+from parallel_rl.vocab.backends.torch_backend import combine_parts, combine_squares, shard_grad, shard_stats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,30 +27,40 @@ class RowSpec(NamedTuple):
     valid: int  # real columns; those at or beyond it are padding
 
 
-def row_parts(z: Tensor, spec: RowSpec, entropy: bool, backend: Backend) -> Tensor:
-    """Reduce [T, W] logits to this shard's parts [T, 3 + entropy] (m, a, t, b), which the ranks gather."""
+def row_parts(z: Tensor, spec: RowSpec, entropy: bool, backend: Backend, squares: bool = False) -> Tensor:
+    """Reduce [T, W] logits to this shard's parts [T, 3 + entropy + squares] (m, a, t, b, q), which the ranks gather.
+
+    Args:
+        squares: q, for Σπ², too; it comes beside the entropy.
+    """
     if runs_on_triton(z, backend):
         from parallel_rl.vocab.backends.triton.operators import vocab_stats
 
-        return vocab_stats(z, *spec, entropy)
-    return shard_stats(z[:, : spec.valid], _local_column(spec), spec.inv_t, entropy, backend)
+        return vocab_stats(z, *spec, entropy, squares)
+    return shard_stats(z[:, : spec.valid], _local_column(spec), spec.inv_t, entropy, backend, squares)
 
 
-def combine_rows(parts: Tensor, spec: RowSpec, backend: Backend) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Combine parts [ranks, T, 3 or 4] to (log-prob, entropy, lse) [T] and `row_gradient`'s rows [T, 2 or 3] (M, log A, H)."""
-    entropy = parts.shape[-1] == 4
+def combine_rows(
+    parts: Tensor, spec: RowSpec, backend: Backend
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:
+    """Combine parts [ranks, T, 3 to 5] to (log-prob, entropy, lse, Σπ²) [T], and `row_gradient`'s rows [T, 2 or 3].
+
+    The rows hold (M, log A, H).
+    """
+    entropy, squares = parts.shape[-1] > 3, parts.shape[-1] > 4
     if runs_on_triton(parts, backend):
         from parallel_rl.vocab.backends.triton.operators import vocab_combine
 
-        logprobs, entropies, lse, rows = vocab_combine(parts, spec.keep, spec.inv_t)
-        return logprobs, entropies if entropy else None, lse, rows
+        logprobs, entropies, lse, rows, sums = vocab_combine(parts, spec.keep, spec.inv_t)
+        return logprobs, entropies if entropy else None, lse, sums if squares else None, rows
     top, log_a, t, ent = combine_parts(parts, spec.inv_t, entropy)
     zero = torch.zeros((), dtype=top.dtype, device=top.device)
     logprobs = torch.where(spec.keep, t - log_a, zero)
     lse = torch.where(spec.keep, top * spec.inv_t[:, 0] + log_a, zero)
     if ent is None:
-        return logprobs, None, lse, torch.stack([top, log_a], dim=1)
-    return logprobs, torch.where(spec.keep, ent, zero), lse, torch.stack([top, log_a, ent], dim=1)
+        return logprobs, None, lse, None, torch.stack([top, log_a], dim=1)
+    sums = torch.where(spec.keep, combine_squares(parts, spec.inv_t, top, log_a), zero) if squares else None
+    return logprobs, torch.where(spec.keep, ent, zero), lse, sums, torch.stack([top, log_a, ent], dim=1)
 
 
 def row_gradient(

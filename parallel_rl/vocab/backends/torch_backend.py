@@ -5,6 +5,8 @@ logits' size:
 
     m = max z    a = Σ e^u    t = u_y or −inf    b = Σ e^u·u        with u = (z − m) / temperature
 
+and, where Σπ² is asked for, a fifth, q = Σ e^{2u}.
+
 The gradient is one more pass, `dz = p·(c0 + c1·log p) + 1[y]·ct` with per-row coefficients, written in place or to a
 buffer. Both take e^u as 2^(u·log2 e), the factor folded into that of the temperature: on a CPU a power of two is cheaper.
 """
@@ -40,19 +42,19 @@ def math_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def shard_stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, backend: Backend) -> Tensor:
+def shard_stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, backend: Backend, squares: bool = False) -> Tensor:
     """Reduce [T, W] logits, [T] local target columns or −1 and inverse temperatures [T, 1] or [1, 1] to [T, 4] (m, a, t, b).
 
-    Without entropy b is left out, [T, 3]: its sum costs as much as a.
+    Without entropy b is left out, [T, 3]: its sum costs as much as a. With `squares` q is added, [T, 5].
     """
     if not z.numel():  # a shard that is all padding, or no rows
-        empty = z.new_zeros((z.shape[0], 4 if entropy else 3), dtype=math_dtype(z.dtype))
-        empty[:, 0::2] = -torch.inf
+        empty = z.new_zeros((z.shape[0], 3 + entropy + squares), dtype=math_dtype(z.dtype))
+        empty[:, 0:3:2] = -torch.inf
         return empty
     if compiles(z, backend):
         _vary_rows(z, y, inv_t)
-        return compiled(_stats)(z, y, inv_t, entropy)
-    return torch.cat([_stats(z[rows], y[rows], _rows_of(inv_t, rows), entropy) for rows in row_blocks(z)])
+        return compiled(_stats)(z, y, inv_t, entropy, squares)
+    return torch.cat([_stats(z[rows], y[rows], _rows_of(inv_t, rows), entropy, squares) for rows in row_blocks(z)])
 
 
 def shard_grad(
@@ -79,7 +81,7 @@ def shard_grad(
 
 
 def combine_parts(parts: Tensor, inv_t: Tensor, entropy: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Combine the shards' parts [ranks, T, 3 or 4] at the global maximum M: (M, log A, (z_y − M)/temperature, H), each [T].
+    """Combine the shards' parts [ranks, T, 3 to 5] at the global maximum M: (M, log A, (z_y − M)/temperature, H), each [T].
 
     In a fixed order: every rank computes the same bits.
     """
@@ -94,7 +96,13 @@ def combine_parts(parts: Tensor, inv_t: Tensor, entropy: bool) -> tuple[Tensor, 
     return top, log_a, target, ent
 
 
-def _stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool) -> Tensor:
+def combine_squares(parts: Tensor, inv_t: Tensor, top: Tensor, log_a: Tensor) -> Tensor:
+    """Σπ² [T] over the whole vocabulary, of the shards' parts [ranks, T, 5] and what `combine_parts` made of them."""
+    shift = ((parts[..., 0] - top) * inv_t[:, 0]).clamp(min=_LOWEST)
+    return (parts[..., 4] * (2 * (shift - log_a)).exp()).sum(0)
+
+
+def _stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, squares: bool) -> Tensor:
     z = z.to(math_dtype(z.dtype))
     m = z.amax(1, keepdim=True)
     base = torch.where(m == -torch.inf, 0.0, m)  # a row of −inf: e^u must be 0, not NaN
@@ -104,7 +112,8 @@ def _stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool) -> Tensor:
     if not entropy:
         return torch.cat([m, bits.exp2_().sum(1, keepdim=True), t], dim=1)
     p = bits.clamp_(min=_LOWEST).exp2()
-    return torch.cat([m, p.sum(1, keepdim=True), t, p.mul_(bits).sum(1, keepdim=True) * _LN2], dim=1)
+    q = [p.square().sum(1, keepdim=True)] if squares else []
+    return torch.cat([m, p.sum(1, keepdim=True), t, p.mul_(bits).sum(1, keepdim=True) * _LN2, *q], dim=1)
 
 
 def logits_gradient(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
@@ -161,6 +170,7 @@ def compiler_works(device: str) -> bool:
             torch.zeros(2, 8, device=device),
             torch.zeros(2, dtype=torch.int64, device=device),
             torch.ones(1, 1, device=device),
+            False,
             False,
         )
     except Exception as error:  # whatever a missing C++ compiler or Triton raises

@@ -111,11 +111,13 @@ class _InBackward(torch.autograd.Function):
         ctx.params = replace(params, hidden=None, weight=None, bias=None)  # type: ignore[attr-defined, arg-type]
         ctx.kept, ctx.used, ctx.target = forward.kept, False, target  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
+        if forward.stats[3] is not None:
+            ctx.mark_non_differentiable(forward.stats[3])
         return forward.stats
 
     @staticmethod
     def backward(
-        ctx: FunctionCtx, g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None
+        ctx: FunctionCtx, g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("token statistics have")
         upstream = g_logprobs, g_entropy, g_lse
@@ -132,7 +134,7 @@ class _InBackward(torch.autograd.Function):
         wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
         into = target.rows(params.weight.shape[0]) if wanted[1] else None
         direct = into if into is not None and target.factor == 1 and into.dtype == params.dtype else None
-        forward = Forward((table, None, table), table, floor, kept)
+        forward = Forward((table, None, table, None), table, floor, kept)
         at_once = into is None and len(backward_spans(params)) <= 1
         summed = run_backward(params, forward, upstream, Gradients(params, wanted, direct, at_once))
         of_weight = summed.weight

@@ -64,18 +64,18 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
         then: called with (chunks, everything so far) once the chunks' statistics are known, of two chunks where ranks share the
             rows: it may write over the logits.
     """
-    total, plan, whole = params.targets.shape[0], params.plan, params.columns
-    zeros = torch.zeros(3 if params.shard.entropy else 2, total, dtype=params.dtype, device=params.hidden.device)
-    stats = zeros[0], zeros[2] if params.shard.entropy else None, zeros[1]
-    table = torch.zeros(total, 3 if params.shard.entropy else 2, dtype=params.dtype, device=params.hidden.device)
-    by_rank = bool(params.shard.truncation) and params.kept_ids is None
+    total, plan, whole, shard = params.targets.shape[0], params.plan, params.columns, params.shard
+    zeros = torch.zeros(4, total, dtype=params.dtype, device=params.hidden.device)
+    stats = zeros[0], zeros[2] if shard.entropy else None, zeros[1], zeros[3] if shard.sum_pi_squared else None
+    table = zeros.new_zeros(total, 3 if shard.entropy else 2)
+    by_rank = bool(shard.truncation) and params.kept_ids is None
     out = Forward(stats, table, table.new_zeros(total, 1) if by_rank else None, [])
 
     def finish(chunks: list[_Chunk]) -> None:
         for chunk in chunks:
-            gathered = chunk.parts.wait().view(-1, chunk.logits.shape[0], 4 if params.shard.entropy else 3)
+            gathered = chunk.parts.wait().view(-1, chunk.logits.shape[0], 3 + shard.entropy + shard.sum_pi_squared)
             indices = params.rows.gathered(chunk.span)
-            *values, rows = combine_rows(gathered, params.spec(indices, whole), params.shard.backend)
+            *values, rows = combine_rows(gathered, params.spec(indices, whole), shard.backend)
             for target, part in zip((*out.stats, table), (*values, rows), strict=True):
                 if target is not None and part is not None:
                     target.index_copy_(0, indices, part)
@@ -84,10 +84,10 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
             then(Chunks([chunk.span for chunk in chunks], hidden, buffer[: len(hidden)]), out)
 
     spans = params.rows.spans(plan.size)
-    overlap = group_size(params.shard.group) > 1 and len(spans) > 1
+    overlap = group_size(shard.group) > 1 and len(spans) > 1
     count = 1 + overlap  # one is projected while the other's numbers travel
     in_place = plan.resident and params.kept_dtype == params.dtype  # they are projected where they are kept
-    buffer = params.buffer(0 if in_place else count * plan.size, params.shard.valid)
+    buffer = params.buffer(0 if in_place else count * plan.size, shard.valid)
     half = plan.size * params.rows.order.shape[0]
     waiting: list[_Chunk] = []
     for index, (span, hidden) in enumerate(params.fetched(spans)):
@@ -95,12 +95,12 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
         place = kept.values if kept is not None and kept.top is None else buffer[index % count * half :]
         z, indices = params.logits(hidden, place, whole), params.rows.gathered(span)
         if out.floor is not None:
-            out.floor.index_copy_(0, indices, kept_floor(z, params.shard))
+            out.floor.index_copy_(0, indices, kept_floor(z, shard))
         _drop_(z, params, indices, out.floor)
         if kept is not None and kept.top is not None:
             _keep(z, kept.values, kept.top)
-        parts = row_parts(z, params.spec(indices, whole), params.shard.entropy, params.shard.backend)
-        waiting.append(_Chunk(span, hidden, z, all_gather_start(parts, params.shard.group)))
+        parts = row_parts(z, params.spec(indices, whole), shard.entropy, shard.backend, shard.sum_pi_squared)
+        waiting.append(_Chunk(span, hidden, z, all_gather_start(parts, shard.group)))
         ready = len(waiting) - count + 1 if then is None else len(waiting) // count * count
         finish(waiting[:ready])
         waiting = waiting[ready:]

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.linear.plan import LinearMode
     from parallel_rl.vocab.shards import VocabShard
 
-#: [N] (log-prob, entropy, lse) of rows in the gathered order
-RowStats = tuple["Tensor", "Tensor | None", "Tensor"]
+#: [N] (log-prob, entropy, lse, Σπ²) of rows in the gathered order
+RowStats = tuple["Tensor", "Tensor | None", "Tensor", "Tensor | None"]
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ class LinearTokenStats(NamedTuple):
     entropy: Tensor | None
     lse: Tensor
     loss: Tensor | None
+    sum_pi_squared: Tensor | None = None
 
 
 def linear_token_stats(
@@ -50,6 +51,7 @@ def linear_token_stats(
     temperature: float | Tensor = 1.0,
     ignore_index: int = IGNORE_INDEX,
     entropy: bool = True,
+    sum_pi_squared: bool = False,
     objective: Callable[[TokenStats], Tensor] | None = None,
     mode: LinearMode = "auto",
     budget: int | None = None,
@@ -77,7 +79,7 @@ def linear_token_stats(
         hidden: [..., D]; with `sequence_parallel` this rank's part of the first dimension.
         weight: [V/tp, D], in the dtype of `hidden`. bias: [V/tp].
         targets: [...] global token ids, whole on all tensor ranks.
-        group, vocab_size, vocab_start, temperature, ignore_index, entropy, backend: as for `token_stats`.
+        group, vocab_size, vocab_start, temperature, ignore_index, entropy, sum_pi_squared, backend: as for `token_stats`.
         objective: (statistics shaped like `targets`) → scalar Σ_t f_t(log-prob, entropy, lse of token t). It is called once a
             chunk, tokens yet unknown being 0, and once at the end.
         softcap, sequence_parallel, budget, rows, main_grad_factor: see `LMHeadInput`.
@@ -102,8 +104,9 @@ def linear_token_stats(
         like = hidden.new_zeros(()).expand(1, weight.shape[0])
         check_logits(like, False, backend)
         shard = VocabShard.of(
-            weight.shape[0], group, vocab_size, vocab_start, temperature=temperature, entropy=entropy, backend=backend
-        )
+            weight.shape[0], group, vocab_size, vocab_start, temperature=temperature, entropy=entropy, backend=backend,
+            sum_pi_squared=sum_pi_squared,
+        )  # fmt: skip
         parts = head.parts(group)
         wanted = (hidden.shape[0] * parts, *hidden.shape[1:-1])
         check_tokens(targets, wanted, shard, ignore_index)
@@ -124,11 +127,12 @@ def linear_token_stats(
     )  # fmt: skip
     stats = shaped(stats)
     if objective is None:
-        return LinearTokenStats(*stats, None)
+        return LinearTokenStats(*stats[:3], None, stats.sum_pi_squared)
     loss = objective(stats)
     if zero is not None:
         loss = loss + zero
-    return LinearTokenStats(*(None if x is None else x.detach() for x in stats), loss)  # type: ignore[arg-type, call-arg]
+    logprobs, entropies, lse, squares = (None if x is None else x.detach() for x in stats)
+    return LinearTokenStats(logprobs, entropies, lse, loss, squares)  # type: ignore[arg-type]
 
 
 def stats_of_head(
@@ -178,13 +182,11 @@ def _output_grads(objective: Callable[[TokenStats], Tensor], order: RowOrder) ->
 
     def gradients(stats: RowStats) -> OutputGrads:
         with torch.enable_grad():
-            leaves = TokenStats(
-                *(None if x is None else order.to_logits(x).detach().clone().requires_grad_() for x in stats)  # type: ignore[arg-type]
-            )
-            value = objective(leaves)
+            *leaves, squares = (None if x is None else order.to_logits(x).detach().clone() for x in stats)
+            inputs = [x.requires_grad_() for x in leaves if x is not None]
+            value = objective(TokenStats(*leaves, squares))  # type: ignore[arg-type]
             if not value.requires_grad:
                 return (None, None, None)
-            inputs = [x for x in leaves if x is not None]
             grads = iter(torch.autograd.grad(value, inputs, allow_unused=True))
         given = [None if x is None else next(grads) for x in leaves]
         a, b, c = (None if g is None else order.to_rows(g) for g in given)

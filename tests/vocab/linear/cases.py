@@ -82,7 +82,7 @@ def dense(
     masked = [torch.where(keep, g, 0) for g in problem.upstream]
     loss = problem._replace(upstream=masked).objective(stats)
     loss.backward()
-    return Truth(TokenStats(*(x.detach() for x in stats)), loss.detach(), tuple(x.grad for x in operands))  # type: ignore[arg-type, union-attr]
+    return Truth(TokenStats(*(x.detach() for x in stats[:3])), loss.detach(), tuple(x.grad for x in operands))  # type: ignore[arg-type, union-attr]
 
 
 def error(got: Tensor | None, want: Tensor | None) -> float:

@@ -83,10 +83,10 @@ def run(
     z = logits.detach().to(dtype or logits.dtype).requires_grad_()
     work = z * 1 if options.get("consume_logits") else z
     stats = token_stats(work, targets, backend=backend, **options)
-    used = [(o, g.to(o.dtype)) for o, g in zip(stats, gradients, strict=True) if o is not None and g is not None]
+    used = [(o, g.to(o.dtype)) for o, g in zip(stats[:3], gradients, strict=True) if o is not None and g is not None]
     torch.autograd.backward([o for o, _ in used], [g for _, g in used])
     assert z.grad is not None
-    values = [*stats, z.grad]
+    values = [*stats[:3], z.grad]
     return {name: value.detach() for name, value in zip(NAMES, values, strict=True) if value is not None}
 
 

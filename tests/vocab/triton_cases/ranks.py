@@ -83,7 +83,7 @@ def count_case(rank: int) -> tuple[list[str], list[str]]:
     with validation("never"), recorded() as forward:
         stats = token_stats(z, targets, group=dist.group.WORLD, backend="triton")
     with recorded() as backward:
-        torch.autograd.backward(list(stats), upstream(T))
+        torch.autograd.backward(list(stats[:3]), upstream(T))
     return forward, backward
 
 

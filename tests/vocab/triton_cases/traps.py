@@ -170,7 +170,7 @@ def test_offsets_beyond_32_bits(across: int) -> None:
 
     keep, inv_t = torch.ones(3, dtype=torch.bool, device=DEVICE), torch.ones(1, 1, device=DEVICE)
     parts = vocab_stats(far, targets, keep, inv_t, 0, shape[1], True)
-    logprobs, _, _, rows = vocab_combine(parts[None], keep, inv_t)
+    logprobs, _, _, rows, _ = vocab_combine(parts[None], keep, inv_t)
     vocab_gradient_(far, targets, keep, inv_t, rows, *upstream(3), 0, shape[1])
     assert same_sums({"log-prob": logprobs, "gradient": far}, want)
 
@@ -217,3 +217,16 @@ def test_a_forbidden_word_an_entropy_term_and_a_loss_scale(scale: float) -> None
     (-(log_p.exp() * log_p).sum() * scale).backward()
     assert z.grad is not None and x.grad is not None
     assert_close(z.grad.double(), x.grad, rtol=1e-5, atol=1e-7 * scale)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0])
+@pytest.mark.parametrize("shape", [(5, 37), (2, 9000)], ids=str)
+def test_sum_of_squared_probabilities(shape: tuple[int, int], scale: float) -> None:
+    """One more column of the same pass, over lanes, splits of a row and shards; the others keep their bits."""
+    logits, targets = logits_and_targets(*shape, torch.float32)
+    z = (logits * scale).to(DEVICE)
+    stats = token_stats(z, targets, sum_pi_squared=True, backend="triton")
+    assert_close(stats.sum_pi_squared.double(), z.double().softmax(1).square().sum(1), rtol=2e-5, atol=1e-9)  # type: ignore[union-attr]
+    plain = token_stats(z, targets, backend="triton")
+    for mine, other in zip(stats[:3], plain[:3], strict=True):
+        assert torch.equal(mine, other)  # type: ignore[arg-type]

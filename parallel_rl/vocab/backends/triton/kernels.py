@@ -41,8 +41,11 @@ def _in_lanes(x, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _add_tile(z, scale, m, a, b, ENTROPY: tl.constexpr):
-    """Adds a tile [LANES, PER_LANE] to the lanes' maxima m, sums a = Σ 2^u and b = Σ 2^u·u, where u = (z − m)·scale."""
+def _add_tile(z, scale, m, a, b, q, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
+    """Adds a tile [LANES, PER_LANE] to the lanes' maxima m and sums, where u = (z − m)·scale.
+
+    a = Σ 2^u, b = Σ 2^u·u, q = Σ 2^2u.
+    """
     top = tl.maximum(m, tl.max(z, 1))
     base = _finite_base(top)
     fall = _above_lowest((m - base) * scale)
@@ -51,18 +54,20 @@ def _add_tile(z, scale, m, a, b, ENTROPY: tl.constexpr):
     p = tl.exp2(u)
     if ENTROPY:
         b = shrink * (b + a * fall) + tl.sum(p * _above_lowest(u), 1)
+    if SQUARES:
+        q = shrink * shrink * q + tl.sum(p * p, 1)
     a = shrink * a + tl.sum(p, 1)
-    return top, a, b
+    return top, a, b, q
 
 
 @triton.jit(do_not_specialize=["start", "tokens"])
 def stats_kernel(
     logits, targets, keep, inv_t, parts,
     start, valid, tokens, row_stride, column_stride, inv_t_stride, columns_per_program,
-    ENTROPY: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
     ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
-    """(m, a, t, b) of a row's part, [splits, tokens, 3 + ENTROPY]; a row that is not kept is not read."""
+    """(m, a, t, b, q) of a row's part, [splits, tokens, 3 + ENTROPY + SQUARES]; a row that is not kept is not read."""
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
@@ -79,13 +84,14 @@ def stats_kernel(
     m = tl.full([LANES], float("-inf"), tl.float32)
     a = tl.zeros([LANES], tl.float32)
     b = tl.zeros([LANES], tl.float32)
+    q = tl.zeros([LANES], tl.float32)
     for at in range(first, whole, BLOCK):  # no mask: it would keep the compiler from wide loads
         place = (at + columns).to(tl.int64) * column_stride
-        m, a, b = _add_tile(tl.load(z_row + place).to(tl.float32), scale, m, a, b, ENTROPY)
+        m, a, b, q = _add_tile(tl.load(z_row + place).to(tl.float32), scale, m, a, b, q, ENTROPY, SQUARES)
     if whole < last:
         column = whole + columns
         z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < last, other=float("-inf"))
-        m, a, b = _add_tile(z.to(tl.float32), scale, m, a, b, ENTROPY)
+        m, a, b, q = _add_tile(z.to(tl.float32), scale, m, a, b, q, ENTROPY, SQUARES)
 
     top = tl.max(m, 0)
     base = _finite_base(top)
@@ -94,16 +100,18 @@ def stats_kernel(
     y = _local_column(targets, row, start, valid)
     here = (y >= first) & (y < last)
     z_y = tl.load(z_row + y.to(tl.int64) * column_stride, mask=here, other=float("-inf")).to(tl.float32)
-    out = parts + (split.to(tl.int64) * tokens + row) * (3 + ENTROPY)
+    out = parts + (split.to(tl.int64) * tokens + row) * (3 + ENTROPY + SQUARES)
     tl.store(out, top)
     tl.store(out + 1, tl.sum(a * shrink, 0))
     tl.store(out + 2, (z_y - base) * step)
     if ENTROPY:
         tl.store(out + 3, tl.sum(shrink * (b + a * fall), 0) * _LN_2)
+    if SQUARES:
+        tl.store(out + 4, tl.sum(shrink * shrink * q, 0))
 
 
 @triton.jit
-def _add_part(part, inside, base, step, total, target, moment, ENTROPY: tl.constexpr):
+def _add_part(part, inside, base, step, total, target, moment, squares, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
     """Adds one part of some rows, at their common maximum `base`."""
     a = tl.load(part + 1, mask=inside, other=0.0)
     fall = _above_lowest((tl.load(part, mask=inside, other=0.0) - base) * step)
@@ -112,43 +120,48 @@ def _add_part(part, inside, base, step, total, target, moment, ENTROPY: tl.const
     target = tl.maximum(target, tl.load(part + 2, mask=inside, other=0.0) + fall, propagate_nan=tl.PropagateNan.ALL)
     if ENTROPY:
         moment += shrink * (tl.load(part + 3, mask=inside, other=0.0) + a * fall)
-    return total, target, moment
+    if SQUARES:
+        squares += shrink * shrink * tl.load(part + 4, mask=inside, other=0.0)
+    return total, target, moment, squares
 
 
 @triton.jit(do_not_specialize=["count", "tokens"])
 def merge_kernel(
     parts, inv_t, merged, tokens, count, inv_t_stride,
-    ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """[count, tokens, W] parts of a shard's rows to the [tokens, W] of the shard."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < tokens
     step = tl.load(inv_t + row * inv_t_stride, mask=inside, other=1.0)
-    WIDTH: tl.constexpr = 3 + ENTROPY
+    WIDTH: tl.constexpr = 3 + ENTROPY + SQUARES
     place, next_part = parts + row * WIDTH, tokens.to(tl.int64) * WIDTH
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     for i in range(count):
         top = tl.maximum(top, tl.load(place + i * next_part, mask=inside, other=0.0))
     base = _finite_base(top)
     total, moment = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
     target = tl.full([BLOCK], float("-inf"), tl.float32)
     for i in range(count):
-        total, target, moment = _add_part(
-            place + i * next_part, inside, base, step, total, target, moment, ENTROPY
+        total, target, moment, squares = _add_part(
+            place + i * next_part, inside, base, step, total, target, moment, squares, ENTROPY, SQUARES
         )  # fmt: skip
     tl.store(merged + row * WIDTH, top, mask=inside)
     tl.store(merged + row * WIDTH + 1, total, mask=inside)
     tl.store(merged + row * WIDTH + 2, target, mask=inside)
     if ENTROPY:
         tl.store(merged + row * WIDTH + 3, moment, mask=inside)
+    if SQUARES:
+        tl.store(merged + row * WIDTH + 4, squares, mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def combine_kernel(
-    parts, keep, inv_t, logprobs, entropies, lses, rows, tokens, inv_t_stride,
-    COUNT: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    parts, keep, inv_t, logprobs, entropies, lses, rows, sums, tokens, inv_t_stride,
+    COUNT: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The shards' parts [COUNT, tokens, W] to log-prob, entropy and lse, and to what the backward reads of a row.
+    """The shards' parts [COUNT, tokens, W] to log-prob, entropy, lse and Σπ², and to what the backward reads of a row.
 
     Without a loop: the loads of all shards are in flight together.
     """
@@ -156,17 +169,18 @@ def combine_kernel(
     inside = row < tokens
     step = tl.load(inv_t + row * inv_t_stride, mask=inside, other=1.0)
     kept = tl.load(keep + row, mask=inside, other=0) != 0
-    WIDTH: tl.constexpr = 3 + ENTROPY
+    WIDTH: tl.constexpr = 3 + ENTROPY + SQUARES
     place, next_part = parts + row * WIDTH, tokens.to(tl.int64) * WIDTH
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     for i in tl.static_range(COUNT):
         top = tl.maximum(top, tl.load(place + i * next_part, mask=inside, other=0.0))
     base = _finite_base(top)
     total, moment = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
     target = tl.full([BLOCK], float("-inf"), tl.float32)
     for i in tl.static_range(COUNT):
-        total, target, moment = _add_part(
-            place + i * next_part, inside, base, step, total, target, moment, ENTROPY
+        total, target, moment, squares = _add_part(
+            place + i * next_part, inside, base, step, total, target, moment, squares, ENTROPY, SQUARES
         )  # fmt: skip
     top, total = tl.where(kept, top, 0.0), tl.where(kept, total, 1.0)  # numbers, also in the rows that nobody reads
     log_a = tl.log(total)
@@ -179,6 +193,8 @@ def combine_kernel(
         entropy = tl.where(kept, log_a - moment / total, 0.0)
         tl.store(entropies + row, entropy, mask=inside)
         tl.store(rows + row * SAVED + 2, entropy, mask=inside)
+    if SQUARES:
+        tl.store(sums + row, tl.where(kept, squares / (total * total), 0.0), mask=inside)
 
 
 @triton.jit

@@ -69,13 +69,20 @@ def _warps(tile: Tiling) -> int:
 
 @torch.library.custom_op("parallel_rl::vocab_stats", mutates_args=())
 def vocab_stats(
-    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool
+    logits: Tensor,
+    targets: Tensor,
+    keep: Tensor,
+    inv_t: Tensor,
+    start: int,
+    valid: int,
+    entropy: bool,
+    squares: bool = False,
 ) -> Tensor:
-    """[T, W] logits of a shard, [T] global targets, [T] kept rows, [T or 1, 1] 1/temperature → [T, 3 + entropy] parts."""
+    """[T, W] logits, [T] global targets, [T] kept rows, [T or 1, 1] 1/temperature → [T, 3 + entropy + squares] parts."""
     tokens = logits.shape[0]
     targets, keep = targets.contiguous(), keep.contiguous()
     tile = tiling(tokens, valid, logits.element_size(), processors(logits.device))
-    width = 3 + entropy
+    width = 3 + entropy + squares
     parts = torch.empty(tile.splits, tokens, width, dtype=torch.float32, device=logits.device)
     if tokens == 0:
         return parts[0]
@@ -83,7 +90,7 @@ def vocab_stats(
         stats_kernel[tokens, tile.splits](
             logits, targets, keep, inv_t, parts,
             start, valid, tokens, *logits.stride(), _row_step(inv_t), tile.columns,
-            ENTROPY=entropy, LANES=tile.lanes, PER_LANE=tile.per_lane,
+            ENTROPY=entropy, SQUARES=squares, LANES=tile.lanes, PER_LANE=tile.per_lane,
             ALIGNED_ROWS=tile.aligns(logits.stride(0)), ALIGNED_ENDS=tile.aligns(valid),
             num_warps=_warps(tile), enable_fp_fusion=True,
         )  # fmt: skip
@@ -98,6 +105,7 @@ def vocab_stats(
             tile.splits,
             _row_step(inv_t),
             ENTROPY=entropy,
+            SQUARES=squares,
             BLOCK=_TOKENS,
             num_warps=4,
             enable_fp_fusion=True,
@@ -107,32 +115,35 @@ def vocab_stats(
 
 @vocab_stats.register_fake
 def _(
-    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool = False
 ) -> Tensor:  # fmt: skip
-    return logits.new_empty(logits.shape[0], 3 + entropy, dtype=torch.float32)
+    return logits.new_empty(logits.shape[0], 3 + entropy + squares, dtype=torch.float32)
 
 
 @torch.library.custom_op("parallel_rl::vocab_combine", mutates_args=())
-def vocab_combine(parts: Tensor, keep: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[ranks, T, 3 or 4] parts → log-prob, entropy (or [0]), lse [T], and rows [T, 2 or 3] (M, log A, H) for the backward."""
+def vocab_combine(parts: Tensor, keep: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """[ranks, T, 3 to 5] parts → log-prob, entropy (or [0]), lse [T], rows [T, 2 or 3] for the backward, Σπ² (or [0]).
+
+    The rows hold (M, log A, H).
+    """
     count, tokens, width = parts.shape
     parts, keep = parts.contiguous(), keep.contiguous()
-    entropy = width == 4
     made = _combined(parts)
     if tokens:
         with _on(parts.device):
             combine_kernel[(-(-tokens // _TOKENS),)](
                 parts, keep, inv_t, *made, tokens, _row_step(inv_t),
-                COUNT=count, ENTROPY=entropy, BLOCK=_TOKENS, num_warps=4, enable_fp_fusion=True,
+                COUNT=count, ENTROPY=width > 3, SQUARES=width > 4, BLOCK=_TOKENS, num_warps=4, enable_fp_fusion=True,
             )  # fmt: skip
     return made
 
 
 @vocab_combine.register_fake
-def _combined(parts: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _combined(parts: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tokens, width = parts.shape[1:]
     logprobs, lse = parts.new_empty(tokens), parts.new_empty(tokens)
-    return logprobs, parts.new_empty(tokens if width == 4 else 0), lse, parts.new_empty(tokens, width - 1)
+    entropy, sums = (parts.new_empty(tokens if width > at else 0) for at in (3, 4))
+    return logprobs, entropy, lse, parts.new_empty(tokens, 3 if width > 3 else 2), sums
 
 
 @torch.library.custom_op("parallel_rl::vocab_gradient", mutates_args=())
