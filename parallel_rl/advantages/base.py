@@ -74,8 +74,15 @@ class AdvantageEstimator(Variants):
         """[M] what each sample of the step is worth."""
         return table.rewards
 
-    def tokens(self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor) -> Advantages:
-        """[N, S] advantages before whitening, and returns, from this rank's scores [N]."""
+    def tokens(
+        self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
+    ) -> Advantages:
+        """[N, S] advantages before whitening, and returns, from this rank's scores [N].
+
+        Args:
+            batch: fields, 0 where they do not count, integers, and sample_mask [N] bool.
+            group: the data ranks, each of which calls it.
+        """
         if self.kl_form == "token":
             found = torch.where(mask, scores[:, None] - self.kl_coefficient * batch["kl"], 0.0)
         elif self.kl_coefficient == 0 and self.discount == 1:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.advantages import stepwise, tokenwise, weighted  # noqa: F401  (they register the estimators)
+from parallel_rl.advantages import optimal_baseline, stepwise, tokenwise, weighted  # noqa: F401  (they register the estimators)
 from parallel_rl.advantages.base import AdvantageEstimator, Advantages
 from parallel_rl.advantages.table import by_group
 from parallel_rl.agreement import raise_on_all_ranks
@@ -56,7 +56,8 @@ def estimate(
             sample_mask [N], optional: what it drops is in no statistic and gets 0;
             kl [N, S]: an estimate of the KL to the reference at each token; values [N, S]; bootstrap_values [N];
             run_ids, step_ids, state_ids [N] integers, where a row is one step of a run (see `stepwise`);
-            greedy_rewards [N]; reward_components [N, K]; teacher_token_logprobs, prev_logprobs [N, S].
+            greedy_rewards [N]; reward_components [N, K]; teacher_token_logprobs, prev_logprobs, generation_logprobs [N, S];
+            sum_pi_squared [N, S]: Σ_v π_v² of the policy of prev_logprobs, see `token_scores`.
         groups: `data` are the ranks that hold the other samples; None is one process.
 
     Returns:
@@ -80,7 +81,8 @@ def estimate(
         columns = {name: clean[name] for name in estimator.needs if name in clean and name in _SHAPES}
         columns |= {name: batch[name] for name in _INTEGERS if name in estimator.needs}
         scores = by_group(estimator.scores, {**columns, "lengths": mask.sum(1)}, keep, group)
-    found = estimator.finish(estimator.tokens(clean, scores, mask), mask, group)
+    given = {**clean, "sample_mask": keep, **{name: batch[name] for name in _INTEGERS if name in estimator.needs}}
+    found = estimator.finish(estimator.tokens(given, scores, mask, group), mask, group)
     dtype = torch.promote_types(batch[estimator.fields[0]].dtype, torch.float32)
     return Advantages(found.advantages.to(dtype), found.returns.to(dtype))
 

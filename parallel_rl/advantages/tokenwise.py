@@ -14,6 +14,7 @@ from parallel_rl.advantages.returns import gae, length_adaptive_lambda, terminal
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,11 @@ class ReMax(Reinforce, name="remax"):
 
     fields: ClassVar[tuple[str, ...]] = ("rewards", "greedy_rewards", "token_mask")
 
-    def tokens(self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor) -> Advantages:
+    def tokens(
+        self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
+    ) -> Advantages:
         """[N, S] returns, less the greedy rewards on every valid token."""
-        returns = super().tokens(batch, scores, mask).returns
+        returns = super().tokens(batch, scores, mask, group).returns
         return Advantages(torch.where(mask, returns - batch["greedy_rewards"][:, None], 0.0), returns)
 
 
@@ -93,7 +96,9 @@ class GAEEstimator(AdvantageEstimator, name="gae"):
     def needs(self) -> tuple[str, ...]:
         return (*super().needs, *(("bootstrap_values",) if self.bootstrap else ()))
 
-    def tokens(self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor) -> Advantages:
+    def tokens(
+        self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
+    ) -> Advantages:
         """[N, S] advantages and value targets."""
         rewards = terminal_rewards(scores, mask, batch.get("kl"), self.kl_coefficient)
         lam = length_adaptive_lambda(mask, self.length_adaptive) if self.length_adaptive else self.lam
@@ -125,7 +130,9 @@ class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
                 "itself; leave it out"
             )
 
-    def tokens(self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor) -> Advantages:
+    def tokens(
+        self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
+    ) -> Advantages:
         """[N, S] log-ratios of teacher and policy."""
         ratio = self.coefficient * (batch["teacher_token_logprobs"] - batch["prev_logprobs"])
         found = torch.where(mask, ratio, 0.0)

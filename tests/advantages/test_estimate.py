@@ -25,7 +25,7 @@ def batch() -> dict[str, Tensor]:
         "state_ids": torch.tensor([1, 1, 2, 2]),
         "token_mask": MASK,
     }
-    for name in ("kl", "values", "teacher_token_logprobs", "prev_logprobs"):
+    for name in ("kl", "values", "teacher_token_logprobs", "prev_logprobs", "sum_pi_squared"):
         data[name] = torch.randn(4, 5, generator=generator, dtype=torch.float64)
     return data
 

@@ -18,6 +18,7 @@ CASES: list[dict] = [
     {"name": "rec", "drop": "balance", "normalize": "population", "seed": 3},
     {"name": "cpgd", "normalize": "clip_filter"},
     {"name": "rloo", "kl_coefficient": 0.1, "whiten": "unbiased", "clip_high": 1.0},
+    {"name": "optimal_token_baseline", "handle_zero_tail": True, "importance_cap": 2.0, "kl_coefficient": 0.1},
     {"name": "gae", "gamma": 0.9, "lam": 0.8, "whiten": "center", "bootstrap": True},
 ]
 
@@ -38,7 +39,7 @@ def whole(count: int = 13) -> dict[str, Tensor]:
     data["state_ids"] = 2**61 + torch.arange(count) % 4
     data["sample_mask"] = torch.arange(count) != 4
     data["rewards"][4] = torch.nan
-    for name in ("kl", "values", "teacher_token_logprobs", "prev_logprobs"):
+    for name in ("kl", "values", "teacher_token_logprobs", "prev_logprobs", "generation_logprobs", "sum_pi_squared"):
         data[name] = torch.randn(count, 6, generator=generator, dtype=torch.float64)
     return data
 

@@ -24,6 +24,8 @@ ESTIMATOR_FIELDS = (
     "token_mask",
     "sample_mask",
     "prev_logprobs",
+    "generation_logprobs",
+    "sum_pi_squared",
     "kl",
     "values",
     "greedy_rewards",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -19,7 +20,7 @@ from parallel_rl.training.batching.micro_batches import MicroBatch, fit, in_orde
 from parallel_rl.training.config.sections import OptimizerConfig, SamplingConfig
 from parallel_rl.training.models.engine import Engine, build_optimizer
 from parallel_rl.training.models.lr_schedule import learning_rate
-from parallel_rl.training.models.scoring import log_probs, values
+from parallel_rl.training.models.scoring import token_scores_of, values
 from parallel_rl.training.models.train_step import StepMetrics, StepResult, train_step
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
@@ -102,13 +103,18 @@ class Learner:
         They are computed in the micro-batches that `batches` makes with `together`, so that equal models give equal bits.
         """
         scored = self.engine.model if model is None else model
-        return self._score(
-            rows, lambda batches: log_probs(self.engine, scored, batches, temperature, truncation), together
-        )
+        score = partial(token_scores_of, self.engine, scored, temperature=temperature, truncation=truncation)
+        return self._score(rows, score, together)[0]
+
+    def log_probs_and_squares(self, rows: Samples, *, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """[N, S] log-probs of this data rank's rows under the model, and Σ_v π_v² of its distributions, in one pass."""
+        score = partial(token_scores_of, self.engine, self.engine.model, temperature=temperature, sum_pi_squared=True)
+        logprobs, squares = self._score(rows, score)
+        return logprobs, squares
 
     def values(self, rows: Samples) -> Tensor:
         """[N, S] values of this data rank's rows, if the model has a scalar head."""
-        return self._score(rows, lambda batches: values(self.engine, batches))
+        return self._score(rows, partial(values, self.engine))[0]
 
     def _fill_metrics(self, batches: Sequence[MicroBatch]) -> StepMetrics:
         """Metrics of how full micro-batches and how uneven data ranks are; none unless `batch.tokens` is set."""
@@ -127,10 +133,14 @@ class Learner:
         }
 
     def _score(self, rows: Samples, score: Callable[[list[MicroBatch]], list[Tensor]], together: int = 1) -> Tensor:
+        """[K, N, S] from a score that gives [K, B, S] of each micro-batch, or [B, S]."""
         batches = self.batches(rows, together)
-        out = torch.zeros(rows.input_ids.shape, dtype=self.engine.float_dtype)
-        for batch, part in zip(batches, score(batches), strict=True):
-            out[batch.indices] = fit(part, out.shape[1]).cpu()
+        found = score(batches)
+        count = found[0].shape[0] if found and found[0].dim() == 3 else 1
+        out = torch.zeros(count, *rows.input_ids.shape, dtype=self.engine.float_dtype)
+        for batch, part in zip(batches, found, strict=True):
+            for each, x in zip(out, part.view(count, *part.shape[-2:]), strict=True):
+                each[batch.indices] = fit(x, out.shape[2]).cpu()
         return out
 
 

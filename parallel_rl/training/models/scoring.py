@@ -13,27 +13,32 @@ from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.models.forward import forward_batches, fused_head
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
-from parallel_rl.vocab.logprobs import token_logprobs
+from parallel_rl.vocab.logprobs import token_scores
 from parallel_rl.vocab.stats import IGNORE_INDEX
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 
-def log_probs(
+def token_scores_of(
     engine: Engine,
     model: torch.nn.Module,
     batches: Sequence[MicroBatch],
     temperature: float,
     truncation: Truncation = KEEP_ALL,
+    *,
+    sum_pi_squared: bool = False,
 ) -> list[Tensor]:
-    """Token-aligned log-probs of every micro-batch under `model`, [B, S] each, whole on every rank.
+    """Token-aligned scores of every micro-batch under `model`, [1, B, S] log-probs, whole on every rank.
 
     0 for a token that carries no loss, −inf for one that the truncation does not keep.
+
+    Args:
+        sum_pi_squared: [2, B, S], Σ_v π_v² behind the log-probs.
     """
 
     def collect(logits: Tensor, index: int) -> Tensor:
         groups, batch = engine.groups, batches[index]
         ids = torch.where(valid_tokens(batch.data), batch.data["input_ids"], IGNORE_INDEX)
-        return token_logprobs(
+        scores = token_scores(
             batch.loss_input(logits, head),
             {**batch.data, "input_ids": ids},
             groups.tp_rank,
@@ -44,11 +49,14 @@ def log_probs(
             temperature=temperature,
             top_k=truncation.top_k,
             top_p=truncation.top_p,
+            entropy=sum_pi_squared,
+            sum_pi_squared=sum_pi_squared,
         )
+        return torch.stack([x for x in (scores.logprobs, scores.sum_pi_squared) if x is not None])
 
     with fused_head(engine, model) as head:
         outputs = forward_batches(engine, model, batches, collect)
-    return _shared(engine, batches, outputs)
+    return _shared(engine, batches, outputs, (1 + sum_pi_squared,))
 
 
 def values(critic: Engine, batches: Sequence[MicroBatch]) -> list[Tensor]:
@@ -76,10 +84,12 @@ def with_teacher_logits(engine: Engine, teacher: torch.nn.Module, batches: Seque
     return [batch.with_data(teacher_logits=logits) for batch, logits in zip(batches, outputs, strict=True)]
 
 
-def _shared(engine: Engine, batches: Sequence[MicroBatch], outputs: list[Tensor] | None) -> list[Tensor]:
-    """The last stage's [B, S] tensors on every stage."""
+def _shared(
+    engine: Engine, batches: Sequence[MicroBatch], outputs: list[Tensor] | None, leading: tuple[int, ...] = ()
+) -> list[Tensor]:
+    """The last stage's [..., B, S] tensors on every stage; `leading` are the dimensions before."""
     values = outputs if outputs is not None else [None] * len(batches)
-    shapes = [batch.data["input_ids"].shape for batch in batches]
+    shapes = [torch.Size((*leading, *batch.data["input_ids"].shape)) for batch in batches]
     return [
         broadcast_from_last_stage(
             None if value is None else value.to(engine.float_dtype), shape=shape, dtype=engine.float_dtype

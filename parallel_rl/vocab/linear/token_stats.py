@@ -184,7 +184,7 @@ def _output_grads(objective: Callable[[TokenStats], Tensor], order: RowOrder) ->
         with torch.enable_grad():
             *leaves, squares = (None if x is None else order.to_logits(x).detach().clone() for x in stats)
             inputs = [x.requires_grad_() for x in leaves if x is not None]
-            value = objective(TokenStats(*leaves, squares))  # type: ignore[call-arg]
+            value = objective(TokenStats(*leaves, squares))  # type: ignore[arg-type, call-arg]
             if not value.requires_grad:
                 return (None, None, None)
             grads = iter(torch.autograd.grad(value, inputs, allow_unused=True))

@@ -55,7 +55,7 @@ NAMED = [
 ]
 OUTSIDE = {name for name, path in recipes().items() if "needs" in read_tree(path)}
 TAUGHT = {"distillation": "distillation.teacher", "gkd": "distillation.teacher", "on_policy_distillation": "rl.teacher"}
-QUICK = {"ppo", "dapo", "remax", "clip_cov", "chord", "kto", "reward_model"}
+QUICK = {"ppo", "dapo", "remax", "clip_cov", "chord", "kto", "reward_model", "optimal_token_baseline"}
 
 SIZES = {"run.dtype": "float64", "model.hidden": 16, "batch.micro_batch_size": 6}
 SECTIONS = {
@@ -256,7 +256,10 @@ def test_distillation_from_hidden_states_of_both(layout: str, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["ppo", "chord", "kto", "reward_model", "high_entropy", "remax", "reinforce_plus_plus", "dapo", "clip_cov"],
+    [
+        *("ppo", "chord", "kto", "reward_model", "high_entropy", "remax", "reinforce_plus_plus", "dapo", "clip_cov"),
+        "optimal_token_baseline",
+    ],
 )
 def test_layouts_agree(name: str, tmp_path: Path) -> None:
     """What goes beyond one forward and backward: a critic, two kinds of rows, statistics of the step, greedy answers."""

@@ -48,7 +48,7 @@ def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor,
     """Log-probs of the training forward and of the sampler on the same rows, and of the whole distribution there."""
     from parallel_rl.experience import padded_samples
     from parallel_rl.training.batching.micro_batches import in_order, micro_batches, width_unit
-    from parallel_rl.training.models.scoring import log_probs
+    from parallel_rl.training.models.scoring import token_scores_of
     from parallel_rl.training.rollouts.sampler import sample
 
     engine = _engine(arguments)
@@ -60,7 +60,7 @@ def recompute(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor,
     width = rows.input_ids.shape[1]
 
     def scored(*rule: Truncation) -> torch.Tensor:
-        found = log_probs(engine, engine.model, batches, config.sampling.temperature, *rule)
+        found = [x[0] for x in token_scores_of(engine, engine.model, batches, config.sampling.temperature, *rule)]
         return torch.cat([torch.nn.functional.pad(part, (0, width))[:, :width] for part in found])
 
     mask = rows.token_mask

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -83,11 +84,22 @@ def _models(session: Session, config: RLConfig) -> Models:
     def log_probs(model: torch.nn.Module | None, rule: Truncation = KEEP_ALL) -> Callable[[Experience], Tensor]:
         return lambda made: policy.log_probs(made, model, temperature=sampling.temperature, truncation=rule)
 
+    whole, others = log_probs(None), {}
+    if session.teacher is not None:
+        others["teacher_token_logprobs"] = log_probs(session.teacher)
+    if "sum_pi_squared" in needs:
+
+        @lru_cache(maxsize=1)  # both scores of the untruncated policy are read in one pass
+        def scores(made: Experience) -> tuple[Tensor, Tensor]:
+            return policy.log_probs_and_squares(made, temperature=sampling.temperature)
+
+        whole, others["sum_pi_squared"] = (lambda made: scores(made)[0]), (lambda made: scores(made)[1])
+    own = log_probs(None, sampling.truncation) if sampling.truncation else whole
     recompute = config.prev_logprobs == "recompute" and compared & {*config.loss.requirements.names, *needs}
     return Models(
-        policy_logprobs=log_probs(None, sampling.truncation) if recompute else None,
-        untruncated_logprobs=log_probs(None) if sampling.truncation and compared & needs else None,
+        policy_logprobs=own if recompute else None,
+        untruncated_logprobs=whole if sampling.truncation and compared & needs else None,
         reference_logprobs=None if session.reference is None else log_probs(session.reference),
         values=None if session.critic is None else session.critic.values,
-        others={} if session.teacher is None else {"teacher_token_logprobs": log_probs(session.teacher)},
+        others=others,
     )

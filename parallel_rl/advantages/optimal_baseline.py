@@ -1,0 +1,122 @@
+"""Baselines of least variance, one for each place of an answer: the optimal token baseline and its form for several turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from parallel_rl.advantages.base import AdvantageEstimator, Advantages, at_least
+from parallel_rl.advantages.table import SampleTable, gather_samples
+from parallel_rl.agreement import communication_device
+from parallel_rl.groups import group_size
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
+    """A_t = G_t − B_t, B_t the mean of the group's returns at place t, weighed by their path variance (OTB, arXiv 2602.07078).
+
+        B_t = Σ_i G_it·W_it / (Σ_i W_it + eps)        W_it = Σ_{s≤t} w_is        w_t = ρ_t²·(1 − 2π_t + Σ_v π_v²)
+
+    The sums run over the group's answers with a valid token at place t, which counts the columns from the answer's first valid
+    token on. π_t = e^prev_logprobs, and `sum_pi_squared` [N, S] is of the same policy, see `token_scores`. A group of one has
+    no baseline.
+
+    Attributes:
+        handle_zero_tail: no baseline where the longest answer is alone: from the second longest's number of tokens on.
+        importance_cap: ρ_t = min(e^(prev − generation_logprobs), importance_cap); None: 1.
+        eps: see above.
+    """
+
+    handle_zero_tail: bool = False
+    importance_cap: float | None = None
+    eps: float = 1e-8
+
+    fields: ClassVar[tuple[str, ...]] = ("rewards", "group_ids", "prev_logprobs", "sum_pi_squared", "token_mask")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, eps=0)
+        if self.importance_cap is not None and not self.importance_cap > 0:
+            raise ValueError(f"importance_cap = {self.importance_cap} must be above 0, or None for no correction")
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return (*super().needs, *(() if self.importance_cap is None else ("generation_logprobs",)))
+
+    def tokens(
+        self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
+    ) -> Advantages:
+        """[N, S] returns less the baselines, and returns."""
+        returns = super().tokens(batch, scores, mask, group).returns
+        weight = 1 - 2 * batch["prev_logprobs"].exp() + batch["sum_pi_squared"]
+        if self.importance_cap is not None:
+            ratio = (batch["prev_logprobs"] - batch["generation_logprobs"]).exp().clamp(max=self.importance_cap)
+            weight = weight * ratio.square()
+        weight = torch.where(mask, weight, 0.0).cumsum(1)
+        baselines = self._baselines(batch, returns, weight, mask, group)
+        return Advantages(torch.where(mask, returns - baselines, 0.0), returns)
+
+    def places(self, mask: Tensor) -> Tensor:
+        """[N, S] the place in the answer of each valid token."""
+        first = mask.to(torch.uint8).argmax(1, keepdim=True) if mask.shape[1] else mask.sum(1, keepdim=True)
+        return torch.arange(mask.shape[1], device=mask.device) - first
+
+    def counts(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """[M] bool: the rows that make a group more than one."""
+        return rows["keep"] > 0
+
+    def _baselines(
+        self, batch: Mapping[str, Tensor], returns: Tensor, weight: Tensor, mask: Tensor, group: ProcessGroup | None
+    ) -> Tensor:
+        """[N, S] baselines at valid tokens; sums of a group are those of all data ranks."""
+        place, width = torch.where(mask, self.places(mask), 0), torch.full((len(mask),), mask.shape[1])
+        columns = {"group_ids": batch["group_ids"], "lengths": mask.sum(1), "keep": batch["sample_mask"].long()}
+        rows, mine = gather_samples({**columns, "width": width.to(mask.device)}, group)
+        if not len(rows["keep"]):
+            return torch.zeros_like(returns)
+        rows["keep"], width = self.counts(rows).long(), int(rows["width"].max())
+        names, index = rows["group_ids"].unique(return_inverse=True)
+        cell = (index[mine, None] * width + place).flatten()
+        sums = returns.new_zeros(2, len(names) * width)
+        for total, x in zip(sums, (returns * weight, weight), strict=True):
+            total.index_add_(0, cell, torch.where(mask, x, 0.0).flatten())
+        if group_size(group) > 1:
+            home, device = sums.device, communication_device(group, sums.device)
+            sums = sums.to(device)
+            dist.all_reduce(sums, group=group)
+            sums = sums.to(home)
+        baselines = (sums[0] / (sums[1] + self.eps))[cell].view_as(returns)
+        number = torch.zeros_like(names).index_add(0, index, rows["keep"])[index]
+        baselines = torch.where((number > 1)[mine, None], baselines, 0.0)
+        if self.handle_zero_tail:
+            lengths = torch.where(rows["keep"] > 0, rows["lengths"], -1).double()
+            two = SampleTable(lengths, rows["group_ids"]).rows.nan_to_num(-1.0)
+            two = torch.cat([two, torch.full_like(two[:, :1], -1)], 1).topk(2).values[index]
+            alone = (lengths == two[:, 0]) & (two[:, 0] > two[:, 1]) & (number > 1)
+            baselines = torch.where(alone[mine, None] & (place >= two[mine, 1:]), 0.0, baselines)
+        return baselines
+
+
+@dataclass(frozen=True, kw_only=True)
+class TIROptimalTokenBaseline(OptimalTokenBaseline, name="tir_optimal_token_baseline"):
+    """`OptimalTokenBaseline` for answers with several turns (TIR, arXiv 2602.07078): places skip masked holes.
+
+    The t-th token that one answer's policy sampled is compared with the t-th of the others, whatever tools said in between. An
+    answer without a valid token is not of its group.
+    """
+
+    handle_zero_tail: bool = True
+
+    def places(self, mask: Tensor) -> Tensor:
+        return mask.cumsum(1) - 1
+
+    def counts(self, rows: Mapping[str, Tensor]) -> Tensor:
+        return (rows["keep"] > 0) & (rows["lengths"] > 0)
