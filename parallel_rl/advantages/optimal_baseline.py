@@ -77,9 +77,9 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
         self, batch: Mapping[str, Tensor], returns: Tensor, weight: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Tensor:
         """[N, S] baselines at valid tokens; sums of a group are those of all data ranks."""
-        place, width = torch.where(mask, self.places(mask), 0), torch.full((len(mask),), mask.shape[1])
+        place, own = torch.where(mask, self.places(mask), 0), torch.full_like(batch["group_ids"], mask.shape[1])
         columns = {"group_ids": batch["group_ids"], "lengths": mask.sum(1), "keep": batch["sample_mask"].long()}
-        rows, mine = gather_samples({**columns, "width": width.to(mask.device)}, group)
+        rows, mine = gather_samples({**columns, "width": own}, group)
         if not len(rows["keep"]):
             return torch.zeros_like(returns)
         rows["keep"], width = self.counts(rows).long(), int(rows["width"].max())
