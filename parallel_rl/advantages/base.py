@@ -10,6 +10,7 @@ import torch
 
 from parallel_rl.advantages.moments import Whitening, whiten
 from parallel_rl.advantages.returns import discounted_returns, terminal_rewards
+from parallel_rl.advantages.teacher import TeacherKL
 from parallel_rl.config.strict import Variants
 
 if TYPE_CHECKING:
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 class Advantages(NamedTuple):
     """[N, S] each, 0 where there is no valid token.
 
-    `returns` are the value function's targets (gae), or the advantages before whitening and clipping (all others).
+    `returns` are the value function's targets (gae), or the advantages before the teacher's part, whitening and clipping (all
+    others).
     """
 
     advantages: Tensor
@@ -31,18 +33,21 @@ class Advantages(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageEstimator(Variants):
-    """Base of the estimators: a score for each sample or token, less the KL, then whitened, then clipped.
+    """Base of the estimators: a score for each sample or token, less KLs, then whitened, then clipped.
 
     Attributes:
         kl_coefficient: c of the KL that is taken from the reward; needs the field `kl`. 0: none.
         kl_form: "return": a token pays for the KL of itself and of all that follow, −c Σ_{s≥t} kl_s (PPO, REINFORCE++);
             "token": for its own alone (NeMo-RL).
+        teacher_kl: a teacher's word on each token, added to the advantages (on-policy distillation beside the task); needs the
+            fields `teacher_token_logprobs` and `prev_logprobs`. None: none.
         whiten: over the valid tokens of all data ranks, see `moments.whiten`; "none": not.
         clip_low, clip_high: bounds of the advantages, at the very end; None: no bound.
     """
 
     kl_coefficient: float = 0.0
     kl_form: Literal["return", "token"] = "return"
+    teacher_kl: TeacherKL | None = None
     whiten: Whitening = "none"
     clip_low: float | None = None
     clip_high: float | None = None
@@ -60,7 +65,8 @@ class AdvantageEstimator(Variants):
     @property
     def needs(self) -> tuple[str, ...]:
         """The fields of a batch that this estimator reads."""
-        return (*self.fields, *(("kl",) if self.kl_coefficient else ()))
+        of_teacher = () if self.teacher_kl is None else ("teacher_token_logprobs", "prev_logprobs")
+        return (*self.fields, *(("kl",) if self.kl_coefficient else ()), *of_teacher)
 
     @property
     def discount(self) -> float:
@@ -92,9 +98,15 @@ class AdvantageEstimator(Variants):
             found = discounted_returns(rewards, mask, self.discount)
         return Advantages(found, found)
 
-    def finish(self, found: Advantages, mask: Tensor, group: ProcessGroup | None) -> Advantages:
-        """Whitened over the ranks of `group`, then clipped."""
-        advantages = whiten(found.advantages, mask, self.whiten, group)
+    def finish(
+        self, found: Advantages, batch: Mapping[str, Tensor], mask: Tensor, group: ProcessGroup | None
+    ) -> Advantages:
+        """With the teacher's part, whitened over the ranks of `group`, then clipped."""
+        advantages = found.advantages
+        if self.teacher_kl is not None:
+            taught = self.teacher_kl(batch["prev_logprobs"], batch["teacher_token_logprobs"])
+            advantages = torch.where(mask, advantages + taught, 0.0)
+        advantages = whiten(advantages, mask, self.whiten, group)
         if self.clip_low is not None or self.clip_high is not None:
             advantages = torch.where(mask, advantages.clamp(self.clip_low, self.clip_high), 0.0)
         return Advantages(advantages, found.returns)

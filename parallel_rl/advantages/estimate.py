@@ -82,7 +82,7 @@ def estimate(
         columns |= {name: batch[name] for name in _INTEGERS if name in estimator.needs}
         scores = by_group(estimator.scores, {**columns, "lengths": mask.sum(1)}, keep, group)
     given = {**clean, "sample_mask": keep, **{name: batch[name] for name in _INTEGERS if name in estimator.needs}}
-    found = estimator.finish(estimator.tokens(given, scores, mask, group), mask, group)
+    found = estimator.finish(estimator.tokens(given, scores, mask, group), given, mask, group)
     dtype = torch.promote_types(batch[estimator.fields[0]].dtype, torch.float32)
     return Advantages(found.advantages.to(dtype), found.returns.to(dtype))
 

@@ -11,6 +11,8 @@ import torch
 from parallel_rl.advantages.base import AdvantageEstimator, Advantages, at_least, in_unit
 from parallel_rl.advantages.moments import Whitening
 from parallel_rl.advantages.returns import gae, length_adaptive_lambda, terminal_rewards
+from parallel_rl.advantages.teacher import TeacherKL
+from parallel_rl.functional.kl import KLType
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,32 +110,38 @@ class GAEEstimator(AdvantageEstimator, name="gae"):
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicyDistillation(AdvantageEstimator, name="on_policy_distillation"):
-    """A_t = c·(log p_teacher − log p_old) of the sampled token: the policy gradient of the reverse KL, token by token.
+    """A_t = c·(log p_teacher − log p_old) of the sampled token, and no reward: the policy gradient of the reverse KL alone.
 
-    arXiv 2306.13649, 2601.02780. Nothing is accumulated over the tokens that follow.
+    arXiv 2306.13649, 2601.02780. Beside a reward it is the option `teacher_kl` of every other estimator.
 
     Attributes:
-        coefficient: c.
+        coefficient, estimator, log_prob_min_clamp, loss_max_clamp: see `TeacherKL`.
     """
 
     coefficient: float = 1.0
+    estimator: KLType = "k1"
+    log_prob_min_clamp: float | None = None
+    loss_max_clamp: float | None = None
 
     fields: ClassVar[tuple[str, ...]] = ("teacher_token_logprobs", "prev_logprobs", "token_mask")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.coefficient > 0:
-            raise ValueError(f"coefficient = {self.coefficient} must be above 0")
-        if self.kl_coefficient:
-            raise ValueError(
-                f"kl_coefficient = {self.kl_coefficient} has no effect on on_policy_distillation, whose advantage is a KL "
-                "itself; leave it out"
-            )
+        self._word()
+        for name in ("kl_coefficient", "teacher_kl"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} has no effect on on_policy_distillation, whose advantage is a KL itself; "
+                    "leave it out"
+                )
 
     def tokens(
         self, batch: Mapping[str, Tensor], scores: Tensor, mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """[N, S] log-ratios of teacher and policy."""
-        ratio = self.coefficient * (batch["teacher_token_logprobs"] - batch["prev_logprobs"])
-        found = torch.where(mask, ratio, 0.0)
+        """[N, S] estimated KL to the teacher, with its sign turned."""
+        taught = self._word()(batch["prev_logprobs"], batch["teacher_token_logprobs"])
+        found = torch.where(mask, taught, 0.0)
         return Advantages(found, found)
+
+    def _word(self) -> TeacherKL:
+        return TeacherKL(self.coefficient, self.estimator, self.log_prob_min_clamp, self.loss_max_clamp)

@@ -101,6 +101,10 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
 
     config_class = DistillationLossConfig
 
+    @property
+    def in_place(self) -> bool:  # type: ignore[override]
+        return self.config.zero_outside_topk or self.config.bucket_tail
+
     @cached_property
     def requirements(self) -> Requirements:
         at = self.config.topk_alignment

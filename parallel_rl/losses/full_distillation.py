@@ -86,6 +86,7 @@ class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
     """
 
     config_class = FullDistillationLossConfig
+    in_place = True
 
     @cached_property
     def requirements(self) -> Requirements:

@@ -16,7 +16,7 @@ from parallel_rl.losses.core.base import ConfigT, LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.measures import count_true
 from parallel_rl.metrics import Metric, Metrics
-from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.backends.torch_backend import compiles, math_dtype
 from parallel_rl.vocab.linear.row_values import chunk_size, row_values
 from parallel_rl.vocab.linear.teacher import check_teacher_head
 
@@ -76,6 +76,8 @@ class RowLoss(LossFn[ConfigT]):
     where a loss reads it, may then be an `LMHeadInput` as well.
     """
 
+    in_place: bool = False  # whether the gradient of `value` may be written over the logits (`shard.consume_logits`)
+
     @abstractmethod
     def value(self, rows: LogitRows) -> Tensor:
         """[n] of rows, differentiable in their logits, 0 with gradient 0 where nothing is kept."""
@@ -90,7 +92,10 @@ class RowLoss(LossFn[ConfigT]):
     def _read_head(
         self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
     ) -> tuple[TokenBatch, Tensor | None]:
-        shard = replace(self.options.shard(len(head.weight), tensor_group), consume_logits=head.softcap is None)
+        in_place = self.in_place and head.softcap is None
+        whole = compiles(head.logits_like(tensor_group), self.options.backend)  # worth it for all chunks together
+        shard = self.options.shard(len(head.weight), tensor_group)
+        shard = replace(shard, consume_logits=in_place, backend="compiled" if whole else "eager")
 
         def value(z: Tensor, places: Tensor, teacher: Tensor | None) -> Tensor:
             return self.value(LogitRows(z, shard, local, places, teacher))
@@ -106,7 +111,7 @@ class RowLoss(LossFn[ConfigT]):
         teacher: LMHeadInput | Tensor | None = None
         if TEACHER in self.requirements.names:
             teacher = local.heads.get(TEACHER, local.unmasked(TEACHER))
-        values, carrier = row_values(head, local.mask, shard, value, teacher, slope)
+        values, carrier = row_values(head, local.mask, shard, value, teacher, slope, in_place)
         return batch_of(values), carrier
 
     def _check_heads(
@@ -128,4 +133,4 @@ class RowLoss(LossFn[ConfigT]):
             )
         if teacher is not None:
             check_teacher_head(teacher, head, partial(self.options.shard, group=tensor_group), shard)
-        chunk_size(head, shard, teacher)
+        chunk_size(head, shard, teacher, self.in_place and head.softcap is None)

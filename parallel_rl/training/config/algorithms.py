@@ -17,6 +17,8 @@ from parallel_rl.training.config.server import ServerConfig
 # what rows of pairs can have beside their tokens
 LABELS = "preference_labels"
 PREFERENCE_FIELDS = ("reference_policy_logprobs", LABELS)
+# what a teacher gives: log-probs of the sampled tokens, and its distributions
+OF_TEACHER = ("teacher_token_logprobs", "teacher_logits")
 # what an estimator may read
 ESTIMATOR_FIELDS = (
     "rewards",
@@ -121,8 +123,9 @@ class RLConfig:
         reward_kl: how the KL to the reference policy is estimated that `advantages.kl_coefficient` takes from the reward.
         kl_controller: leads that KL to a target by the coefficient, which starts at `advantages.kl_coefficient`.
         critic: a value function, for an estimator that reads `values`.
-        teacher: a checkpoint folder of a model of the same shape and vocabulary, for an estimator that reads
-            `teacher_token_logprobs` (on-policy distillation); relative to the config file.
+        teacher: a checkpoint folder of a model of the same shape and vocabulary, for an estimator or a loss that reads
+            `teacher_token_logprobs` (on-policy distillation, `advantages.teacher_kl`) or a loss that reads `teacher_logits`;
+            relative to the config file.
         loss: any registered loss that reads what there is.
     """
 
@@ -185,7 +188,8 @@ class RLConfig:
             "rewards",
             "sample_ids",
         )
-        return {**dict.fromkeys(names, ""), "expert_mask": experts}
+        taught = "" if self.teacher is not None else "which rl.teacher gives; it is missing"
+        return {**dict.fromkeys(names, ""), "expert_mask": experts, **dict.fromkeys(OF_TEACHER, taught)}
 
     @property
     def needs_reference(self) -> bool:
@@ -203,7 +207,8 @@ class RLConfig:
         for section, key in (("critic", "values"), ("teacher", "teacher_token_logprobs")):
             if key in needs and getattr(self, section) is None:
                 raise ValueError(f"advantages.name = {name!r} reads {key}, which {section!r} gives; it is missing")
-            if key not in needs and getattr(self, section) is not None:
+            read = {*needs, *(self.loss.requirements.names if section == "teacher" else ())}
+            if getattr(self, section) is not None and read.isdisjoint({key, *OF_TEACHER}):
                 raise ValueError(f"{section!r} has no effect with advantages.name = {name!r}, which reads no {key}")
         if ("kl" in needs) != (self.reward_kl is not None):
             raise ValueError(

@@ -34,6 +34,7 @@ def row_values(
     function: RowFunction,
     teacher: LMHeadInput | Tensor | None = None,
     slope: Tensor | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute a value of each row of logits that carries loss, and its gradient; no logits are ever whole.
 
@@ -43,16 +44,16 @@ def row_values(
 
     Args:
         head: the student's. keep: [N] rows that carry loss, in the order of logits.
-        function: differentiable in the logits; it may write its gradient over them where there is no soft cap. Padding
-            columns are cut off.
+        function: differentiable in the logits, without padding columns.
         teacher: of the same tokens, without gradient: a second head or [N, V/tp] logits.
         slope: [N].
+        in_place: `function` writes its gradient over the logits, which is not right with a soft cap.
 
     Returns:
         values [N], 0 where nothing is kept; where gradients were computed in forward, without gradient, beside an exact 0
         that carries it.
     """
-    call = RowCall.of(head, keep, shard, function, teacher)
+    call = RowCall.of(head, keep, shard, function, teacher, chunk_size(head, shard, teacher, in_place))
     grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (head.hidden, head.weight, head.bias)
     )
@@ -86,6 +87,7 @@ class RowCall:
         shard: VocabShard,
         function: RowFunction,
         teacher: LMHeadInput | Tensor | None,
+        size: int,
     ) -> RowCall:
         order = head.row_order(shard.group)
         kept, nothing = order.to_rows(keep), torch.zeros_like(keep, dtype=torch.int64)
@@ -97,7 +99,7 @@ class RowCall:
         elif teacher is not None:
             rows_of = given_rows(teacher.detach(), shard)
         target = WeightTarget(head.weight, head.main_grad_factor)
-        return cls(params, target, places, function, rows_of, chunk_size(head, shard, teacher))
+        return cls(params, target, places, function, rows_of, size)
 
     def run(self, gradients: Gradients | None, slope: Tensor | None = None) -> Tensor:
         """[N] values, and with `gradients` those of Σ slope · value; slope is in the order of logits."""
@@ -130,7 +132,9 @@ class RowCall:
         return dz if dz.device.type == "cpu" else dz.to(self.params.weight.dtype)
 
 
-def chunk_size(head: LMHeadInput, shard: VocabShard, teacher: LMHeadInput | Tensor | None) -> int:
+def chunk_size(
+    head: LMHeadInput, shard: VocabShard, teacher: LMHeadInput | Tensor | None, in_place: bool = False
+) -> int:
     """Rows a part of each chunk, for the budget of the student's head, alike on all ranks that share a batch.
 
     Raises:
@@ -139,8 +143,8 @@ def chunk_size(head: LMHeadInput, shard: VocabShard, teacher: LMHeadInput | Tens
     dtype, parts = math_dtype(head.hidden.dtype), head.parts(shard.group)
     width = columns_of_rank(shard.valid, shard.vocab_size, shard.group)
     of_teacher = 0 if teacher is None else math_dtype(_dtype(teacher)).itemsize
-    # the logits and, in place or not, their gradient; the teacher's logits
-    cost = parts * width * (2 * dtype.itemsize + of_teacher)
+    # the logits and their gradient, and the teacher's logits
+    cost = parts * width * ((1 if in_place else 2) * dtype.itemsize + of_teacher)
     cost += parts * 4 * head.hidden.shape[-1] * dtype.itemsize
     if isinstance(teacher, LMHeadInput):
         cost += parts * 2 * teacher.hidden.shape[-1] * of_teacher

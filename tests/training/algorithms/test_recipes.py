@@ -54,7 +54,12 @@ NAMED = [
     "distillation",
 ]
 OUTSIDE = {name for name, path in recipes().items() if "needs" in read_tree(path)}
-TAUGHT = {"distillation": "distillation.teacher", "gkd": "distillation.teacher", "on_policy_distillation": "rl.teacher"}
+TAUGHT = {
+    "distillation": "distillation.teacher",
+    "gkd": "distillation.teacher",
+    "on_policy_distillation": "rl.teacher",
+    "grpo_distillation": "rl.teacher",
+}
 QUICK = {"ppo", "dapo", "remax", "clip_cov", "chord", "kto", "reward_model", "optimal_token_baseline"}
 
 SIZES = {"run.dtype": "float64", "model.hidden": 16, "batch.micro_batch_size": 6}
@@ -228,7 +233,7 @@ def test_two_steps(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("gkd"), *(pytest.param(n, marks=pytest.mark.slow) for n in TAUGHT if n != "gkd")]
+    "name", [pytest.param(n, marks=[] if n in ("gkd", "grpo_distillation") else pytest.mark.slow) for n in TAUGHT]
 )
 def test_two_steps_with_a_teacher(name: str, tmp_path: Path) -> None:
     """Takes two runs: the teacher's weights come from a run's checkpoint."""

@@ -16,6 +16,7 @@ from parallel_rl.training.algorithms.rl.recorded import demonstrations, recorded
 from parallel_rl.training.algorithms.rl.sampled import sampled_experience
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.models.learner import combine_updates
+from parallel_rl.training.models.scoring import with_teacher_logits
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.session import Session
@@ -51,19 +52,25 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
             return {**metrics, "tokens": combine_updates(results)["tokens"]}
     results = []
     for index, part in enumerate(parts):
-        results.append(policy.update(policy.batches(part), done + index))
+        batches = policy.batches(part)
+        if "teacher_logits" in config.loss.requirements.names:
+            assert session.teacher is not None
+            batches = with_teacher_logits(policy.engine, session.teacher, batches)
+        results.append(policy.update(batches, done + index))
     if session.kl_controller is not None:
         session.kl_controller.update(kl["reward_kl"], config.prompts * config.group_size)
     return {**combine_updates(results), **metrics}
 
 
 def _with_advantages(session: Session, config: RLConfig, made: Experience) -> tuple[Experience, StepMetrics]:
-    """Experience with log-probs, shaped rewards and advantages (recorded ones stay); metrics of the KL that is controlled."""
+    """Experience with log-probs, shaped rewards and advantages (recorded ones stay); metrics of the KLs in them."""
     groups, controller, kl = session.engine.groups, session.kl_controller, StepMetrics()
     made = made.with_fields(**ask_models(made, _models(session, config), config.reward_kl))
+    if "teacher_token_logprobs" in config.advantages.needs:
+        kl |= _teacher_metrics(session, made)
     raw = made.rewards
     if raw is None:
-        return made, {}
+        return made, kl
     last = made.input_ids.gather(1, made.lengths[:, None] - 1)[:, 0]
     made = replace(made, truncated=last != EOS)
     made = replace(made, rewards=shape_rewards(made, raw, RewardShaping(overlong=config.overlong))[0])
@@ -71,7 +78,7 @@ def _with_advantages(session: Session, config: RLConfig, made: Experience) -> tu
         assert made.kl is not None and made.sample_mask is not None
         valid = made.token_mask & made.sample_mask[:, None]
         mean = mean_over_ranks(made.kl[valid], groups.data, session.engine.device)
-        kl = {"reward_kl": mean, "kl_coefficient": controller.value}
+        kl |= {"reward_kl": mean, "kl_coefficient": controller.value}
     estimates = compute_advantages(made.data(), config.advantages, groups, controller)
     return replace(made, advantages=estimates.advantages, returns=estimates.returns), kl
 
@@ -85,7 +92,7 @@ def _models(session: Session, config: RLConfig) -> Models:
         return lambda made: policy.log_probs(made, model, temperature=sampling.temperature, truncation=rule)
 
     whole, others = log_probs(None), {}
-    if session.teacher is not None:
+    if session.teacher is not None and "teacher_token_logprobs" in {*needs, *config.loss.requirements.names}:
         others["teacher_token_logprobs"] = log_probs(session.teacher)
     if "sum_pi_squared" in needs:
 
@@ -103,3 +110,13 @@ def _models(session: Session, config: RLConfig) -> Models:
         values=None if session.critic is None else session.critic.values,
         others=others,
     )
+
+
+def _teacher_metrics(session: Session, made: Experience) -> StepMetrics:
+    """Mean log-ratio of policy and teacher on the sampled tokens, an estimate of the reverse KL, and its mean size."""
+    fields, valid = made.data(), made.token_mask.bool()
+    valid = valid if made.sample_mask is None else valid & made.sample_mask.bool()[:, None]
+    ratio = (fields.get("untruncated_logprobs", fields["prev_logprobs"]) - fields["teacher_token_logprobs"])[valid]
+    group, device = session.engine.groups.data, session.engine.device
+    means = (mean_over_ranks(x, group, device) for x in (ratio, ratio.abs()))
+    return dict(zip(("teacher_kl", "teacher_abs_log_ratio"), means, strict=True))
