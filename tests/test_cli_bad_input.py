@@ -53,6 +53,8 @@ def checked(*arguments: str) -> list[str]:
         (checked(GRPO, "--=3"), "the override -- lacks a name"),  # "ambiguous option: could match --help, --version"
         (checked(GRPO, "--run.dir=3"), "run.dir = 3 is not valid; a value of type str is needed; in YAML a text that reads"),
         (checked(GRPO, "--tokenizer.alphabet=01"), "in YAML a text that reads like a value of another kind stands in quotes"),
+        (checked(GRPO, "--parallel={tensor: 2, tensor: 4}"), "is not valid YAML: the key 'tensor' stands twice"),
+        (checked(GRPO, "--run.dir=~/mine"), "run: dir = '~/mine' begins with a ~, which only a shell expands; write the whole"),
         # numbers that are none
         (checked(GRPO, "--rl.optimizer.lr=.inf"), "rl.optimizer: lr = inf must be a finite number above 0"),
         (checked(GRPO, "--rl.optimizer.lr=.nan"), "rl.optimizer: lr = nan must be a finite number above 0"),
@@ -66,6 +68,14 @@ def checked(*arguments: str) -> list[str]:
         (checked(GRPO, "--reward=.:x"), "reward = '.:x' cannot be loaded: TypeError: "),  # a traceback
         (checked(GRPO, "--reward=broken_reward:f"), "cannot be loaded: ZeroDivisionError: division by zero"),  # a traceback
         (checked(GRPO, "--reward=best"), "reward = 'best' is not valid; valid: exact_match; or write 'module:function'"),
+        (checked(GRPO, "--reward=http://"), "url = 'http://' names no host"),
+        (checked(GRPO, "--reward=ftp://x"), "a server's URL starts with http:// or https://"),  # "No module named 'ftp'"
+        (checked(GRPO, "--reward={url: x}"), "reward = {'url': 'x'} is not valid; a value of type str is needed\n"),
+        (checked(GRPO, "--model.ffn_hidden=3"), "model.ffn_hidden = 3 is not divisible by parallel.tensor = 2"),
+        (checked(GRPO, "--sampling.max_new_tokens=99"), "model.max_positions = 64 is too few; the sequence takes "),  # ok
+        (checked(GRPO, "--batch.micro_batch_size=null", "--batch.tokens=8"), "batch.tokens = 8 is too few: a row holds "),  # ok
+        (["submit", GRPO, "--nodes", "2", "--gpus-per-node", "2", "--time", ""], "--time has no value; leave it out"),
+        (["submit", GRPO, "--nodes", "2", "--gpus-per-node", "2", "--qos="], "--qos has no value; leave it out"),
         (checked(GRPO, "--data.train=/dev/null"), "data.train: /dev/null is not a file"),  # "does not exist"
         (
             checked(str(CONFIGS / "sft_arithmetic.yaml"), "--data.examples=mine.jsonl"),

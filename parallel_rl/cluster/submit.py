@@ -47,6 +47,9 @@ class Resources:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+        for name, text in {"time": self.time, **self.options}.items():
+            if text is not None and not text.strip():
+                raise ValueError(f"--{name} has no value; leave it out, or give one")
         cpus = self.options.get("cpus-per-task")
         if cpus is not None and not re.fullmatch("[1-9][0-9]*", cpus):
             raise ValueError(f"--cpus-per-task {cpus} is not valid; a number of cores, at least 1, is needed")

@@ -176,7 +176,7 @@ def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
         return value
     quotes = (
         "; in YAML a text that reads like a value of another kind stands in quotes"
-        if hint is str and value is not None
+        if hint is str and isinstance(value, (int, float))
         else ""
     )
     raise ValueError(f"{path} = {value!r} is not valid; a value of type {hint.__name__} is needed{quotes}")

@@ -141,14 +141,16 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
             raise ValueError(f"the override --{name} lacks a name before, between or after its dots")
         try:
             pairs.append((name, _value(text)))
-        except yaml.YAMLError:
-            raise ValueError(f"the value of --{name}, {text!r}, is not valid YAML") from None
+        except yaml.YAMLError as error:
+            problem = getattr(error, "problem", "") or ""
+            why = f": {problem}" if "stands twice" in problem else ""
+            raise ValueError(f"the value of --{name}, {text!r}, is not valid YAML{why}") from None
     return pairs
 
 
 def _value(text: str) -> object:
     """Read a value in YAML; a plain text keeps its blanks and its "#", which YAML would take for a comment."""
-    value = yaml.safe_load(text)
+    value = yaml.load(text, _OnceLoader)
     plain = text.lstrip()[:1] not in ("'", '"', "|", ">", "!", "&")
     return text if plain and (isinstance(value, str) or (value is None and "#" in text)) else value
 

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -57,10 +58,12 @@ def check_url(url: str) -> None:
     """Refuse anything but an HTTP address.
 
     Raises:
-        ValueError: another scheme.
+        ValueError: another scheme, or no host.
     """
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"url = {url!r} must start with http:// or https://")
+    if not urllib.parse.urlsplit(url).hostname:
+        raise ValueError(f"url = {url!r} names no host; http://host:port/path is needed")
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ def checker(name: str) -> Checker:
     if name in _CHECKERS:
         return _CHECKERS[name]
     module, colon, function = name.partition(":")
+    if "://" in name:
+        raise ValueError(f"reward = {name!r} is not valid; a server's URL starts with http:// or https://")
     if not (module and colon and function):
         near = nearest(name, _CHECKERS)
         link = " Or" if near.endswith("?") else "; or"

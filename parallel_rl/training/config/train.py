@@ -153,7 +153,13 @@ class TrainConfig:
             )
 
     def _check_model(self) -> None:
-        for name, size in (("heads", self.model.heads), ("query_groups", self.model.query_groups or self.model.heads)):
+        model = self.model
+        sizes = {
+            "heads": model.heads,
+            "query_groups": model.query_groups or model.heads,
+            "ffn_hidden": model.ffn_hidden or 0,
+        }
+        for name, size in sizes.items():
             if size % self.parallel.tensor:
                 raise ValueError(f"model.{name} = {size} is not divisible by parallel.tensor = {self.parallel.tensor}")
         if self.model.layers % self.parallel.pipeline:

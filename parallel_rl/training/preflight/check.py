@@ -15,7 +15,7 @@ from parallel_rl.training.data.datasets import Files, find_data, fitting_prompt
 from parallel_rl.training.data.examples import parse_example, parse_pair, parse_rollout
 from parallel_rl.training.data.records.index import stretch
 from parallel_rl.training.data.records.source import Records
-from parallel_rl.training.preflight.sizes import check_layout
+from parallel_rl.training.preflight.sizes import check_layout, length_check
 from parallel_rl.training.tokenizer import CharTokenizer
 
 
@@ -30,6 +30,8 @@ def check_run(config: TrainConfig, world_size: int) -> str:
             files that are missing or begin with a bad record, checkpoints that do not fit.
     """
     check_layout(config, world_size)
+    if config.rl is not None and config.data.rollouts is None:
+        length_check(config)(config.sampling.max_new_tokens + 1)  # of the shortest prompt; the run checks them all
     reward_function(config.reward)
     check_writable(Path(config.run.dir))
     check_first_records(config, CharTokenizer(config.tokenizer.alphabet), find_data(config.data))
