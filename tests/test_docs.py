@@ -31,8 +31,12 @@ def test_the_table_names_everything() -> None:
     for name in (*losses_table.built_in(), *recipes()):
         assert f"`{name}`" in text
     others = yaml.safe_load(losses_table.OTHERS.read_text(encoding="utf-8"))
+    versions = others.pop("versions")
     assert set(others) == set(recipes())
     assert all(others.values())
+    described = {system for names in others.values() for system in names}
+    assert described == set(versions) and all(f"{system} {version}" in text for system, version in versions.items())
+    assert all(re.search(r"\d", version) for version in versions.values())
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
@@ -40,6 +44,14 @@ def test_links_lead_somewhere(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+?)\)", (ROOT / page).read_text(encoding="utf-8")):
         if not target.startswith("http"):
             assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_example_of_another_projects_loss_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    [code] = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "compat.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    exec(code, {})
+    assert capsys.readouterr().out.strip() == code.rsplit("# ", 1)[1].strip()
 
 
 def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:

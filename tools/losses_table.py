@@ -38,7 +38,8 @@ trainer's settings, in one YAML file. `get_loss(name)` gives the one, `parallel_
 `parallel-rl train --recipe NAME` runs it, [adding_a_loss.md](adding_a_loss.md) adds one.
 
 `clipped_pg` or `policy`? Take `policy`: every recipe is a set of its options; `clipped_pg` is the same mathematics under
-NeMo-RL's option names, data and metrics, for a config that comes from there.
+NeMo-RL's option names, data and metrics, for a config that comes from there. [compat.md](compat.md) has the losses of other
+projects by their own names, calls and numbers.
 
 Notation: l = log π(token), l_old of the policy that the step began with (`prev_logprobs`), ρ = exp(l − l_old),
 A the advantage, sg stop-gradient, σ the logistic function; N_tok valid tokens and N_seq valid sequences of the whole step.
@@ -53,7 +54,6 @@ def document() -> str:
         "## Recipes\n",
         _recipes(),
         "## What other systems call them\n",
-        "Where nothing else is said, the defaults agree.\n",
         _elsewhere(),
         "## Losses\n",
         *(_loss(name, cls) for name, cls in known.items()),
@@ -111,12 +111,14 @@ def _recipes() -> str:
 
 def _elsewhere() -> str:
     others = yaml.safe_load(OTHERS.read_text(encoding="utf-8"))
+    read = "; ".join(f"{system} {version}" for system, version in others["versions"].items())
     rows = []
     for recipe in recipes():
         for system, text in others.get(recipe, {}).items():
             name, _, differs = text.partition("; ")
             rows.append((f"`{recipe}`", system, name, "" if differs == "same" else differs))
-    return _table(("recipe", "system", "its name there", "how its default differs"), rows)
+    headings = ("recipe", "system", "its name there", "how its default differs")
+    return f"Read of {read}. Where nothing else is said, the defaults agree.\n\n{_table(headings, rows)}"
 
 
 def _loss(name: str, cls: type[LossFn]) -> str:
