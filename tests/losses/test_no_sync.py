@@ -236,7 +236,7 @@ def collectives_of_all(rank: int) -> dict[str, list[tuple[list[str], list[str]]]
     return {case.name: collectives(rank, case, groups) for case in CASES}
 
 
-TOKEN_LOSSES = ("nll", "value", "reference_kl", "components", "test_entropy", "test_class")
+TOKEN_LOSSES = ("nll", "value", "reference_kl", "test_entropy", "test_class")
 
 
 def _gathers(case: Case) -> int:
