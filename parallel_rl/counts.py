@@ -17,11 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+#: how a loss with token weights is divided, see `parallel_rl.losses.core.token_weights`
+WeightedBy = Literal["count", "sum"]
 Aggregation = Literal[
     "token-mean",
     "seq-mean-token-mean",
     "seq-mean-token-sum",
     "constant-length",
+    "token-sum",
     "turn-mean",
     "prompt-mean",
     "trajectory-mean",
@@ -117,7 +120,8 @@ def check_zeros_and_ones(*batches: Mapping[str, Tensor], names: Sequence[str] = 
                 place = wrong.nonzero()[0].tolist()
                 value = data[name][tuple(place)].item()
                 raise ValueError(
-                    f"{name} = {value:g} at {place} must be 0 or 1; a weight of tokens or samples belongs into the advantages"
+                    f"{name} = {value:g} at {place} must be 0 or 1; a weight of tokens or samples belongs into "
+                    "token_weights, or into the advantages"
                 )
 
 
@@ -126,8 +130,8 @@ def _fractional(mask: Tensor) -> Tensor:
     return torch.zeros_like(mask) if mask.dtype == torch.bool else (mask != 0) & (mask != 1)
 
 
-def check_aggregation(mode: Aggregation, max_length: int | None) -> None:
-    """Refuse a constant length without `max_length`, and `max_length` without it.
+def check_aggregation(mode: Aggregation, max_length: int | None, weights: WeightedBy | None = None) -> None:
+    """Refuse a constant length without `max_length`, and `max_length` without it; a sum of weights that divides nothing.
 
     Raises:
         ValueError: either of them.
@@ -136,6 +140,10 @@ def check_aggregation(mode: Aggregation, max_length: int | None) -> None:
         raise ValueError(f"max_length = {max_length} must be a positive number of tokens")
     if (max_length is None) == (mode == "constant-length"):
         raise ValueError(f"max_length = {max_length} goes with aggregation 'constant-length' only, and it needs one")
+    if weights == "sum" and mode not in ("token-mean", "seq-mean-token-mean"):
+        raise ValueError(
+            f"token_weights = 'sum' has no effect with aggregation = {mode!r}, which is not divided by weights; take 'count'"
+        )
 
 
 def token_weights(
@@ -143,17 +151,18 @@ def token_weights(
 ) -> Tensor:
     """Compute the weight of each sequence's tokens in the loss, [B] float64.
 
-    token-mean 1/N_tok; seq-mean-token-mean 1/(N_seq·n_i); seq-mean-token-sum 1/N_seq; constant-length 1/(N_seq·L_max). Those of
-    turns, prompts and trajectories follow from more than these counts, see `parallel_rl.losses.core.aggregation`.
+    token-mean 1/N_tok; seq-mean-token-mean 1/(N_seq·n_i); seq-mean-token-sum 1/N_seq; constant-length 1/(N_seq·L_max);
+    token-sum 1, for a caller who divides. Those of turns, prompts and trajectories follow from more than these counts, see
+    `parallel_rl.losses.core.aggregation`.
 
     >>> counts = ValidCounts(torch.tensor(2), torch.tensor(10))
     >>> token_weights("seq-mean-token-mean", torch.tensor([4, 6]), counts).tolist()
     [0.125, 0.08333333333333333]
 
     Args:
-        mode: one of the four.
-        tokens_per_sequence: [B] n_i, over all context ranks.
-        counts: of the whole step.
+        mode: one of the five.
+        tokens_per_sequence: [B] n_i, over all context ranks; or sums of the tokens' weights.
+        counts: of the whole step; its `toks` may be a sum of weights, too.
         max_length: L_max of constant-length.
 
     Raises:
@@ -163,9 +172,11 @@ def token_weights(
     if mode == "token-mean":
         return ones / counts.toks
     if mode == "seq-mean-token-mean":
-        return ones / (counts.seqs * tokens_per_sequence.clamp(min=1))
+        return ones / (counts.seqs * torch.where(tokens_per_sequence > 0, tokens_per_sequence, 1))
     if mode == "seq-mean-token-sum":
         return ones / counts.seqs
+    if mode == "token-sum":
+        return ones
     if mode == "constant-length":
         if max_length is None or max_length < 1:
             raise ValueError(
@@ -173,5 +184,6 @@ def token_weights(
             )
         return ones / (counts.seqs * max_length)
     raise ValueError(
-        f"aggregation = {mode!r} is not valid; choose token-mean, seq-mean-token-mean, seq-mean-token-sum or constant-length"
+        f"aggregation = {mode!r} is not valid; choose token-mean, seq-mean-token-mean, seq-mean-token-sum, constant-length or "
+        "token-sum"
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, check_aggregation
+from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
 from parallel_rl.functional.distillation import mixed_kl, reverse_tail, with_tail
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.aggregation import count_units, with_units
@@ -46,6 +46,8 @@ class DistillationLossConfig:
     topk_alignment: "token" stores the teacher's distribution of token t at t, "predictor" at t − 1 (NeMo-RL's data).
     teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, of which 0 masks, and divide by the number of tokens
+        with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """
 
     kl_type: Literal["forward", "reverse", "mixed"] = "mixed"
@@ -56,9 +58,10 @@ class DistillationLossConfig:
     teacher_temperature: float | None = None
     aggregation: Aggregation = "token-mean"
     max_length: int | None = None
+    token_weights: WeightedBy | None = None
 
     def __post_init__(self) -> None:
-        check_aggregation(self.aggregation, self.max_length)
+        check_aggregation(self.aggregation, self.max_length, self.token_weights)
         check_temperature(self.teacher_temperature)
         if not 0 <= self.mixed_kl_weight <= 1:
             raise ValueError(f"mixed_kl_weight = {self.mixed_kl_weight} must lie in [0, 1]")
@@ -113,7 +116,7 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
             Field("teacher_topk_indices", dtype="integer", alignment=at, width=True),
         )
         tail = (Field("teacher_logsumexp", alignment=at),) if self.config.bucket_tail else ()
-        return with_units(Requirements((*top, *tail), reads="rows"), self.config.aggregation)
+        return with_units(Requirements((*top, *tail), reads="rows"), self.config.aggregation, self.config.token_weights)
 
     def count_from(self, batch: TokenBatch) -> Statistics:
         return count_units(batch, self.config.aggregation)

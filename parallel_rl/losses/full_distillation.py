@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, check_aggregation
+from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
 from parallel_rl.functional.distillation import Divergence, ForwardKL
 from parallel_rl.losses.core.aggregation import count_units, with_units
 from parallel_rl.losses.core.requirements import Field, Requirements
@@ -43,6 +43,8 @@ class FullDistillationLossConfig:
     teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
     squared_temperature: multiply by the student's temperature², so that gradients do not shrink with it.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, of which 0 masks, and divide by the number of tokens
+        with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """
 
     divergence: Divergence = field(default_factory=ForwardKL)
@@ -50,9 +52,10 @@ class FullDistillationLossConfig:
     squared_temperature: bool = False
     aggregation: Aggregation = "token-mean"
     max_length: int | None = None
+    token_weights: WeightedBy | None = None
 
     def __post_init__(self) -> None:
-        check_aggregation(self.aggregation, self.max_length)
+        check_aggregation(self.aggregation, self.max_length, self.token_weights)
         check_temperature(self.teacher_temperature)
 
 
@@ -91,7 +94,7 @@ class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
     @cached_property
     def requirements(self) -> Requirements:
         needs = Requirements((Field("teacher_logits", per="local"),), reads="rows")
-        return with_units(needs, self.config.aggregation)
+        return with_units(needs, self.config.aggregation, self.config.token_weights)
 
     def count_from(self, batch: TokenBatch) -> Statistics:
         return count_units(batch, self.config.aggregation)

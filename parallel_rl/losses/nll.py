@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, check_aggregation
+from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
 from parallel_rl.functional.supervised import NLLWeighting, weighted_nll
-from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
+from parallel_rl.losses.core.aggregation import UNIT_FIELDS, aggregate, count_units, with_units
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true
@@ -29,15 +29,18 @@ class NLLLossConfig:
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`; each turn (segment_ids [B, S]),
         prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs the same with turn-mean, prompt-mean and
         trajectory-mean, which need `statistics=` of `count`.
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, of which 0 masks, and divide by the number of tokens
+        with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """
 
     weighting: NLLWeighting = "none"
     cutoff_prob: float = 1.0
     aggregation: Aggregation = "token-mean"
     max_length: int | None = None
+    token_weights: WeightedBy | None = None
 
     def __post_init__(self) -> None:
-        check_aggregation(self.aggregation, self.max_length)
+        check_aggregation(self.aggregation, self.max_length, self.token_weights)
         if not 0 < self.cutoff_prob <= 1:
             raise ValueError(f"cutoff_prob = {self.cutoff_prob} must lie in (0, 1]; 1 is off")
         if self.cutoff_prob != 1 and self.weighting != "phi":
@@ -68,7 +71,10 @@ class NLLLoss(LossFn[NLLLossConfig]):
 
     @cached_property
     def requirements(self) -> Requirements:
-        return with_units(Requirements(token_separable=True), self.config.aggregation)
+        cfg = self.config
+        needs = with_units(Requirements(token_separable=True), cfg.aggregation, cfg.token_weights)
+        # no metric is divided by a count: weights are counted for the denominator alone
+        return replace(needs, counted=needs.counted and cfg.aggregation in ("token-mean", *UNIT_FIELDS))
 
     def count_from(self, batch: TokenBatch) -> Statistics:
         return count_units(batch, self.config.aggregation)

@@ -77,7 +77,7 @@ class PolicyLoss(LossFn[ConfigT]):
             token_separable=cfg.token_separable,
             weighs_sequences=cfg.weighs_sequences,
         )
-        return with_units(needs, cfg.aggregation)
+        return with_units(needs, cfg.aggregation, cfg.token_weights)
 
     @cached_property
     def entropy_bonus(self) -> EntropyCoefficient:
@@ -116,7 +116,9 @@ class PolicyLoss(LossFn[ConfigT]):
         counted = Statistics(sums)
         if not self.policy.counts_kept:
             counted |= count_units(batch, self.policy.aggregation)
-        return counted | count_survivors(batch, self._prev(batch), self.policy) if self._recorded else counted
+        if self.policy.counts_survivors and self._recorded:
+            counted |= count_survivors(batch, self._prev(batch), self.policy)
+        return counted
 
     def objective(self, batch: TokenBatch) -> Tensor:
         return self.shares(batch).loss

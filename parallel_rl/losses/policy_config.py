@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Literal
 
-from parallel_rl.counts import Aggregation, check_aggregation
+from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
 from parallel_rl.functional.covariance import ClipCov, KLCov
 from parallel_rl.functional.dppo import DPPO
 from parallel_rl.functional.kl import KLType
@@ -72,6 +72,8 @@ class PolicyLossConfig:
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`; each turn (segment_ids [B, S]),
         prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs the same with turn-mean, prompt-mean and
         trajectory-mean, which need `statistics=` of `count`.
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, of which 0 masks, and divide by the number of tokens
+        with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     ratio_level: of a token, or of its turn or sequence: geometric mean (GSPO) or product. A turn is a run of one id among the
         valid tokens of a sequence, in the field segment_ids [B, S]: integers that do not decrease.
     ratio_gradient: "full" through the sequence's mean; "token" is GSPO-token: its value, each token's own gradient.
@@ -87,6 +89,7 @@ class PolicyLossConfig:
     surrogate: Surrogate = field(default_factory=PPO)
     aggregation: Aggregation = "token-mean"
     max_length: int | None = None
+    token_weights: WeightedBy | None = None
     ratio_level: RatioLevel = "token"
     ratio_gradient: Literal["full", "token"] = "full"
     on_policy: bool = False
@@ -175,7 +178,12 @@ class PolicyLossConfig:
         return counts or not (by_token and kept_by_token)
 
     def __post_init__(self) -> None:
-        check_aggregation(self.aggregation, self.max_length)
+        check_aggregation(self.aggregation, self.max_length, self.token_weights)
+        if self.token_weights == "sum" and (self.positive_nll_weight or self.counts_kept):
+            raise ValueError(
+                "token_weights = 'sum' is incompatible with positive_nll_weight and with a rejection's denominator = 'kept', "
+                "which count tokens; take 'count'"
+            )
         bonus = 0.0 if isinstance(self.entropy_bonus, EntropyBonus) else self.entropy_bonus
         for name, value in (("entropy_bonus", bonus), ("positive_nll_weight", self.positive_nll_weight)):
             if not 0 <= value < math.inf:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, check_aggregation
+from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
 from parallel_rl.functional.kl import KLType, kl_estimate, straight_through
 from parallel_rl.functional.ratio import exp_or_zero
 from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
@@ -31,6 +31,8 @@ class ReferenceKLLossConfig:
         `parallel_rl.functional.kl` says of which KL.
     input_clamp, output_clamp: bounds on |l_ref − l| and on the estimate; None is off.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, of which 0 masks, and divide by the number of tokens
+        with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """
 
     estimator: KLType = "k3"
@@ -39,9 +41,10 @@ class ReferenceKLLossConfig:
     output_clamp: float | None = None
     aggregation: Aggregation = "token-mean"
     max_length: int | None = None
+    token_weights: WeightedBy | None = None
 
     def __post_init__(self) -> None:
-        check_aggregation(self.aggregation, self.max_length)
+        check_aggregation(self.aggregation, self.max_length, self.token_weights)
         KLConfig(1.0, self.estimator, self.gradient, input_clamp=self.input_clamp, output_clamp=self.output_clamp)
 
 
@@ -72,7 +75,7 @@ class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
     @cached_property
     def requirements(self) -> Requirements:
         needs = Requirements((Field("reference_policy_logprobs"),), token_separable=True)
-        return with_units(needs, self.config.aggregation)
+        return with_units(needs, self.config.aggregation, self.config.token_weights)
 
     def count_from(self, batch: TokenBatch) -> Statistics:
         return count_units(batch, self.config.aggregation)

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from torch import Tensor
 
 from parallel_rl.config.strict import nearest
-from parallel_rl.counts import Aggregation, check_aggregation
+from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
 from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
@@ -34,6 +34,7 @@ class ObjectiveConfig:
     """Options of an objective on tokens; one with options of its own extends it.
 
     aggregation: how tokens are averaged, see `NLLLossConfig`. max_length: L_max of "constant-length".
+    token_weights: "count" or "sum", see `NLLLossConfig`.
 
     >>> ObjectiveConfig("constant-length", max_length=512).aggregation
     'constant-length'
@@ -41,9 +42,10 @@ class ObjectiveConfig:
 
     aggregation: Aggregation = "token-mean"
     max_length: int | None = None
+    token_weights: WeightedBy | None = None
 
     def __post_init__(self) -> None:
-        check_aggregation(self.aggregation, self.max_length)
+        check_aggregation(self.aggregation, self.max_length, self.token_weights)
 
 
 def losses() -> Mapping[str, type[LossFn]]:
@@ -205,7 +207,9 @@ def register_objective(
             "__module__": objective.__module__,
             "config_class": config or (ObjectiveConfig if level == "token" else NoConfig),
             "requirements": cached_property(
-                lambda self: with_units(needs, self.config.aggregation) if level == "token" else needs
+                lambda self: (
+                    with_units(needs, self.config.aggregation, self.config.token_weights) if level == "token" else needs
+                )
             ),
             "compute": compute,
             "count_from": count_from,

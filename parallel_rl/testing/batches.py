@@ -102,6 +102,7 @@ def make_batch(
         "teacher_topk_logits": best.values,
         "teacher_topk_indices": best.indices,
         "teacher_logsumexp": teacher.roll(1, 1).logsumexp(-1).to(kind).double(),
+        "token_weights": (torch.rand(rows, width, generator=others) * 3 - 1).clamp(min=0).to(kind).double(),
         "observation_mask": inside & ~token_mask & (torch.rand(rows, width, generator=others) < 0.7),
         "second_reference_logprobs": (base + 0.4 * torch.randn(rows, width, generator=others).double())
         .to(kind)
@@ -130,6 +131,8 @@ def poisoned(data: dict[str, Tensor], loss_fn: LossFunction) -> dict[str, Tensor
     bad = {name: value.clone() for name, value in data.items()}
     for name, value in bad.items():
         masked = ~(_scored(data, loss_fn) if name == "input_ids" else _token_mask(data))
+        if loss_fn.requirements.token_weights is not None and name != "token_weights":
+            masked |= data["token_weights"] == 0
         masked[:, 0] |= loss_fn.requirements.shift
         wild = torch.where(torch.arange(int(masked.sum())) % 2 == 0, -7, 10**6)
         poison = torch.tensor(POISON).repeat(masked.numel())[: len(wild)]
@@ -153,9 +156,11 @@ def _token_mask(data: dict[str, Tensor]) -> Tensor:
 def _scored(data: dict[str, Tensor], loss_fn: LossFunction) -> Tensor:
     """[B, S] bool: tokens that carry loss, those of `token_mask` and of the masks of components."""
     mask = _token_mask(data)
+    if loss_fn.requirements.token_weights is not None:
+        mask &= data["token_weights"] > 0
     for component in loss_fn.components if isinstance(loss_fn, ComponentsLoss) else ():
         if component.view.mask is not None:
-            mask = mask | (data[component.view.mask] & (data["sample_mask"] != 0)[:, None])
+            mask |= data[component.view.mask] & (data["sample_mask"] != 0)[:, None]
     return mask
 
 

@@ -102,7 +102,11 @@ _SECOND = {
         "coefficient": -0.4,
         "fields": {"reference_policy_logprobs": "second_reference_logprobs"},
     },
-    "expert": {"loss": {"name": "nll"}, "rows": "expert_mask", "coefficient": 0.3},
+    "expert": {
+        "loss": {"name": "nll", "options": {"token_weights": "count"}},
+        "rows": "expert_mask",
+        "coefficient": 0.3,
+    },
 }
 _TEACHERS = {
     "policy": {"loss": {"name": "policy", "options": {"entropy_bonus": 0.1}}},
@@ -122,6 +126,7 @@ _KEPT = {"rules": [{"statistic": "k1", "low": 0.7, "high": 1.4}], "denominator":
 # some of these.
 CORE = [
     Case("nll"),
+    Case("nll", {"token_weights": "count"}),
     Case("preference"),
     Case("dpo", {"sft_loss_weight": 0.4, "preference_loss_weight": 0.7, "reference_policy_kl_penalty": 0.3}),
     Case("simpo", {"label_smoothing": 0.1}),
@@ -179,6 +184,12 @@ MORE = [
     Case("test_sequence_token", {"aggregation": "prompt-mean"}),
     Case("value", {"aggregation": "trajectory-mean", "head_position": "token"}),
     Case("distillation", {"aggregation": "prompt-mean"}),
+    Case("nll", {"token_weights": "sum", "aggregation": "seq-mean-token-mean"}),
+    Case("nll", {"token_weights": "count", "aggregation": "token-sum"}),
+    Case("policy", {"token_weights": "sum", "entropy_bonus": 0.1, "kl": {"coefficient": 0.3}}),
+    Case("policy", {"token_weights": "count", "ratio_level": "sequence-mean", "rejection": _KEPT}),
+    Case("test_sequence_token", {"token_weights": "count", "aggregation": "prompt-mean"}),
+    Case("full_distillation", {"token_weights": "sum"}),
     Case("components", {"components": _SECOND}),
     Case("components", {"components": _TEACHERS}),
     Case(
@@ -325,8 +336,8 @@ def batch_of(
 
 
 def reference_of(case: Case) -> Reference | None:
-    """The dense reference of the case's loss; there is none for a truncated policy."""
-    return None if case.options else _REFERENCES.get(case.loss)
+    """The dense reference of the case's loss; there is none for a truncated policy, and none with weights of tokens."""
+    return None if case.options or "token_weights" in case.config else _REFERENCES.get(case.loss)
 
 
 def expected(case: Case, batch: Batch) -> Expected:

@@ -67,6 +67,7 @@ def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict
         "returns",
         "values",
         "second_reference_logprobs",
+        "token_weights",
     ):
         data[name] = torch.full((rows, width), -1.5, device=device)
     data["preference_labels"] = torch.arange(rows, device=device).float() % 3 - 1

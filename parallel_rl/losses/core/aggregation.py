@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.counts import Aggregation, token_weights
-from parallel_rl.losses.core.requirements import Field, Requirements
+from parallel_rl.counts import Aggregation, WeightedBy, token_weights
+from parallel_rl.losses.core.requirements import WEIGHTS, Field, Requirements
 from parallel_rl.statistics import Statistics
 
 if TYPE_CHECKING:
@@ -42,15 +42,20 @@ def aggregation_weights(batch: TokenBatch, aggregation: Aggregation, max_length:
     """[T_local] float64, the weight of each token; see `parallel_rl.counts.token_weights`, and for units the module."""
     if aggregation in UNIT_FIELDS:
         return unit_weights(batch, aggregation)
-    return batch.expand(token_weights(aggregation, batch.tokens_per_sequence, batch.counts, max_length))
+    sizes, counts = batch.local.divisors
+    return batch.expand(token_weights(aggregation, sizes, counts, max_length))
 
 
-def with_units(needs: Requirements, aggregation: Aggregation) -> Requirements:
+def with_units(needs: Requirements, aggregation: Aggregation, weights: WeightedBy | None = None) -> Requirements:
     """The requirements of a loss that is aggregated so: for units, the field of their ids and the count of the step.
+
+    With token weights theirs, too: their field, and the count of those that are not 0.
 
     >>> with_units(Requirements(), "prompt-mean").names, with_units(Requirements(), "token-mean").counted
     (('group_ids',), False)
     """
+    if weights is not None:
+        needs = replace(needs, fields=(*needs.fields, WEIGHTS), counted=True, token_weights=weights)
     if aggregation not in UNIT_FIELDS:
         return needs
     field = UNIT_FIELDS[aggregation]

@@ -23,7 +23,8 @@ from parallel_rl.losses.core.counted import count_step
 from parallel_rl.losses.core.from_hidden_states import check_lm_head, project
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.options import VocabOptions
-from parallel_rl.losses.core.requirements import Requirements
+from parallel_rl.losses.core.requirements import WEIGHTS, Requirements
+from parallel_rl.losses.core.token_weights import count_weights, weighted
 from parallel_rl.losses.core.truncated_policy import read_truncated_policy, with_dropped
 from parallel_rl.metrics import Metrics
 from parallel_rl.statistics import Statistics
@@ -125,7 +126,7 @@ class LossFn(LossFunction, Generic[ConfigT]):
         Args:
             batch: whole on this rank, with float64 fields, without any output of the model; its counts are 1.
         """
-        raise NotImplementedError(f"{type(self).__name__} requires `counted`, but has no count_from")
+        return Statistics({})
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
         """This rank's part of what the model's output tells of the step, for a loss that requires `collected`."""
@@ -187,7 +188,10 @@ class LossFn(LossFunction, Generic[ConfigT]):
 
     def _count_local(self, local: LocalBatch) -> Statistics:
         """What this loss counts in whole data that is narrowed to its tokens."""
-        return self.count_from(TokenBatch(local, ModelOutput())) if self.requirements.counted else Statistics({})
+        if not self.requirements.counted:
+            return Statistics({})
+        weights = Statistics({}) if local.weights is None else count_weights(local)
+        return weights | self.count_from(TokenBatch(local, ModelOutput()))
 
     @torch.no_grad()
     def run_collect(self, call: LossCall) -> Statistics:
@@ -245,12 +249,13 @@ class LossFn(LossFunction, Generic[ConfigT]):
         return data
 
     def _narrowed(self, local: LocalBatch) -> LocalBatch:
-        """The batch whose mask is the tokens that this loss scores; here all valid ones."""
-        return local
+        """The batch whose mask is the tokens that this loss scores; here all valid ones, or those with a weight."""
+        return local if self.requirements.token_weights is None else weighted(local)
 
     def _scored(self, data: Mapping[str, Tensor]) -> Tensor:
         """[B, S] bool: the tokens that may carry loss."""
-        return valid_tokens(data)
+        valid = valid_tokens(data)
+        return valid if self.requirements.token_weights is None else valid & (data[WEIGHTS.name] > 0)
 
     def _check_values(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
         """Refuse values that are wrong whatever the model's output is."""
@@ -268,7 +273,7 @@ class LossFn(LossFunction, Generic[ConfigT]):
         check_logits(logits, options.consume_logits, options.backend)
         shard = options.shard(logits.shape[-1], tensor_group)
         if checks_values(data["input_ids"]):
-            check_targets(torch.where(valid_tokens(data), data["input_ids"], 0), shard.vocab_size, ignore_index=None)
+            check_targets(torch.where(self._scored(data), data["input_ids"], 0), shard.vocab_size, ignore_index=None)
         if options.truncation.kept_sets:
             check_kept_ids(data["kept_ids"], valid_tokens(data), shard.vocab_size)
 

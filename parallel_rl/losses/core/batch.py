@@ -198,9 +198,10 @@ class TokenBatch:
         """Σ over local valid tokens of weight·x: this rank's share; sums run in float64.
 
         Args:
-            x: [T_local], or [K, T_local] for K sums. weights: [T_local].
+            x: [T_local], or [K, T_local] for K sums. weights: [T_local]; the data's token weights multiply them.
         """
-        return (self.local.masked(x, self.output.dtype).to(torch.float64) * weights).sum(-1).to(x.dtype)
+        scaled = weights if self.local.scale is None else weights * self.local.scale
+        return (self.local.masked(x, self.output.dtype).to(torch.float64) * scaled).sum(-1).to(x.dtype)
 
     def sequence_sum(self, x: Tensor, mask: Tensor, count: Tensor) -> Tensor:
         """Σ over valid entries of x / count, divided among the context ranks, which all hold the same x.

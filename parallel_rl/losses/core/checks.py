@@ -11,7 +11,8 @@ from torch import Tensor
 from parallel_rl.counts import check_zeros_and_ones
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.aggregation import UNIT_FIELDS, check_unit_ids
-from parallel_rl.losses.core.requirements import Field
+from parallel_rl.losses.core.requirements import WEIGHTS, Field
+from parallel_rl.losses.core.token_weights import check_token_weights
 from parallel_rl.losses.core.turns import check_segment_ids
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
@@ -112,10 +113,14 @@ def check_values(data: Mapping[str, Tensor], needs: Requirements) -> None:
     """Check the values of data whose shapes are right.
 
     Raises:
-        ValueError: a mask with values other than 0 and 1; NaN in a valid place; segment ids that decrease.
+        ValueError: a mask with values other than 0 and 1; NaN in a valid place; a weight of a
+            token that is negative or not finite; segment ids that decrease.
     """
     check_zeros_and_ones(data)
     valid = valid_tokens(data, needs.shift)
+    if needs.token_weights is not None:
+        check_token_weights(data[WEIGHTS.name], valid)
+        valid = valid & (data[WEIGHTS.name] > 0)
     if "segment_ids" in needs.names:
         check_segment_ids(data["segment_ids"], valid)
     for field in UNIT_FIELDS.values():

@@ -248,7 +248,7 @@ class ComponentsLoss(LossFn[ConfigT]):
             component.loss._check_values(view, component.loss.requirements.given(view))
 
     def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        super()._check_output(logits, {**data, "token_mask": self._scored(data)}, tensor_group)
+        super()._check_output(logits, data, tensor_group)
         for component in self.components:
             component.loss._check_output(logits, component.view.of(data), tensor_group)
 

@@ -40,6 +40,7 @@ class LocalBatch:
         statistics: of the whole step, for the losses that need them.
         heads: fields that are hidden states and a head; the data has a stand-in of the logits' shape.
         dropped: [T_local] bool, valid tokens that left the mask because a truncated policy does not keep them.
+        weights: [B, S] float64 of the tokens, 0 where none is valid, for a loss that reads them.
         parts: of a loss that is a sum of others, each one's view of the batch.
     """
 
@@ -51,6 +52,7 @@ class LocalBatch:
     statistics: Statistics | None = None
     dropped: Tensor | None = None
     heads: Mapping[str, LMHeadInput] = made_by(default_factory=dict)
+    weights: Tensor | None = None
     parts: Mapping[str, LocalBatch] = made_by(default_factory=dict)
 
     @cached_property
@@ -77,6 +79,25 @@ class LocalBatch:
         if self.dropped is not None:  # known where the token is only
             return self.layout.segment_sum(self.mask.double(), self.context_group).to(torch.int64)
         return self.valid.sum(1)
+
+    @cached_property
+    def scale(self) -> Tensor | None:
+        """[T_local] float64 weights of the local tokens, for a loss that reads them."""
+        return None if self.weights is None else self.layout.take(self.weights, self.requirements.shift)
+
+    @cached_property
+    def divisors(self) -> tuple[Tensor, ValidCounts]:
+        """[B] what the tokens of each sequence add to a denominator, and the counts of the step: numbers or sums of weights."""
+        if self.weights is None or self.requirements.token_weights == "count":
+            return self.tokens_per_sequence, self.counts
+        sums = self.weights.sum(1)
+        if self.dropped is not None:
+            assert self.scale is not None
+            sums = self.layout.segment_sum(torch.where(self.mask, self.scale, 0), self.context_group)
+        if not self.statistics:  # where the sum of the step is in no denominator
+            return sums, self.counts
+        total = self.statistics["weight_sum"]
+        return sums, ValidCounts(self.counts.seqs, torch.where(total > 0, total, 1))
 
     @cached_property
     def turns(self) -> TurnLayout:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from parallel_rl.counts import WeightedBy
     from parallel_rl.vocab.truncation import Truncation
 
 Alignment = Literal["token", "predictor"]
@@ -37,6 +38,9 @@ class Field:
     width: bool = False
 
 
+WEIGHTS = Field("token_weights")
+
+
 @dataclass(frozen=True)
 class Requirements:
     """Inputs that a loss reads and properties that it claims.
@@ -59,6 +63,8 @@ class Requirements:
             (data, statistics, counts) being constant, so that gradients may be computed in forward (`LMHeadInput`).
         weighs_sequences: a token's term depends on which other tokens are valid (n_i, sums of data over a sequence). A
             truncated policy drops tokens by their log-probs, so that such a loss then does not separate over tokens.
+        token_weights: how the loss is divided where it multiplies its tokens by the field token_weights, see the module of that
+            name; None: it reads none.
         shift: position t speaks of token t + 1, which it predicts; False: of token t itself.
     """
 
@@ -73,6 +79,7 @@ class Requirements:
     truncatable: bool = False
     token_separable: bool = False
     weighs_sequences: bool = True
+    token_weights: WeightedBy | None = None
     shift: bool = True
 
     @property
