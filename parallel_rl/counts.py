@@ -172,7 +172,10 @@ def token_weights(
     if mode == "token-mean":
         return ones / counts.toks
     if mode == "seq-mean-token-mean":
-        return ones / (counts.seqs * torch.where(tokens_per_sequence > 0, tokens_per_sequence, 1))
+        number = tokens_per_sequence
+        # a sum of weights may lie below 1
+        number = torch.where(number > 0, number, 1) if number.is_floating_point() else number.clamp(min=1)
+        return ones / (counts.seqs * number)
     if mode == "seq-mean-token-sum":
         return ones / counts.seqs
     if mode == "token-sum":

@@ -67,7 +67,6 @@ def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict
         "returns",
         "values",
         "second_reference_logprobs",
-        "token_weights",
     ):
         data[name] = torch.full((rows, width), -1.5, device=device)
     data["preference_labels"] = torch.arange(rows, device=device).float() % 3 - 1
@@ -77,6 +76,7 @@ def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict
     data["group_ids"] = data["run_ids"] = torch.arange(rows, device=device)
     data["segment_ids"] = torch.zeros(rows, width, dtype=torch.int64, device=device)
     data["expert_mask"] = torch.arange(rows, device=device) % 2 == 0
+    data["token_weights"] = torch.full((rows, width), 0.5, device=device)
     data["observation_mask"] = torch.arange(width, device=device).expand(rows, width) % 3 == 0
     data["teacher_logits"] = torch.zeros(rows, width, columns, device=device)
     data["teacher_topk_logits"] = torch.zeros(rows, width, 3, device=device)
