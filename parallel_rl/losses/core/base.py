@@ -237,7 +237,7 @@ class LossFn(LossFunction, Generic[ConfigT]):
         if needs.paired and rows % 2:
             raise ValueError(f"preference pairs are (even, odd) rows, so their number must be even; got {rows} rows")
         layout = self._layout(call, logits, rows, width)
-        if call.packed_sequences is not None:
+        if call.packed_sequences is not None and checks_values(call.data["token_mask"]):
             check_lengths(self._scored(call.data), layout)
         self._check_output(logits, call.data, group)
         if head is not None:

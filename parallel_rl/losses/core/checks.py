@@ -92,13 +92,11 @@ def _check_shape(value: Tensor, field: Field, batch: tuple[int, int], output: Te
 
 
 def check_lengths(scored: Tensor, layout: SequenceLayout) -> None:
-    """Check that every token that carries loss lies within its sequence in the packed row, where values are checked.
+    """Check that every token that carries loss lies within its sequence in the packed row.
 
     Raises:
         ValueError: one that does not; it would be counted and never summed.
     """
-    if not checks_values(scored):
-        return
     columns = torch.arange(layout.shape[1], device=layout.lengths.device)
     beyond = scored & (columns >= layout.lengths[:, None])
     if bool(beyond.any()):
