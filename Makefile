@@ -64,6 +64,7 @@ docs: $(STAMP)  ## docs/losses.md, from the code and the recipes
 bench: $(STAMP)  ## the benchmarks, with their figures checked
 	$(BIN)/python -m benchmarks.token_stats --check
 	$(BIN)/python -m benchmarks.linear --check
+	$(BIN)/python -m benchmarks.distillation --check
 	$(BIN)/python -m benchmarks.losses --check
 	$(BIN)/python -m benchmarks.truncation --check
 	$(BIN)/python -m benchmarks.packing --check
