@@ -29,7 +29,8 @@ class ReferenceKLLossConfig:
     estimator: k1, k2, k3, abs, or low_var_kl (k3 with its field's clamps).
     gradient: "plain" autograd, or "score-function" by a weight exp(l − sg l), or "straight-through", that of k2; the table in
         `parallel_rl.functional.kl` says of which KL.
-    input_clamp, output_clamp: bounds on |l_ref − l| and on the estimate; None is off.
+    input_clamp, output_clamp: bounds on |l_ref − l| and on the estimate (verl's `loss_max_clamp`); None is off.
+    log_prob_min_clamp: both log-probs are at least this, below 0; where the policy's is less, it has no gradient. None is off.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
     token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, of which 0 masks, and divide by the number of tokens
         with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
@@ -39,12 +40,17 @@ class ReferenceKLLossConfig:
     gradient: Literal["plain", "score-function", "straight-through"] = "score-function"
     input_clamp: float | None = None
     output_clamp: float | None = None
+    log_prob_min_clamp: float | None = None
     aggregation: Aggregation = "token-mean"
     max_length: int | None = None
     token_weights: WeightedBy | None = None
 
     def __post_init__(self) -> None:
         check_aggregation(self.aggregation, self.max_length, self.token_weights)
+        if self.log_prob_min_clamp is not None and not self.log_prob_min_clamp < 0:
+            raise ValueError(
+                f"log_prob_min_clamp = {self.log_prob_min_clamp} must be below 0, as log-probs are; None: none"
+            )
         KLConfig(1.0, self.estimator, self.gradient, input_clamp=self.input_clamp, output_clamp=self.output_clamp)
 
 
@@ -83,6 +89,8 @@ class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg, logprobs, reference = self.config, batch.logprobs, batch["reference_policy_logprobs"]
         weight = exp_or_zero(logprobs - logprobs.detach()) if cfg.gradient == "score-function" else None
+        if cfg.log_prob_min_clamp is not None:
+            logprobs, reference = (x.clamp(min=cfg.log_prob_min_clamp) for x in (logprobs, reference))
         clamped = partial(kl_estimate, logprobs, reference, input_clamp=cfg.input_clamp, output_clamp=cfg.output_clamp)
         estimate = clamped(cfg.estimator, weight=weight)
         if cfg.gradient == "straight-through":

@@ -286,3 +286,20 @@ def test_reference_kl_is_the_kl_of_the_policy_loss(estimator: str, gradient: str
     found = step(get_loss("reference_kl")(kl), logits, data)
     assert found.loss == pytest.approx(whole.loss, rel=1e-12)
     torch.testing.assert_close(found.gradient, whole.gradient, rtol=1e-12, atol=1e-16)
+
+
+def test_reference_kl_with_clamped_log_probs() -> None:
+    """verl's clamp: below it a log-prob is a constant, on either side."""
+    logits, data = batch()
+    config = {"estimator": "k2", "gradient": "plain", "log_prob_min_clamp": -2.0}
+    found = step(get_loss("reference_kl")(config), logits, data)
+    leaf = logits.clone().requires_grad_()
+    own = leaf.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0].clamp(min=-2.0)
+    valid = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:].bool()
+    assert bool((own[valid] == -2.0).any()) and bool((own[valid] > -2.0).any())
+    want = ((own - data["reference_policy_logprobs"][:, 1:].clamp(min=-2.0)).square() / 2)[valid].sum() / valid.sum()
+    want.backward()
+    assert found.loss == pytest.approx(want.item(), rel=1e-12)
+    torch.testing.assert_close(found.gradient, leaf.grad, rtol=1e-11, atol=1e-15)
+    with pytest.raises(ValueError, match=r"log_prob_min_clamp = 0.5 must be below 0"):
+        get_loss("reference_kl")({"log_prob_min_clamp": 0.5})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,7 @@ TAUGHT = {
     "gkd": "distillation.teacher",
     "on_policy_distillation": "rl.teacher",
     "grpo_distillation": "rl.teacher",
+    "policy_and_teacher": "rl.teacher",
 }
 QUICK = {"ppo", "dapo", "remax", "clip_cov", "chord", "kto", "reward_model", "optimal_token_baseline"}
 
@@ -144,7 +146,10 @@ def test_an_unknown_recipe_gets_the_nearest_name() -> None:
 
 
 def test_every_loss_has_a_recipe_or_is_a_face() -> None:
-    used = {str(loss_of(read_tree(path))["name"]) for path in recipes().values()}  # type: ignore[index]
+    """By itself or as a component."""
+    chosen: list[Any] = [loss_of(read_tree(path)) for path in recipes().values()]
+    parts = [loss["options"]["components"].values() for loss in chosen if loss["name"] == "components"]
+    used = {loss["name"] for loss in [*chosen, *(part["loss"] for some in parts for part in some)]}
     assert used >= {name for name in losses() if not name.startswith(("doc_", "test_"))} - {"clipped_pg"}
 
 
@@ -233,7 +238,11 @@ def test_two_steps(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in ("gkd", "grpo_distillation") else pytest.mark.slow) for n in TAUGHT]
+    "name",
+    [
+        pytest.param(n, marks=[] if n in ("grpo_distillation", "policy_and_teacher") else pytest.mark.slow)
+        for n in TAUGHT
+    ],
 )
 def test_two_steps_with_a_teacher(name: str, tmp_path: Path) -> None:
     """Takes two runs: the teacher's weights come from a run's checkpoint."""
@@ -241,6 +250,33 @@ def test_two_steps_with_a_teacher(name: str, tmp_path: Path) -> None:
     teacher = tmp_path / "teacher" / "checkpoints" / "step_000002"
     [rows] = run_world(1, train_rows, tiny(name, tmp_path / "student", **{TAUGHT[name]: teacher}))
     check(rows, name)
+
+
+WHOLE = """{name: components, options: {components: {
+    policy: {loss: {name: policy, options: {surrogate: ppo}}},
+    teacher: {loss: {name: full_distillation, options: {divergence: reverse_kl}}, coefficient: 0.5}}}}"""
+
+
+@pytest.mark.parametrize("fused", [False])
+def test_a_policy_and_the_teachers_distributions_in_one_forward(fused: bool, tmp_path: Path) -> None:
+    """The estimator reads no teacher, the loss does: its logits of each micro-batch."""
+    run_world(1, train_rows, tiny("sft", tmp_path / "teacher"))
+    more = {"rl.teacher": tmp_path / "teacher" / "checkpoints" / "step_000002", "rl.loss": WHOLE.replace("\n", "")}
+    [expected] = run_world(1, train_rows, tiny("grpo", tmp_path / "one", **more))
+    check(expected, "grpo")
+    assert min(row["teacher/loss"] for row in expected if row["phase"] != "warmup") > 0
+    layout = {"parallel": {"tensor": 2, "sequence_parallel": True}, "model.fused_head": fused}
+    for rows in run_world(2, train_rows, tiny("grpo", tmp_path / "many", **more, **layout)):
+        for row, other in zip(rows, expected, strict=True):
+            assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-10)
+
+
+def test_a_teacher_that_nothing_reads_is_refused() -> None:
+    path = str(find_recipe("grpo"))
+    with pytest.raises(ValueError, match=r"'teacher' has no effect with advantages.name = 'grpo'"):
+        load_config(path, ["--rl.teacher=somewhere"])
+    with pytest.raises(ValueError, match=r"reads 'teacher_logits', which rl.teacher gives; it is missing"):
+        load_config(path, [f"--rl.loss={WHOLE}".replace("\n", "")])
 
 
 @pytest.mark.parametrize(
