@@ -19,6 +19,8 @@ LABELS = "preference_labels"
 PREFERENCE_FIELDS = ("reference_policy_logprobs", LABELS)
 # what a teacher gives: log-probs of the sampled tokens, and its distributions
 OF_TEACHER = ("teacher_token_logprobs", "teacher_logits")
+# fields that recorded rollouts give, and what their records must then have
+RECORDED_FIELDS = {"run_ids": "run", "segment_ids": "segments"}
 # what an estimator may read
 ESTIMATOR_FIELDS = (
     "rewards",
@@ -66,7 +68,7 @@ class CriticConfig:
 
     def __post_init__(self) -> None:
         at_least(self, warmup_steps=0)
-        check_fields_available(self.loss, {"values": "", "returns": ""}, scalar_head=True)
+        check_fields_available(self.loss, dict.fromkeys(("values", "returns", "group_ids"), ""), scalar_head=True)
         needs = self.loss.requirements
         if needs.reads == "scalar" and not needs.shift:
             raise ValueError(
@@ -187,9 +189,16 @@ class RLConfig:
             "reference_policy_logprobs",
             "rewards",
             "sample_ids",
+            "group_ids",
+            *RECORDED_FIELDS,
         )
         taught = "" if self.teacher is not None else "which rl.teacher gives; it is missing"
         return {**dict.fromkeys(names, ""), "expert_mask": experts, **dict.fromkeys(OF_TEACHER, taught)}
+
+    @property
+    def recorded_fields(self) -> dict[str, str]:
+        """Fields that the loss reads and only recorded rollouts give, with what their records must have."""
+        return {name: key for name, key in RECORDED_FIELDS.items() if name in self.loss.requirements.names}
 
     @property
     def needs_reference(self) -> bool:

@@ -125,6 +125,12 @@ class TrainConfig:
                 raise ValueError(
                     f"rl.{name} = {getattr(rl, name)} has no effect with data.rollouts: nothing is sampled"
                 )
+        for name, key in rl.recorded_fields.items():
+            if not recorded:
+                raise ValueError(
+                    f"rl.loss.name = {rl.loss.name!r} reads {name!r}, which samples do not have; data.rollouts gives it by "
+                    f"the field {key!r} of its records"
+                )
         if recorded and "greedy_rewards" in rl.advantages.needs:
             raise ValueError(
                 f"rl.advantages.name = {rl.advantages.name!r} reads the rewards of greedy answers, which data.rollouts lacks"

@@ -214,7 +214,8 @@ class _Reader:
         _check_number(len(records), count, rl.steps)
         first = gather_results(lambda: records[0])[0]
         _check_rewards(first, rl)
-        records = self._open("rollouts", partial(_uniform, parse=parse, rewarded=first.reward is not None), records)
+        uniform = partial(_uniform, parse=parse, rewarded=first.reward is not None, needs=rl.recorded_fields)
+        records = self._open("rollouts", uniform, records)
         end = min(len(records), rl.steps * count)
 
         def cuts(place: int, batch: Sequence[Rollout]) -> None:
@@ -274,8 +275,16 @@ def fitting_prompt(row: Mapping[str, object], tokenizer: CharTokenizer, most: in
     return prompt
 
 
-def _uniform(row: Mapping[str, object], parse: Callable[[Mapping[str, object]], Rollout], rewarded: bool) -> Rollout:
+def _uniform(
+    row: Mapping[str, object],
+    parse: Callable[[Mapping[str, object]], Rollout],
+    rewarded: bool,
+    needs: Mapping[str, str],
+) -> Rollout:
     rollout = parse(row)
+    for name, key in needs.items():
+        if getattr(rollout, key) is None:
+            raise ValueError(f"the field {key!r} is missing; rl.loss reads {name!r}")
     if (rollout.reward is not None) != rewarded:
         raise ValueError(
             "'reward' is given in every record of data.rollouts or 'advantage' in every one; the first has "

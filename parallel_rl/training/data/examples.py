@@ -43,7 +43,8 @@ class Rollout:
     """A sample that was generated elsewhere: `logprobs` are those of its last `len(logprobs)` tokens.
 
     Either `reward` (advantages are then made within `group`) or `advantage` is set. `staleness` is how many optimizer steps the
-    policy that drew it lay behind, where that is known.
+    policy that drew it lay behind, where that is known. `run` names the trajectory that it is a part of. `segments` are the
+    turns of those tokens, numbers that do not decrease, or −1 where the environment wrote a token, which carries no loss.
     """
 
     tokens: tuple[int, ...]
@@ -52,6 +53,8 @@ class Rollout:
     reward: float | None
     advantage: float | None
     staleness: int | None = None
+    run: int | None = None
+    segments: tuple[int, ...] | None = None
 
 
 def parse_prompt(row: Mapping[str, object], tokenizer: CharTokenizer) -> Prompt:
@@ -92,12 +95,14 @@ def parse_pair(row: Mapping[str, object], tokenizer: CharTokenizer) -> Pair:
 
 
 def parse_rollout(row: Mapping[str, object], vocab_size: int) -> Rollout:
-    """{"tokens": [ids], "logprobs": [floats], "group": integer, and "reward" or "advantage": float}; "staleness": integer, too.
+    """{"tokens": [ids], "logprobs": [floats], "group": integer, and "reward" or "advantage": float}.
+
+    Beside them it may have "staleness" and "run", integers, and "segments", one integer a log-prob.
 
     Raises:
         ValueError: a field that is missing, unknown or malformed.
     """
-    _known(row, {"tokens", "logprobs", "group", "reward", "advantage", "staleness"})
+    _known(row, {"tokens", "logprobs", "group", "reward", "advantage", "staleness", "run", "segments"})
     tokens, logprobs = _numbers(row, "tokens", integer=True), _numbers(row, "logprobs")
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         outside = next(token for token in tokens if not 0 <= token < vocab_size)
@@ -114,8 +119,21 @@ def parse_rollout(row: Mapping[str, object], vocab_size: int) -> Rollout:
     reward = _number(row["reward"], "reward") if "reward" in row else None
     advantage = _number(row["advantage"], "advantage") if "advantage" in row else None
     group = int(_number(_field(row, "group"), "group", integer=True))
-    staleness = int(_number(row["staleness"], "staleness", integer=True)) if "staleness" in row else None
-    return Rollout(tuple(map(int, tokens)), tuple(logprobs), group, reward, advantage, staleness)
+    staleness, run = (int(_number(row[key], key, integer=True)) if key in row else None for key in ("staleness", "run"))
+    segments = _segments(row, len(logprobs)) if "segments" in row else None
+    return Rollout(tuple(map(int, tokens)), tuple(logprobs), group, reward, advantage, staleness, run, segments)
+
+
+def _segments(row: Mapping[str, object], count: int) -> tuple[int, ...]:
+    segments = tuple(map(int, _numbers(row, "segments", integer=True)))
+    if len(segments) != count:
+        raise ValueError(f"'segments' has {len(segments)} values for {count} 'logprobs'; they must be as many")
+    turns = [turn for turn in segments if turn != -1]
+    if not turns or turns != sorted(turns) or turns[0] < 0:
+        raise ValueError(
+            f"'segments' = {list(segments)} must be turns that do not decrease, at least 0, or -1 for tokens of the environment"
+        )
+    return segments
 
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
@@ -124,7 +142,7 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
     for rollout in rollouts:
         value = ("advantage", rollout.advantage) if rollout.reward is None else ("reward", rollout.reward)
         row = {"group": rollout.group, "tokens": rollout.tokens, "logprobs": rollout.logprobs, value[0]: value[1]}
-        row |= {} if rollout.staleness is None else {"staleness": rollout.staleness}
+        row |= {key: x for key in ("staleness", "run", "segments") if (x := getattr(rollout, key)) is not None}
         lines.append(json.dumps(row) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines), encoding="utf-8")

@@ -112,6 +112,15 @@ PAIR = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}
             {**ROLLOUT, "tokens": [1, 4, 2.5, 2]},
             r"line 2: tokens\[2\] = 2.5 is not valid; an integer",
         ),
+        ("rollouts", ROLLOUT, {**ROLLOUT, "segments": [0]}, "line 2: 'segments' has 1 values for 2 'logprobs'"),
+        (
+            "rollouts",
+            ROLLOUT,
+            {**ROLLOUT, "segments": [1, 0]},
+            r"line 2: 'segments' = \[1, 0\] must be turns that do not",
+        ),
+        ("rollouts", ROLLOUT, {**ROLLOUT, "segments": [-1, -1]}, r"line 2: 'segments' = \[-1, -1\] must be turns"),
+        ("rollouts", ROLLOUT, {**ROLLOUT, "run": 1.5}, "line 2: run = 1.5 is not valid; an integer"),
         ("rollouts", ROLLOUT, {**ROLLOUT, "group": "a"}, "line 2: group = 'a' is not valid"),
         ("rollouts", ROLLOUT, {**ROLLOUT, "advantage": 1.0}, "line 2: exactly one of 'reward' and 'advantage'"),
     ],
@@ -134,6 +143,7 @@ def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
 def test_rollouts_survive_the_way_through_a_file(tmp_path: Path) -> None:
     for value in ((1.0, None), (None, -0.5)):
         rollouts = [Rollout((1, 4, 5, 2), (-0.123456789012, -1.0), group, *value) for group in (3, 3, 4)]
+        rollouts.append(Rollout((1, 4, 5, 2), (-0.5, -1.0), 4, *value, 2, 7, (0, 3)))
         write_rollouts(tmp_path / "new" / "rollouts.jsonl", rollouts)
         assert list(read("rollouts", tmp_path / "new" / "rollouts.jsonl")) == rollouts
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.experience import Experience, padded_samples
@@ -35,12 +37,26 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
         dtype=engine.float_dtype,
     )
     groups, ids = [record.group for record in mine], [first + index for index in indices]
-    made = Experience.of(samples).with_fields(group_ids=torch.tensor(groups), sample_ids=torch.tensor(ids))
+    made = Experience.of(samples).with_fields(group_ids=_ids(groups), sample_ids=_ids(ids))
+    if "run_ids" in config.recorded_fields:
+        made = made.with_fields(run_ids=_ids([record.run or 0 for record in mine]))
+    if any(record.segments is not None for record in batch):
+        made = _with_turns(made, mine)
     if batch[0].reward is None:
         advantages = torch.tensor([float(record.advantage or 0.0) for record in mine], dtype=engine.float_dtype)
         return replace(made, advantages=made.token_mask * advantages[:, None]), None
     rewards = torch.tensor([float(record.reward or 0.0) for record in batch], dtype=torch.float64)
     return replace(made, rewards=rewards[indices].to(engine.float_dtype)), float(rewards.mean())
+
+
+def _with_turns(made: Experience, records: Sequence[Rollout]) -> Experience:
+    """With the turns of each token; those of the environment carry no loss."""
+    turns = torch.zeros_like(made.input_ids)
+    for row, record in enumerate(records):
+        if record.segments is not None:
+            end = len(record.tokens)
+            turns[row, end - len(record.segments) : end] = torch.tensor(record.segments)
+    return made.with_fields(token_mask=made.token_mask & (turns >= 0), segment_ids=turns)
 
 
 def demonstrations(session: Session, config: RLConfig, at: TrainProgress) -> Experience:
@@ -51,6 +67,10 @@ def demonstrations(session: Session, config: RLConfig, at: TrainProgress) -> Exp
     samples = padded_samples([example.prompt for example in examples], [example.completion for example in examples])
     ids = torch.tensor([_EXPERTS + position for position in positions])
     return Experience.of(samples).with_fields(sample_ids=ids, expert_mask=torch.ones(len(positions), dtype=torch.bool))
+
+
+def _ids(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def _read(records: Records[Rollout], first: int, count: int) -> list[Rollout]:
