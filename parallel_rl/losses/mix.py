@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from parallel_rl.losses.coefficient import scheduled
-from parallel_rl.losses.core.aggregation import UNIT_FIELDS
 from parallel_rl.losses.core.component import Component, ComponentsLoss, DataView
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
 from parallel_rl.losses.policy import PolicyLossFn
@@ -104,11 +103,6 @@ class MixLossConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.mu, MuScheduleConfig) and not 0 <= self.mu <= 1:
             raise ValueError(f"mu = {self.mu} must lie in [0, 1]: it is the weight of the expert side")
-        if self.supervised.aggregation in UNIT_FIELDS:
-            raise ValueError(
-                f"supervised.aggregation = {self.supervised.aggregation!r} is of units that the experts' rows do not have; "
-                "average them over tokens or sequences"
-            )
 
     @property
     def schedule(self) -> MuScheduleConfig:

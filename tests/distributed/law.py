@@ -122,6 +122,16 @@ _TURNS = {
 
 _KEPT = {"rules": [{"statistic": "k1", "low": 0.7, "high": 1.4}], "denominator": "kept"}
 
+# each component has units of its own
+_UNITS = {
+    "policy": {
+        "loss": {"name": "policy", "options": {"aggregation": "prompt-mean", "rejection": _KEPT}},
+        "rows": "not expert_mask",
+    },
+    "turns": {"loss": {"name": "nll", "options": {"aggregation": "turn-mean"}}, "coefficient": 0.3},
+    "mix": {"loss": {"name": "mix", "options": {"supervised": {"aggregation": "trajectory-mean"}}}, "coefficient": 0.7},
+}
+
 # One or two of each loss, rich in options: they run on every world and layout, MORE on those of four ranks, the recipes on
 # some of these.
 CORE = [
@@ -191,6 +201,7 @@ MORE = [
     Case("test_sequence_token", {"token_weights": "count", "aggregation": "prompt-mean"}),
     Case("full_distillation", {"token_weights": "sum"}),
     Case("components", {"components": _SECOND}),
+    Case("components", {"components": _UNITS}),
     Case("components", {"components": _TEACHERS}),
     Case(
         "components",

@@ -168,7 +168,6 @@ def test_the_state_of_the_schedule_is_saved_and_restored() -> None:
         ({"mu": {"decay_steps": -3}}, "mu: decay_steps = -3 must be at least 0"),
         ({"mu": {"peak": 0.9}}, "mu: peak = 0.9 has no effect without warmup_steps or decay_steps"),
         ({"supervised": {"cutoff_prob": 0.3}}, "supervised: cutoff_prob = 0.3 has no effect with weighting = 'none'"),
-        ({"supervised": {"aggregation": "prompt-mean"}}, "supervised.aggregation = 'prompt-mean' is of units"),
         ({"policy": {"surrogate": "pp"}}, "policy.surrogate.name = 'pp' is not valid"),
     ],
 )
