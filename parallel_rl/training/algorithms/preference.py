@@ -8,7 +8,8 @@ import torch
 
 from parallel_rl.experience import Samples, padded_samples
 from parallel_rl.training.batching.micro_batches import local_share
-from parallel_rl.training.config.algorithms import LABELS, PreferenceConfig, rows_of_pair
+from parallel_rl.training.config.algorithms import PreferenceConfig, rows_of_pair
+from parallel_rl.training.config.fields import LABELS
 from parallel_rl.training.data.examples import Pair
 from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.train_step import StepMetrics

@@ -1,0 +1,61 @@
+"""Fields that the data of a section has, and whether a loss reads others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from parallel_rl.losses.choice import LossConfig
+
+# what rows of pairs can have beside their tokens
+LABELS = "preference_labels"
+PREFERENCE_FIELDS = ("reference_policy_logprobs", LABELS)
+# what a teacher gives: log-probs of the sampled tokens, and its distributions
+OF_TEACHER = ("teacher_token_logprobs", "teacher_logits")
+# fields that recorded rollouts give, and what their records must then have
+RECORDED_FIELDS = {"run_ids": "run", "segment_ids": "segments"}
+# what an estimator may read
+ESTIMATOR_FIELDS = (
+    "rewards",
+    "group_ids",
+    "token_mask",
+    "sample_mask",
+    "prev_logprobs",
+    "generation_logprobs",
+    "sum_pi_squared",
+    "kl",
+    "values",
+    "greedy_rewards",
+    "teacher_token_logprobs",
+)
+
+
+def check_fields_available(
+    choice: LossConfig, fields: Mapping[str, str], *, paired: bool = False, scalar_head: bool = False
+) -> None:
+    """Refuses a loss that reads what the objective's data does not have.
+
+    Args:
+        choice: the loss.
+        fields: those that there are, each with what would have to be set for it ("" where nothing).
+        paired: whether rows come as (chosen, rejected).
+        scalar_head: whether the model may have a scalar head.
+
+    Raises:
+        ValueError: names the field, and what would give it.
+    """
+    needs = choice.requirements
+    if needs.paired and not paired:
+        raise ValueError(
+            f"loss.name = {choice.name!r} reads (chosen, rejected) pairs; the section 'preference' has them"
+        )
+    if needs.reads == "scalar" and not scalar_head:
+        raise ValueError(f"loss.name = {choice.name!r} reads a scalar head, which the policy does not have")
+    for name in needs.names:
+        if fields.get(name, "-") == "":
+            continue
+        what = fields.get(name, f"which this section does not have ({_listed(fields)})")
+        raise ValueError(f"loss.name = {choice.name!r} reads {name!r}, {what}")
+
+
+def _listed(fields: Collection[str]) -> str:
+    return f"it has {', '.join(fields)}" if fields else "it has tokens and masks only"
