@@ -33,7 +33,7 @@ def sample(model: torch.nn.Module, prompts: torch.Tensor, ids: torch.Tensor, gro
     tokens = torch.cat([prompts, prompts.new_zeros(len(prompts), ANSWER)], dim=1)
     with m.replicas([model]), torch.no_grad():  # inside, context ranks run whole sequences, of any length
         for place in range(PROMPT, PROMPT + ANSWER):
-            logits = m.forward_logits(model, m.padded_input(tokens[:, :place], context_parallel=False))
+            logits = m.forward_logits(model, m.padded_input(tokens[:, :place], m.ALONE))
             keys = sample_keys(0, ids, torch.full_like(ids, place))
             tokens[:, place] = sample_tokens(logits[:, -1], keys, group=groups.tensor, vocab_size=VOCAB)
     dist.broadcast(tokens, group=groups.context, group_src=0)  # they ran the same; now it is certain

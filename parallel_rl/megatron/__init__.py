@@ -33,6 +33,7 @@ with warnings.catch_warnings(), without_builds():
         importlib.import_module(f"megatron.core.{_name}")
 
 from parallel_rl.megatron.attention import SelfAttentionCore
+from parallel_rl.megatron.context import ALONE, Context, replicas
 from parallel_rl.megatron.cpu import enable_cpu
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import clip_grads_, grad_norm, gradient, sum_gradients
@@ -51,7 +52,6 @@ from parallel_rl.megatron.model import (
 from parallel_rl.megatron.model_config import build_config, has_transformer_engine
 from parallel_rl.megatron.model_input import ModelInput, forward_logits, packed_bounds, packed_input, padded_input
 from parallel_rl.megatron.norm import ShardedNorm
-from parallel_rl.megatron.replicas import replicas
 from parallel_rl.megatron.scalar_head import ScalarHead, copy_trunk
 from parallel_rl.megatron.step import StepReport, forward_backward
 from parallel_rl.megatron.weights import global_parameters, initialize_weights, local_shard
@@ -81,6 +81,8 @@ __all__ = [  # in the order of the docstring
     "is_last_stage",
     "broadcast_from_last_stage",
     "replicas",
+    "Context",
+    "ALONE",
     "megatron_loss_func",
     "LossReport",
     "ModelInput",

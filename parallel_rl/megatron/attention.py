@@ -1,9 +1,9 @@
 """A core attention for Megatron layers in plain PyTorch: tensor, sequence, context parallel, padded, packed (THD).
 
-Under context parallelism each rank holds its zigzag share of every sequence. Keys and values are gathered once over
-the context group (the gather's backward is a reduce-scatter), and who may look at whom is decided by (segment, place
-in the sequence), so nothing is ever put back in order. Packed rows are worked in blocks of neighbouring sequences: a
-mask never grows with the row.
+Under context parallelism each rank holds its share of every sequence (zigzag), or of the whole row (contiguous). Keys and
+values are gathered once over the context group (the gather's backward is a reduce-scatter), and who may look at whom is
+decided by (segment, place in the sequence), so nothing is ever put back in order. Packed rows are worked in blocks of
+neighbouring sequences: a mask never grows with a zigzag row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from parallel_rl.layout import SequenceLayout
+from parallel_rl.layout import CPLayout, SequenceLayout
+from parallel_rl.megatron.model_config import CUT
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -72,6 +73,7 @@ class SelfAttentionCore(MegatronModule):
         self.layer_number = layer_number
         self.softmax_scale = softmax_scale  # None is 1/√d
         self.cp_group = pg_collection.cp
+        self.cp_layout: CPLayout = getattr(config, CUT, "zigzag")
 
     def forward(
         self,
@@ -109,7 +111,9 @@ class SelfAttentionCore(MegatronModule):
                 "attention_mask is not supported with packed sequences or context parallelism; leave it None"
             )
         blocks = _plan(
-            _bounds(packed_seq_params, length, size) if packed else (0, length * size), size, rank, query.device
+            _bounds(packed_seq_params, length, size) if packed else (0, length * size),
+            (size, rank, self.cp_layout),
+            query.device,
         )
         if size > 1:
             # One collective for both; [cp, S/cp, B, g, 2·d]
@@ -161,25 +165,28 @@ def _bounds(packed: PackedSeqParams | None, length: int, size: int) -> tuple[int
 
 
 @lru_cache(maxsize=64)
-def _plan(bounds: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> tuple[_Block, ...]:
+def _plan(bounds: tuple[int, ...], context: tuple[int, int, CPLayout], device: torch.device) -> tuple[_Block, ...]:
     """Puts neighbouring sequences together until a block is full. A sequence alone needs no mask without CP."""
+    if context[2] == "contiguous" and context[0] > 1:  # a rank's part of the row may end within a sequence
+        return (_block(bounds, context, device),)
     groups: list[tuple[int, ...]] = []
     first = 0
     for last in range(1, len(bounds)):
         if last + 1 == len(bounds) or bounds[last + 1] - bounds[first] > BLOCK:
             groups.append(bounds[first : last + 1])
             first = last
-    return tuple(_block(group, cp_size, cp_rank, device) for group in groups)
+    return tuple(_block(group, context, device) for group in groups)
 
 
-def _block(bounds: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> _Block:
+def _block(bounds: tuple[int, ...], context: tuple[int, int, CPLayout], device: torch.device) -> _Block:
+    cp_size, cp_rank, cut = context
     start, stop = bounds[0] // cp_size, bounds[-1] // cp_size
     if cp_size == 1 and len(bounds) == 2:
         return _Block(start, stop, None)
     total = bounds[-1] - bounds[0]
     cu_seqlens = torch.tensor(bounds) - bounds[0]
     ranks = [
-        SequenceLayout.packed(cu_seqlens, seq_len=total, total=total, cp_size=cp_size, cp_rank=rank)
+        SequenceLayout.packed(cu_seqlens, seq_len=total, total=total, cp_size=cp_size, cp_rank=rank, cp_layout=cut)
         for rank in range(cp_size)
     ]
     segments = torch.cat([layout.sequence_ids for layout in ranks])

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from parallel_rl.counts import check_masks
-from parallel_rl.layout import valid_tokens
+from parallel_rl.layout import CPLayout, valid_tokens
 from parallel_rl.losses.core.call import PackedSequences
+from parallel_rl.megatron.context import Context
 from parallel_rl.megatron.lm_head import FusedHead
 from parallel_rl.megatron.model_input import ModelInput, packed_bounds, packed_input, padded_input
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+ContextGroup: TypeAlias = ProcessGroup | Literal["model"] | None
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class MicroBatch:
         carries: [B, S/cp], packed [1, T/cp], bool, on the host: this rank's positions that carry loss. None where only a
             device knows them.
         heads: fields for the loss in the order of the logits that are hidden states and a head: a teacher's.
+        context_group: that shares these rows: the model's, or one of the micro-batch's own, see `forward_backward`.
     """
 
     input: ModelInput
@@ -39,10 +44,12 @@ class MicroBatch:
     packed: PackedSequences | None = None
     carries: Tensor | None = None
     heads: Mapping[str, LMHeadInput] = field(default_factory=dict)
+    context_group: ContextGroup = "model"
 
-    def width(self, cp_size: int) -> int:
+    @property
+    def width(self) -> int:
         """S of padded rows, T of a packed one: positions over all context ranks."""
-        return self.input.tokens.shape[1] * cp_size
+        return self.input.tokens.shape[1] * self.input.context.size
 
     def with_data(self, **fields: Tensor | LMHeadInput) -> Self:
         """Add fields for the loss, such as old log-probs, or `loss_input` of a teacher's output as `teacher_logits`."""
@@ -61,7 +68,13 @@ class MicroBatch:
         return int(self.carries.view(self.carries.shape[0], parts, -1).sum((0, 2)).max())
 
 
-def padded_batch(data: Mapping[str, Tensor], *, device: torch.device | None = None) -> MicroBatch:
+def padded_batch(
+    data: Mapping[str, Tensor],
+    *,
+    device: torch.device | None = None,
+    context_group: ContextGroup = "model",
+    cp_layout: CPLayout = "zigzag",
+) -> MicroBatch:
     """Rows as they are, right-padded to one width S.
 
     >>> padded_batch(data).input.tokens.shape
@@ -72,11 +85,16 @@ def padded_batch(data: Mapping[str, Tensor], *, device: torch.device | None = No
             and pipeline rank.
         device: where `data` goes; None leaves it where it is. From host tensors a fused head knows the rows that it may
             skip; from device tensors it projects all.
+        context_group: the ranks that share these rows, which all pass the same: "model" is Megatron's context group, any other
+            is dynamic context parallelism, None a rank alone.
+        cp_layout: how they cut them; that of `build_config` and of the loss.
 
     Raises:
         ValueError: data without input_ids or masks; a width that does not suit the layout, see `padded_input`.
     """
-    return _micro_batch(data, padded_input, None, device)
+    context = _context(context_group, cp_layout)
+    batch = _micro_batch(data, partial(padded_input, context=context), None, device)
+    return replace(batch, context_group=context_group)
 
 
 def packed_batch(
@@ -86,6 +104,8 @@ def packed_batch(
     multiple: int = 1,
     total: int | None = None,
     device: torch.device | None = None,
+    context_group: ContextGroup = "model",
+    cp_layout: CPLayout = "zigzag",
 ) -> MicroBatch:
     """The rows' true sequences one after the other in one row; `data` stays [B, S].
 
@@ -93,16 +113,21 @@ def packed_batch(
     torch.Size([1, 7])
 
     Args:
-        data, device: see `padded_batch`.
+        data, device, context_group, cp_layout: see `padded_batch`.
         lengths: [B] true lengths; host tensors cost no wait for the device.
         multiple, total: see `packed_bounds`.
 
     Raises:
         ValueError: data without input_ids or masks; lengths that do not fit, see `packed_bounds`, `packed_input`.
     """
-    true, padded = packed_bounds(lengths, multiple=multiple, total=total)
-    make_input = partial(packed_input, cu_seqlens=true, cu_seqlens_padded=padded)
-    return _micro_batch(data, make_input, (true, padded), device)
+    context = _context(context_group, cp_layout)
+    true, padded = packed_bounds(lengths, multiple=multiple, total=total, context=context)
+    make_input = partial(packed_input, cu_seqlens=true, cu_seqlens_padded=padded, context=context)
+    return replace(_micro_batch(data, make_input, (true, padded), device), context_group=context_group)
+
+
+def _context(group: ContextGroup, layout: CPLayout) -> Context:
+    return Context.present(layout) if group == "model" else Context.of(group, layout)
 
 
 def _micro_batch(

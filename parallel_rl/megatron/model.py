@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel_rl.megatron.attention import SelfAttentionCore
 from parallel_rl.megatron.cpu import enable_cpu
-from parallel_rl.megatron.model_config import has_transformer_engine
+from parallel_rl.megatron.model_config import CUT, has_transformer_engine
 from parallel_rl.megatron.norm import ShardedNorm
 from parallel_rl.megatron.scalar_head import replace_head
 from parallel_rl.megatron.weights import global_parameters, initialize_weights
@@ -178,6 +178,14 @@ def build_model(
         raise ValueError(
             f"mtp_num_layers = {config.mtp_num_layers} is incompatible with scalar_head = True, which predicts no token"
         )
+    contiguous = getattr(config, CUT, "zigzag") == "contiguous" and config.context_parallel_size > 1
+    if contiguous and CUT not in type(config).__dataclass_fields__ and position_embedding == "rope":
+        raise ValueError(
+            "cp_layout = 'contiguous' needs position_embedding = 'learned_absolute': this megatron-core has rotary positions "
+            "for zigzag rows only"
+        )
+    if contiguous and config.mtp_num_layers:
+        raise ValueError("cp_layout = 'contiguous' is incompatible with mtp_num_layers: Megatron rolls tokens zigzag")
     spec = layer_spec(config)
     if not has_transformer_engine(config.params_dtype):
         # A bare layer spec would get Megatron's own final norm, which does not know sequence parallelism without TE

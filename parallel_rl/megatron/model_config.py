@@ -11,6 +11,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from parallel_rl.layout import CPLayout
+
+#: field of newer versions' TransformerConfig; on older ones an attribute that our layers read
+CUT = "cp_partition_mode"
+
 
 def has_transformer_engine(dtype: torch.dtype) -> bool:
     """Whether Megatron's Transformer Engine layers are used for a model of `dtype`, else its local ones.
@@ -51,6 +56,7 @@ def build_config(
     deterministic: bool = False,
     dropout: float = 0.0,
     virtual_pp: int | None = None,
+    cp_layout: CPLayout = "zigzag",
     overrides: Mapping[str, object] | None = None,
 ) -> TransformerConfig:
     """Make Megatron's config of a Llama-like decoder for the layout that `initialize` set, for CPUs too.
@@ -69,6 +75,8 @@ def build_config(
         recompute: full activation recomputation, layer by layer.
         deterministic: Megatron's `deterministic_mode`.
         dropout: must be 0; the law does not hold otherwise.
+        cp_layout: how context ranks cut rows (newer Megatron: `cp_partition_mode`); "contiguous" needs an attention and
+            positions that know it: `SelfAttentionCore` with a learned table, or a newer Megatron's own.
         overrides: further fields of TransformerConfig by name.
 
     Raises:
@@ -118,10 +126,16 @@ def build_config(
         **_fusions(gated, bias, dtype),
         **(overrides or {}),
     }
+    known = CUT in TransformerConfig.__dataclass_fields__
+    if known:
+        fields[CUT] = cp_layout
     _check_fields(fields, tp, pp, virtual_pp)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # of Megatron's own default
-        return TransformerConfig(**fields)
+        config = TransformerConfig(**fields)
+    if not known:
+        setattr(config, CUT, cp_layout)
+    return config
 
 
 def _fusions(gated: bool, bias: bool, dtype: torch.dtype) -> dict[str, object]:

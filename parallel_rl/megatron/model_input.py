@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from parallel_rl.layout import SequenceLayout
+from parallel_rl.megatron.context import Context
 from parallel_rl.megatron.model import unwrap
 from parallel_rl.megatron.mtp import heads_running
 
@@ -25,9 +25,10 @@ class ModelInput:
     positions: Tensor
     packed: PackedSeqParams | None
     layout: SequenceLayout
+    context: Context
 
 
-def padded_input(input_ids: Tensor, *, context_parallel: bool = True) -> ModelInput:
+def padded_input(input_ids: Tensor, context: Context | None = None) -> ModelInput:
     """Take [B, S] tokens as they are, right-padded.
 
     >>> padded_input(data["input_ids"]).positions
@@ -36,18 +37,20 @@ def padded_input(input_ids: Tensor, *, context_parallel: bool = True) -> ModelIn
 
     Args:
         input_ids: [B, S], the same on every context rank.
-        context_parallel: False while context ranks are data replicas (`replicas`).
+        context: the ranks that share the rows; None is Megatron's. `ALONE` while they are data replicas (`replicas`).
 
     Raises:
         ValueError: S is not divisible by 2·cp, or by what sequence parallelism needs.
     """
-    size, rank = _context(context_parallel)
-    layout = SequenceLayout.padded(*input_ids.shape, cp_size=size, cp_rank=rank, device=input_ids.device)
-    return ModelInput(*_local(input_ids, layout), None, layout)
+    context = context or Context.present()
+    layout = SequenceLayout.padded(
+        *input_ids.shape, cp_size=context.size, cp_rank=context.rank, cp_layout=context.layout, device=input_ids.device
+    )
+    return ModelInput(*_local(input_ids, layout), None, layout, context)
 
 
 def packed_input(
-    input_ids: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None, *, context_parallel: bool = True
+    input_ids: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None, context: Context | None = None
 ) -> ModelInput:
     """Pack the sequences of [B, S] rows one after the other into one row.
 
@@ -58,12 +61,12 @@ def packed_input(
         input_ids: [B, S], the same on every context rank.
         cu_seqlens: [B + 1] integers, true lengths summed up from 0; host tensors cost no wait for the device.
         cu_seqlens_padded: [B + 1] the same with padding; `packed_bounds` makes both.
-        context_parallel: False while context ranks are data replicas (`replicas`).
+        context: see `padded_input`.
 
     Raises:
         ValueError: bounds that do not fit the rows, or lengths that are not divisible by 2·cp.
     """
-    size, rank = _context(context_parallel)
+    context = context or Context.present()
     bounds = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     if cu_seqlens.numel() - 1 != input_ids.shape[0]:
         raise ValueError(f"cu_seqlens has {cu_seqlens.numel() - 1} sequences, input_ids {input_ids.shape[0]} rows")
@@ -72,8 +75,9 @@ def packed_input(
         bounds,
         seq_len=input_ids.shape[1],
         total=int(bounds[-1]),
-        cp_size=size,
-        cp_rank=rank,
+        cp_size=context.size,
+        cp_rank=context.rank,
+        cp_layout=context.layout,
         device=input_ids.device,
     )
     longest = int(bounds.diff().max())
@@ -90,15 +94,15 @@ def packed_input(
         max_seqlen_kv=longest,
     )
     packed.bounds_on_host = tuple(bounds.tolist())  # every layer of SelfAttentionCore asks
-    return ModelInput(*_local(input_ids, layout), packed, layout)
+    return ModelInput(*_local(input_ids, layout), packed, layout, context)
 
 
 def packed_bounds(
-    lengths: Tensor, *, multiple: int = 1, total: int | None = None, context_parallel: bool = True
+    lengths: Tensor, *, multiple: int = 1, total: int | None = None, context: Context | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `cu_seqlens` and `cu_seqlens_padded` (int32, on the host) with the padding that the layout needs.
 
-    Each padded length is a multiple of 2·cp under context parallelism, the row of cp·tp (sequence parallelism); the last
+    Each padded length is a multiple of 2·cp under zigzag context parallelism, the row of cp·tp (sequence parallelism); the last
     sequence takes what the row needs.
 
     >>> true, padded = packed_bounds(torch.tensor([4, 3]), multiple=4)
@@ -109,17 +113,17 @@ def packed_bounds(
         lengths: [B] true lengths.
         multiple: of each padded length, besides.
         total: T, where the row shall have a fixed length.
-        context_parallel: False while context ranks are data replicas (`replicas`): no padding but `multiple`.
+        context: see `padded_input`; `ALONE` needs no padding but `multiple`.
 
     Raises:
         ValueError: lengths that are not [B] integers ≥ 1, or a `total` that does not hold them or is not such a multiple.
     """
     if lengths.dim() != 1 or lengths.is_floating_point() or lengths.numel() == 0 or int(lengths.min()) < 1:
         raise ValueError(f"lengths must be [B] integers ≥ 1, got {lengths.dtype} {lengths.tolist()}")
-    size, _ = _context(context_parallel)
-    tp = parallel_state.get_tensor_model_parallel_world_size() if context_parallel else 1
-    unit = math.lcm(multiple, 2 * size if size > 1 else 1)
-    row = math.lcm(unit, size * tp)
+    context = context or Context.present()
+    size = context.size
+    unit = math.lcm(multiple, 2 * size if size > 1 and context.layout == "zigzag" else 1)
+    row = math.lcm(unit, size * context.tensor)
     host = lengths.detach().cpu().to(torch.int64)
     rooms = (host + unit - 1) // unit * unit
     needed = int(rooms.sum())
@@ -158,12 +162,6 @@ def forward_logits(model: torch.nn.Module, batch: ModelInput, *, mtp: bool = Fal
     with heads_running(unwrap(model), mtp):
         out: Tensor = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed, **options)
     return out
-
-
-def _context(context_parallel: bool) -> tuple[int, int]:
-    if not context_parallel:
-        return 1, 0
-    return parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
 
 
 def _local(input_ids: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:

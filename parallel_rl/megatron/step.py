@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -14,19 +15,19 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.counts import ValidCounts, count_valid
-from parallel_rl.groups import ParallelGroups
+from parallel_rl.groups import ParallelGroups, group_rank
 from parallel_rl.losses.core.call import LossCall, LossFunction
-from parallel_rl.losses.core.counted import masked_data
 from parallel_rl.losses.nll import NLLLoss
+from parallel_rl.megatron.context import context_group
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
-from parallel_rl.megatron.lm_head import FusedHead, is_fused
+from parallel_rl.megatron.lm_head import FusedHead
 from parallel_rl.megatron.loss import LossReport, scaled_loss_func
-from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
+from parallel_rl.megatron.micro_batch import MicroBatch
 from parallel_rl.megatron.model_input import forward_logits
 from parallel_rl.megatron.mtp import mtp_share, split_heads
+from parallel_rl.megatron.prepare import prepare
 from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.statistics import Statistics
 
@@ -80,7 +81,8 @@ def forward_backward(
         loss_fn: any loss of this package, registered objectives included.
         batches: this data rank's micro-batches, the same on its tensor, context and pipeline ranks. A mapping is rows padded
             to one width, which go to the model's device, see `padded_batch`; packed ones come from `packed_batch`. Data ranks
-            may hold different numbers of them; one without any runs a masked one in their place.
+            may hold different numbers of them; one without any runs a masked one in their place. With `context_group=` each
+            has a context group of its own, made of data ranks that all pass it (dynamic context parallelism).
         head: what `fuse_head` gave, if the model (its last chunk) has a fused head.
         mtp_loss: trains the heads of multi-token prediction of a model with `mtp_num_layers`: their mean, times
             `mtp_loss_scaling_factor`, is added to L, see `mtp_share`. None leaves them as they are.
@@ -96,13 +98,15 @@ def forward_backward(
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     groups = groups or ParallelGroups.from_megatron()
     config, ddp = get_model_config(models[0]), hasattr(models[0], "finish_grad_sync")
-    prepared = _prepare(models, loss_fn, batches, head, mtp_loss, groups)
-    counts = count_valid([batch.data for batch in prepared], groups.data)
+    prepared = prepare(models, loss_fn, batches, head, mtp_loss, groups)
+    counts = count_valid(_counted(prepared), groups.data)
 
     def forward(model: torch.nn.Module, batch: MicroBatch, mtp: bool = False) -> Tensor:
         if before_forward is not None:
             before_forward()
-        return forward_logits(model, batch.input, mtp=mtp)
+        own = batch.context_group
+        with nullcontext() if own == "model" else context_group(model, own):
+            return forward_logits(model, batch.input, mtp=mtp)
 
     statistics = _statistics(forward, models, loss_fn, prepared, counts, head, groups, idle=not batches)
 
@@ -137,7 +141,7 @@ def forward_backward(
         data_iterator=iterators if len(models) > 1 else iterators[0],
         model=models,
         num_microbatches=len(prepared),
-        seq_length=prepared[0].width(groups.cp_size),
+        seq_length=prepared[0].width,
         micro_batch_size=prepared[0].input.tokens.shape[0],
         forward_only=False,
     )
@@ -145,87 +149,6 @@ def forward_backward(
         sum_gradients(models)
     metrics = [report["metrics"] for report in reports]
     return StepReport(_reduced(metrics if batches else [], groups), counts)
-
-
-def _prepare(
-    models: Sequence[torch.nn.Module],
-    loss_fn: LossFunction,
-    batches: Sequence[MicroBatch | Mapping[str, Tensor]],
-    head: FusedHead | None,
-    mtp_loss: NLLLoss | None,
-    groups: ParallelGroups,
-) -> list[MicroBatch]:
-    """The micro-batches, once every rank of the world knows that it has good ones."""
-    like = torch.empty(0, device=next(models[0].parameters()).device)
-    layout = [parallel_state.get_model_parallel_group(), groups.context]
-    ids = [(batch.data if isinstance(batch, MicroBatch) else batch).get("input_ids") for batch in batches]
-    same = {
-        "the number of micro-batches": len(batches),
-        "the number of tokens in their rows": sum(field.numel() for field in ids if isinstance(field, Tensor)),
-    }
-
-    def prepare() -> list[MicroBatch]:
-        prepared = [
-            batch if isinstance(batch, MicroBatch) else padded_batch(batch, device=like.device)
-            for batch in batches or _masked(models, loss_fn, groups)
-        ]
-        # The last pipeline stage alone calls the loss; what it would miss, the other stages must hear before they send.
-        names = [field.name for field in loss_fn.requirements.fields if field.per != "local"]
-        missing = sorted({name for batch in prepared for name in names if name not in batch.data})
-        if missing:
-            raise ValueError(f"data lacks the fields {missing}; this loss needs {', '.join(names)}")
-        _check_model(models, head)
-        if mtp_loss is not None and not get_model_config(models[0]).mtp_num_layers:
-            raise ValueError(
-                "mtp_loss is given, but mtp_num_layers = None: the model has no heads of multi-token prediction"
-            )
-        _check_pipeline(models, [batch.input.tokens for batch in prepared])
-        return prepared
-
-    # First within what holds the same rows, then over the ranks with other rows, which agree in nothing but their health.
-    return raise_on_all_ranks(lambda: raise_on_all_ranks(prepare, layout, like, same), [groups.data], like)
-
-
-def _masked(
-    models: Sequence[torch.nn.Module], loss_fn: LossFunction, groups: ParallelGroups
-) -> list[Mapping[str, Tensor]]:
-    """What a data rank without a micro-batch runs: its model takes part in the collectives of the others."""
-    needs = loss_fn.requirements
-    local = [field.name for field in needs.fields if field.per == "local"]
-    if local:
-        raise ValueError(f"batches is empty; {local} cannot be made up, pass a micro-batch whose sample_mask is 0")
-    data = masked_data(needs.with_kept_ids(), 2 if needs.paired else 1, 2 * groups.cp_size * groups.tp_size)
-    # an interleaved schedule wants as many micro-batches as stages
-    return [data] * (parallel_state.get_pipeline_model_parallel_world_size() if len(models) > 1 else 1)
-
-
-def _check_model(models: Sequence[torch.nn.Module], head: FusedHead | None) -> None:
-    finalized = get_model_config(models[0]).finalize_model_grads_func is not None
-    wrapped = [hasattr(model, "finish_grad_sync") for model in models]
-    if any(is_wrapped != finalized for is_wrapped in wrapped):
-        raise ValueError(
-            "config.finalize_model_grads_func must be set if, and only if, every model chunk is wrapped in Megatron's data "
-            f"parallelism; it is {'set' if finalized else 'None'}, wrapped: {wrapped}. `wrap_model` sees to both"
-        )
-    if head is None and any(is_fused(model) for model in models):
-        raise ValueError(
-            "the model has a fused head, so its output is hidden states; pass what `fuse_head` gave as head="
-        )
-
-
-def _check_pipeline(models: Sequence[torch.nn.Module], tokens: Sequence[Tensor]) -> None:
-    config, stages = get_model_config(models[0]), parallel_state.get_pipeline_model_parallel_world_size()
-    shapes = sorted({tuple(each.shape) for each in tokens})
-    if stages > 1 and len(shapes) > 1 and not config.variable_seq_lengths:
-        raise ValueError(
-            f"micro-batches have local shapes {shapes}, but pipeline stages with variable_seq_lengths = False exchange one "
-            "shape only; pad them to one"
-        )
-    if stages == 2 and len(models) > 1 and not config.overlap_p2p_comm:
-        raise ValueError(
-            "overlap_p2p_comm = False mixes up what two interleaved stages send each other, since the next and the previous "
-            "stage are one rank; set it, and batch_p2p_comm = False (`build_config` does with virtual_pp)"
-        )
 
 
 def _statistics(
@@ -242,7 +165,7 @@ def _statistics(
     """Statistics of all micro-batches of all ranks, if the loss needs them; stages without a loss know what is counted."""
     if not loss_fn.needs_statistics:
         return None
-    counted = loss_fn.count([batch.data for batch in batches], groups.data)
+    counted = loss_fn.count(_counted(batches), groups.data)
     if not loss_fn.needs_collect:
         return counted
 
@@ -254,12 +177,17 @@ def _statistics(
         models,
         batches,
         collect,
-        seq_length=batches[0].width(groups.cp_size),
+        seq_length=batches[0].width,
         micro_batch_size=batches[0].input.tokens.shape[0],
     )
     if found is None:
         return counted
     return counted | (Statistics({}) if idle else reduce(add, found)).reduce(groups)
+
+
+def _counted(batches: Sequence[MicroBatch]) -> list[Mapping[str, Tensor]]:
+    """The data that this data rank counts: a context group's, on its first rank only, where it is made of data ranks."""
+    return [batch.data for batch in batches if batch.context_group == "model" or group_rank(batch.context_group) == 0]
 
 
 def _call(
@@ -270,9 +198,10 @@ def _call(
     groups: ParallelGroups,
     statistics: Statistics | None = None,
 ) -> LossCall:
+    context = groups.context if batch.context_group == "model" else batch.context_group
     call = LossCall.of(
         batch.loss_input(output, head), {**batch.data, **batch.heads}, (counts.seqs, counts.toks),
-        groups.tp_rank, (groups.tensor, groups.context), statistics,
+        groups.tp_rank, (groups.tensor, context), statistics,
     )  # fmt: skip
     return replace(call, packed_sequences=batch.packed)
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
 
     from parallel_rl.losses.core.base import LossFn
-    from parallel_rl.megatron import StepReport
+    from parallel_rl.megatron import MicroBatch, StepReport
 
 VOCAB, WIDTH, MICRO_BATCHES = 31, 16, 6  # an odd vocabulary: the head is padded under tensor parallelism
 LENGTHS = (13, 16, 5, 9, 16, 3)
@@ -42,6 +42,8 @@ class Case:
     experts: bool = False  # takes the branch of the callback that mixture-of-experts models need
     fused: bool = False  # the loss projects the hidden states itself
     wgrad_fusion: bool = False  # with it the weight's gradient goes straight to main_grad
+    cut: Literal["zigzag", "contiguous"] = "zigzag"  # of rows over context ranks
+    dynamic: bool = False  # micro-batches on context groups of their own, of two, four and one of the four data ranks
     mtp: Literal["", "token-mean", "seq-mean-token-mean"] = ""  # two heads of multi-token prediction, how they average
 
     @property
@@ -112,6 +114,7 @@ def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3, ch
         qk_norm=not old,
         init_std=0.3,
         virtual_pp=None if chunk is None else case.chunks,
+        cp_layout=case.cut,
         overrides={"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3} if case.mtp else None,
     )
     return M.build_model(
@@ -173,11 +176,11 @@ def make_loss(case: Case) -> LossFn:
     from parallel_rl import ClippedPGLossFn, NLLLoss, PolicyLossFn
 
     if case.loss == "nll":
-        return NLLLoss(vocab_size=VOCAB)
+        return NLLLoss(vocab_size=VOCAB, cp_layout=case.cut)
     if case.loss == "cov":
-        return PolicyLossFn({"surrogate": {"name": "kl_cov", "fraction": 0.2}}, vocab_size=VOCAB)
+        return PolicyLossFn({"surrogate": {"name": "kl_cov", "fraction": 0.2}}, vocab_size=VOCAB, cp_layout=case.cut)
     options = {"reference_policy_kl_penalty": 0.1, "use_importance_sampling_correction": True}
-    return ClippedPGLossFn(options, vocab_size=VOCAB)
+    return ClippedPGLossFn(options, vocab_size=VOCAB, cp_layout=case.cut)
 
 
 def step(case: Case, models: list[torch.nn.Module] | None = None) -> tuple[StepReport, list[torch.nn.Module]]:
@@ -196,13 +199,33 @@ def step(case: Case, models: list[torch.nn.Module] | None = None) -> tuple[StepR
     last = M.unwrap(models[-1])
     if case.wgrad_fusion and last.post_process:  # the other layers' kernels for it need Apex
         last.output_layer.gradient_accumulation_fusion = True
+    if case.dynamic:
+        batches = _on_groups(case)
+        return M.forward_backward(models, make_loss(case), batches, head=head), models
     size = parallel_state.get_data_parallel_world_size()
     batches = split(make_data(case.data), case.micro_batches)[parallel_state.get_data_parallel_rank() :: size]
     if case.rows != "padded":
         multiple = 8 if case.rows == "padding" else 1
-        batches = [M.packed_batch(batch, batch["lengths"], multiple=multiple) for batch in batches]
+        batches = [M.packed_batch(b, b["lengths"], multiple=multiple, cp_layout=case.cut) for b in batches]
     mtp_loss = NLLLoss({"aggregation": case.mtp}, vocab_size=VOCAB) if case.mtp else None
     return M.forward_backward(models, make_loss(case), batches, head=head, mtp_loss=mtp_loss), models
+
+
+def _on_groups(case: Case) -> list[MicroBatch]:
+    """This rank's micro-batches of one row each: two rows on two ranks each, one on all four, three on a rank alone."""
+    import torch.distributed as dist
+
+    import parallel_rl.megatron as M
+
+    found, rows = [], iter(split(make_data(case.data), len(LENGTHS)))
+    for ranks in ([0, 1], [2, 3], [0, 1, 2, 3], [0], [1], [2]):
+        group, data = dist.new_group(ranks) if len(ranks) > 1 else None, next(rows)
+        if dist.get_rank() in ranks:
+            if case.rows == "padded":
+                found.append(M.padded_batch(data, context_group=group))
+            else:
+                found.append(M.packed_batch(data, data["lengths"], context_group=group))
+    return found
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:

@@ -119,9 +119,35 @@ def _bad(rank: int, what: str) -> None:
             "sample_mask": torch.ones(1),
         }
         M.forward_backward(make_model(Case()), NLLLoss(), [data], mtp_loss=NLLLoss())
+    elif what == "rotary":
+        M.initialize(cp=2)
+        M.build_model(M.build_config(**sizes, cp_layout="contiguous"), VOCAB, WIDTH)
+    elif what == "another cut":
+        M.initialize(cp=2)
+        model = make_model(Case(position="learned_absolute", cut="contiguous"))
+        M.forward_backward(model, NLLLoss(cp_layout="contiguous"), [M.padded_batch(_rows())])
+    elif what == "cut of the loss":
+        M.initialize(cp=2)
+        model = make_model(Case(position="learned_absolute", cut="contiguous"))
+        M.forward_backward(model, NLLLoss(), [_rows()])
+    elif what == "context twice":
+        M.initialize(cp=2)
+        M.forward_backward(make_model(Case()), NLLLoss(), [M.padded_batch(_rows(), context_group=None)])
+    elif what == "recompute":
+        M.initialize()
+        model = M.build_model(M.build_config(**sizes, recompute=True), VOCAB, WIDTH)
+        M.forward_backward(model, NLLLoss(), [M.padded_batch(_rows(), context_group=None)])
     elif what == "position":
         M.initialize()
         M.build_model(M.build_config(**sizes), VOCAB, WIDTH, position_embedding="alibi")
+
+
+def _rows() -> dict[str, torch.Tensor]:
+    return {
+        "input_ids": torch.zeros(1, 4, dtype=torch.int64),
+        "token_mask": torch.ones(1, 4),
+        "sample_mask": torch.ones(1),
+    }
 
 
 @pytest.mark.parametrize(
@@ -143,6 +169,11 @@ def _bad(rank: int, what: str) -> None:
         *_STEPS.items(),
         ("scalar head", "mtp_num_layers = 1 is incompatible with scalar_head = True"),
         ("no heads", "mtp_loss is given, but mtp_num_layers = None"),
+        ("rotary", "cp_layout = 'contiguous' needs position_embedding = 'learned_absolute'"),
+        ("another cut", "a micro-batch is cut 'zigzag' over context ranks, the model wants 'contiguous'"),
+        ("cut of the loss", "the model wants 'contiguous', the loss 'zigzag'"),
+        ("context twice", "context groups of micro-batches need context_parallel_size = 1"),
+        ("recompute", "recompute_granularity runs a layer's forward again in backward"),
         ("position", "position_embedding = 'alibi' is not valid"),
     ],
 )

@@ -62,6 +62,15 @@ MTP = {
     ],
 }
 
+GPT2 = Case(position="learned_absolute")
+CONTEXT = [
+    *(replace(GPT2, tp=tp, cp=cp, sp=tp > 1, rows=rows, cut="contiguous", loss=loss, fused=tp > 1)
+      for tp, cp, rows, loss in ((1, 4, "padded", "nll"), (2, 2, "packed", "pg"), (1, 2, "padding", "cov"))),
+    Case(dynamic=True),
+    Case(dynamic=True, rows="packed", loss="pg", ddp=False),
+    Case(dynamic=True, rows="packed", loss="cov", per_token=False, position="learned_absolute"),
+]  # fmt: skip
+
 _references: dict[tuple[object, ...], Outcome] = {}
 
 
@@ -105,6 +114,11 @@ def test_every_layout_gives_the_gradients_of_one_process(world: int, way: dict[s
 def test_heads_of_multi_token_prediction(world: int) -> None:
     """Both heads' losses and all gradients, the shared embedding's and head's among them; no Megatron rolls our labels."""
     _check(world, MTP[world])
+
+
+def test_contiguous_rows_and_context_groups_of_micro_batches() -> None:
+    """Rows cut in order, and rows on groups of one, two and four data ranks, some with fewer: masks, positions, counts."""
+    _check(4, CONTEXT)
 
 
 def _check(world: int, cases: list[Case]) -> None:

@@ -120,7 +120,7 @@ def test_a_long_packed_row_never_gets_a_mask_of_its_own_size() -> None:
 
     bounds = tuple(range(0, 64 * 1000 + 1, 64))
     for cp in (1, 2):
-        plan = _plan(bounds, cp, 0, torch.device("cpu"))
+        plan = _plan(bounds, (cp, 0, "zigzag"), torch.device("cpu"))
         assert [block.start for block in plan] == [0, *(block.stop for block in plan[:-1])]
         assert plan[-1].stop == bounds[-1] // cp
         assert max(block.mask.numel() for block in plan if block.mask is not None) <= BLOCK * BLOCK
@@ -128,13 +128,11 @@ def test_a_long_packed_row_never_gets_a_mask_of_its_own_size() -> None:
 
 def test_a_layer_does_not_read_the_bounds_from_the_device() -> None:
     """On a GPU each layer of each micro-batch would wait for all that is queued; the meta device has nothing to read."""
-    from parallel_rl.megatron import packed_input
+    from parallel_rl.megatron import ALONE, packed_input
     from parallel_rl.megatron.attention import _bounds
 
     cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
-    packed = packed_input(
-        torch.zeros(2, 5, dtype=torch.int64, device="meta"), cu_seqlens, context_parallel=False
-    ).packed
+    packed = packed_input(torch.zeros(2, 5, dtype=torch.int64, device="meta"), cu_seqlens, context=ALONE).packed
     assert packed is not None and packed.cu_seqlens_q_padded.is_meta
     assert _bounds(packed, 8, 1) == (0, 3, 8)
 

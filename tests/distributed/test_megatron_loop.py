@@ -39,8 +39,8 @@ def _logits(rank: int, case: Case, alone: bool, virtual: int | None) -> list[Ten
     def run(spread: bool) -> Tensor:
         inputs = []
         for rows in torch.arange(len(LENGTHS)).split(1 if virtual else 2):
-            bounds = M.packed_bounds(data["lengths"][rows], context_parallel=spread)
-            inputs.append(M.packed_input(data["input_ids"][rows], *bounds, context_parallel=spread))
+            bounds = M.packed_bounds(data["lengths"][rows], context=None if spread else M.ALONE)
+            inputs.append(M.packed_input(data["input_ids"][rows], *bounds, context=None if spread else M.ALONE))
         context = parallel_state.get_context_parallel_group() if spread else None
 
         def collect(logits: Tensor, index: int) -> Tensor:

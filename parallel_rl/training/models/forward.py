@@ -45,6 +45,6 @@ def forward_batches(
         [model],
         batches,
         collect,
-        seq_length=batches[0].width(engine.groups.cp_size),
+        seq_length=batches[0].width,
         micro_batch_size=batches[0].input.tokens.shape[0],
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.samples import Samples
-from parallel_rl.megatron import broadcast_from_last_stage, forward_logits, forward_only, padded_input, replicas
+from parallel_rl.megatron import ALONE, broadcast_from_last_stage, forward_logits, forward_only, padded_input, replicas
 from parallel_rl.training.config.sections import SamplingConfig
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.tokenizer import EOS, PAD
@@ -107,7 +107,7 @@ def _draw(
         return torch.stack([drawn.double(), stats.logprobs.double()])
 
     outputs = forward_only(
-        lambda model, tokens: forward_logits(model, padded_input(tokens, context_parallel=False)),
+        lambda model, tokens: forward_logits(model, padded_input(tokens, ALONE)),
         [engine.model],
         [prefix.to(engine.device)],
         collect,

@@ -1,0 +1,152 @@
+"""The context ranks of a row: Megatron's, another group's for one micro-batch, or none while rolling out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.utils import get_model_config
+
+from parallel_rl.groups import group_rank, group_size
+from parallel_rl.layout import CPLayout
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Context(NamedTuple):
+    """The ranks that share a row's tokens, and this one among them.
+
+    Attributes:
+        size, rank: of the context group. layout: how rows are cut, see `SequenceLayout`.
+        tensor: tensor ranks that split what a context rank holds (sequence parallelism), for which rows are padded.
+    """
+
+    size: int = 1
+    rank: int = 0
+    layout: CPLayout = "zigzag"
+    tensor: int = 1
+
+    @classmethod
+    def present(cls, layout: CPLayout = "zigzag") -> Context:
+        """Megatron's layout at present."""
+        size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        return cls(size, rank, layout, parallel_state.get_tensor_model_parallel_world_size())
+
+    @classmethod
+    def of(cls, group: ProcessGroup | None, layout: CPLayout = "zigzag") -> Context:
+        """A group of this micro-batch's own; None is a group of one."""
+        return cls(group_size(group), group_rank(group), layout, parallel_state.get_tensor_model_parallel_world_size())
+
+
+#: a rank by itself, inside `replicas`
+ALONE = Context()
+
+
+class _Alone:
+    """Stands where a context group is read for its size and rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def replicas(models: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Let every context rank run whole sequences by itself (a data replica) and sequence parallelism is off.
+
+    Sequences need no particular length then. Tensor and pipeline parallelism stay. For use without gradients: the
+    gradients of the norms would be summed over the tensor ranks twice.
+
+    >>> with replicas([model]), torch.no_grad():
+    ...     inputs = padded_input(torch.tensor([[1, 2, 3]]), ALONE)
+    ...     forward_logits(model, inputs).shape
+    torch.Size([1, 3, 8])
+    """
+    with _changed([change for model in models for change in _sequence_parallel(model)]), _on_group(models, None):
+        yield
+
+
+@contextlib.contextmanager
+def context_group(model: torch.nn.Module, group: ProcessGroup | None) -> Iterator[None]:
+    """Run a model on another context group than Megatron's (dynamic context parallelism); None is a group of one.
+
+    Inside, every rank of the group runs the same forwards. Backward may run outside, unless activations are recomputed.
+
+    Raises:
+        ValueError: a model with activation recomputation, which would take the wrong group.
+    """
+    if get_model_config(model).recompute_granularity is not None:
+        raise ValueError(
+            "recompute_granularity runs a layer's forward again in backward, when its micro-batch's context group is gone; "
+            "context groups of micro-batches need it off"
+        )
+    with _on_group([model], group):
+        yield
+
+
+@contextlib.contextmanager
+def _changed(changes: Sequence[tuple[object, str, object]]) -> Iterator[None]:
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def _on_group(models: Sequence[torch.nn.Module], group: ProcessGroup | None) -> Iterator[None]:
+    changes = [change for model in models for change in _context(model, group)]
+    engines = [
+        module for model in models for module in model.modules() if hasattr(module, "set_context_parallel_group")
+    ]
+    ways = [(module.cp_group, module.cp_global_ranks, module.cp_stream, module.cp_comm_type) for module in engines]
+    try:
+        with _changed(changes):
+            for module, (*_, stream, kind) in zip(engines, ways, strict=True):
+                ranks = None if group is None else dist.get_process_group_ranks(group)
+                module.set_context_parallel_group(group, ranks, None if group is None else stream, kind)  # type: ignore[operator]
+            _forget_rotations()
+            yield
+    finally:
+        for module, way in zip(engines, ways, strict=True):
+            module.set_context_parallel_group(*way)  # type: ignore[operator]
+        _forget_rotations()
+
+
+def _sequence_parallel(model: torch.nn.Module) -> list[tuple[object, str, object]]:
+    """(owner, attribute, value inside): the config, and the flags that Megatron copies from it."""
+    names = ("sequence_parallel", "reduce_scatter_embeddings")
+    owners = [(module, name) for module in model.modules() for name in names if name in vars(module)]
+    return [(owner, name, False) for owner, name in [(get_model_config(model), "sequence_parallel"), *owners]]
+
+
+def _context(model: torch.nn.Module, group: ProcessGroup | None) -> list[tuple[object, str, object]]:
+    """The same of the context group: its size in the config, and every holder of it."""
+    stand_in = _Alone() if group is None else group
+    changes: list[tuple[object, str, object]] = [(get_model_config(model), "context_parallel_size", group_size(group))]
+    seen: set[int] = set()
+    for module in model.modules():
+        # Transformer Engine wants its own setter
+        if not hasattr(module, "set_context_parallel_group") and "cp_group" in vars(module):
+            changes.append((module, "cp_group", stand_in))
+        collection = getattr(module, "pg_collection", None)
+        if getattr(collection, "cp", None) is not None and id(collection) not in seen:
+            seen.add(id(collection))
+            changes.append((collection, "cp", stand_in))
+    return changes
+
+
+def _forget_rotations() -> None:
+    # Megatron caches rotary angles per (module, length), not per context group.
+    RotaryEmbedding.forward.cache_clear()

@@ -1,0 +1,124 @@
+"""Micro-batches of a step, checked on all ranks before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+from torch import Tensor
+
+from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.groups import ParallelGroups
+from parallel_rl.layout import CPLayout
+from parallel_rl.losses.core.call import LossFunction
+from parallel_rl.losses.core.counted import masked_data
+from parallel_rl.losses.nll import NLLLoss
+from parallel_rl.megatron.lm_head import FusedHead, is_fused
+from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
+from parallel_rl.megatron.model_config import CUT
+
+
+def prepare(
+    models: Sequence[torch.nn.Module],
+    loss_fn: LossFunction,
+    batches: Sequence[MicroBatch | Mapping[str, Tensor]],
+    head: FusedHead | None,
+    mtp_loss: NLLLoss | None,
+    groups: ParallelGroups,
+) -> list[MicroBatch]:
+    """The micro-batches of a step, once every rank of the world knows that it has good ones.
+
+    Raises:
+        ValueError: see `forward_backward`.
+    """
+    like = torch.empty(0, device=next(models[0].parameters()).device)
+    layout = [parallel_state.get_model_parallel_group(), groups.context]
+    ids = [(batch.data if isinstance(batch, MicroBatch) else batch).get("input_ids") for batch in batches]
+    same = {
+        "the number of micro-batches": len(batches),
+        "the number of tokens in their rows": sum(field.numel() for field in ids if isinstance(field, Tensor)),
+    }
+
+    def check() -> list[MicroBatch]:
+        cut: CPLayout = getattr(get_model_config(models[0]), CUT, "zigzag")
+        prepared = [
+            batch if isinstance(batch, MicroBatch) else padded_batch(batch, device=like.device, cp_layout=cut)
+            for batch in batches or _masked(models, loss_fn, groups)
+        ]
+        # The last pipeline stage alone calls the loss; what it would miss, the other stages must hear before they send.
+        names = [field.name for field in loss_fn.requirements.fields if field.per != "local"]
+        missing = sorted({name for batch in prepared for name in names if name not in batch.data})
+        if missing:
+            raise ValueError(f"data lacks the fields {missing}; this loss needs {', '.join(names)}")
+        _check_model(models, head)
+        if mtp_loss is not None and not get_model_config(models[0]).mtp_num_layers:
+            raise ValueError(
+                "mtp_loss is given, but mtp_num_layers = None: the model has no heads of multi-token prediction"
+            )
+        _check_context(models, loss_fn, prepared, groups)
+        _check_pipeline(models, [batch.input.tokens for batch in prepared])
+        return prepared
+
+    # First within what holds the same rows, then over the ranks with other rows, which agree in nothing but their health.
+    return raise_on_all_ranks(lambda: raise_on_all_ranks(check, layout, like, same), [groups.data], like)
+
+
+def _masked(
+    models: Sequence[torch.nn.Module], loss_fn: LossFunction, groups: ParallelGroups
+) -> list[Mapping[str, Tensor]]:
+    """What a data rank without a micro-batch runs: its model takes part in the collectives of the others."""
+    needs = loss_fn.requirements
+    local = [field.name for field in needs.fields if field.per == "local"]
+    if local:
+        raise ValueError(f"batches is empty; {local} cannot be made up, pass a micro-batch whose sample_mask is 0")
+    data = masked_data(needs.with_kept_ids(), 2 if needs.paired else 1, 2 * groups.cp_size * groups.tp_size)
+    # an interleaved schedule wants as many micro-batches as stages
+    return [data] * (parallel_state.get_pipeline_model_parallel_world_size() if len(models) > 1 else 1)
+
+
+def _check_model(models: Sequence[torch.nn.Module], head: FusedHead | None) -> None:
+    finalized = get_model_config(models[0]).finalize_model_grads_func is not None
+    wrapped = [hasattr(model, "finish_grad_sync") for model in models]
+    if any(is_wrapped != finalized for is_wrapped in wrapped):
+        raise ValueError(
+            "config.finalize_model_grads_func must be set if, and only if, every model chunk is wrapped in Megatron's data "
+            f"parallelism; it is {'set' if finalized else 'None'}, wrapped: {wrapped}. `wrap_model` sees to both"
+        )
+    if head is None and any(is_fused(model) for model in models):
+        raise ValueError(
+            "the model has a fused head, so its output is hidden states; pass what `fuse_head` gave as head="
+        )
+
+
+def _check_context(
+    models: Sequence[torch.nn.Module], loss_fn: LossFunction, batches: Sequence[MicroBatch], groups: ParallelGroups
+) -> None:
+    config = get_model_config(models[0])
+    of_model, of_loss = getattr(config, CUT, "zigzag"), getattr(loss_fn, "options", None)
+    for batch in batches:
+        wanted = batch.input.context.layout
+        if wanted != of_model or (of_loss is not None and wanted != of_loss.cp_layout):
+            said = "" if of_loss is None else f", the loss {of_loss.cp_layout!r}"
+            raise ValueError(f"a micro-batch is cut {wanted!r} over context ranks, the model wants {of_model!r}{said}")
+    if any(batch.context_group != "model" for batch in batches) and (groups.cp_size > 1 or config.num_moe_experts):
+        raise ValueError(
+            f"context groups of micro-batches need context_parallel_size = 1 and no experts, got {groups.cp_size} and "
+            f"num_moe_experts = {config.num_moe_experts}: the groups are made of data ranks"
+        )
+
+
+def _check_pipeline(models: Sequence[torch.nn.Module], tokens: Sequence[Tensor]) -> None:
+    config, stages = get_model_config(models[0]), parallel_state.get_pipeline_model_parallel_world_size()
+    shapes = sorted({tuple(each.shape) for each in tokens})
+    if stages > 1 and len(shapes) > 1 and not config.variable_seq_lengths:
+        raise ValueError(
+            f"micro-batches have local shapes {shapes}, but pipeline stages with variable_seq_lengths = False exchange one "
+            "shape only; pad them to one"
+        )
+    if stages == 2 and len(models) > 1 and not config.overlap_p2p_comm:
+        raise ValueError(
+            "overlap_p2p_comm = False mixes up what two interleaved stages send each other, since the next and the previous "
+            "stage are one rank; set it, and batch_p2p_comm = False (`build_config` does with virtual_pp)"
+        )
