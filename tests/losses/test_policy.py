@@ -457,3 +457,18 @@ def test_log_probs_of_the_sampler_are_asked_for_where_the_loss_reads_them() -> N
     assert (
         "reference_policy_logprobs" not in get_loss("clipped_pg")({"reference_policy_kl_penalty": 0}).requirements.names
     )
+
+
+@pytest.mark.parametrize("config", [{"positive_nll_weight": 0.2}, {"aggregation": "prompt-mean"}], ids=str)
+@pytest.mark.parametrize("surrogate", ["reinforce", "opmd"])
+def test_a_loss_without_a_ratio_counts_without_the_policy(surrogate: str, config: dict[str, Any]) -> None:
+    """It compares with no earlier policy, and there is no present one where the data alone is counted."""
+    logits, data = random_batch()
+    data["group_ids"] = torch.tensor([4, 4, 4, 7, 7, 9, 9])
+    loss_fn = PolicyLossFn({"surrogate": surrogate, **config})
+    counted = loss_fn.count(data)
+    loss, _ = loss_fn(logits, data, *count_valid(data), statistics=counted)
+    assert bool(loss.isfinite()) and not loss_fn.needs_collect
+    if "positive_nll_weight" in config:
+        positive = (dense_valid(data) & (data["rewards"] > 0)[:, None]).sum()
+        assert counted["positive_tokens"].item() == positive.item() > 0
