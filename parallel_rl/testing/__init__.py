@@ -1,9 +1,37 @@
-"""The law as a kit: any loss, on every layout, against one float64 process that holds everything.
+"""The law as a kit: any loss, on every layout, on real ranks, against one float64 process, with a diagnosis.
 
-cases          a loss under test, and what one process gets for it
-batches        the data it meets, and its poisoned twin
-layouts        layouts, their groups and their cuts
-sharded        one step on one rank of a layout; `hidden_states` the same from hidden states and an LM head
-compare        how far a layout is from one process
-pool           real gloo ranks
+    from parallel_rl.testing import check_law
+    print(check_law(MyLoss))
+
+- `check_law`: a loss of this package or of yours, a function with its call, on layouts of 1, 2 and 4 ranks of this machine
+- `law_test`: the same as a test of your repository, in a line; `parallel_rl.testing.pytest_plugin` has a fixture `law`
+- what they take: `Case`, `SeedLoss`, `host` adapters, `Layout`, `Limits`; what they give: `Report`, `Finding`, `LawBroken`
+- `run_world`: real gloo ranks for tests of your own
 """
+
+from parallel_rl.testing.cases import Case
+from parallel_rl.testing.check import Limits, check_law
+from parallel_rl.testing.diagnosis import Finding
+from parallel_rl.testing.hosts import hugging_face, on_rows, verl
+from parallel_rl.testing.law_test import law_test
+from parallel_rl.testing.layouts import Layout
+from parallel_rl.testing.pool import WorldError, run_world
+from parallel_rl.testing.report import LawBroken, Report
+from parallel_rl.testing.subjects import SeedLoss
+
+__all__ = [
+    "check_law",
+    "law_test",
+    "Case",
+    "SeedLoss",
+    "on_rows",
+    "verl",
+    "hugging_face",
+    "Layout",
+    "Limits",
+    "Report",
+    "Finding",
+    "LawBroken",
+    "run_world",
+    "WorldError",
+]

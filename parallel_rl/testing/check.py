@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,20 +12,21 @@ from torch import Tensor
 
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.testing import faults
-from parallel_rl.testing.alone import Alone, check_alone, trial_of
+from parallel_rl.testing.alone import Alone, trial_of
 from parallel_rl.testing.batches import make_batch, with_fields
 from parallel_rl.testing.cases import Batch, Case, Expected, Subject, Trial, dense_error
 from parallel_rl.testing.compare import errors
 from parallel_rl.testing.diagnosis import Finding, of_layouts, of_one_process, without_consequences
 from parallel_rl.testing.layouts import Layout, default_layouts
 from parallel_rl.testing.observe import Observation, observe
-from parallel_rl.testing.pool import WorldError, run_world
+from parallel_rl.testing.pool import WorldError, preload
 from parallel_rl.testing.report import Report, Row
-from parallel_rl.testing.sharded import Outcome, check_world
+from parallel_rl.testing.runners import PoolRunner, Runner
 from parallel_rl.testing.subjects import SeedCall, sizes_of, subject_of
 
 WORLDS = (1, 2, 4)
-_LOW_PRECISION_FACTOR = 2.0  # what sharding may add to the error of unsharded low precision
+preload(__name__)
+_TWICE = 2.0  # what sharding may add to the error of unsharded low precision
 
 DenseLoss = Callable[[Tensor, "dict[str, Tensor]"], Tensor]
 
@@ -81,22 +82,37 @@ def check_law(
     Raises:
         ValueError: what is no loss; a number of ranks that this machine does not start.
     """
-    began, subject = time.monotonic(), subject_of(loss)
-    of_world = layouts_of(worlds, subject) if layouts is None else _by_world(layouts)
-    batch = batch_for(subject)
-    found = _alone(subject, batch, limits)
+    subject = subject_of(loss)
+    of_world = layouts_of(worlds, subject) if layouts is None else by_world(layouts)
+    return check_subject(subject, of_world, PoolRunner(limits.timeout), limits, reference)
+
+
+def check_subject(
+    subject: Subject,
+    of_world: Mapping[int, Sequence[Layout]],
+    runner: Runner,
+    limits: Limits = LIMITS,
+    reference: DenseLoss | None = None,
+) -> Report:
+    """`check_law` on any ranks: the pool's, or those of a job; there every rank calls it and gets the same report."""
+    began, batch = time.monotonic(), batch_for(subject, of_world)
+    try:
+        found = runner.alone(subject, batch)
+    except WorldError as error:
+        found = Alone(None, first_line(error))
     findings = of_one_process(found)
     if found.want is None:
         return Report(subject.name, findings=tuple(findings), seconds=time.monotonic() - began)
     if reference is not None:
         found = found._replace(want=_referenced(reference, batch, found.want))
     trial = trial_of(subject, batch, found)
-    seen: list[Observation] = []
-    for world, of_this in of_world.items():
-        seen += run_layouts(trial, world, of_this, limits)
-    findings = without_consequences([*findings, *of_layouts(trial, _finite(trial, seen, limits), limits.tolerance)])
-    if not findings and max(of_world) > 1:
-        findings += _low_precision(trial, max(of_world), of_world[max(of_world)][:1], limits)
+    seen = [one for world in of_world.values() for one in _observed(trial, world, runner, limits)]
+    findings = without_consequences(
+        [*findings, *of_layouts(trial, _finite(trial, seen, runner, limits), limits.tolerance)]
+    )
+    many = max(of_world)
+    if not findings and many > 1 and of_world[many]:
+        findings += _low_precision(trial, of_world[many][:1], runner)
     rows = tuple(Row.of(one, findings, limits.tolerance) for one in seen)
     return Report(subject.name, rows, tuple(findings), _skipped(subject, found), time.monotonic() - began)
 
@@ -111,50 +127,43 @@ def runs_on(subject: Subject, layout: Layout) -> bool:
     return layout.axes <= subject.axes and (layout.cp_layout == "zigzag" or "contiguous context" in subject.axes)
 
 
-def _by_world(layouts: Sequence[Layout]) -> dict[int, list[Layout]]:
+def by_world(layouts: Sequence[Layout]) -> dict[int, list[Layout]]:
+    """Layouts by their number of ranks."""
     found: dict[int, list[Layout]] = {}
     for layout in layouts:
-        found.setdefault(layout.tp * layout.cp * layout.dp, []).append(layout)
+        found.setdefault(layout.world, []).append(layout)
     return found
 
 
-def batch_for(subject: Subject, dtype: torch.dtype = torch.float64) -> Batch:
-    """A batch with every field that the loss reads."""
+def batch_for(subject: Subject, of_world: Mapping[int, Sequence[Layout]], dtype: torch.dtype = torch.float64) -> Batch:
+    """A batch with every field that the loss reads, which all these layouts can cut."""
     loss_fn = subject.build()
     kind = type(loss_fn) if isinstance(loss_fn, LossFn) else LossFn
     truncated = isinstance(loss_fn, LossFn) and bool(loss_fn.options.truncation)
-    batch = make_batch(5, False, kind, dtype, truncated=truncated, sizes=sizes_of(subject))
-    return with_fields(batch, loss_fn)
+    sizes = sizes_of(subject, [layout for layouts in of_world.values() for layout in layouts])
+    return with_fields(make_batch(5, False, kind, dtype, truncated=truncated, sizes=sizes), loss_fn)
 
 
-def _alone(subject: Subject, batch: Batch, limits: Limits) -> Alone:
-    try:
-        return run_world(1, check_alone, subject, batch, timeout=limits.timeout)[0]
-    except WorldError as error:
-        return Alone(None, first_line(error))
-
-
-def run_layouts(trial: Trial, world: int, layouts: Sequence[Layout], limits: Limits) -> list[Observation]:
-    """Run a trial on layouts of `world` ranks; a rank that dies or hangs is an observation, too."""
+def _observed(trial: Trial, layouts: Sequence[Layout], runner: Runner, limits: Limits) -> list[Observation]:
+    """Run a trial on layouts of one number of ranks; a rank that dies or hangs is an observation, too."""
     if not layouts:
         return []
     try:
-        of_ranks = run_world(world, check_world, list(layouts), [trial], torch.float64, True, timeout=limits.timeout)
+        outcomes = runner.run(trial, layouts, torch.float64)
     except WorldError as error:
         return [Observation(layout, error=first_line(error)) for layout in layouts]
     return [
-        observe(trial, layout, [entries[i][2] for entries in of_ranks], limits.tolerance)
-        for i, layout in enumerate(layouts)
+        observe(trial, layout, of_ranks, limits.tolerance) for layout, of_ranks in zip(layouts, outcomes, strict=True)
     ]
 
 
-def _finite(trial: Trial, seen: Sequence[Observation], limits: Limits) -> list[Observation]:
+def _finite(trial: Trial, seen: Sequence[Observation], runner: Runner, limits: Limits) -> list[Observation]:
     """Run layouts whose result is not finite again, without NaN in the batch: the numbers then tell more."""
     again = [] if trial.clean else [one.layout for one in seen if not (one.error or math.isfinite(one.gradient))]
     clean = [
         one
-        for world, layouts in _by_world(again).items()
-        for one in run_layouts(trial._replace(clean=True), world, layouts, limits)
+        for layouts in by_world(again).values()
+        for one in _observed(trial._replace(clean=True), layouts, runner, limits)
     ]
     better = {one.layout: one for one in clean if one.broken(limits.tolerance)}
     return [better.get(one.layout, one) for one in seen]
@@ -173,20 +182,18 @@ def _referenced(reference: DenseLoss, batch: Batch, own: Expected) -> Expected:
     return Expected(loss.item(), gradient, own.metrics)
 
 
-def _low_precision(trial: Trial, world: int, layouts: Sequence[Layout], limits: Limits) -> list[Finding]:
+def _low_precision(trial: Trial, layouts: Sequence[Layout], runner: Runner) -> list[Finding]:
     """Whether bfloat16 logits hurt the sharded loss more than the unsharded one."""
-    batch = batch_for(trial.case, torch.bfloat16)
-    alone = run_world(1, check_alone, trial.case, batch, timeout=limits.timeout)[0]
+    batch = batch_for(trial.case, by_world(layouts), torch.bfloat16)
+    alone = runner.alone(trial.case, batch)
     if alone.want is None:
         return []
     low = Trial(trial.case, batch, alone.want)
     dense_loss, dense_gradient = dense_error(low, torch.bfloat16)
     found = []
-    of_ranks = run_world(world, check_world, list(layouts), [low], torch.bfloat16, True, timeout=limits.timeout)
-    for i, layout in enumerate(layouts):
-        outcomes: list[Outcome] = [entries[i][2] for entries in of_ranks]
+    for layout, outcomes in zip(layouts, runner.run(low, layouts, torch.bfloat16), strict=True):
         loss, gradient = errors(low, outcomes)
-        if not (loss <= 2 * dense_loss + 1e-6 and gradient <= _LOW_PRECISION_FACTOR * dense_gradient + 1e-6):
+        if not (loss <= _TWICE * dense_loss + 1e-6 and gradient <= _TWICE * dense_gradient + 1e-6):
             text = (
                 f"With bfloat16 logits on {layout.name} the loss is off by {loss:.1e} and the gradient by {gradient:.1e}; "
                 f"unsharded they are {dense_loss:.1e} and {dense_gradient:.1e} off."

@@ -24,6 +24,11 @@ class Layout(NamedTuple):
     cp_layout: CPLayout
 
     @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.cp * self.dp
+
+    @property
     def axes(self) -> frozenset[str]:
         """Ways in which it differs from one process with padded rows: the names of `EVERY_AXIS`."""
         used = {

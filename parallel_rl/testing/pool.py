@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
-import gc
 import importlib
 import multiprocessing
 import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
-import threading
 import time
-import traceback
-from collections.abc import Callable
-from datetime import timedelta
+import types
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
+
+from parallel_rl.testing.worker import work
 
 MAX_WORLD = 8
 START_TIMEOUT = 300.0  # a cold import of torch on a busy machine
@@ -36,6 +33,7 @@ GRACE = (
     8.0  # then the failed ranks' groups are closed, which ends the collectives that wait for them; the rest is killed
 )
 
+_SERIAL = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 _preload = ["torch", "torch.distributed"]
 
 
@@ -62,7 +60,8 @@ def run_world(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
 
     Args:
         world_size: 1 to 8.
-        fn: a function of a module (it is pickled by name); its result is pickled too (tensors are copied).
+        fn: a function; its result is pickled (tensors are copied). It goes by name to the warm ranks, with its arguments; what
+            has no name there, such as a loss that is defined in a notebook, comes to ranks that are forked for this call.
         timeout: seconds for the whole call; also the timeout of the process group.
 
     Raises:
@@ -86,10 +85,12 @@ class _Pool:
         self.calls = 0
 
     def run(self, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        task = _by_name(fn, args)
+        if task is None:
+            return _run_forked(world_size, fn, args, timeout)
         self._start(world_size)
         self.calls += 1
         store = os.path.join(self.folder, f"store{self.calls}")
-        task = pickle.dumps((fn, args))
         try:
             for rank in range(world_size):
                 self._send(rank, (world_size, store, timeout), task)
@@ -176,10 +177,10 @@ class _Pool:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_importable(_preload))
         self.folder = self.folder or tempfile.mkdtemp(prefix="parallel_rl_pool_")
-        with _environment(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""):
+        with _environment(**_SERIAL), _no_main():
             for rank in range(first, world_size):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_work, args=(rank, theirs, self.folder), daemon=True)
+                process = context.Process(target=work, args=(rank, theirs, self.folder), daemon=True)
                 process.start()
                 theirs.close()
                 self.workers.append((process, ours))
@@ -208,6 +209,54 @@ _pool = _Pool()
 atexit.register(close)
 
 
+def _by_name(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes | None:
+    """The pickled task; None where something in it exists in this process only."""
+    try:
+        task = pickle.dumps((fn, args))
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+    return None if b"__main__" in task else task
+
+
+def _run_forked(world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+    """Run on ranks that are forked off this process and end with the call."""
+    torch = sys.modules.get("torch")
+    if torch is not None and (torch.cuda.is_initialized() or torch.distributed.is_initialized()):
+        raise ValueError(
+            "a loss that is defined in a notebook or a script reaches its ranks by fork, which a process with a GPU or a "
+            "process group in use cannot do; put it into a module and import it"
+        )
+    pool, context = _Pool(), multiprocessing.get_context("fork")
+    pool.folder = tempfile.mkdtemp(prefix="parallel_rl_pool_")
+    setting = (world_size, os.path.join(pool.folder, "store"), timeout)
+    try:
+        with _environment(**_SERIAL):
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                first = (setting, lambda: (fn, args))
+                process = context.Process(target=work, args=(rank, theirs, pool.folder, first), daemon=True)
+                process.start()
+                theirs.close()
+                pool.workers.append((process, ours))
+        for _, connection in pool.workers:
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                connection.recv_bytes()  # ready
+        return pool._collect(world_size, timeout)
+    finally:
+        pool.close()
+
+
+@contextlib.contextmanager
+def _no_main() -> Iterator[None]:
+    """Hide the script: a started process would import it again, which runs it again unless it is guarded."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def _importable(modules: list[str]) -> list[str]:
     """The server survives only an ImportError while it preloads: leave out what fails otherwise."""
     good = []
@@ -219,7 +268,7 @@ def _importable(modules: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _environment(**values: str) -> Any:
+def _environment(**values: str) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -230,81 +279,3 @@ def _environment(**values: str) -> Any:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _work(rank: int, connection: Connection, folder: str) -> None:
-    """The life of one rank: tasks in, results out, until the pipe closes."""
-    import torch
-
-    threading.Thread(target=_die_with_the_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    with open(os.path.join(folder, f"stack{rank}"), "w", encoding="utf-8") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack)
-        torch.set_num_threads(1)
-        loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
-        if loopback:
-            os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()
-        gc.freeze()  # the preloaded modules: each gc.collect() below is then short
-        connection.send_bytes(b"ready")
-        while True:
-            try:
-                setting, task = pickle.loads(connection.recv_bytes()), connection.recv_bytes()
-            except (EOFError, ConnectionResetError):
-                os._exit(0)  # skips the interpreter's shutdown, which a wedged gloo thread can hold up
-            _forget()  # not after the last task: another rank could still be inside a handshake with this one
-            if setting is None:
-                continue
-            connection.send_bytes(_answer(rank, setting, task))
-            del setting, task
-
-
-def _die_with_the_parent() -> None:
-    """No orphan stays behind, even if pytest is killed while this rank waits in a collective."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-    os._exit(1)
-
-
-def _answer(rank: int, setting: tuple[int, str, float], task: bytes) -> bytes:
-    """("result", what the task gives) or ("error", message, traceback), pickled."""
-    try:
-        return pickle.dumps(("result", _call(rank, setting, task)))
-    except BaseException as error:
-        return pickle.dumps(("error", f"{type(error).__name__}: {error}", traceback.format_exc()))
-
-
-def _call(rank: int, setting: tuple[int, str, float], task: bytes) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    world_size, store, timeout = setting
-    fn, args = pickle.loads(task)  # imports the test's module, before the rendezvous: none waits for it in a collective
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    os.environ.update(LOCAL_WORLD_SIZE=str(world_size))
-    torch.manual_seed(0)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world_size),
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout),
-    )
-    return fn(rank, *args)
-
-
-def _forget() -> None:
-    """Undo what the last task left behind: groups, default dtype, gradient mode."""
-    import torch
-    import torch.distributed as dist
-
-    with contextlib.suppress(Exception):
-        megatron = sys.modules.get("megatron.core.parallel_state")
-        if megatron is not None:
-            megatron.destroy_model_parallel()
-    with contextlib.suppress(Exception):
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    torch.set_default_dtype(torch.float32)
-    torch.set_grad_enabled(True)
-    gc.collect()

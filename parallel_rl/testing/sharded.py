@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ def _add(maps: Tensor, piece: Piece, gradient: Tensor, truth: Tensor) -> None:
 
 
 def check_world(
-    rank: int, of_world: list[Layout], given: list[Trial], dtype: torch.dtype, keep_going: bool = False
+    rank: int, of_world: Sequence[Layout], given: list[Trial], dtype: torch.dtype, keep_going: bool = False
 ) -> list[tuple[str, str, Outcome]]:
     """(case, layout, outcome), for every case on every one of these layouts.
 
@@ -82,12 +83,17 @@ def check_world(
         if key not in ranks:
             ranks[key] = Rank(*make_groups(rank, dist.get_world_size(), *key))
         for trial in given:
-            run = _attempt if keep_going else run_layout
+            run = attempt if keep_going else run_layout
             outcomes.append((trial.case.name, layout.name, run(layout, trial, ranks[key], dtype)))
     return outcomes
 
 
-def _attempt(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> Outcome:
+def attempt(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> Outcome:
+    """`run_layout`, with an error as the outcome; afterwards all ranks know that each came out of it.
+
+    Raises:
+        RuntimeError: another rank did not, in the world's timeout.
+    """
     try:
         outcome = run_layout(layout, trial, rank, dtype)
     except Exception as error:

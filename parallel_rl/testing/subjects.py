@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.testing.batches import Sizes
 from parallel_rl.testing.cases import EVERY_AXIS, Case, Subject, registered_name
+from parallel_rl.testing.layouts import Layout
 
 # (next_token_logits, data, n_seqs, n_toks, tensor rank, tensor group, context group) to the loss, or the loss and its metrics
 SeedCall = Callable[..., "Tensor | tuple[Tensor, Mapping[str, float | Tensor]]"]
@@ -135,6 +137,10 @@ def subject_of(loss: str | type[LossFn] | LossFn | Subject | SeedCall) -> Subjec
     )
 
 
-def sizes_of(subject: Subject) -> Sizes:
-    """The batch's sizes: a vocabulary that is divisible where the call cannot tell of uneven shards."""
-    return Sizes() if "padded vocabulary" in subject.axes else Sizes(vocab=24)
+def sizes_of(subject: Subject, layouts: Sequence[Layout]) -> Sizes:
+    """Sizes of a batch that all these layouts can cut; an even vocabulary where the call cannot tell of uneven shards."""
+    rows = math.lcm(12, *(2 * layout.dp * layout.micro_batches for layout in layouts))
+    width = math.lcm(16, *(2 * layout.cp for layout in layouts))
+    tensor = math.lcm(*(layout.tp for layout in layouts)) if layouts else 1
+    vocab = 24 if tensor <= 8 else 3 * tensor
+    return Sizes(rows, width, vocab - 1 if "padded vocabulary" in subject.axes else math.lcm(24, tensor))

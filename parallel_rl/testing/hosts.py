@@ -1,0 +1,97 @@
+"""Losses as other frameworks call them, as `check_law` takes them; each adapter states what its host multiplies.
+
+A NeMo-RL loss on logits has the call of `LossFn` already: give `SeedLoss(loss, fields)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from parallel_rl.testing.subjects import SeedLoss
+
+ROWS = frozenset({"data", "micro-batches"})
+# (log-probs [B, S], mask [B, S], data, n_seqs, n_toks) to the loss of these rows
+RowsLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor, Tensor], Tensor]
+
+
+def on_rows(loss: RowsLoss, fields: tuple[str, ...] = ()) -> SeedLoss:
+    """Take a loss on whole rows' log-probs, `(logprobs, mask, data, global_valid_seqs, global_valid_toks) -> loss`.
+
+    `logprobs` [B, S] are token-aligned, 0 and without gradient where `mask` is False. It is checked over data ranks and
+    micro-batches: what cuts a row or the vocabulary is the caller's.
+
+    >>> on_rows(lambda logprobs, mask, data, seqs, toks: -logprobs.sum() / toks).axes == ROWS
+    True
+    """
+
+    def call(
+        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor,
+        rank: int | None = None, tensor: object = None, context: object = None,
+    ) -> Tensor:  # fmt: skip
+        logprobs, mask = row_logprobs(logits, data)
+        return loss(logprobs, mask, data, seqs, toks)
+
+    call.__name__ = getattr(loss, "__name__", "rows")
+    return SeedLoss(call, fields, ROWS)
+
+
+def row_logprobs(logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Log-probs [B, S] of `input_ids`, and where they carry loss; masked ones are exactly 0."""
+    mask = (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
+    mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], 1)
+    ids, here = torch.where(mask, data["input_ids"], 0)[:, 1:], mask[:, 1:]
+    z = torch.where(here[..., None], logits[:, :-1], 0)
+    picked = torch.where(here, z.log_softmax(-1).gather(-1, ids[..., None])[..., 0], 0)
+    return torch.cat([torch.zeros_like(picked[:, :1]), picked], 1), mask
+
+
+def verl(policy_loss: Callable[..., tuple], config: object = None, loss_agg_mode: str = "token-mean") -> SeedLoss:
+    """Take a policy loss of verl: (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config) → (loss, ...).
+
+    `config.global_batch_info` is filled in as verl's workers do it: dp_size 1, batch_num_tokens and global_batch_size of the
+    whole step. verl multiplies by the data ranks' number and DDP divides by it; both are left out here.
+
+    >>> def loss(old, new, advantages, mask, mode, config):
+    ...     return -(advantages * new * mask).sum() / config.global_batch_info["batch_num_tokens"], 0.0
+    >>> verl(loss).fields
+    ('advantages', 'prev_logprobs')
+    """
+    settings = SimpleNamespace(**vars(config)) if config is not None else SimpleNamespace()
+
+    def rows(logprobs: Tensor, mask: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor) -> Tensor:
+        old, advantages = (torch.where(mask, data[name], 0) for name in ("prev_logprobs", "advantages"))
+        counts = {"dp_size": 1, "batch_num_tokens": toks, "global_batch_size": seqs}
+        settings.global_batch_info = counts
+        return policy_loss(old, logprobs, advantages, mask.to(logprobs), loss_agg_mode, settings)[0]
+
+    rows.__name__ = getattr(policy_loss, "__name__", "verl")
+    return on_rows(rows, ("advantages", "prev_logprobs"))
+
+
+def hugging_face(compute_loss_func: Callable[..., Tensor]) -> SeedLoss:
+    """Take a `compute_loss_func` of Hugging Face's Trainer and TRL: (outputs, labels, num_items_in_batch=None) → loss.
+
+    `outputs.logits` [B, S, V], `labels` [B, S] with −100 at masked places, the count of the whole accumulation. The Trainer
+    multiplies by the number of processes and DDP divides by it; both are left out here.
+
+    >>> def loss(outputs, labels, num_items_in_batch=None):
+    ...     return torch.nn.functional.cross_entropy(
+    ...         outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+    >>> hugging_face(loss).name
+    'loss'
+    """
+
+    def call(
+        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor,
+        rank: int | None = None, tensor: object = None, context: object = None,
+    ) -> Tensor:  # fmt: skip
+        _, mask = row_logprobs(logits, data)
+        labels = torch.where(mask, data["input_ids"], -100)
+        return compute_loss_func(SimpleNamespace(logits=logits), labels, num_items_in_batch=toks)
+
+    call.__name__ = getattr(compute_loss_func, "__name__", "hugging_face")
+    return SeedLoss(call, (), ROWS)

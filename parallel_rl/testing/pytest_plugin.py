@@ -1,0 +1,26 @@
+"""A pytest plugin: `pytest_plugins = ["parallel_rl.testing.pytest_plugin"]` in your conftest.py gives the fixture `law`.
+
+def test_my_loss(law):
+    law(MyLoss, worlds=(1, 2))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from parallel_rl.testing.check import WORLDS, check_law
+from parallel_rl.testing.law_test import Loss
+from parallel_rl.testing.pool import close
+
+
+@pytest.fixture(scope="session")
+def law() -> Iterator[Callable[..., None]]:
+    """Fails with a diagnosis where a loss breaks the law; takes the arguments of `check_law`. No rank is left behind."""
+
+    def check(loss: Loss, worlds: Sequence[int] = WORLDS) -> None:
+        check_law(loss, worlds).raise_if_broken()
+
+    yield check
+    close()

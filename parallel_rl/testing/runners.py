@@ -1,0 +1,61 @@
+"""Where a check runs: on the pool's ranks, or on those of a job that is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from parallel_rl.testing.alone import Alone, check_alone
+from parallel_rl.testing.cases import Batch, Subject, Trial
+from parallel_rl.testing.layouts import Layout, Rank
+from parallel_rl.testing.pool import run_world
+from parallel_rl.testing.sharded import Outcome, attempt, check_world
+
+
+class Runner(Protocol):
+    """Ranks that a check can use."""
+
+    def alone(self, subject: Subject, batch: Batch) -> Alone:
+        """One process's findings."""
+
+    def run(self, trial: Trial, layouts: Sequence[Layout], dtype: torch.dtype) -> list[list[Outcome]]:
+        """The outcomes of all ranks, for each of these layouts of one number of ranks.
+
+        Raises:
+            WorldError: a rank died or did not answer.
+        """
+
+
+@dataclass(frozen=True)
+class PoolRunner:
+    """Ranks of this machine, which the pool starts and keeps warm; `timeout` seconds a call."""
+
+    timeout: float
+
+    def alone(self, subject: Subject, batch: Batch) -> Alone:
+        [found] = run_world(1, check_alone, subject, batch, timeout=self.timeout)
+        return found
+
+    def run(self, trial: Trial, layouts: Sequence[Layout], dtype: torch.dtype) -> list[list[Outcome]]:
+        of_ranks = run_world(layouts[0].world, check_world, layouts, [trial], dtype, True, timeout=self.timeout)
+        return [[entries[i][2] for entries in of_ranks] for i in range(len(layouts))]
+
+
+@dataclass(frozen=True)
+class JobRunner:
+    """The ranks of torchrun's or srun's job, in which each calls the check; `place` gives this rank's groups on a layout."""
+
+    place: Callable[[Layout], Rank]
+
+    def alone(self, subject: Subject, batch: Batch) -> Alone:
+        return check_alone(0, subject, batch)
+
+    def run(self, trial: Trial, layouts: Sequence[Layout], dtype: torch.dtype) -> list[list[Outcome]]:
+        mine = [attempt(layout, trial, self.place(layout), dtype) for layout in layouts]
+        of_ranks: list[list[Outcome]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, mine)
+        return [list(outcomes) for outcomes in zip(*of_ranks, strict=True)]
