@@ -172,7 +172,8 @@ def _finite(trial: Trial, seen: Sequence[Observation], runner: Runner, limits: L
 def first_line(error: WorldError) -> str:
     """What the ranks said, in a line."""
     said = sorted(set(error.errors.values()))
-    return "; ".join(said) if said else str(error).splitlines()[0]
+    first = [text for text in said if "Connection closed by peer" not in text] or said  # those only saw another one go
+    return "; ".join(first) if first else str(error).splitlines()[0]
 
 
 def _referenced(reference: DenseLoss, batch: Batch, own: Expected) -> Expected:

@@ -74,14 +74,21 @@ def of_layouts(trial: Trial, seen: Sequence[Observation], tolerance: float) -> l
     for one in sorted(broken, key=lambda one: len(one.layout.axes)):
         if explained & one.layout.axes or any(f.axis == "one process" and f.fault is not F.METRIC for f in found):
             continue
-        axis = " × ".join(sorted(one.layout.axes)) or "one process"
+        axis = " × ".join(sorted(_blamed(one, seen, broken))) or "one process"
         fault, text = _fault(trial, one, tolerance)
         if fault is F.CONTEXT_MISSING and any(f.fault is F.LOCAL_STATISTIC for f in found):
             fault = F.LOCAL_STATISTIC
         where = [other.layout.name for other in broken if one.layout.axes <= other.layout.axes]
         _join(found, Finding(fault, axis, text, tuple(where)))
-        explained |= one.layout.axes
+        explained |= _blamed(one, seen, broken)
     return found
+
+
+def _blamed(one: Observation, seen: Sequence[Observation], broken: Sequence[Observation]) -> frozenset[str]:
+    """The axes of a broken layout without those that a right one has."""
+    axes = one.layout.axes
+    right = [other.layout.axes for other in seen if other not in broken and other.layout.axes < axes]
+    return axes - max(right, key=len, default=frozenset())
 
 
 def _join(found: list[Finding], new: Finding) -> None:

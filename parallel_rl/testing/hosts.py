@@ -44,7 +44,7 @@ def row_logprobs(logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Te
     mask = (data["token_mask"] != 0) & (data["sample_mask"] != 0)[:, None]
     mask = torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], 1)
     ids, here = torch.where(mask, data["input_ids"], 0)[:, 1:], mask[:, 1:]
-    z = torch.where(here[..., None], logits[:, :-1], 0)
+    z = torch.where(here[..., None], logits[:, :-1], 0).to(torch.promote_types(logits.dtype, torch.float32))
     picked = torch.where(here, z.log_softmax(-1).gather(-1, ids[..., None])[..., 0], 0)
     return torch.cat([torch.zeros_like(picked[:, :1]), picked], 1), mask
 

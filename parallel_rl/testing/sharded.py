@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from parallel_rl.agreement import describe
 from parallel_rl.testing.cases import Trial, reduced_numbers
 from parallel_rl.testing.layouts import Layout, Piece, Rank, make_groups
 from parallel_rl.testing.step import cut_step
+
+_PATIENCE = 5.0  # seconds
 
 
 class Outcome(NamedTuple):
@@ -99,9 +102,25 @@ def attempt(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> Out
     except Exception as error:
         maps = torch.zeros(3, trial.batch.rows, trial.batch.width, dtype=torch.float64)
         outcome = Outcome(torch.nan, {}, torch.nan, "", rank.place, maps, error=describe(error))
+    arrived = dist.barrier(async_op=True)
     try:
-        dist.barrier()
+        if outcome.error:
+            _wait_a_little(arrived)
+        arrived.wait()
     except RuntimeError as error:
         why = outcome.error or "it waited for another rank, which did not come out of the loss"
         raise RuntimeError(f"{trial.case.name} on {layout.name}: {why}") from error
     return outcome
+
+
+def _wait_a_little(arrived: dist.Work) -> None:
+    """Who raised gives up soon: the others may wait for it in a collective of the loss.
+
+    Raises:
+        RuntimeError: they did not arrive.
+    """
+    end = time.monotonic() + _PATIENCE
+    while not arrived.is_completed():
+        if time.monotonic() > end:
+            raise RuntimeError("the other ranks did not arrive")
+        time.sleep(0.01)

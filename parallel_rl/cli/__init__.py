@@ -1,0 +1,90 @@
+"""The console script: `parallel-rl train (CONFIG | --recipe NAME) [--section.key value ...]`, `... data`, `... recipes`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from parallel_rl import __version__
+from parallel_rl.cli import runs, submit, tools
+from parallel_rl.cluster import preemption
+from parallel_rl.plan import command as plan_command
+from parallel_rl.verify import command as verify_command
+
+_ABOUT = "Losses for RL post-training, and a reference trainer on Megatron-core."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status: 0, or 2 for a config, data or world that does not fit."""
+    parser = argparse.ArgumentParser("parallel-rl", description=_ABOUT, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"parallel-rl {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser(
+        "train",
+        help="train by a YAML config or a recipe, alone or under torchrun",
+        usage="parallel-rl train (CONFIG | --recipe NAME) [--section.key value ...]",
+        description="Trains by CONFIG, a YAML file (see configs/), or by a recipe. Any key can be overridden: "
+        "--run.seed 1 --parallel.tensor 2 --rl.optimizer.lr 1e-4",
+        allow_abbrev=False,
+    )
+    train.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
+    train.add_argument(
+        "--gate",
+        metavar="SECONDS",
+        type=float,
+        nargs="?",
+        const=300.0,
+        help="first, in so many seconds from the last rank up (300): groups formed, and the run's own loss as in one process",
+    )
+    check = commands.add_parser(
+        "check",
+        help="check a run's config, files and layout in seconds, before it holds any GPU",
+        usage="parallel-rl check (CONFIG | --recipe NAME) --world N [--section.key value ...]",
+        allow_abbrev=False,
+    )
+    check.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
+    check.add_argument("--world", metavar="N", type=int, required=True, help="ranks: nodes × GPUs a node")
+    submit.add_parser(commands)
+    data = commands.add_parser(
+        "data",
+        help="check the data of a run and read what its steps read, without a model",
+        usage="parallel-rl data (CONFIG | --recipe NAME) [--steps N] [--section.key value ...]",
+        description="Says what is wrong with the data of a run, how fast it is read, how full micro-batches are, in how much "
+        "memory. Takes the config and the overrides of `parallel-rl train`.",
+        allow_abbrev=False,
+    )
+    data.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
+    data.add_argument("--steps", metavar="N", type=int, help="steps of each phase, in place of the config's")
+    plan_command.add_parser(commands)
+    verify_command.add_parser(commands)
+    commands.add_parser("recipes", help="list the recipes")
+    known, rest = parser.parse_known_args(arguments)
+    if known.command == "plan":
+        return tools.plan(known, rest)
+    if known.command == "verify" and not (known.config and not _has_megatron()):
+        return tools.verify(known, rest)
+    if known.command != "recipes" and not _has_megatron():
+        return runs.refuse(
+            ValueError(f"`parallel-rl {known.command}` needs megatron-core: pip install 'parallel-rl[megatron]'")
+        )
+    if known.command == "train":
+        if arguments is None:  # the process is ours, and seconds of imports follow
+            preemption.listen()
+        return runs.train(known.recipe, rest, known.gate)
+    if known.command == "check":
+        return runs.check(known.recipe, known.world, f"{known.world} ranks", rest)
+    if known.command == "submit":
+        return submit.submit(known, rest)
+    if known.command == "data":
+        return runs.data(known.recipe, known.steps, rest)
+    if rest:
+        return runs.refuse(ValueError(f"{rest[0]!r} is not an argument of `parallel-rl recipes`"))
+    return runs.recipes()
+
+
+def _has_megatron() -> bool:
+    try:
+        return find_spec("megatron.core") is not None
+    except ModuleNotFoundError:  # its parent is not there
+        return False

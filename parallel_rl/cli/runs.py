@@ -1,0 +1,136 @@
+"""Commands on a run's config: train, check, data; and the recipes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parallel_rl.training.config.sections import ParallelConfig
+
+
+def check(recipe: str | None, world: int, ranks: str, rest: Sequence[str], command: str = "check") -> int:
+    from parallel_rl.training.config.load import load_config
+    from parallel_rl.training.config.sections import data_parallel_size
+
+    try:
+        if world < 1:
+            raise ValueError(f"--world {world} is not valid; at least 1 is needed")
+        config = load_config(*source(recipe, rest, command), say)
+        data_parallel_size(config.parallel, world)
+        warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+        from parallel_rl.training.preflight.check import check_run
+
+        print(f"ok: {config.objective}, {ranks}, {check_run(config, world)}", flush=True)
+    except (ValueError, OSError) as error:  # such as a file that may not be read
+        return refuse(error)
+    return 0
+
+
+def train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
+    # torch and Megatron are imported only here, so that --help answers at once.
+    from parallel_rl.training.config.load import load_config
+
+    try:
+        if gate is not None and not 0 < gate < float("inf"):
+            raise ValueError(f"--gate {gate:g} is not valid; seconds above 0 are needed")
+        config = load_config(*source(recipe, rest, "train"), say)
+        check_world(config.parallel)
+    except ValueError as error:
+        return refuse(error)
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")  # of optional packages that are not there
+    import torch.distributed as dist
+
+    from parallel_rl.cluster.exit import failed
+    from parallel_rl.cluster.watchdog import watching
+    from parallel_rl.training.preflight.gate import pass_gate
+    from parallel_rl.training.trainer import train
+
+    try:
+        with watching(config.run.timeout):
+            if gate is not None:
+                pass_gate(config, gate)
+            train(config)
+    except Exception as error:
+        return failed(error)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return 0
+
+
+def check_world(layout: ParallelConfig) -> None:
+    from parallel_rl.training.config.sections import data_parallel_size
+
+    try:
+        data_parallel_size(layout, int(os.environ.get("WORLD_SIZE", "1")))
+    except ValueError as error:
+        if "WORLD_SIZE" in os.environ:
+            raise
+        ranks = layout.tensor * layout.context * layout.pipeline * (layout.data or 1)
+        raise ValueError(
+            f"{error}: start it by torchrun --nproc-per-node {ranks}, or as one process with --parallel '{{}}'"
+        ) from None
+
+
+def data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
+    from parallel_rl.training.config.load import load_config
+
+    try:
+        if steps is not None and steps < 1:
+            raise ValueError(f"--steps {steps} is not valid; at least 1 is needed")
+        config = load_config(*source(recipe, rest, "data"), say)
+        warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+        from parallel_rl.training.preflight.dry_run import dry_run
+
+        for done in dry_run(config, steps, lambda line: print(line, flush=True)):
+            print(
+                f"{done.phase} step {done.step:,}: {done.records:,} records, {done.tokens:,} tokens in {done.seconds:.1f} s "
+                f"({done.records / done.seconds:,.0f} records/s); micro-batches {done.filled:.1%} full; "
+                f"{done.memory / 1e6:,.0f} MB of memory",
+                flush=True,
+            )
+    except (ValueError, OSError) as error:
+        return refuse(error)
+    return 0
+
+
+def source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, Sequence[str]]:
+    """The config's file, and the overrides."""
+    from parallel_rl.recipes import find_recipe
+
+    given = bool(rest) and not rest[0].startswith("--") and (recipe is None or "=" not in rest[0])
+    if recipe is not None:
+        if given:
+            raise ValueError(f"{rest[0]!r} beside --recipe {recipe}: give a config file or a recipe")
+        return str(find_recipe(recipe)), rest
+    if not given:
+        raise ValueError(
+            f"there is no config: write parallel-rl {command} CONFIG, or parallel-rl {command} --recipe NAME"
+        )
+    return rest[0], rest[1:]
+
+
+def say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
+
+
+def refuse(error: ValueError | OSError) -> int:
+    rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+    print(f"parallel-rl: error{rank}: {error}", file=sys.stderr, flush=True)
+    return 2
+
+
+def recipes() -> int:
+    from parallel_rl.recipes import recipes, runs, summary
+
+    try:
+        for name, path in recipes().items():
+            print(f"{name:30} {summary(path)}{'' if runs(path) else ' (load_recipe only: `train` lacks its data)'}")
+        sys.stdout.flush()
+    except BrokenPipeError:  # of `| head`; the interpreter flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

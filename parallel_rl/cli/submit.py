@@ -1,0 +1,90 @@
+"""The command that checks a run and submits it to Slurm."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from parallel_rl.cli.runs import check, refuse, source
+
+# what `submit` hands on by the same name
+_SBATCH = (
+    *("account", "partition", "qos", "reservation", "constraint", "nodelist", "exclude", "dependency"),
+    *("cpus-per-task", "signal", "job-name", "output"),
+)
+_SHORT = {"A": "account", "C": "constraint", "J": "job-name", "N": "nodes", "c": "cpus-per-task", "d": "dependency"}
+_SHORT |= {"o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude"}
+# what people write for ours
+_SYNONYMS = {"gres": "gpus-per-node", "gpus": "gpus-per-node", "ntasks-per-node": "ranks-per-node"}
+_SUBMIT = ("recipe", "nodes", "gpus-per-node", "ranks-per-node", "time", *_SBATCH, "dry-run")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    submit = commands.add_parser(
+        "submit",
+        help="check a run and submit it to Slurm",
+        usage="parallel-rl submit (CONFIG | --recipe NAME) --nodes N [--gpus-per-node G] [--ranks-per-node R] [--time T] "
+        "[--account A] [--partition P] [--SBATCH-OPTION ...] [--dry-run] [--section.key value ...]",
+        description="Checks the config against nodes × GPUs, then runs `sbatch slurm/train.sbatch` with the settings of "
+        "slurm/site.conf. Prints the command; its copy and the config's go to the run's folder.",
+        allow_abbrev=False,
+    )
+    submit.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
+    submit.add_argument("--nodes", metavar="N", type=int, help="whole nodes")
+    submit.add_argument("--gpus-per-node", metavar="G", type=int, help="else the site's, or 8")
+    submit.add_argument("--ranks-per-node", metavar="R", type=int, help="else one a GPU")
+    submit.add_argument(
+        "--time",
+        metavar="T",
+        help="the limit (8:00:00); ten minutes before it, or a quarter of it, the run saves and is queued again",
+    )
+    for name in _SBATCH:
+        submit.add_argument(f"--{name}", metavar=name[0].upper(), help="as sbatch has it; else the site's")
+    submit.add_argument("--dry-run", action="store_true", help="only show the command")
+
+
+def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    from parallel_rl.cluster import submit as cluster
+
+    arguments = [*([] if known.recipe is None else ["--recipe", known.recipe]), *rest]
+    more = {name: value for name in _SBATCH if (value := getattr(known, name.replace("-", "_"))) is not None}
+    try:
+        check_options(rest)
+        if known.nodes is None:
+            raise ValueError("--nodes N is needed: the whole nodes of the job")
+        resources = cluster.Resources(known.nodes, known.gpus_per_node, known.ranks_per_node, known.time, more)
+        job = cluster.plan(resources, arguments)
+        ranks = f"{known.nodes} nodes × {job.world // known.nodes} = {job.world} ranks"
+        if status := check(known.recipe, job.world, ranks, rest, "submit"):
+            return status
+        print(job, flush=True)
+        if known.dry_run:
+            return 0
+        import yaml
+
+        from parallel_rl.training.config.load import as_mapping, load_config
+
+        path, overrides = source(known.recipe, rest, "submit")
+        config = load_config(path, overrides)
+        text = yaml.safe_dump(as_mapping(config), sort_keys=False)
+        print(cluster.submit(job, Path(config.run.dir), text))
+    except ValueError as error:
+        return refuse(error)
+    return 0
+
+
+def check_options(rest: Sequence[str]) -> None:
+    """Refuses what is meant for `submit` or sbatch and is none of theirs, by its own name and not as a key of the config."""
+    from parallel_rl.config.strict import nearest
+    from parallel_rl.training.config.train import TrainConfig
+
+    sections, ours = {field.name for field in fields(TrainConfig)}, [f"--{name}" for name in _SUBMIT]
+    for word in rest:
+        name = word.lstrip("-").partition("=")[0]
+        name = _SHORT.get(name[:1], name) if word[:1] == "-" != word[1:2] else _SYNONYMS.get(name, name)
+        if word.startswith("-") and name[:1].isalpha() and name.partition(".")[0] not in sections:
+            raise ValueError(
+                f"{word.partition('=')[0]} is not an option of `parallel-rl submit`; {nearest(f'--{name}', ours)}"
+            )

@@ -1,0 +1,55 @@
+"""Commands that look before a run: plan and verify."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallel_rl.cli.runs import refuse
+
+if TYPE_CHECKING:
+    from parallel_rl.plan.models import ModelShape
+    from parallel_rl.testing.cases import Subject
+
+
+def plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    from parallel_rl.plan.command import run
+
+    try:
+        if rest:
+            raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl plan`")
+        return run(known, _read_model)
+    except (ValueError, OSError) as error:
+        return refuse(error)
+
+
+def _read_model(path: str) -> ModelShape:
+    from parallel_rl.config.yaml_files import read_tree
+    from parallel_rl.plan.models import read_model
+
+    if not path.endswith((".yaml", ".yml")) or "model" not in read_tree(Path(path)):
+        return read_model(path)
+    from parallel_rl.training.config.load import load_config
+    from parallel_rl.training.preflight.model_shape import model_shape
+
+    return model_shape(load_config(path))
+
+
+def verify(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    from parallel_rl.verify.command import run
+
+    try:
+        if rest:
+            raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl verify`")
+        return run(known, _loss_of_config)
+    except (ValueError, OSError) as error:
+        return refuse(error)
+
+
+def _loss_of_config(path: str) -> Subject:
+    from parallel_rl.training.config.load import load_config
+    from parallel_rl.training.preflight.own_loss import own_loss
+
+    return own_loss(load_config(path, []))

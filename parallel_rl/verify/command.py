@@ -1,0 +1,130 @@
+"""The command: which losses, on which layouts, where, and what is shown."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from parallel_rl.testing.cases import Subject
+    from parallel_rl.testing.report import Report
+
+BROKEN = 1  # exit status where the law does not hold; 2 is bad input
+
+Chosen = Callable[[str], "Subject"]
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command and its options; nothing of torch is imported for them."""
+    parser = commands.add_parser(
+        "verify",
+        help="check that losses, ours or yours, give the same numbers on every layout",
+        description="Runs each loss on real ranks of this machine, or of the job under torchrun or srun, against one float64 "
+        "process, and says what breaks the law, by what factor, and what mends it. Exit status: 0, 1 where the law is broken, "
+        "2 for bad input.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--loss",
+        action="append",
+        default=[],
+        metavar="NAME|MODULE:OBJECT",
+        help="a registered loss, or a class, an instance or a function of a module; may be repeated (default: all registered)",
+    )
+    parser.add_argument("--options", metavar="JSON", help="config of the loss, such as '{\"ratio_clip_min\": 0.1}'")
+    parser.add_argument(
+        "--config", metavar="CONFIG", help="the loss of this run, as `parallel-rl train CONFIG` builds it"
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        metavar="AXIS=N,N",
+        help="tp=1,2 cp=1,2 dp=1,2 micro=1,3 packing=padded,packed: every combination (default: a choice on 1, 2 and 4 ranks)",
+    )
+    parser.add_argument(
+        "--fields", metavar="NAME,NAME", default="", help="fields of the data that a plain function reads"
+    )
+    parser.add_argument(
+        "--timeout", metavar="SECONDS", type=float, default=120.0, help="of one loss on one number of ranks"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the reports; - is the standard output")
+    parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
+
+
+def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> int:
+    """Run the command.
+
+    Args:
+        arguments: those of `add_parser`.
+        of_config: the loss of a run's config.
+
+    Returns:
+        the exit status: 0, or 1 where a loss breaks the law.
+
+    Raises:
+        ValueError: a loss, an option or a layout that does not fit.
+    """
+    from parallel_rl.testing.check import Limits
+    from parallel_rl.verify.layouts import of_words
+    from parallel_rl.verify.run import in_job, on_this_machine
+    from parallel_rl.verify.show import html, table
+
+    if not arguments.timeout > 0:
+        raise ValueError(f"--timeout {arguments.timeout:g} is not valid; a positive number of seconds is needed")
+    layouts = None if arguments.layouts is None else of_words(arguments.layouts)
+    for path in (arguments.json, arguments.html):
+        if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {Path(path).absolute().parent}")
+    subjects = _subjects(arguments, of_config)
+    limits, quiet = Limits(timeout=arguments.timeout), arguments.json == "-"
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        reports = in_job(subjects, layouts, limits)
+    else:
+        reports = on_this_machine(subjects, layouts, limits, show=not quiet)
+    if os.environ.get("RANK", "0") == "0":
+        _write(arguments, reports, table, html)
+    return 0 if all(report.ok for report in reports) else BROKEN
+
+
+def _write(
+    arguments: argparse.Namespace,
+    reports: Sequence[Report],
+    table: Callable[[Sequence[Report]], None],
+    html: Callable[[Sequence[Report]], str],
+) -> None:
+    text = json.dumps({"ok": all(one.ok for one in reports), "losses": [one.as_json() for one in reports]}, indent=1)
+    if arguments.json == "-":
+        print(text)
+    else:
+        table(reports)
+        if arguments.json:
+            Path(arguments.json).write_text(text + "\n", encoding="utf-8")
+    if arguments.html:
+        Path(arguments.html).write_text(html(reports), encoding="utf-8")
+
+
+def _subjects(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> list[Subject]:
+    from parallel_rl.verify.find import every_loss, find_loss
+
+    try:
+        options = json.loads(arguments.options) if arguments.options else {}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--options {arguments.options!r} is not JSON: {error}") from None
+    if not isinstance(options, dict):
+        raise ValueError(f"--options {arguments.options!r} must be a mapping")
+    if arguments.config is not None:
+        if arguments.loss or options:
+            raise ValueError("--config names the loss and its options; leave --loss and --options out")
+        return [of_config(arguments.config)]
+    if options and len(arguments.loss) != 1:
+        raise ValueError("--options goes with exactly one --loss")
+    sys.path.insert(0, os.getcwd())  # the user's modules, also for the ranks
+    if not arguments.loss:
+        return every_loss()
+    fields = tuple(name for name in arguments.fields.split(",") if name)
+    return [find_loss(text, options, fields) for text in arguments.loss]

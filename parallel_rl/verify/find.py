@@ -1,0 +1,55 @@
+"""Losses by the words of the command line."""
+
+from __future__ import annotations
+
+import importlib
+
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.registry import get_loss, losses
+from parallel_rl.testing.batches import PLACEHOLDER, REWARD_IDS
+from parallel_rl.testing.cases import Case, Subject
+from parallel_rl.testing.subjects import SeedLoss, subject_of
+
+_NEEDED = {"prm": {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": REWARD_IDS}}  # what has no default
+
+
+def every_loss() -> list[Subject]:
+    """All registered losses with their default options."""
+    return [Case(name, _NEEDED.get(name, {})) for name in losses()]
+
+
+def find_loss(text: str, options: dict[str, object], fields: tuple[str, ...] = ()) -> Subject:
+    """A registered loss, or `module:object`: a class, an instance, a function with the call of `LossFn`, a name to register.
+
+    >>> find_loss("nll", {"aggregation": "seq-mean-token-mean"}).name
+    'nll-aggregation=seq-mean-token-mean'
+
+    Raises:
+        ValueError: a module that does not import, an object that it lacks or that is no loss, options that do not fit.
+    """
+    module, colon, name = text.rpartition(":")
+    found: object = _imported(module, name) if colon else get_loss(name)
+    if isinstance(found, type) and issubclass(found, LossFn):
+        case = Case(found, {**_NEEDED.get(name, {}), **options})
+        case.build()  # options that do not fit are refused here
+        return case
+    if options:
+        raise ValueError(f"--options has no effect on {text}, which is no class; build it with them")
+    if fields and callable(found) and not isinstance(found, LossFn):
+        return SeedLoss(found, fields)
+    return subject_of(found)  # type: ignore[arg-type]
+
+
+def _imported(module: str, name: str) -> object:
+    try:
+        imported = importlib.import_module(module)
+    except Exception as error:  # whatever a user's module does
+        raise ValueError(
+            f"--loss {module}:{name}: {module} cannot be imported: {type(error).__name__}: {error}"
+        ) from None
+    if hasattr(imported, name):
+        return getattr(imported, name)
+    known = losses()
+    if name in known:
+        return known[name]
+    raise ValueError(f"--loss {module}:{name}: {module} has no {name!r}, and none is registered")

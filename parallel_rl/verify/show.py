@@ -1,0 +1,98 @@
+"""The reports as a table for the terminal, and as a page that needs no network."""
+
+from __future__ import annotations
+
+import html as markup
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from parallel_rl.testing.report import Report, Row
+
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:62rem;padding:0 1rem;color:#1b1b1b;background:#fff}"
+    "table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.25rem .6rem;border-bottom:1px solid #ccc}"
+    "td.n{text-align:right;font-variant-numeric:tabular-nums}.ok{color:#0a6b2b}.bad{color:#a3151a;font-weight:600}"
+    "details{margin:.6rem 0}summary{cursor:pointer;font-weight:600}dt{font-weight:600}dd{margin:0 0 .6rem 1rem}"
+)
+
+
+def table(reports: Sequence[Report]) -> None:
+    """Print layout × errors of each loss that breaks the law, and a line for each loss; then the diagnoses."""
+    console = Console(highlight=False, soft_wrap=True)
+    lines = Table(
+        "loss", "layouts", "loss error", "gradient error", "metric error", "verdict", box=None, pad_edge=False
+    )
+    for report in reports:
+        for row in report.rows if len(reports) == 1 else [_worst(report)]:
+            where = row.layout if len(reports) == 1 else f"{len(report.rows)}"
+            verdict = "[green]ok[/]" if row.verdict == "ok" and report.ok else f"[red]{row.verdict}[/]"
+            lines.add_row(report.name, where, *map(_number, (row.loss, row.gradient, row.metrics)), verdict)
+    console.print(lines)
+    for report in reports:
+        if not report.ok:
+            console.print()
+            console.print(str(report), markup=False)
+    broken = sum(not report.ok for report in reports)
+    seconds = sum(report.seconds for report in reports)
+    console.print(
+        f"\n{len(reports) - broken} of {len(reports)} losses obey the law ({seconds:.0f} s)"
+        + (f"; [red]{broken} break it[/]" if broken else "")
+    )
+
+
+def _worst(report: Report) -> Row:
+    """One line for a loss: its largest errors, and its first verdict that is not ok."""
+    if not report.rows:
+        return Row("", math.nan, math.nan, math.nan, _named(report))
+    verdict = "ok" if report.ok else _named(report)
+    loss, gradient, metrics = (
+        max(values, key=lambda x: math.inf if math.isnan(x) else x)
+        for values in zip(*((row.loss, row.gradient, row.metrics) for row in report.rows), strict=True)
+    )
+    return Row("", loss, gradient, metrics, verdict)
+
+
+def _named(report: Report) -> str:
+    return report.findings[0].fault.name if report.findings else "no layout"
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.1e}"
+
+
+def html(reports: Sequence[Report]) -> str:
+    """The page: the same numbers, readable without scripts, by keyboard and on paper."""
+    body = [
+        f"<h1>parallel-rl verify</h1><p>{sum(one.ok for one in reports)} of {len(reports)} losses obey the law.</p>"
+    ]
+    body += [_section(report) for report in reports]
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><title>parallel-rl verify</title>'
+        f"<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _section(report: Report) -> str:
+    rows = "".join(
+        f"<tr><td>{markup.escape(row.layout)}</td>"
+        + "".join(f'<td class="n">{_number(value)}</td>' for value in (row.loss, row.gradient, row.metrics))
+        + f'<td class="{"ok" if row.verdict == "ok" else "bad"}">{markup.escape(row.verdict)}</td></tr>'
+        for row in report.rows
+    )
+    found = "".join(
+        f"<dt>{markup.escape(one.axis)}: {markup.escape(one.fault.name)}</dt>"
+        f"<dd>{markup.escape(one.text)}<br>Mend: {markup.escape(one.fault.mend)}.</dd>"
+        for one in report.findings
+    )
+    verdict = (
+        f'<span class="{"ok" if report.ok else "bad"}">{"obeys the law" if report.ok else "breaks the law"}</span>'
+    )
+    head = "<tr><th>layout</th><th>loss error</th><th>gradient error</th><th>metric error</th><th>verdict</th></tr>"
+    return (
+        f"<details{'' if report.ok else ' open'}><summary>{markup.escape(report.name)}: {verdict}</summary>"
+        f"{f'<dl>{found}</dl>' if found else ''}<table>{head}{rows}</table></details>"
+    )

@@ -1,0 +1,125 @@
+"""Losses that raise, die or hang end in a report, in time, and no rank stays behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parallel_rl.testing import Limits, check_law, hugging_face, law_test, verl
+from parallel_rl.testing.report import LawBroken
+from tests.testing import broken_losses
+from tests.testing.planted import LocalTokens, Planted
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (broken_losses.Raises, "KeyError"),
+        (broken_losses.RaisesOnOneRank, "only rank 1 is wrong"),
+        (broken_losses.Dies, "exit code 7"),
+        (broken_losses.Hangs, "gave no answer"),
+    ],
+)
+def test_what_goes_wrong_is_reported_in_time(loss: type, said: str) -> None:
+    start = time.monotonic()
+    report = check_law(loss, worlds=(1, 2), limits=Limits(timeout=15))
+    assert time.monotonic() - start < 90 and not report.ok
+    assert said in str(report)
+
+
+def test_the_ranks_are_well_after_that() -> None:
+    assert check_law(Planted, worlds=(2,)).ok
+
+
+SCRIPT = """
+import torch
+from parallel_rl import register_objective
+from parallel_rl.testing import check_law
+
+@register_objective("mine", token_fields=("advantages",))
+def Mine(logprobs, batch):
+    return -batch["advantages"] * logprobs
+
+def local(logits, data, seqs, toks, rank=None, tensor=None, context=None):
+    picked = logits[:, :-1].log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+    mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]) != 0
+    return -torch.where(mask, picked, 0).sum() / mask.sum()
+
+print("right:", check_law(Mine).ok)
+from parallel_rl.testing import SeedLoss
+print("wrong:", check_law(SeedLoss(local, axes=frozenset({"data", "micro-batches"})), worlds=(1, 2)))
+import multiprocessing
+print("children:", len(multiprocessing.active_children()))
+"""
+
+
+@pytest.mark.parametrize("from_file", [True, False], ids=["script without a guard", "notebook"])
+def test_losses_of_a_script_and_of_a_notebook_reach_the_ranks(tmp_path: Path, from_file: bool) -> None:
+    """A notebook's `__main__` has no file: nothing can be imported from it, so its ranks are forked."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    arguments = [str(tmp_path / "script.py")] if from_file else ["-"]
+    done = subprocess.run(
+        [sys.executable, *arguments], input=None if from_file else SCRIPT, text=True, capture_output=True, timeout=180,
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "right: True" in done.stdout and "children: 0" in done.stdout
+    assert "wrong: local breaks the law" in done.stdout
+
+
+@law_test(worlds=(1, 2))
+def test_a_line_makes_a_test() -> type:
+    return Planted
+
+
+def test_that_test_fails_with_the_diagnosis() -> None:
+    with pytest.raises(LawBroken, match="local denominator"):
+        law_test(worlds=(1,))(lambda: LocalTokens)()
+
+
+def test_the_plugin_has_a_fixture(tmp_path: Path) -> None:
+    text = "from tests.testing.planted import LocalTokens, Planted\n\ndef test_right(law):\n    law(Planted, worlds=(1,))\n"
+    (tmp_path / "test_user.py").write_text(text + "\ndef test_wrong(law):\n    law(LocalTokens, worlds=(1,))\n")
+    run = [sys.executable, "-m", "pytest", "-q", "-p", "parallel_rl.testing.pytest_plugin", "-p", "no:cacheprovider"]
+    done = subprocess.run([*run, str(tmp_path)], cwd=ROOT, text=True, capture_output=True, timeout=180)
+    assert "1 failed, 1 passed" in done.stdout and "LawBroken: LocalTokens breaks the law" in done.stdout
+
+
+def test_nothing_but_the_plugin_imports_pytest() -> None:
+    code = "import sys, parallel_rl.testing, parallel_rl.verify.command; sys.exit('pytest' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
+
+
+def verl_policy(old, new, advantages, mask, mode, config):  # type: ignore[no-untyped-def]
+    """In verl's manner, by its global counts."""
+    ratio = (new - old).exp()
+    loss = -(advantages * ratio * mask).sum() / config.global_batch_info["batch_num_tokens"]
+    return loss, 0.0, 0.0, 0.0
+
+
+def verl_local(old, new, advantages, mask, mode, config):  # type: ignore[no-untyped-def]
+    return -(advantages * (new - old).exp() * mask).sum() / mask.sum().clamp(min=1), 0.0
+
+
+def trainer_loss(outputs, labels, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+    """As the Trainer's own, by sum and count."""
+    import torch
+
+    z, y = outputs.logits[:, :-1], labels[:, 1:]
+    z = torch.where((y >= 0)[..., None], z, 0).to(torch.promote_types(z.dtype, torch.float32))
+    total = torch.nn.functional.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum")
+    return total / num_items_in_batch
+
+
+def test_losses_in_the_manner_of_other_frameworks() -> None:
+    assert check_law(verl(verl_policy), worlds=(1, 2)).ok
+    report = check_law(verl(verl_local), worlds=(1, 2))
+    assert [one.fault.name for one in report.findings] == ["local denominator"]
+    report = check_law(hugging_face(trainer_loss), worlds=(1, 2))
+    assert report.ok, report

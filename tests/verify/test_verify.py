@@ -1,0 +1,112 @@
+"""`parallel-rl verify`: what it says, how it exits, what it writes; on this machine and inside torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from parallel_rl.cli import main
+from parallel_rl.verify.layouts import of_words
+
+ROOT = Path(__file__).parents[2]
+LAYOUTS = ["--layouts", "dp=1,2", "packing=packed"]
+
+
+def test_a_right_loss_passes_and_a_wrong_one_does_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, file = tmp_path / "law.html", tmp_path / "law.json"
+    losses = ["--loss", "nll", "--loss", "tests.testing.planted:LocalTokens"]
+    assert main(["verify", *losses, *LAYOUTS, "--json", str(file), "--html", str(page)]) == 1
+    said = capsys.readouterr().out
+    assert "1 of 2 losses obey the law" in said and "data: local denominator" in said
+    assert "divide a sum by the global count" in said
+    found = json.loads(file.read_text())
+    assert [one["ok"] for one in found["losses"]] == [True, False] and not found["ok"]
+    [finding] = found["losses"][1]["findings"]
+    assert (finding["fault"], finding["axis"]) == ("local denominator", "data")
+    html = page.read_text()
+    assert "local denominator" in html and "http" not in html.replace("http-equiv", "") and "<script" not in html
+
+
+def test_options_and_json_on_the_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    options = '{"aggregation": "seq-mean-token-mean"}'
+    assert main(["verify", "--loss", "nll", "--options", options, *LAYOUTS, "--json", "-"]) == 0
+    [one] = json.loads(capsys.readouterr().out)["losses"]
+    assert one["ok"] and len(one["layouts"]) == 2
+
+
+def test_the_loss_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("megatron.core")
+    assert main(["verify", "--config", str(ROOT / "configs/grpo_arithmetic.yaml"), *LAYOUTS]) == 0
+    assert "1 of 1 losses obey the law" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--loss", "nlll"], "'nlll'"),
+        (["--loss", "no_such_module:Loss"], "no_such_module cannot be imported"),
+        (["--loss", "tests.testing.planted:Nothing"], "has no 'Nothing'"),
+        (["--loss", "tests.testing.broken_losses:not_a_loss"], "3 is no loss"),
+        (["--loss", "nll", "--options", "{"], "is not JSON"),
+        (["--loss", "nll", "--options", '{"agregation": 1}'], "aggregation"),
+        (["--loss", "nll", "--layouts", "tp=16"], "this machine starts 8 at most"),
+        (["--loss", "nll", "--layouts", "pp=2"], "pp=2"),
+        (["--loss", "nll", "--layouts", "tp=0"], "positive number"),
+        (["--loss", "nll", "--timeout", "0"], "--timeout 0"),
+        (["--loss", "nll", "--html", "/no/such/folder/x.html"], "there is no folder"),
+        (["--config", "none.yaml"], "none.yaml"),
+        (["surplus"], "'surplus'"),
+    ],
+)
+def test_bad_input_is_an_error_in_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("parallel-rl: error") and error.count("\n") == 1
+
+
+def test_a_rank_that_dies_is_a_report_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "parallel_rl.cli", "verify", "--loss", "tests.testing.broken_losses:Dies"]
+    marker = f"VERIFY_TEST={tmp_path}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "VERIFY_TEST": str(tmp_path)}
+    done = subprocess.run([*command, *LAYOUTS], cwd=ROOT, env=env, text=True, capture_output=True, timeout=240)
+    assert done.returncode == 1 and "exit code 7" in done.stdout, done.stderr
+    deadline = time.monotonic() + 10
+    while _with_environment(marker) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert _with_environment(marker) == []
+
+
+def _with_environment(marker: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if marker.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize(("loss", "status"), [("nll", 0), ("tests.testing.planted:ContextAveraged", 1)])
+def test_inside_torchrun(loss: str, status: int) -> None:
+    """The job's own ranks and groups; every rank exits alike."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "-m", "parallel_rl.cli", "verify", "--loss", loss, "--layouts", "cp=2", "tp=1"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=240)
+    assert (done.returncode != 0) == bool(status), done.stderr
+    assert ("gradient averaged over context ranks" in done.stdout) == bool(status)
+
+
+def test_layouts_are_every_combination() -> None:
+    found = of_words(["tp=1,2", "cp=1,2", "cp_layout=zigzag,contiguous"])
+    assert [(one.tp, one.cp, one.cp_layout) for one in found] == [
+        (tp, *context) for tp in (1, 2) for context in ((1, "zigzag"), (2, "zigzag"), (2, "contiguous"))
+    ]
