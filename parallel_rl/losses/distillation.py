@@ -156,7 +156,7 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
         else:
             log_q = gather_columns(flat, ids, rows.mask, shard).log_softmax(-1)
         teacher = rows.field("teacher_topk_logits").to(log_q.dtype)
-        teacher = teacher / (cfg.teacher_temperature or self.options.temperature)
+        teacher = (teacher / (cfg.teacher_temperature or shard.temperature_of_rows)).to(log_q.dtype)
         if cfg.bucket_tail:
             log_p = teacher - rows.field("teacher_logsumexp").to(log_q.dtype)[:, None]
             kl = mixed_kl(with_tail(log_p), log_q, cfg.forward_weight).to(math_dtype(flat.dtype))

@@ -121,8 +121,8 @@ class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
     def value(self, rows: LogitRows) -> Tensor:
         """D(p, q) of each row, times the temperature² where asked for."""
         assert rows.teacher is not None
-        cfg, temperature = self.config, self.options.temperature
+        cfg, temperature = self.config, rows.shard.temperature
         divergence = divergence_of_shards(
             rows.logits, rows.teacher, rows.mask, cfg.divergence, rows.shard, cfg.teacher_temperature or temperature
         )
-        return divergence * temperature**2 if cfg.squared_temperature else divergence
+        return (divergence * temperature**2).to(divergence.dtype) if cfg.squared_temperature else divergence

@@ -159,7 +159,7 @@ class PRMLossFn(LossFn[PRMLossConfig]):
 
     def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         """The batch whose `head` holds the K rewards' logits, or the likeliest token."""
-        cfg, shard = self.config, self.options.shard(logits.shape[-1], tensor_group)
+        cfg, shard = self.config, self.options.for_batch(local).shard(logits.shape[-1], tensor_group)
         flat = logits.flatten(0, 1)
         if cfg.reward_token_ids is not None:
             ids = torch.stack([torch.full_like(local.layout.positions, token) for token in cfg.reward_token_ids], 1)

@@ -109,6 +109,7 @@ def make_batch(
         .double(),
         "expert_mask": torch.tensor(_cycled([0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0], rows)).bool(),
     }
+    data["temperature"] = 0.6 + torch.rand(rows, generator=others).double().to(kind).double()
     if truncated:
         kept = torch.rand(rows, width, vocab, generator=g).argsort(-1)[..., :7]
         data["kept_ids"] = torch.where(torch.rand(kept.shape, generator=g) < 0.8, kept, -1)

@@ -36,7 +36,7 @@ def divergence_of_shards(
     keep: Tensor,
     divergence: Divergence,
     shard: VocabShard,
-    teacher_temperature: float = 1.0,
+    teacher_temperature: float | Tensor = 1.0,
 ) -> Tensor:
     """Compute D(p, q) of each token, p = softmax(teacher / T_p), q = softmax(student / T_q), differentiable in the student.
 
@@ -71,7 +71,7 @@ class _DivergenceOfShards(torch.autograd.Function):
         keep: Tensor,
         divergence: Divergence,
         shard: VocabShard,
-        teacher_temperature: float,
+        teacher_temperature: float | Tensor,
     ) -> Tensor:
         z, w = student[:, : shard.valid], teacher[:, : shard.valid]
         nowhere = torch.full((z.shape[0],), -1, device=z.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
+from parallel_rl.validation import checks_values
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.token_stats import stats_of_head
 from parallel_rl.vocab.shards import VocabShard
@@ -22,6 +24,22 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from parallel_rl.vocab.backends.torch_backend import Backend
+
+
+def _of_samples(temperature: Tensor, valid: Tensor) -> Tensor:
+    """[B] temperatures after a look at them; a sample without a valid token may have any, and 1 where it has none."""
+    if temperature.shape != valid.shape[:1] or not temperature.is_floating_point():
+        raise ValueError(
+            f"temperature must be a number or floating point [{len(valid)}], one a sample, got {temperature.dtype} "
+            f"{list(temperature.shape)}"
+        )
+    counts, usable = valid.any(1), (temperature > 0) & temperature.isfinite()
+    if checks_values(temperature):
+        wrong = ~usable & counts
+        if bool(wrong.any()):
+            row = int(wrong.nonzero()[0, 0])
+            raise ValueError(f"temperature = {float(temperature[row])} of sample {row} must be positive and finite")
+    return torch.where(counts | usable, temperature, 1.0)
 
 
 class TokenScores(NamedTuple):
@@ -43,7 +61,7 @@ def token_logprobs(
     vocab_size: int | None = None,
     vocab_start: int | None = None,
     cp_layout: CPLayout = "zigzag",
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     backend: Backend = "auto",
     top_k: int | None = None,
     top_p: float | None = None,
@@ -57,15 +75,17 @@ def token_logprobs(
     Args:
         next_token_logits: [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`; or an `LMHeadInput`, whose logits never
             exist whole.
-        data: input_ids [B, S]; where it has token_mask and sample_mask too, masked tokens are not looked at: they have
-            log-prob 0, and an `LMHeadInput` does not project their rows (see its `rows`).
+        data: input_ids [B, S]; where it has token_mask and sample_mask too, masked ids are not looked at. A token
+            with an id outside the vocabulary there has log-prob 0, and an `LMHeadInput` does not project its row; one with a
+            bound on its `rows` projects no masked token at all, whose log-prob is 0 as well.
         vocab_parallel_rank, vocab_parallel_group, context_parallel_group: as for the losses.
         layout: of the logits; None is padded rows.
-        vocab_size, vocab_start, cp_layout, temperature, backend, top_k, top_p, kept_sets: as for the losses.
+        temperature: one number, or [B] one for each sample. vocab_size, vocab_start, cp_layout, backend, top_k, top_p,
+            kept_sets: as for the losses.
 
     Returns:
-        [B, S] token-aligned, whole on every context rank; 0 in column 0, at masked tokens and beyond a sequence's end, −inf
-        for a token that the truncated policy does not keep.
+        [B, S] token-aligned, whole on every context rank; 0 in column 0 and beyond a sequence's end, −inf for a token that
+        the truncated policy does not keep.
 
     Raises:
         ValueError: shapes that do not match; what `token_stats` raises; more rows that carry loss than a head's bound; on all
@@ -90,7 +110,7 @@ def token_scores(
     vocab_size: int | None = None,
     vocab_start: int | None = None,
     cp_layout: CPLayout = "zigzag",
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     backend: Backend = "auto",
     top_k: int | None = None,
     top_p: float | None = None,
@@ -146,16 +166,19 @@ def token_scores(
         )  # fmt: skip
         masked = "token_mask" in data and "sample_mask" in data
         valid = valid_tokens(data) if masked else torch.ones_like(ids, dtype=torch.bool)
-        ids = torch.where(valid, ids, IGNORE_INDEX)
-        check_targets(ids, shard.vocab_size)
+        if isinstance(temperature, torch.Tensor):
+            shard = replace(shard, temperature=of.expand(_of_samples(temperature, valid)))
+        that_count = torch.where(valid, ids, IGNORE_INDEX)
+        check_targets(that_count, shard.vocab_size)
         if kept_sets:
             kept = data.get("kept_ids")
             if not isinstance(kept, torch.Tensor):
                 raise ValueError("kept_sets = True needs the field 'kept_ids', integers [B, S, K]")
             check_kept_ids(kept, valid, shard.vocab_size)
-        targets = of.shard(ids, fill=IGNORE_INDEX)
+        bounded = head is not None and head.rows is not None
+        targets = of.shard(that_count if bounded else ids, fill=IGNORE_INDEX)
         if head is not None:
-            head.check_rows(targets != IGNORE_INDEX, vocab_parallel_group)
+            head.check_rows((targets >= 0) & (targets < shard.vocab_size), vocab_parallel_group)
         return of, targets, shard
 
     groups = [vocab_parallel_group, context_parallel_group]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,6 +89,16 @@ class VocabShard:
         """
         start, valid, size = _span(width, group, vocab_size, vocab_start)
         return cls(start, valid, size, group, temperature, entropy, truncation, consume_logits, backend, sum_pi_squared)
+
+    def at(self, rows: Tensor) -> VocabShard:
+        """How some of the rows are read: with their temperatures, where each has its own."""
+        own = isinstance(self.temperature, torch.Tensor) and self.temperature.dim() > 0
+        return replace(self, temperature=self.temperature[rows]) if own else self  # type: ignore[index]
+
+    @property
+    def temperature_of_rows(self) -> float | Tensor:
+        """The temperature, as a column where each row has its own."""
+        return self.temperature[:, None] if isinstance(self.temperature, torch.Tensor) else self.temperature
 
     def inverse_temperature(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """1 / temperature: [1, 1], or [T, 1] one for each token."""

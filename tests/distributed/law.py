@@ -297,12 +297,14 @@ MORE = [
     ),
 ]
 MORE = [case for case in MORE if case not in CORE]
-# a policy that is truncated as its sampler was
+# a policy that is read as its sampler was: truncated, at its temperatures
 TRUNCATED = [
     Case("clipped_pg", {"reference_policy_kl_penalty": 0.3}, {"top_k": 13}),
     Case("clipped_pg", _GSPO, {"top_k": 15, "top_p": 0.95, "temperature": 1.2}),
     Case("clipped_pg", {**_SEQ, **_tis("icepop", 0.5, 2.0)}, {"kept_sets": True}),
     Case("policy", {"entropy_filter": 0.6, "entropy_bonus": 0.1}, {"top_p": 0.9, "temperature": 0.8}),
+    Case("policy", {"aggregation": "seq-mean-token-mean"}, {"top_p": 0.9, "temperature": "per-sample"}),
+    Case("policy", {"entropy_bonus": 0.1}, {"temperature": "per-sample"}),
 ]
 
 

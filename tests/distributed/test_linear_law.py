@@ -24,6 +24,7 @@ CASES += [
     Case("full_distillation", {"divergence": "reverse_kl", "squared_temperature": True}, {"temperature": 1.3}),
     Case("distillation", {"bucket_tail": True, "aggregation": "seq-mean-token-sum"}),
     Case("distillation", {"kl_type": "forward"}, {"temperature": 0.7}),
+    Case("full_distillation", {"squared_temperature": True}, {"temperature": "per-sample"}),
 ]
 
 

@@ -94,7 +94,7 @@ def test_it_comes_beside_the_entropy() -> None:
 
 @pytest.mark.parametrize("rule", [{}, {"top_k": 5}], ids=str)
 def test_scores_of_a_batch(rule: dict) -> None:
-    """Token-aligned and 0 at masked tokens, from logits and from a head, beside the same log-probs."""
+    """Token-aligned, from logits and from a head, beside the same log-probs."""
     hidden, weight = operands()
     data = {
         "input_ids": (torch.arange(T) * 5 % V).view(2, 6),
@@ -105,8 +105,8 @@ def test_scores_of_a_batch(rule: dict) -> None:
     z = (hidden @ weight.T).view(2, 6, V)
     p = z if not rule else torch.where(z >= z.topk(5).values[..., -1:], z, -math.inf)
     want = torch.cat([torch.zeros(2, 1), p.softmax(-1).square().sum(-1)[:, :-1]], 1) * data["token_mask"]
-    for output in (z, LMHeadInput(hidden.view(2, 6, D), weight, budget=5000)):
+    for output in (z, LMHeadInput(hidden.view(2, 6, D), weight, rows=9, budget=5000)):
         found = token_scores(output, data, sum_pi_squared=True, entropy=True, temperature=1.0, **rule)
-        assert_close(found.sum_pi_squared, want, rtol=1e-12, atol=1e-12)
+        assert_close(found.sum_pi_squared * data["token_mask"], want, rtol=1e-12, atol=1e-12)
         assert_close(found.logprobs, token_logprobs(output, data, **rule), rtol=1e-12, atol=1e-12)
     assert token_scores(z, data)[1:] == (None, None)

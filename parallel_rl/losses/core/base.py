@@ -18,11 +18,18 @@ from parallel_rl.groups import check_rank
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall, LossFunction
-from parallel_rl.losses.core.checks import check_counts, check_data, check_lengths, check_statistics, check_values
+from parallel_rl.losses.core.checks import (
+    check_counts,
+    check_data,
+    check_lengths,
+    check_statistics,
+    check_temperature,
+    check_values,
+)
 from parallel_rl.losses.core.counted import count_step
 from parallel_rl.losses.core.from_hidden_states import check_lm_head, project
 from parallel_rl.losses.core.local_batch import LocalBatch
-from parallel_rl.losses.core.options import VocabOptions
+from parallel_rl.losses.core.options import Temperature, VocabOptions
 from parallel_rl.losses.core.requirements import WEIGHTS, Requirements
 from parallel_rl.losses.core.token_weights import count_weights, weighted
 from parallel_rl.losses.core.truncated_policy import read_truncated_policy, with_dropped
@@ -57,7 +64,8 @@ class LossFn(LossFunction, Generic[ConfigT]):
         vocab_size: true size V; columns beyond it are padding. None: the shards hold no padding.
         vocab_start: first column's id of this rank, for a split that is neither even nor `torch.chunk`'s.
         cp_layout: "zigzag" (2·cp chunks a sequence, Megatron and Transformer Engine) or "contiguous".
-        temperature: the policy is softmax(logits / temperature).
+        temperature: the policy is softmax(logits / temperature); "per-sample": with `data["temperature"]` [B], where prompts or
+            samplers have their own.
         consume_logits: the backward writes the gradient over the logits.
         backend: of the token statistics, see `token_stats`.
         top_k, top_p: the sampler's truncation; the loss scores the policy truncated the same way. A token
@@ -90,7 +98,7 @@ class LossFn(LossFunction, Generic[ConfigT]):
         vocab_size: int | None = None,
         vocab_start: int | None = None,
         cp_layout: CPLayout = "zigzag",
-        temperature: float = 1.0,
+        temperature: Temperature = 1.0,
         consume_logits: bool = False,
         backend: Backend = "auto",
         top_k: int | None = None,
@@ -207,6 +215,8 @@ class LossFn(LossFunction, Generic[ConfigT]):
         needs, group = self.requirements.given(call.data), call.tensor_group
         if self.options.truncation.kept_sets:
             needs = needs.with_kept_ids()
+        if self.options.per_sample:
+            needs = needs.with_temperature()
         head, logits = split_output(call.output, group)
         call = replace(call, data=self._complete(logits, call.data))
         same = shape_facts(logits, self.options.vocab_size)
@@ -234,6 +244,8 @@ class LossFn(LossFunction, Generic[ConfigT]):
         rows, width = check_data(call.data, needs, logits)
         if checks_values(call.data["input_ids"]):
             self._check_values(call.data, needs)
+            if self.options.per_sample:
+                check_temperature(call.data)
         if needs.paired and rows % 2:
             raise ValueError(f"preference pairs are (even, odd) rows, so their number must be even; got {rows} rows")
         layout = self._layout(call, logits, rows, width)
@@ -269,7 +281,9 @@ class LossFn(LossFunction, Generic[ConfigT]):
         options = self.options
         temperature: object = options.temperature
         if isinstance(temperature, Tensor):  # the order of its tokens would be lost with packing and context ranks
-            raise ValueError("temperature must be one number for all tokens, got a Tensor")
+            raise ValueError(
+                "temperature must be one number for all tokens, got a Tensor; 'per-sample' reads data['temperature'] [B]"
+            )
         check_logits(logits, options.consume_logits, options.backend)
         shard = options.shard(logits.shape[-1], tensor_group)
         if checks_values(data["input_ids"]):
@@ -291,11 +305,11 @@ class LossFn(LossFunction, Generic[ConfigT]):
         if self.requirements.reads == "logits":
             valid = self.options.shard(head.weight.shape[0], tensor_group).valid
             return self._read_output(local, whole_logits(head, local.mask, valid, tensor_group), tensor_group), None
-        return project(local, head, tensor_group, self.options, self.objective)
+        return project(local, head, tensor_group, self.options.for_batch(local), self.objective)
 
     def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         """The batch with what the objective needs of the model's output."""
-        options = self.options
+        options = self.options.for_batch(local)
         if options.truncation:
             return read_truncated_policy(local, logits, tensor_group, options)
         shard = options.shard(logits.shape[-1], tensor_group, entropy=self.requirements.entropy)

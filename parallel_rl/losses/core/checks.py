@@ -107,6 +107,15 @@ def check_lengths(scored: Tensor, layout: SequenceLayout) -> None:
         )
 
 
+def check_temperature(data: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for a temperature of a valid sample that is not positive and finite."""
+    value = data["temperature"]
+    wrong = ~((value > 0) & value.isfinite()) & data["sample_mask"].bool()
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0, 0])
+        raise ValueError(f"temperature = {float(value[row])} of sample {row} must be positive and finite")
+
+
 def check_values(data: Mapping[str, Tensor], needs: Requirements) -> None:
     """Check the values of data whose shapes are right.
 

@@ -263,7 +263,7 @@ class ComponentsLoss(LossFn[ConfigT]):
         if len(readers) == len(self.components):
             return TokenBatch(local, ModelOutput(parts=parts))
         # several read them, so that none may write over them
-        shard = replace(self.options, consume_logits=False).shard(
+        shard = replace(self.options.for_batch(local), consume_logits=False).shard(
             logits.shape[-1], tensor_group, entropy=self.requirements.entropy
         )
         targets = local.layout.take(local.data["input_ids"])

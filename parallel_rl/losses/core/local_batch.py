@@ -116,6 +116,11 @@ class LocalBatch:
             return self.turns.sum(self.mask.double(), self.context_group).to(torch.int64)
         return self.turns.tokens
 
+    @property
+    def temperature(self) -> Tensor:
+        """[T_local] of each token's sample; 1 where the sample is masked."""
+        return self.layout.expand(torch.where(self.sequence_mask, self.data["temperature"], 1.0))
+
     def masked(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """[T_local], or K quantities [K, T_local]: x, and a 0 of `dtype` at masked places."""
         return torch.where(self.mask, x, self.zero(dtype))

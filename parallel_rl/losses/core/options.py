@@ -2,35 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from parallel_rl.layout import CPLayout
 from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from parallel_rl.losses.core.local_batch import LocalBatch
     from parallel_rl.vocab.backends.choice import Backend
+
+
+#: one number for all, or each sample's own, the field `temperature` [B] of the data
+Temperature = float | Literal["per-sample"]
 
 
 @dataclass(frozen=True)
 class VocabOptions:
-    """Constructor options of a loss, see `LossFn`."""
+    """Constructor options of a loss, see `LossFn`.
+
+    Raises:
+        ValueError: a word that is no temperature.
+    """
 
     vocab_size: int | None = None
     vocab_start: int | None = None
     cp_layout: CPLayout = "zigzag"
-    temperature: float = 1.0
+    temperature: Temperature | Tensor = 1.0
     consume_logits: bool = False
     backend: Backend = "auto"
     truncation: Truncation = KEEP_ALL
 
+    def __post_init__(self) -> None:
+        if isinstance(self.temperature, str) and not self.per_sample:
+            raise ValueError(f"temperature = {self.temperature!r} must be a positive number or 'per-sample'")
+
+    @property
+    def per_sample(self) -> bool:
+        """Whether each sample has a temperature of its own."""
+        return isinstance(self.temperature, str) and self.temperature == "per-sample"
+
+    def for_batch(self, local: LocalBatch) -> VocabOptions:
+        """The options with a temperature for each of this rank's tokens, [T_local], where samples have their own."""
+        return replace(self, temperature=local.temperature) if self.per_sample else self
+
     def shard(self, width: int, group: ProcessGroup | None, *, entropy: bool = False) -> VocabShard:
-        """Build the `VocabShard` that says how this rank's `width` columns are read."""
+        """Build the `VocabShard` that says how this rank's `width` columns are read.
+
+        Samples' own temperatures come with `for_batch`; without it they are NaN, for checks of columns alone.
+        """
+        temperature = torch.tensor(torch.nan) if isinstance(self.temperature, str) else self.temperature
         return VocabShard.of(
-            width, group, self.vocab_size, self.vocab_start, temperature=self.temperature, entropy=entropy,
+            width, group, self.vocab_size, self.vocab_start, temperature=temperature, entropy=entropy,
             truncation=self.truncation, consume_logits=self.consume_logits, backend=self.backend,
         )  # fmt: skip
 

@@ -109,6 +109,10 @@ class Requirements:
         there = tuple(field for field in self.optional if field.name in data)
         return replace(self, fields=(*self.fields, *there), optional=())
 
+    def with_temperature(self) -> Requirements:
+        """Require `temperature` [B] too, that each sample was drawn at."""
+        return replace(self, fields=(*self.fields, Field("temperature", per="sequence")))
+
     def with_kept_ids(self) -> Requirements:
         """Require `kept_ids` [B, S, K] too, the sampler's kept token ids."""
         return replace(self, fields=(*self.fields, Field("kept_ids", dtype="integer", width=True)))

@@ -83,7 +83,7 @@ class RowLoss(LossFn[ConfigT]):
         """[n] of rows, differentiable in their logits, 0 with gradient 0 where nothing is kept."""
 
     def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
-        shard = self.options.shard(logits.shape[-1], tensor_group)
+        shard = self.options.for_batch(local).shard(logits.shape[-1], tensor_group)
         teacher = local.unmasked(TEACHER) if TEACHER in self.requirements.names else None
         return TokenBatch(
             local, ModelOutput(head=self.value(LogitRows(logits.flatten(0, -2), shard, local, teacher=teacher)))
@@ -94,11 +94,11 @@ class RowLoss(LossFn[ConfigT]):
     ) -> tuple[TokenBatch, Tensor | None]:
         in_place = self.in_place and head.softcap is None
         whole = compiles(head.logits_like(tensor_group), self.options.backend)  # worth it for all chunks together
-        shard = self.options.shard(len(head.weight), tensor_group)
+        shard = self.options.for_batch(local).shard(len(head.weight), tensor_group)
         shard = replace(shard, consume_logits=in_place, backend="compiled" if whole else "eager")
 
         def value(z: Tensor, places: Tensor, teacher: Tensor | None) -> Tensor:
-            return self.value(LogitRows(z, shard, local, places, teacher))
+            return self.value(LogitRows(z, shard.at(places), local, places, teacher))
 
         def batch_of(values: Tensor) -> TokenBatch:
             return TokenBatch(local, ModelOutput(head=values))

@@ -95,7 +95,7 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
         place = kept.values if kept is not None and kept.top is None else buffer[index % count * half :]
         z, indices = params.logits(hidden, place, whole), params.rows.gathered(span)
         if out.floor is not None:
-            out.floor.index_copy_(0, indices, kept_floor(z, shard))
+            out.floor.index_copy_(0, indices, kept_floor(z, shard.at(indices)))
         _drop_(z, params, indices, out.floor)
         if kept is not None and kept.top is not None:
             _keep(z, kept.values, kept.top)

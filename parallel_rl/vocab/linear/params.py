@@ -61,6 +61,9 @@ class LinearParams:
             keeps: a resident plan keeps its logits; without a backward only its chunks matter, so that the same call without
                 gradient gives the same bits.
         """
+        if isinstance(shard.temperature, torch.Tensor) and shard.temperature.dim():
+            in_order = head.row_order(shard.group).to_rows(shard.temperature.reshape(-1))
+            shard = replace(shard, temperature=in_order)
         hidden, parts = head.hidden.detach().reshape(-1, head.hidden.shape[-1]), head.parts(shard.group)
         dtype = math_dtype(hidden.dtype)
         width = columns_of_rank(shard.valid, shard.vocab_size, shard.group)

@@ -149,7 +149,7 @@ def stats_of_head(
 
     Args:
         targets, keep: [N] in the order of logits, as the statistics are.
-        shard: with a truncation its temperature is one number. kept_ids: [N, K], see `truncated_token_stats`.
+        kept_ids: [N, K], see `truncated_token_stats`.
         objective: a sum over tokens; where it is given the mode may be in_forward, and the second result is not None then.
         context_group: over which the objective may communicate, with ranks that have another number of rows that carry loss.
 

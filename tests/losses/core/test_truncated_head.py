@@ -70,7 +70,7 @@ def test_a_truncated_policy(mode: LinearMode, rule: str, dtype: torch.dtype, sof
     )
 
 
-@register_objective("test_truncated_mean", token_fields=("advantages",), token_separable=True)
+@register_objective("doc_truncated_mean", token_fields=("advantages",), token_separable=True)
 def ClaimsToSeparate(logprobs: Tensor, batch: TokenBatch) -> Tensor:
     """True of whole distributions, false where tokens leave the mask by their log-probs: n_i changes."""
     return -batch["advantages"] * logprobs.exp()
