@@ -6,16 +6,16 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from parallel_rl.config.strict import Variants
+from parallel_rl.losses.coefficient import CoefficientScheduleConfig, checked_steps
 
 
 class EntropyBonus(Variants):
     """How the coefficient of an entropy bonus moves: an option of the policy loss, in place of a number."""
 
     @abstractmethod
-    def start(self) -> EntropyCoefficient:
+    def start_coefficient(self) -> EntropyCoefficient:
         """The coefficient before the first step."""
 
 
@@ -36,7 +36,7 @@ class EntropyCoefficient:
     @classmethod
     def of(cls, option: float | EntropyBonus) -> EntropyCoefficient:
         """A coefficient as the option of a loss says."""
-        return option.start() if isinstance(option, EntropyBonus) else cls(option)
+        return option.start_coefficient() if isinstance(option, EntropyBonus) else cls(option)
 
     def step(self, metrics: Mapping[str, float]) -> None:
         """Move on by one optimizer step with these reduced metrics, equal on all ranks."""
@@ -56,39 +56,18 @@ class EntropyCoefficient:
 
 
 @dataclass(frozen=True)
-class ScheduledEntropyBonus(EntropyBonus, name="schedule"):
-    """A coefficient that stays at `initial`, then moves to `final` and stays there.
+class ScheduledEntropyBonus(EntropyBonus, CoefficientScheduleConfig, name="schedule"):
+    """A coefficient that goes on a line from `start` to `peak`, then on a cosine down to `valley`, where it stays.
 
-    initial, final: where it starts and ends. hold_steps: optimizer steps at `initial`. decay_steps: steps from there to
-    `final`. shape: of the way between them, a line or half a cosine.
+    peak, valley, start: values. warmup_steps, decay_steps: optimizer steps to the peak and from there to the valley. A
+    coefficient that stays for W steps and then falls has start = peak and warmup_steps W; a line to 0 has peak = valley = 0.
     """
 
-    initial: float
-    final: float
-    decay_steps: int
-    hold_steps: int = 0
-    shape: Literal["linear", "cosine"] = "linear"
-
     def __post_init__(self) -> None:
-        _not_negative(self, "initial", "final", "hold_steps")
-        if self.decay_steps < 1:
-            raise ValueError(f"decay_steps = {self.decay_steps} must be at least 1")
-        if self.initial == self.final:
-            raise ValueError(
-                f"initial = final = {self.final} is no schedule; give the number itself, entropy_bonus: {self.final}"
-            )
+        super().__post_init__()
+        _not_negative(self, "peak", "valley", "start")
 
-    def at(self, step: int) -> float:
-        """The coefficient of a step, counted from 0.
-
-        >>> [ScheduledEntropyBonus(0.4, 0.0, decay_steps=4, hold_steps=1).at(step) for step in (0, 1, 3, 9)]
-        [0.4, 0.4, 0.2, 0.0]
-        """
-        done = min(max(step - self.hold_steps, 0) / self.decay_steps, 1.0)
-        left = 1 - done if self.shape == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-        return self.final + (self.initial - self.final) * left
-
-    def start(self) -> EntropyCoefficient:
+    def start_coefficient(self) -> EntropyCoefficient:
         return _Scheduled(self)
 
 
@@ -105,10 +84,7 @@ class _Scheduled(EntropyCoefficient):
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         super().load_state_dict(state)
-        steps = state["entropy_bonus_steps"]
-        if steps != int(steps) or steps < 0:
-            raise ValueError(f"entropy_bonus_steps = {steps} must be a number of steps")
-        self._go_to(int(steps))
+        self._go_to(checked_steps(state["entropy_bonus_steps"]))
 
     def _go_to(self, step: int) -> None:
         self.steps, self.value = step, self.config.at(step)
@@ -143,7 +119,7 @@ class AdaptiveEntropyBonus(EntropyBonus, name="adaptive"):
         if not self.low <= self.initial <= self.high:
             raise ValueError(f"initial = {self.initial} must lie in [low, high] = [{self.low}, {self.high}]")
 
-    def start(self) -> EntropyCoefficient:
+    def start_coefficient(self) -> EntropyCoefficient:
         return _Adaptive(self)
 
 

@@ -289,7 +289,7 @@ MORE = [
             },
         },
     ),
-    Case("policy", {"entropy_bonus": {"name": "schedule", "initial": 0.1, "final": 0.0, "decay_steps": 9}}),
+    Case("policy", {"entropy_bonus": {"name": "schedule", "peak": 0.1, "valley": 0.0, "decay_steps": 9}}),
     Case("policy", {"surrogate": {"name": "dppo", "low": 0.03, "high": 0.02, "ratio_max": 1.2}}),
     Case(
         "policy",

@@ -37,14 +37,13 @@ def test_the_adaptive_coefficient_follows_the_last_step() -> None:
 
 
 def test_schedules_follow_their_formulas() -> None:
-    steps = [0.0] * 9
-    line = {"name": "schedule", "initial": 0.03, "final": 0.01, "hold_steps": 2, "decay_steps": 4}
-    wanted = [0.03, 0.03, 0.03, 0.025, 0.02, 0.015, 0.01, 0.01, 0.01, 0.01]
-    assert coefficients(line, steps) == pytest.approx(wanted, abs=1e-15)
+    """Constant and then down on a cosine; on a line to nothing."""
+    held = {"name": "schedule", "start": 0.03, "peak": 0.03, "valley": 0.01, "warmup_steps": 2, "decay_steps": 4}
     cosine = [0.01 + 0.02 * 0.5 * (1 + math.cos(math.pi * min(max(s - 2, 0) / 4, 1))) for s in range(10)]
-    assert coefficients({**line, "shape": "cosine"}, steps) == pytest.approx(cosine, abs=1e-15)
-    rising = {"name": "schedule", "initial": 0.0, "final": 0.2, "decay_steps": 2}
-    assert coefficients(rising, [0.0] * 3) == pytest.approx([0.0, 0.1, 0.2, 0.2], abs=1e-15)
+    assert coefficients(held, [0.0] * 9) == pytest.approx(cosine, abs=1e-15)
+    assert cosine[:3] == [0.03] * 3 and cosine[-1] == pytest.approx(0.01)
+    line = {"name": "schedule", "start": 0.2, "peak": 0.0, "valley": 0.0, "warmup_steps": 4}
+    assert coefficients(line, [0.0] * 5) == pytest.approx([0.2, 0.15, 0.1, 0.05, 0.0, 0.0], abs=1e-15)
 
 
 def test_the_loss_takes_the_present_coefficient_of_the_entropy() -> None:
@@ -66,7 +65,13 @@ def test_the_loss_takes_the_present_coefficient_of_the_entropy() -> None:
         bonus.after_step({"entropy": measured})
 
 
-OPTIONS: list[dict[str, Any]] = [ADAPTIVE, {"name": "schedule", "initial": 0.03, "final": 0.0, "decay_steps": 6}]
+OPTIONS: list[dict[str, Any]] = [ADAPTIVE, {"name": "schedule", "peak": 0.03, "valley": 0.0, "decay_steps": 6}]
+
+
+def policy_of(loss_fn: PolicyLossFn | MixLossFn) -> PolicyLossFn:
+    inner = loss_fn if isinstance(loss_fn, PolicyLossFn) else loss_fn.components[0].loss
+    assert isinstance(inner, PolicyLossFn)
+    return inner
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option["name"])
@@ -77,7 +82,7 @@ def test_the_state_goes_on(option: dict[str, Any]) -> None:
         lambda: MixLossFn({"policy": {"entropy_bonus": option}}),
     ):
         one, values = make(), []
-        inner = getattr(one, "usual", one)
+        inner = policy_of(one)
         for step in range(8):
             entropy = 1.0 + 0.2 * (step % 5)
             one.after_step({"entropy": entropy, "usual/entropy": entropy})
@@ -86,7 +91,7 @@ def test_the_state_goes_on(option: dict[str, Any]) -> None:
                 state = one.state_dict()
         other = make()
         other.load_state_dict(state)
-        inner = getattr(other, "usual", other)
+        inner = policy_of(other)
         assert inner.entropy_bonus.value == values[3]
         for step in range(4, 8):
             entropy = 1.0 + 0.2 * (step % 5)
@@ -119,13 +124,14 @@ def test_without_its_metric_it_says_so() -> None:
         ({**ADAPTIVE, "low": 0.5}, "low = 0.5 must be below high = 0.04"),
         ({**ADAPTIVE, "initial": 0.5}, r"initial = 0.5 must lie in \[low, high\] = \[0.01, 0.04\]"),
         ({**ADAPTIVE, "taget": 0.5}, "did you mean 'target'"),
-        ({"name": "schedule", "initial": 0.1, "final": 0.0, "decay_steps": 0}, "decay_steps = 0 must be at least 1"),
+        ({"name": "schedule", "peak": 0.1, "valley": 0.0}, "which is no schedule"),
+        ({"name": "schedule", "peak": 0.1, "valley": 0.0, "decay_steps": -1}, "decay_steps = -1 must be at least 0"),
+        ({"name": "schedule", "peak": -0.1, "valley": 0.0, "decay_steps": 3}, "peak = -0.1 must be at least 0"),
         (
-            {"name": "schedule", "initial": 0.1, "final": 0.1, "decay_steps": 3},
-            "is no schedule; give the number itself",
+            {"name": "schedule", "peak": 0.1, "valley": 0.0, "decay_steps": 3, "start": 0.2},
+            "no effect without warmup_steps",
         ),
-        ({"name": "schedule", "initial": -0.1, "final": 0.1, "decay_steps": 3}, "initial = -0.1 must be at least 0"),
-        ({"name": "schedule", "initial": 0.1, "final": 0.0, "decay_steps": 3, "shape": "step"}, "'linear', 'cosine'"),
+        ({"name": "schedule", "peek": 0.1, "valley": 0.0, "decay_steps": 3}, "did you mean 'peak'"),
     ],
 )
 def test_options_that_do_not_do(option: Any, message: str) -> None:
