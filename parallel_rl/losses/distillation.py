@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +21,7 @@ from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.buckets import bucketed_log_probs
-from parallel_rl.vocab.topk import check_columns, column_log_probs, gather_columns
+from parallel_rl.vocab.topk import check_columns, column_log_probs, gather_columns, top_columns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,6 +43,8 @@ class DistillationLossConfig:
     bucket_tail: all words outside the top-k are one symbol on both sides: a lower bound of the KL over the vocabulary that sees
         the mass of the tail. Reads the field teacher_logsumexp [B, S], of the teacher's logits over its temperature: the
         teacher's tail is 1 − Σ_k p, so a tail below 1e-5 needs it in float64.
+    overlap: log how student and teacher agree on what is likely, by the metrics teacher_mass, student_mass and overlap, at the
+        cost of one more pass over the logits. Reads teacher_logsumexp.
     topk_alignment: "token" stores the teacher's distribution of token t at t, "predictor" at t − 1 (NeMo-RL's data).
     teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
@@ -54,6 +56,7 @@ class DistillationLossConfig:
     mixed_kl_weight: float = 0.5
     zero_outside_topk: bool = False
     bucket_tail: bool = False
+    overlap: bool = False
     topk_alignment: Alignment = "token"
     teacher_temperature: float | None = None
     aggregation: Aggregation = "token-mean"
@@ -88,7 +91,9 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
     `bucket_tail` teacher_logsumexp [B, S]. One collective of [T, K] floats forward, and one of [T, 4] where the student is
     normalised over the whole vocabulary; none backward.
 
-    Metrics: loss, num_valid_samples. Call and errors: see `LossFn`; an id outside the vocabulary raises.
+    Metrics: loss, num_valid_samples; with `overlap` also teacher_mass and student_mass, the probability that each side gives to
+    the teacher's top-k, and overlap, the part of it that is in the student's own top-k. Call and errors: see `LossFn`; an id
+    outside the vocabulary raises.
 
     Papers: arXiv 1503.02531; the options are those of NeMo-RL.
 
@@ -105,6 +110,10 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
     config_class = DistillationLossConfig
 
     @property
+    def measured(self) -> tuple[str, ...]:
+        return ("teacher_mass", "student_mass", "overlap") if self.config.overlap else ()
+
+    @property
     def in_place(self) -> bool:  # type: ignore[override]
         return self.config.zero_outside_topk or self.config.bucket_tail
 
@@ -115,14 +124,14 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
             Field("teacher_topk_logits", alignment=at, width=True),
             Field("teacher_topk_indices", dtype="integer", alignment=at, width=True),
         )
-        tail = (Field("teacher_logsumexp", alignment=at),) if self.config.bucket_tail else ()
+        tail = (Field("teacher_logsumexp", alignment=at),) if self.config.bucket_tail or self.config.overlap else ()
         return with_units(Requirements((*top, *tail), reads="rows"), self.config.aggregation, self.config.token_weights)
 
     def count_from(self, batch: TokenBatch) -> Statistics:
         return count_units(batch, self.config.aggregation)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        return mean_of_values(batch, self.config.aggregation, self.config.max_length)
+        return mean_of_values(batch, self.config.aggregation, self.config.max_length, self.measured)
 
     def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         super()._check_output(logits, data, tensor_group)
@@ -164,4 +173,14 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
             kl = mixed_kl(teacher.log_softmax(-1), log_q, cfg.forward_weight)
         if entropy is not None and cfg.forward_weight < 1:
             kl = kl + (1 - cfg.forward_weight) * reverse_tail(log_q, entropy)
-        return kl
+        return torch.cat([kl[:, None], self._agreement(rows, teacher).to(kl.dtype)], 1) if cfg.overlap else kl
+
+    def _agreement(self, rows: LogitRows, teacher: Tensor) -> Tensor:
+        """[n, 3] the mass that each side gives to the top-k, and the part of them that are among the student's own top-k."""
+        ids, logits, shard = rows.field("teacher_topk_indices"), rows.logits.detach(), rows.shard
+        log_q, _ = column_log_probs(logits, ids, rows.mask, replace(shard, consume_logits=False))
+        log_p = teacher - rows.field("teacher_logsumexp").to(teacher.dtype)[:, None]
+        own = top_columns(torch.where(rows.mask[:, None], logits, 0), ids.shape[1], shard)[1].sort(1).values
+        place = torch.searchsorted(own, ids.contiguous()).clamp(max=ids.shape[1] - 1)
+        both = (own.gather(1, place) == ids).to(log_q.dtype)
+        return torch.stack([log_p.exp().sum(1).to(log_q.dtype), log_q.exp().sum(1), both.mean(1)], 1)

@@ -25,6 +25,7 @@ CASES += [
     Case("distillation", {"bucket_tail": True, "aggregation": "seq-mean-token-sum"}),
     Case("distillation", {"kl_type": "forward"}, {"temperature": 0.7}),
     Case("full_distillation", {"squared_temperature": True}, {"temperature": "per-sample"}),
+    Case("distillation", {"bucket_tail": True, "overlap": True}, {"temperature": 1.1}),
 ]
 
 

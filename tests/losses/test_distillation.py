@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from parallel_rl import DistillationLossFn, FullDistillationLossFn, count_valid
+from parallel_rl import DistillationLossFn, FullDistillationLossFn, LMHeadInput, count_valid
 from parallel_rl.losses.core.base import LossFn
 from tests import reference_distillation as reference
 from tests.vocab.test_divergence import DIVERGENCES, ident, make_divergence
@@ -336,3 +336,36 @@ def test_a_token_named_twice_is_refused() -> None:
     }
     with pytest.raises(ValueError, match=r"teacher_topk_indices = \[3, 3\] at \[1, 2\] names a token twice"):
         DistillationLossFn()(torch.zeros(2, 3, 5), data, *count_valid(data))
+
+
+@pytest.mark.parametrize("config", [{}, {"bucket_tail": True}, {"zero_outside_topk": True}], ids=ident)
+@pytest.mark.parametrize("hidden", [False, True])
+def test_how_student_and_teacher_agree(config: dict, hidden: bool) -> None:
+    """Masses and overlap token by token with sets of words; the loss and its gradient are those without them."""
+    logits, data = make()
+    data = with_topk(data, temperature=0.8)
+    carries = weights_by_hand(data, "token-mean") > 0
+    logits[~carries] = math.nan
+    options = {**config, "teacher_temperature": 0.8}
+    plain, with_metrics = (DistillationLossFn({**options, "overlap": on}, temperature=1.3) for on in (False, True))
+    want = run(plain, logits, data)
+    if not hidden:
+        found = run(with_metrics, logits, data)
+        _, metrics = with_metrics(logits, data, *count_valid(data))
+    else:
+        leaf, weight = logits.clone().requires_grad_(), torch.eye(VOCAB, dtype=torch.float64)
+        loss, metrics = with_metrics(LMHeadInput(leaf, weight, budget=2000), data, *count_valid(data))
+        loss.backward()
+        assert leaf.grad is not None
+        found = loss.detach(), leaf.grad
+    assert_close(found[0], want[0], rtol=1e-12, atol=0)
+    assert_close(found[1], want[1], rtol=1e-10, atol=1e-14)
+    sums = {"teacher_mass": 0.0, "student_mass": 0.0, "overlap": 0.0}
+    for i, t in carries.nonzero().tolist():
+        p, q = (data["teacher_logits"][i, t] / 0.8).softmax(-1), (logits[i, t] / 1.3).softmax(-1)
+        ids, own = p.topk(K).indices.tolist(), q.topk(K).indices.tolist()
+        sums["teacher_mass"] += p[ids].sum().item()
+        sums["student_mass"] += q[ids].sum().item()
+        sums["overlap"] += len(set(ids) & set(own)) / K
+    for name, total in sums.items():
+        assert metrics[name].item() == pytest.approx(total / int(carries.sum()), rel=1e-9), name

@@ -14,7 +14,7 @@ from parallel_rl.counts import Aggregation
 from parallel_rl.losses.core.aggregation import aggregate
 from parallel_rl.losses.core.base import ConfigT, LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.measures import count_true
+from parallel_rl.losses.core.measures import count_true, token_means
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.vocab.backends.torch_backend import compiles, math_dtype
 from parallel_rl.vocab.linear.row_values import chunk_size, row_values
@@ -32,10 +32,16 @@ if TYPE_CHECKING:
 TEACHER = "teacher_logits"
 
 
-def mean_of_values(batch: TokenBatch, mode: Aggregation, max_length: int | None) -> tuple[Tensor, Metrics]:
-    """Aggregate the value of each row; metrics loss and num_valid_samples."""
-    loss = aggregate(batch, batch.head, mode, max_length)
-    return loss, Metrics({"loss": Metric("share", loss), "num_valid_samples": count_true(batch, batch.sequence_mask)})
+def mean_of_values(
+    batch: TokenBatch, mode: Aggregation, max_length: int | None, measured: tuple[str, ...] = ()
+) -> tuple[Tensor, Metrics]:
+    """Aggregate the value of each row; metrics loss, num_valid_samples and the means of what is measured beside it."""
+    values = batch.head[:, 0] if measured else batch.head
+    loss = aggregate(batch, values, mode, max_length)
+    metrics = {"loss": Metric("share", loss), "num_valid_samples": count_true(batch, batch.sequence_mask)}
+    if measured:
+        metrics |= token_means(batch, dict(zip(measured, batch.head[:, 1:].unbind(1), strict=True)))
+    return loss, Metrics(metrics)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +84,17 @@ class RowLoss(LossFn[ConfigT]):
 
     in_place: bool = False  # whether the gradient of `value` may be written over the logits (`shard.consume_logits`)
 
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """Names of what `value` measures beside it."""
+        return ()
+
     @abstractmethod
     def value(self, rows: LogitRows) -> Tensor:
-        """[n] of rows, differentiable in their logits, 0 with gradient 0 where nothing is kept."""
+        """[n] of rows, differentiable in their logits, 0 with gradient 0 where nothing is kept.
+
+        With measures [n, 1 + M], the value first; they have no gradient.
+        """
 
     def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         shard = self.options.for_batch(local).shard(logits.shape[-1], tensor_group)
@@ -104,14 +118,15 @@ class RowLoss(LossFn[ConfigT]):
             return TokenBatch(local, ModelOutput(head=values))
 
         with torch.enable_grad():  # the loss is linear in the values: its slope is known before any of them
-            unknown = torch.zeros(
-                local.mask.shape, dtype=math_dtype(head.hidden.dtype), device=head.device, requires_grad=True
-            )
+            columns = 1 + len(self.measured) if self.measured else None
+            shape = local.mask.shape if columns is None else (*local.mask.shape, columns)
+            unknown = torch.zeros(shape, dtype=math_dtype(head.hidden.dtype), device=head.device, requires_grad=True)
             (slope,) = torch.autograd.grad(self.compute(batch_of(unknown))[0], unknown)
+            slope = slope if columns is None else slope[:, 0]
         teacher: LMHeadInput | Tensor | None = None
         if TEACHER in self.requirements.names:
             teacher = local.heads.get(TEACHER, local.unmasked(TEACHER))
-        values, carrier = row_values(head, local.mask, shard, value, teacher, slope, in_place)
+        values, carrier = row_values(head, local.mask, shard, value, teacher, slope, in_place, columns)
         return batch_of(values), carrier
 
     def _check_heads(

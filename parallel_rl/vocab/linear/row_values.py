@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from parallel_rl.vocab.shards import VocabShard
 
-#: (logits [n, W], their places [n] in the order of logits, the teacher's logits [n, W] or None) to values [n]
+#: (logits [n, W], their places [n] in the order of logits, the teacher's logits [n, W] or None) to values [n], or to [n, C] of
+#: which the first is the value and the others are measures without gradient
 RowFunction = Callable[["Tensor", "Tensor", "Tensor | None"], "Tensor"]
 
 
@@ -35,6 +36,7 @@ def row_values(
     teacher: LMHeadInput | Tensor | None = None,
     slope: Tensor | None = None,
     in_place: bool = False,
+    columns: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute a value of each row of logits that carries loss, and its gradient; no logits are ever whole.
 
@@ -48,12 +50,13 @@ def row_values(
         teacher: of the same tokens, without gradient: a second head or [N, V/tp] logits.
         slope: [N].
         in_place: `function` writes its gradient over the logits, which is not right with a soft cap.
+        columns: C, where `function` gives that many; None: [n].
 
     Returns:
-        values [N], 0 where nothing is kept; where gradients were computed in forward, without gradient, beside an exact 0
-        that carries it.
+        values [N] or [N, C], 0 where nothing is kept; where gradients were computed in forward, without gradient, beside an
+        exact 0 that carries it.
     """
-    call = RowCall.of(head, keep, shard, function, teacher, chunk_size(head, shard, teacher, in_place))
+    call = RowCall.of(head, keep, shard, function, teacher, chunk_size(head, shard, teacher, in_place), columns)
     grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (head.hidden, head.weight, head.bias)
     )
@@ -78,6 +81,7 @@ class RowCall:
     function: RowFunction
     teacher: TeacherRows | None
     size: int
+    columns: int | None
 
     @classmethod
     def of(
@@ -88,6 +92,7 @@ class RowCall:
         function: RowFunction,
         teacher: LMHeadInput | Tensor | None,
         size: int,
+        columns: int | None,
     ) -> RowCall:
         order = head.row_order(shard.group)
         kept, nothing = order.to_rows(keep), torch.zeros_like(keep, dtype=torch.int64)
@@ -99,11 +104,12 @@ class RowCall:
         elif teacher is not None:
             rows_of = given_rows(teacher.detach(), shard)
         target = WeightTarget(head.weight, head.main_grad_factor)
-        return cls(params, target, places, function, rows_of, size)
+        return cls(params, target, places, function, rows_of, size, columns)
 
     def run(self, gradients: Gradients | None, slope: Tensor | None = None) -> Tensor:
-        """[N] values, and with `gradients` those of Σ slope · value; slope is in the order of logits."""
-        params, values = self.params, torch.zeros(len(self.places), dtype=self.dtype, device=self.places.device)
+        """[N] or [N, C] values, and with `gradients` those of Σ slope · value; slope is in the order of logits."""
+        shape = (len(self.places),) if self.columns is None else (len(self.places), self.columns)
+        params, values = self.params, torch.zeros(shape, dtype=self.dtype, device=self.places.device)
         spans = params.rows.spans(self.size)
         buffer = params.buffer(self.size, params.shard.valid)
         for span, hidden in params.fetched(spans):
@@ -112,11 +118,12 @@ class RowCall:
             beside = None if self.teacher is None else self.teacher(span, at)
             with torch.set_grad_enabled(gradients is not None):
                 of_rows = self.function(z.requires_grad_(gradients is not None), at, beside)
+                value = of_rows if self.columns is None else of_rows[:, 0]
             values.index_copy_(0, at, of_rows.detach())
             if gradients is not None:
                 assert slope is not None
-                (dz,) = torch.autograd.grad(of_rows, z, slope[at].to(of_rows.dtype))
-                del of_rows, beside
+                (dz,) = torch.autograd.grad(value, z, slope[at].to(of_rows.dtype))
+                del of_rows, value, beside
                 gradients.add_products([span], hidden, [params.columns], lambda _, z=z, dz=dz: self._sloped(z, dz))  # type: ignore[misc]
         return values
 
@@ -195,6 +202,7 @@ class _InBackward(torch.autograd.Function):
         call: RowCall = ctx.call  # type: ignore[attr-defined]
         call = replace(call, params=call.params.with_operands(hidden, weight, bias))
         gradients = Gradients(call.params, ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
+        upstream = upstream if call.columns is None else upstream[:, 0]
         call.run(gradients, upstream)
         done = ForwardGradients(gradients.close(), call.target, hidden.shape, bias, call.params.shard.group)
         return *done.scaled(torch.ones_like(upstream[:1]).squeeze(0)), None
