@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import enum
 import inspect
+import pickle
 import sys
 import types
 import warnings
@@ -30,6 +31,10 @@ IDLE: list[tuple[dict, dict]] = [
     ({"reference_policy_kl_penalty": 0.0}, {"use_kl_in_reward": True, "kl_input_clamp_value": None}),
     ({}, {f"{PREFIX}ratio_min": 0.5}),
     ({}, {"positive_example_nll_weight": -1.0}),
+    (
+        {"use_importance_sampling_correction": True, f"{PREFIX}type": "tis", f"{PREFIX}ratio": 1.1},
+        {f"{PREFIX}ratio_min": -0.5},
+    ),
 ]
 REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: nemo_rl.ClippedPGLossFn({"use_cispo": True, "disable_ppo_ratio": True}), "use_cispo = True"),
@@ -157,6 +162,15 @@ def test_words_equal_those_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert nemo_rl.NLLLoss().metric_normalizations["loss"] is nemo_rl.MetricNormalizer.TOKENS
     monkeypatch.setitem(sys.modules, host.__name__, host)
     assert nemo_rl.ClippedPGLossFn({}).metric_normalizations["num_valid_samples"] is host.MetricNormalizer.NONE
+
+
+def test_losses_go_to_other_processes() -> None:
+    """NeMo-RL's driver sends the loss to its workers."""
+    data = reference.batch(0)
+    for fn in (nemo_rl.ClippedPGLossFn({"ratio_clip_max": 0.28}), nemo_rl.NLLLoss(), nemo_rl.DistillationLossFn({})):
+        there = pickle.loads(pickle.dumps(fn))
+        assert there.loss_type is fn.loss_type and there.input_type is fn.input_type
+        assert there(data["logits"], data, *COUNTS)[0].item() == fn(data["logits"], data, *COUNTS)[0].item()
 
 
 BAD: list[tuple[Callable[[dict], object], str]] = [

@@ -153,6 +153,8 @@ def test_rewards_of_pairs() -> None:
     assert torch.autograd.grad(loss, rewards)[0][4:].tolist() == [0, 0]
     again, _ = nemo_rl.PreferenceLossFn()(logits=rewards[:, None], data=data, global_valid_seqs=SEQS)
     assert again.item() == loss.item()
+    data["sample_mask"] = torch.tensor([1, 1, 0, 1, 0, 0])  # the rejected row of a pair that does not count
+    assert nemo_rl.PreferenceLoss()(rewards, data, SEQS)[1]["rewards_rejected_mean"] == pytest.approx(2 / 3.5)
     chosen, rejected = nemo_rl.PreferenceLoss().split_output_tensor(torch.arange(4))
     assert (chosen.tolist(), rejected.tolist()) == ([0, 2], [1, 3])
 
@@ -235,6 +237,36 @@ def test_pairs_may_be_packed() -> None:
     expected, means = fn(data["logits"], data, SEQS, TOKS)
     torch.testing.assert_close(loss, expected)
     assert metrics == pytest.approx(means)
+
+
+def test_logits_of_masked_tokens_do_not_matter() -> None:
+    """Q1: NaN there is neither in the loss nor in the gradient, of rows that sample_mask leaves out too."""
+    for fn, data in (
+        (nemo_rl.ClippedPGLossFn({}), reference.batch(10)),
+        (nemo_rl.NLLLoss(), reference.batch(10)),
+        (nemo_rl.DPOLossFn({}), reference.pairs(10)),
+        (nemo_rl.DistillationLossFn({"zero_outside_topk": True}), reference.batch(10)),
+    ):
+        clean = data["logits"].clone().requires_grad_()
+        valid = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:].bool()
+        used = torch.nn.functional.pad(valid, (0, 1))[..., None]
+        dirty = torch.where(used, clean.detach(), torch.nan).requires_grad_()
+        answers = [fn(x, data, SEQS, TOKS) for x in (clean, dirty)]
+        torch.testing.assert_close(answers[1][0], answers[0][0], rtol=0, atol=0)
+        grads = [torch.autograd.grad(loss, x)[0] for (loss, _), x in zip(answers, (clean, dirty), strict=True)]
+        torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+def test_tokens_beyond_a_packed_sequences_length_are_not_in_the_row() -> None:
+    data = reference.batch(11, poison=False)
+    data["token_mask"][:] = 1
+    packed = nemo_rl.SequencePackingLossWrapper(nemo_rl.NLLLoss(), torch.arange(7) * 5)
+    loss, metrics = packed(data["logits"][:, :5].reshape(1, 30, -1), data, SEQS, TOKS)
+    expected, _ = nemo_rl.NLLLoss()(
+        data["logits"][:, :5], {k: v[:, :5] if v.dim() > 1 else v for k, v in data.items()}, SEQS, TOKS
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-14, atol=0)
+    assert metrics["num_unmasked_tokens"] == 4 * 4
 
 
 def test_hidden_states_stand_for_logits() -> None:

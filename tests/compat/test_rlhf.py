@@ -128,6 +128,18 @@ def test_openrlhf_values_are_a_token_mean_by_default() -> None:
     assert openrlhf_article.ValueLoss()(values, values, returns, mask).item() == pytest.approx((0.25 + 2.5) / 4)
 
 
+def test_openrlhf_clamps_the_log_ratio_and_filters_no_empty_row() -> None:
+    old, mask = torch.zeros(2, 2, dtype=torch.float64), torch.tensor([[1, 1], [0, 0]])
+    loss, *_ = openrlhf.PolicyLoss()(old + 100, old, -torch.ones_like(old), mask)
+    assert loss.item() == pytest.approx(math.exp(20))
+    options = {
+        "is_correction_level": "seq",
+        "is_correction_threshold": [1.5, 5.0],
+    }  # an empty row's mean ratio would be 1
+    *_, filtered = openrlhf.PolicyLoss(**options)(old, old, torch.ones_like(old), mask, old - math.log(2))
+    assert filtered.item() == 0
+
+
 def test_openrlhf_clamps_a_weight_that_overflows() -> None:
     old, rollout = torch.zeros(1, 2), torch.tensor([[0.0, -100.0]])
     options = {"is_correction_level": "token", "is_correction_threshold": [0.5, 5.0]}

@@ -14,6 +14,7 @@ from parallel_rl.compat.nemo_rl.config import ConfigError, DistillationLossConfi
 from parallel_rl.compat.nemo_rl.interfaces import LossFunction, LossInputType, LossType
 from parallel_rl.compat.nemo_rl.reading import Data, ShardedOutput
 from parallel_rl.functional.distillation import CrossEntropy, mixed_kl, reverse_tail
+from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput
 from parallel_rl.losses.value import ValueLossFn
 from parallel_rl.vocab.backends.torch_backend import math_dtype
@@ -80,14 +81,18 @@ class DistillationLossFn(LossFunction):
             output = ShardedOutput.of(
                 next_token_logits, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
             )
-            return self.from_topk(self.read(output, data), data, global_valid_toks)
+            return self.from_topk(self.read(output, data, masked=True), data, global_valid_toks)
         if student_topk_logprobs is None or teacher_topk_logprobs is None:
             raise ValueError("student_topk_logprobs needs teacher_topk_logprobs, which is None")
         return self.from_topk((student_topk_logprobs, teacher_topk_logprobs, H_all), data, global_valid_toks)
 
-    def read(self, output: ShardedOutput, data: Data) -> TopK:
-        """[B, S − 1, K] log-probs of student and teacher, and Σ p·log p of the student where it is read."""
-        student, entropy = output.topk_logprobs(data, whole=bool(self.cfg["zero_outside_topk"]))
+    def read(self, output: ShardedOutput, data: Data, *, masked: bool) -> TopK:
+        """[B, S − 1, K] log-probs of student and teacher, and Σ p·log p of the student where it is read.
+
+        masked: tokens that the masks of the data leave out are not read, whatever their logits.
+        """
+        valid = valid_tokens(data) if masked and "token_mask" in data and "sample_mask" in data else None
+        student, entropy = output.topk_logprobs(data, valid, whole=bool(self.cfg["zero_outside_topk"]))
         teacher = data["teacher_topk_logits"][:, :-1].to(student.dtype).log_softmax(-1)
         return student, teacher, None if entropy is None or self.forward_weight == 1 else -entropy
 

@@ -75,7 +75,7 @@ class SequencePackingLossWrapper:
         output = ShardedOutput.of(next_token_logits, *groups, packed)
         data = _within(checked(data), self.cu_seqlens_q)
         if isinstance(self.loss_fn, DistillationLossFn):
-            return self.loss_fn.from_topk(self.loss_fn.read(output, data), data, global_valid_toks)
+            return self.loss_fn.from_topk(self.loss_fn.read(output, data, masked=True), data, global_valid_toks)
         if not isinstance(self.loss_fn, LogProbLoss):
             raise ValueError(f"{type(self.loss_fn).__name__} reads no log-probs; a packed row of it needs a prepare_fn")
         logprobs = output.next_token_logprobs(data, self.loss_fn.rows(data))

@@ -59,7 +59,7 @@ def prepare_loss_input(
         return {"next_token_logprobs": logits.to(math_dtype(logits.dtype))[:, : data["input_ids"].shape[1] - 1]}, data
     output = ShardedOutput.of(logits, vocab_parallel_rank, vocab_parallel_group, context_parallel_group)
     if isinstance(loss_fn, DistillationLossFn):
-        student, teacher, entropy = loss_fn.read(output, data)
+        student, teacher, entropy = loss_fn.read(output, data, masked=False)
         return {"student_topk_logprobs": student, "teacher_topk_logprobs": teacher, "H_all": entropy}, data
     return _logprobs(output, data, loss_fn, sampling_params)
 

@@ -89,10 +89,11 @@ class ShardedOutput:
             stats = truncated_stats_of_shard(self.logits.flatten(0, -2), targets, keep, shard)
         return layout.unshard(stats.logprobs, self.context_group)[:, 1 : data["input_ids"].shape[1]]
 
-    def topk_logprobs(self, data: Data, *, whole: bool) -> tuple[Tensor, Tensor | None]:
+    def topk_logprobs(self, data: Data, valid: Tensor | None, *, whole: bool) -> tuple[Tensor, Tensor | None]:
         """[B, S − 1, K] the student's log-probs of teacher_topk_indices, and with `whole` its entropy [B, S − 1].
 
-        They are normalised over the vocabulary with `whole`, else inside the K.
+        They are normalised over the vocabulary with `whole`, else inside the K. Logits are read of the tokens that `valid`
+        [B, S] marks; None is all.
 
         Raises:
             ValueError: as above; K = 0.
@@ -104,7 +105,11 @@ class ShardedOutput:
             raise ValueError(f"topk must be positive, got teacher_topk_indices {list(ids.shape)}")
         layout, shard, _ = self._read(data["input_ids"], KEEP_ALL)
         ids = pad(ids, (0, 0, 0, layout.shape[1] - width))
-        columns, here = layout.shard(ids, shift=False), layout.held[1]
+        valid = torch.ones_like(data["input_ids"], dtype=torch.bool) if valid is None else valid
+        columns, here = (
+            layout.shard(ids, shift=False),
+            layout.shard(pad(valid, (0, layout.shape[1] - width)), fill=False),
+        )
         logits, entropy = self.logits.flatten(0, -2), None
         if whole:
             found, entropy = column_log_probs(logits, columns, here, shard)
