@@ -305,6 +305,8 @@ TRUNCATED = [
     Case("policy", {"entropy_filter": 0.6, "entropy_bonus": 0.1}, {"top_p": 0.9, "temperature": 0.8}),
     Case("policy", {"aggregation": "seq-mean-token-mean"}, {"top_p": 0.9, "temperature": "per-sample"}),
     Case("policy", {"entropy_bonus": 0.1}, {"temperature": "per-sample"}),
+    Case("policy", {"aggregation": "prompt-mean", "rejection": _KEPT}, {"top_p": 0.9}),
+    Case("policy", {**_TURNS, "aggregation": "turn-mean"}, {"top_k": 13}),
 ]
 
 
