@@ -100,7 +100,7 @@ _SECOND = {
     "second": {
         "loss": {"name": "reference_kl", "options": {"estimator": "k3"}},
         "coefficient": -0.4,
-        "fields": {"reference_policy_logprobs": "second_reference_logprobs"},
+        "fields": {"reference_policy_logprobs": "teacher_token_logprobs"},
     },
     "expert": {
         "loss": {"name": "nll", "options": {"token_weights": "count"}},

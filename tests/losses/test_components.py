@@ -42,7 +42,7 @@ def oracle(logits: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, dict[str, T
                 a, ratio = data["advantages"][i, t], (l - data["prev_logprobs"][i, t]).exp()
                 parts["policy"].append(-torch.minimum(ratio * a, ratio.clamp(0.9, 1.3) * a))
                 if not data["expert_mask"][i]:
-                    parts["second"].append((data["second_reference_logprobs"][i, t] - l).square() / 2)
+                    parts["second"].append((data["teacher_token_logprobs"][i, t] - l).square() / 2)
             if valid[i] and data["observation_mask"][i, t]:
                 observed.append(-l)
         if valid[i]:
@@ -62,7 +62,7 @@ CONFIG = {
         "loss": {"name": "reference_kl", "options": {"estimator": "k2", "gradient": "plain"}},
         "rows": "not expert_mask",
         "coefficient": -0.4,
-        "fields": {"reference_policy_logprobs": "second_reference_logprobs"},
+        "fields": {"reference_policy_logprobs": "teacher_token_logprobs"},
     },
 }
 
@@ -89,7 +89,7 @@ def test_what_a_component_does_not_read_may_hold_anything() -> None:
     for name in ("advantages", "prev_logprobs"):
         data[name] = torch.where(data["token_mask"].bool(), data[name], math.nan)
     sampled = data["token_mask"].bool() & ~data["expert_mask"][:, None]
-    data["second_reference_logprobs"] = torch.where(sampled, data["second_reference_logprobs"], math.nan)
+    data["teacher_token_logprobs"] = torch.where(sampled, data["teacher_token_logprobs"], math.nan)
     found = step(of(**CONFIG), logits, data)
     assert found.loss == right.loss and torch.equal(found.gradient, right.gradient)
 

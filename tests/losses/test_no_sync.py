@@ -66,7 +66,7 @@ def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict
         "reference_policy_logprobs",
         "returns",
         "values",
-        "second_reference_logprobs",
+        "teacher_token_logprobs",
     ):
         data[name] = torch.full((rows, width), -1.5, device=device)
     data["preference_labels"] = torch.arange(rows, device=device).float() % 3 - 1

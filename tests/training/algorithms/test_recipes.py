@@ -60,9 +60,10 @@ TAUGHT = {
     "gkd": "distillation.teacher",
     "on_policy_distillation": "rl.teacher",
     "grpo_distillation": "rl.teacher",
+    "rl_distillation": "rl.teacher",
     "policy_and_teacher": "rl.teacher",
 }
-QUICK = {"ppo", "dapo", "remax", "clip_cov", "chord", "kto", "reward_model", "optimal_token_baseline"}
+QUICK = {"ppo", "dapo", "remax", "clip_cov", "chord", "kto", "reward_model", "optimal_token_baseline", "echo"}
 
 SIZES = {"run.dtype": "float64", "model.hidden": 16, "batch.micro_batch_size": 6}
 SECTIONS = {
