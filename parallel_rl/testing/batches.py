@@ -105,6 +105,7 @@ def make_batch(
         "token_weights": (torch.rand(rows, width, generator=others) * 3 - 1).clamp(min=0).to(kind).double(),
         "observation_mask": inside & ~token_mask & (torch.rand(rows, width, generator=others) < 0.7),
         "teacher_token_logprobs": (base + 0.4 * torch.randn(rows, width, generator=others).double()).to(kind).double(),
+        "feedback_mask": torch.tensor(_cycled([1, 1, 0, 1, 0, 1, 0, 0, 1, 1, 0, 1], rows)).bool(),
         "expert_mask": torch.tensor(_cycled([0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 0, 0], rows)).bool(),
     }
     data["temperature"] = 0.6 + torch.rand(rows, generator=others).double().to(kind).double()

@@ -75,6 +75,7 @@ def make(rows: int, width: int, columns: int, device: str) -> tuple[Tensor, dict
     data["reward_labels"] = torch.full((rows, width), REWARD_IDS[0], device=device)
     data["group_ids"] = data["run_ids"] = torch.arange(rows, device=device)
     data["segment_ids"] = torch.zeros(rows, width, dtype=torch.int64, device=device)
+    data["feedback_mask"] = data["sample_ids"] > 0
     data["expert_mask"] = torch.arange(rows, device=device) % 2 == 0
     data["token_weights"] = torch.full((rows, width), 0.5, device=device)
     data["observation_mask"] = torch.arange(width, device=device).expand(rows, width) % 3 == 0

@@ -13,6 +13,7 @@ from parallel_rl.losses.choice import LossConfig
 from parallel_rl.training.config.fields import (
     ESTIMATOR_FIELDS,
     LABELS,
+    OBSERVED,
     OF_TEACHER,
     PREFERENCE_FIELDS,
     RECORDED_FIELDS,
@@ -175,6 +176,7 @@ class RLConfig:
             "rewards",
             "sample_ids",
             "group_ids",
+            OBSERVED,
             *RECORDED_FIELDS,
         )
         taught = "" if self.teacher is not None else "which rl.teacher gives; it is missing"

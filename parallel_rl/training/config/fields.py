@@ -9,6 +9,8 @@ from parallel_rl.losses.choice import LossConfig
 # what rows of pairs can have beside their tokens
 LABELS = "preference_labels"
 PREFERENCE_FIELDS = ("reference_policy_logprobs", LABELS)
+# tokens that the policy read and did not sample
+OBSERVED = "observation_mask"
 # what a teacher gives: log-probs of the sampled tokens, and its distributions
 OF_TEACHER = ("teacher_token_logprobs", "teacher_logits")
 # fields that recorded rollouts give, and what their records must then have

@@ -236,6 +236,8 @@ def test_two_steps(name: str, tmp_path: Path) -> None:
     """The slow ones differ from the quick in their configs alone: a world's start, two models and an evaluation each."""
     [rows] = run_world(1, train_rows, tiny(name, tmp_path))
     check(rows, name)
+    if name == "echo":  # the prompts' tokens
+        assert all(row["observed/num_unmasked_tokens"] > 0 for row in rows if row["phase"] != "warmup")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from parallel_rl.training.algorithms.rl.prefetch import ask_ahead, mask_stale
 from parallel_rl.training.algorithms.rl.recorded import demonstrations, recorded_experience
 from parallel_rl.training.algorithms.rl.sampled import sampled_experience
 from parallel_rl.training.config.algorithms import RLConfig
+from parallel_rl.training.config.fields import OBSERVED
 from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.scoring import with_teacher_logits
 from parallel_rl.training.models.train_step import StepMetrics
@@ -42,6 +43,8 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
         experts, sizes = policy.balance(demonstrations(session, config, at), config.updates, beside=parts)
         pairs = zip(parts, experts.split(sizes), strict=True)
         parts = [Experience.concat([part, beside], fill=True) for part, beside in pairs]
+    if OBSERVED in config.loss.requirements.names:
+        parts = [part.with_fields(**{OBSERVED: part.attention_mask & ~part.token_mask.bool()}) for part in parts]
     done = step * config.updates
     if config.critic is not None:
         critic = session.critic
