@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.linear.token_stats import LinearTokenStats, linear_token_stats
     from parallel_rl.vocab.logprobs import TokenScores, token_logprobs, token_scores
     from parallel_rl.vocab.stats import TokenStats, token_stats
+    from parallel_rl.vocab.teacher_topk import teacher_topk
 
 __version__ = "0.1.0"
 
@@ -88,6 +89,7 @@ __all__ = [
     "token_logprobs",
     "token_scores",
     "TokenScores",
+    "teacher_topk",
     "token_stats",
     "TokenStats",
     "linear_token_stats",
@@ -111,6 +113,7 @@ _ROOMS = {
     "vocab.linear.token_stats": ("LinearTokenStats", "linear_token_stats"),
     "vocab.logprobs": ("TokenScores", "token_logprobs", "token_scores"),
     "vocab.stats": ("TokenStats", "token_stats"),
+    "vocab.teacher_topk": ("teacher_topk",),
 }
 _ROOM = {name: room for room, names in _ROOMS.items() for name in names}  # of all others: losses
 

@@ -7,7 +7,7 @@ from parallel_rl.training.algorithms.supervised import example_rows
 from parallel_rl.training.batching.micro_batches import local_share
 from parallel_rl.training.config.algorithms import DistillationConfig
 from parallel_rl.training.models.learner import combine_updates
-from parallel_rl.training.models.scoring import with_teacher_logits
+from parallel_rl.training.models.scoring import with_teacher_logits, with_teacher_topk
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.rollouts.sampler import sample
@@ -20,7 +20,13 @@ def distillation_step(session: Session, config: DistillationConfig, at: TrainPro
     make, source = (example_rows, "examples") if config.rows == "examples" else (_completions, "train")
     policy = session.policy
     rows, _ = policy.balance(make(session, at.next(source), config.batch_size))
-    batches = with_teacher_logits(policy.engine, session.teacher, policy.batches(rows))
+    batches = policy.batches(rows)
+    if config.top_k is None:
+        batches = with_teacher_logits(policy.engine, session.teacher, batches)
+    else:
+        given = config.loss.options.get("teacher_temperature")
+        temperature = float(given) if isinstance(given, (int, float)) else 1.0
+        batches = with_teacher_topk(policy.engine, session.teacher, batches, config.top_k, temperature)
     return combine_updates([policy.update(batches, at.step)])
 
 

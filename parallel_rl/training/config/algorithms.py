@@ -259,7 +259,9 @@ class DistillationConfig:
     teacher: a checkpoint folder of a model of the same shape and vocabulary; relative to the config file.
     rows: "examples" are demonstrations from `data.examples`; "policy" are the student's own completions of `data.train`
         (on-policy distillation, GKD).
-    loss: one that reads `teacher_logits`.
+    top_k: the teacher gives its likeliest words of each token in place of its whole distribution, for a loss that reads
+        `teacher_topk_logits` and `teacher_topk_indices`. None: not.
+    loss: one that reads `teacher_logits`, or what `top_k` gives.
     """
 
     steps: int
@@ -267,11 +269,24 @@ class DistillationConfig:
     optimizer: OptimizerConfig
     teacher: str
     rows: Literal["examples", "policy"] = "examples"
+    top_k: int | None = None
     loss: LossConfig = field(default_factory=lambda: LossConfig("full_distillation"))
 
     def __post_init__(self) -> None:
         at_least(self, steps=1, batch_size=1)
-        check_fields_available(self.loss, {"teacher_logits": ""})
+        of_topk = ("teacher_topk_logits", "teacher_topk_indices", "teacher_logsumexp")
+        if self.top_k is None:
+            wanted = "which distillation.top_k gives; set it to a number of words"
+            return check_fields_available(self.loss, {"teacher_logits": "", **dict.fromkeys(of_topk, wanted)})
+        at_least(self, top_k=1)
+        check_fields_available(self.loss, dict.fromkeys(of_topk, ""))
+        needs = self.loss.requirements
+        if of_topk[0] not in needs.names:
+            raise ValueError(
+                f"top_k = {self.top_k} has no effect with loss.name = {self.loss.name!r}, which reads no top-k"
+            )
+        if needs.field(of_topk[0]).alignment != "token":
+            raise ValueError("loss.options.topk_alignment must be 'token', as the trainer's teacher gives its top-k")
 
 
 def rows_of_pair(config: PreferenceConfig) -> int:

@@ -15,6 +15,7 @@ from parallel_rl.training.models.forward import forward_batches, fused_head
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.logprobs import token_scores
 from parallel_rl.vocab.stats import IGNORE_INDEX
+from parallel_rl.vocab.teacher_topk import teacher_topk
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 
@@ -82,6 +83,31 @@ def with_teacher_logits(engine: Engine, teacher: torch.nn.Module, batches: Seque
     if outputs is None:
         return list(batches)
     return [batch.with_data(teacher_logits=logits) for batch, logits in zip(batches, outputs, strict=True)]
+
+
+def with_teacher_topk(
+    engine: Engine, teacher: torch.nn.Module, batches: Sequence[MicroBatch], k: int, temperature: float
+) -> list[MicroBatch]:
+    """The micro-batches with the teacher's k likeliest words of each token, whole on every rank, see `teacher_topk`."""
+    groups = engine.groups
+
+    def collect(output: Tensor, index: int) -> dict[str, Tensor]:
+        batch = batches[index]
+        found = teacher_topk(
+            batch.loss_input(output, head), batch.data, k, groups.tp_rank, groups.tensor, groups.context,
+            layout=batch.input.layout, vocab_size=engine.vocab_size, temperature=temperature,
+        )  # fmt: skip
+        return {name: x.to(engine.float_dtype) if x.is_floating_point() else x for name, x in found.items()}
+
+    with fused_head(engine, teacher) as head:
+        outputs = forward_batches(engine, teacher, batches, collect)
+    names = ("teacher_topk_logits", "teacher_topk_indices", "teacher_logsumexp")
+    return [
+        batch.with_data(
+            **{name: broadcast_from_last_stage(None if outputs is None else outputs[index][name]) for name in names}
+        )
+        for index, batch in enumerate(batches)
+    ]
 
 
 def _shared(

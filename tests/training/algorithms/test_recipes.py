@@ -58,6 +58,7 @@ OUTSIDE = {name for name, path in recipes().items() if "needs" in read_tree(path
 TAUGHT = {
     "distillation": "distillation.teacher",
     "gkd": "distillation.teacher",
+    "distillation_topk": "distillation.teacher",
     "on_policy_distillation": "rl.teacher",
     "grpo_distillation": "rl.teacher",
     "rl_distillation": "rl.teacher",
@@ -285,14 +286,15 @@ def test_a_teacher_that_nothing_reads_is_refused() -> None:
 @pytest.mark.parametrize(
     "layout", ["TP 2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("TP 2 × CP 2 × SP packed", "PP 2"))]
 )
-def test_distillation_from_hidden_states_of_both(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["gkd", "distillation_topk"])
+def test_distillation_from_hidden_states_of_both(name: str, layout: str, tmp_path: Path) -> None:
     """With a fused head neither model makes logits, and the numbers stay those of whole logits in one process."""
     run_world(1, train_rows, tiny("sft", tmp_path / "teacher"))
     teacher = {"distillation.teacher": tmp_path / "teacher" / "checkpoints" / "step_000002"}
-    [expected] = run_world(1, train_rows, tiny("gkd", tmp_path / "one", **teacher))
+    [expected] = run_world(1, train_rows, tiny(name, tmp_path / "one", **teacher))
     world, parallel, packing = LAYOUTS[layout]
     more = {**teacher, "parallel": parallel, "batch.packing": packing, "model.fused_head": True}
-    for rows in run_world(world, train_rows, tiny("gkd", tmp_path / "many", **more)):
+    for rows in run_world(world, train_rows, tiny(name, tmp_path / "many", **more)):
         for row, other in zip(rows, expected, strict=True):
             assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-10)
 
@@ -319,3 +321,16 @@ def test_layouts_agree(name: str, tmp_path: Path) -> None:
 def test_the_loss_of_a_recipe_is_a_loss() -> None:
     cls, config = load_recipe("grpo")
     assert issubclass(cls, LossFn) and cls(config).needs_statistics is False
+
+
+def test_the_teachers_top_k_goes_with_a_loss_that_reads_it() -> None:
+    path, teacher = str(find_recipe("distillation_topk")), "--distillation.teacher=somewhere"
+    assert load_config(path, [teacher]).distillation.top_k == 8  # type: ignore[union-attr]
+    for change, message in (
+        ("--distillation.top_k=null", r"reads 'teacher_topk_logits', which distillation.top_k gives; set it"),
+        ("--distillation.top_k=0", r"top_k = 0"),
+        ("--distillation.loss={name: nll}", r"top_k = 8 has no effect with loss.name = 'nll', which reads no top-k"),
+        ("--distillation.loss.options.topk_alignment=predictor", r"topk_alignment must be 'token'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_config(path, [teacher, change])

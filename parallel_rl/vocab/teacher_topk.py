@@ -1,0 +1,103 @@
+"""A teacher's top-k of each token, as data for a student: from its logits, or from its hidden states a chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.agreement import raise_on_all_ranks, shape_facts
+from parallel_rl.groups import check_rank, group_rank, group_size
+from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
+from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
+from parallel_rl.vocab.linear.row_values import chunk_size, row_values
+from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.stats import check_logits, stats_of_shard
+from parallel_rl.vocab.topk import top_columns
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+
+@torch.no_grad()
+def teacher_topk(
+    next_token_logits: Tensor | LMHeadInput,
+    data: Mapping[str, Tensor],
+    k: int,
+    vocab_parallel_rank: int | None = None,
+    vocab_parallel_group: ProcessGroup | None = None,
+    context_parallel_group: ProcessGroup | None = None,
+    *,
+    layout: SequenceLayout | None = None,
+    vocab_size: int | None = None,
+    vocab_start: int | None = None,
+    cp_layout: CPLayout = "zigzag",
+    temperature: float = 1.0,
+) -> dict[str, Tensor]:
+    """Find the fields of `DistillationLossFn`: a teacher's k largest logits of each token, their ids, and its log-sum-exp.
+
+    >>> data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    >>> found = teacher_topk(torch.tensor([3.0, 1.0, 2.0, 0.0]).expand(1, 3, 4), data, 2)
+    >>> found["teacher_topk_indices"][0, 1], found["teacher_topk_logits"][0, 1]
+    (tensor([0, 2]), tensor([3., 2.]))
+
+    Args:
+        next_token_logits: of the teacher, [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`; or an `LMHeadInput`,
+            whose logits never exist whole.
+        data: input_ids, token_mask [B, S] and sample_mask [B]; what they mask is 0.
+        k: at most `vocab_size`.
+        temperature: of the log-sum-exp; the logits are as they are.
+        layout, cp_layout, vocab_size, vocab_start and the groups: as for `token_logprobs`.
+
+    Returns:
+        teacher_topk_logits [B, S, k] and teacher_logsumexp [B, S] in max(float32, the dtype given), teacher_topk_indices
+        [B, S, k] int64; token-aligned, whole and the same on every rank.
+
+    Raises:
+        ValueError: shapes, dtypes or options that do not fit; on all ranks of both groups, see `set_validation`.
+    """
+    group, context = vocab_parallel_group, context_parallel_group
+    head, logits = split_output(next_token_logits, group)
+
+    def check() -> tuple[SequenceLayout, VocabShard]:
+        check_rank(vocab_parallel_rank, group)
+        cp = group_size(context), group_rank(context)
+        rows, width = data["token_mask"].shape
+        of = layout or SequenceLayout.padded(
+            rows, width, cp_size=cp[0], cp_rank=cp[1], cp_layout=cp_layout, device=logits.device
+        )
+        if logits.dim() != 3 or tuple(logits.shape[:2]) != of.local_shape:
+            raise ValueError(
+                f"the logits have shape {list(logits.shape)}; the layout needs [{of.local_shape[0]}, {of.local_shape[1]}, V/tp]"
+            )
+        check_logits(logits, False, "auto")
+        shard = VocabShard.of(logits.shape[-1], group, vocab_size, vocab_start, temperature=temperature)
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= shard.vocab_size:
+            raise ValueError(f"k = {k!r} must be an integer in [1, vocab_size = {shard.vocab_size}]")
+        if head is not None:
+            head.check(group, vocab_size)
+            head.check_rows(of.shard(valid_tokens(data), fill=False), group)
+            chunk_size(head, shard, None)
+        return of, shard
+
+    of, shard = raise_on_all_ranks(check, [group, context], logits, shape_facts(logits, vocab_size))
+    keep = of.shard(valid_tokens(data), fill=False)
+    best = torch.zeros(len(keep), k, dtype=math_dtype(logits.dtype), device=logits.device)
+    ids = torch.zeros(len(keep), k, dtype=torch.int64, device=logits.device)
+
+    def of_rows(z: Tensor, places: Tensor, _: Tensor | None) -> Tensor:
+        values, columns = top_columns(z, k, shard)
+        kept = keep[places]
+        best.index_copy_(0, places, torch.where(kept[:, None], values, 0.0))
+        ids.index_copy_(0, places, torch.where(kept[:, None], columns, 0))
+        return stats_of_shard(z, torch.zeros_like(places), kept, shard).lse
+
+    if head is None:
+        lse = of_rows(logits.flatten(0, -2), torch.arange(len(keep), device=logits.device), None)
+    else:
+        lse, _ = row_values(head, keep, shard, of_rows)
+    fields = {"teacher_topk_logits": best, "teacher_topk_indices": ids, "teacher_logsumexp": lse}
+    return {name: of.unshard(x, context) for name, x in fields.items()}
