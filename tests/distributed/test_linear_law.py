@@ -14,6 +14,7 @@ from tests.distributed import law
 preload("parallel_rl.testing.hidden_states", "tests.distributed.law")
 
 _BY_SEQUENCE = {"level": "sequence-mean", "mode": "tis", "high": 1.1}
+_OF_STEP = {"statistic": "k2", "high": 0.03, "level": "step"}
 CASES = [case for case in law.CORE if hidden_states.takes_head(case)]
 CASES += [case for case in law.TRUNCATED if hidden_states.reads_one_distribution(case)]
 CASES += [
@@ -21,6 +22,15 @@ CASES += [
     Case("clipped_pg", {"reference_policy_kl_penalty": 0}, {"kept_sets": True}),
     Case("policy", {"ratio_level": "sequence-mean"}, {"top_k": 15, "top_p": 0.95, "temperature": 1.2}),
     Case("policy", {"aggregation": "seq-mean-token-mean", "importance": _BY_SEQUENCE}, {"top_p": 0.9}),
+    Case(
+        "policy",
+        {
+            "surrogate": {"name": "dppo", "divergence": "binary_kl", "low": 3e-3, "high": 2e-3, "detached": True},
+            "entropy_bonus": {"name": "schedule", "peak": 0.1, "valley": 0.0, "decay_steps": 3},
+            "rejection": {"rules": [_OF_STEP, {"statistic": "tv", "high": 0.1, "signed": True}], "denominator": "kept"},
+        },
+    ),
+    Case("policy", {"on_policy": True, "rejection": {"rules": [{**_OF_STEP, "signed": True}]}}, {"top_p": 0.9}),
     Case("full_distillation", {"divergence": "reverse_kl", "squared_temperature": True}, {"temperature": 1.3}),
     Case("distillation", {"bucket_tail": True, "aggregation": "seq-mean-token-sum"}),
     Case("distillation", {"kl_type": "forward"}, {"temperature": 0.7}),
