@@ -9,6 +9,7 @@ from torch import Tensor
 
 from parallel_rl.functional.importance import mismatch
 from parallel_rl.functional.kl import KLType, kl_estimate
+from parallel_rl.functional.ratio import safe_exp
 from parallel_rl.functional.surrogate import Clipped
 from parallel_rl.metrics import Metric
 
@@ -64,7 +65,7 @@ def clip_fractions(clipped: Clipped | None) -> dict[str, Tensor]:
 def divergences(prev: Tensor, generation: Tensor, kind: KLType = "k3") -> dict[str, Tensor]:
     """[T_local] of distances between trainer and sampler under NeMo-RL's names; `kind` is of both KL estimates."""
     return {
-        "token_mult_prob_error": (generation - prev).abs().exp(),
+        "token_mult_prob_error": safe_exp((generation - prev).abs()),
         "gen_kl_error": kl_estimate(generation, prev, kind),
         "policy_kl_error": kl_estimate(prev, generation, kind),
     }

@@ -113,8 +113,7 @@ def test_one_outlier_lowers_the_effective_sample_size() -> None:
             {}, logits.detach().float(), {n: x.float() if x.is_floating_point() else x for n, x in data.items()}
         )
         assert found["rollout_is_eff_sample_size"] == pytest.approx(1 / int(valid.sum()), rel=1e-3)
-        finite = {name for name in AGAINST_SAMPLER if math.isfinite(found[name])}
-        assert AGAINST_SAMPLER - finite <= ({"token_mult_prob_error"} if gap > 100 else set())
+        assert all(math.isfinite(found[name]) for name in AGAINST_SAMPLER)
 
 
 Bounds = tuple[float, float]
