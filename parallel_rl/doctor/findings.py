@@ -1,0 +1,49 @@
+"""What the doctor found, and how bad it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["ok", "note", "warning", "error"]
+_SIGNS = {"ok": "ok     ", "note": "note   ", "warning": "WARNING", "error": "ERROR  "}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fact about the stack.
+
+    Attributes:
+        subject: a package, a contract, a group. severity: an error ends in exit status 1.
+        text: what was seen. advice: what it would do to a run and which setting avoids it; empty where all is well.
+    """
+
+    subject: str
+    severity: Severity
+    text: str
+    advice: str = ""
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """Lay findings out, a line each, advice below.
+
+    >>> print(as_text([Finding("torch", "ok", "2.13.0"), Finding("apex", "error", "the unrelated one", "uninstall it")]))
+    ok       torch: 2.13.0
+    ERROR    apex: the unrelated one
+             uninstall it
+    """
+    lines = []
+    for found in findings:
+        lines.append(f"{_SIGNS[found.severity]}  {found.subject}: {found.text}")
+        lines += [f"         {found.advice}"] if found.advice else []
+    return "\n".join(lines)
+
+
+def exit_status(findings: Sequence[Finding]) -> int:
+    """1 where one is an error, else 0.
+
+    >>> exit_status([Finding("torch", "warning", "old")])
+    0
+    """
+    return int(any(found.severity == "error" for found in findings))

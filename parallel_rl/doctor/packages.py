@@ -1,0 +1,167 @@
+"""Versions and kinds of the packages that a run meets, and the settings of its environment."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parallel_rl.doctor.findings import Finding
+
+_LEAST_TORCH, _LEAST_MEGATRON, _NEXT_MEGATRON = (2, 8), (0, 15), (0, 17)
+
+
+def packages() -> Iterator[Finding]:
+    """Look at Python, torch and its backends, megatron-core, Transformer Engine, Apex, Triton and its compiler."""
+    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+    yield _torch()
+    yield from _cards()
+    yield _backends()
+    yield _megatron()
+    yield _transformer_engine()
+    yield _apex()
+    yield _triton()
+
+
+def settings(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Look at environment variables that change numbers, hide faults or hang jobs.
+
+    >>> [found.severity for found in settings({"CUDA_LAUNCH_BLOCKING": "1"})]
+    ['warning']
+    """
+    said = False
+    for name, bad, text, advice in (
+        ("CUDA_LAUNCH_BLOCKING", "1", "each kernel is waited for", "unset it: a debugging aid, several times slower"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "a failed collective hangs its rank", "unset it, or set 1 or 3"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "0", "a failed collective hangs its rank", "unset it"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", "collectives block the host", "unset it: nothing overlaps"),
+        ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", "Transformer Engine's attention is deterministic, and slower", ""),
+        ("NCCL_DEBUG", "TRACE", "NCCL writes every call", "set WARN"),
+    ):
+        if environment.get(name) == bad:
+            said = True
+            yield Finding(name, "warning" if advice else "note", f"{bad}: {text}", advice)
+    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if torch.cuda.is_available() and connections not in (None, "1"):
+        said = True
+        yield Finding(
+            "CUDA_DEVICE_MAX_CONNECTIONS", "note", f"{connections}",
+            "Megatron expects 1 where tensor or context parallel communication overlaps with products before Blackwell",
+        )  # fmt: skip
+    if not said:
+        yield Finding("environment", "ok", "no variable is set that is known to hurt")
+
+
+def apex_kind(folder: Path) -> str:
+    """Tell NVIDIA's Apex ("nvidia") from the unrelated package of that name ("other") by what its folder holds.
+
+    >>> apex_kind(Path("nowhere"))
+    'other'
+    """
+    return "nvidia" if any((folder / part).is_dir() for part in ("optimizers", "normalization", "contrib")) else "other"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2] if part.isdigit())
+
+
+def _there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):
+        return False
+
+
+def _torch() -> Finding:
+    if _numbers(torch.__version__) < _LEAST_TORCH:
+        return Finding("torch", "error", torch.__version__, "parallel_rl needs torch ≥ 2.8")
+    return Finding("torch", "ok", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+
+
+def _cards() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield Finding("GPU", "note", "none is visible: ranks run on the CPU, over gloo")
+        return
+    for index in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(index)
+        yield Finding(
+            f"GPU {index}", "ok", f"{card.name}, {card.total_memory / 2**30:.0f} GiB, sm_{card.major}{card.minor}"
+        )
+
+
+def _backends() -> Finding:
+    there = [
+        name for name, is_there in (("nccl", dist.is_nccl_available()), ("gloo", dist.is_gloo_available())) if is_there
+    ]
+    if torch.cuda.is_available() and "nccl" not in there:
+        return Finding("backends", "error", f"{there}", "GPUs without NCCL: install a torch that was built with it")
+    return Finding("backends", "ok", ", ".join(there))
+
+
+def _megatron() -> Finding:
+    found = _version("megatron-core")
+    if found is None:
+        return Finding(
+            "megatron-core", "note", "not installed", "the losses need none; the trainer does: parallel-rl[megatron]"
+        )
+    if _numbers(found) < _LEAST_MEGATRON:
+        return Finding("megatron-core", "error", found, "parallel_rl.megatron needs 0.15 or newer")
+    if _numbers(found) >= _NEXT_MEGATRON:
+        return Finding(
+            "megatron-core", "warning", found, "newer than 0.16, the newest that parallel_rl has been run with"
+        )
+    return Finding("megatron-core", "ok", found)
+
+
+def _transformer_engine() -> Finding:
+    if not _there("transformer_engine"):
+        text = "not installed: layers are Megatron's local ones with attention in plain PyTorch"
+        return Finding("transformer-engine", "note" if not torch.cuda.is_available() else "warning", text)
+    if not torch.cuda.is_available():
+        return Finding("transformer-engine", "note", "installed, not used: there is no GPU")
+    text = f"{_version('transformer-engine')}; bfloat16 and float16 runs use its layers, float32 and float64 the local ones"
+    return Finding("transformer-engine", "ok", text)
+
+
+def _apex() -> Finding:
+    spec = find_spec("apex")
+    if spec is None:
+        return Finding("apex", "note", "not installed: no gradient accumulation fusion, no fused Adam of Apex")
+    folders = [Path(place) for place in spec.submodule_search_locations or ()]
+    if any(apex_kind(folder) == "nvidia" for folder in folders):
+        return Finding("apex", "ok", "NVIDIA's")
+    return Finding(
+        "apex", "error", f"{_version('apex')} is an unrelated package of that name",
+        "megatron-core takes any importable apex for NVIDIA's: pip uninstall apex",
+    )  # fmt: skip
+
+
+def _triton() -> Finding:
+    found = _version("triton")
+    if found is None:
+        return Finding(
+            "triton", "warning" if torch.cuda.is_available() else "note", "not installed: statistics by plain PyTorch"
+        )
+    if torch.cuda.is_available() and not any(
+        shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")
+    ):
+        text = f"{found}, but no C compiler (cc, gcc, clang)"
+        return Finding(
+            "triton", "warning", text, "its launchers cannot be built: install gcc, or statistics run in plain PyTorch"
+        )
+    return Finding("triton", "ok", found)

@@ -1,0 +1,95 @@
+"""The ranks of a job under torchrun or srun: hosts, clocks, and how fast their collectives are."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from parallel_rl.doctor.findings import Finding
+
+_SMALL, _LARGE = 50, 5  # calls that are timed
+_BYTES = 1 << 24
+MOST_SKEW = 1.0  # seconds between clocks, beyond which logs and time limits mislead
+
+
+def ask_world(timeout: float = 120.0) -> Iterator[Finding]:
+    """Join the job's ranks and probe them; yields on rank 0 what all ranks found.
+
+    Raises:
+        ValueError: no job: neither torchrun nor srun with torch's variables started this process.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError("RANK and WORLD_SIZE are not set: start it by torchrun or srun, or leave --world out")
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+    try:
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        hosts: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(hosts, socket.gethostname())
+        yield _hosts(hosts)
+        yield _clocks(device)
+        yield from _speed(device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _hosts(hosts: list[str]) -> Finding:
+    each = {host: hosts.count(host) for host in dict.fromkeys(hosts)}
+    text = ", ".join(f"{host} ({count} ranks)" for host, count in each.items())
+    if len(set(each.values())) > 1:
+        return Finding(
+            "hosts", "warning", text, "nodes have different numbers of ranks: tensor ranks may be split over nodes"
+        )
+    return Finding("hosts", "ok", text)
+
+
+def _clocks(device: torch.device) -> Finding:
+    """Clocks right after a barrier: what remains is their difference and the barrier's own."""
+    dist.barrier()
+    mine = torch.tensor([time.time()], dtype=torch.float64, device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    apart = float(torch.stack(every).max() - torch.stack(every).min())
+    advice = "logs of nodes cannot be read side by side; start chrony or ntpd"
+    return Finding(
+        "clocks",
+        "warning" if apart > MOST_SKEW else "ok",
+        f"{1e3 * apart:.1f} ms apart",
+        advice if apart > MOST_SKEW else "",
+    )
+
+
+def _speed(device: torch.device) -> Iterator[Finding]:
+    small, large = torch.zeros(1, device=device), torch.zeros(_BYTES // 4, device=device)
+    for tensor in (small, large):
+        dist.all_reduce(tensor)  # the first one makes connections
+    latency, seconds = _timed(small, _SMALL), _timed(large, _LARGE)
+    ranks = dist.get_world_size()
+    yield Finding("all-reduce of 4 bytes", "ok", f"{1e6 * latency:.0f} µs over {ranks} ranks")
+    moved = 2 * (ranks - 1) / max(ranks, 1) * _BYTES / seconds
+    yield Finding(
+        "all-reduce of 16 MiB", "ok", f"{1e3 * seconds:.1f} ms, {moved / 1e9:.2f} GB/s a rank over {ranks} ranks"
+    )
+
+
+def _timed(tensor: torch.Tensor, calls: int) -> float:
+    _wait(tensor)
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        dist.all_reduce(tensor)
+    _wait(tensor)
+    return (time.perf_counter() - start) / calls
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
