@@ -19,7 +19,7 @@ FLOORS = (
     ("advantages", "losses"),
     ("experience", "packing", "plan", "recipes"),
     ("compat", "megatron", "testing"),
-    ("training", "verify"),
+    ("doctor", "training", "verify"),
     ("cli",),
 )
 TRAINING = (

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from parallel_rl import __version__
 from parallel_rl.cli import runs, submit, tools
 from parallel_rl.cluster import preemption
+from parallel_rl.doctor import command as doctor_command
 from parallel_rl.plan import command as plan_command
 from parallel_rl.verify import command as verify_command
 
@@ -58,10 +59,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data.add_argument("--steps", metavar="N", type=int, help="steps of each phase, in place of the config's")
     plan_command.add_parser(commands)
     verify_command.add_parser(commands)
+    doctor_command.add_parser(commands)
     commands.add_parser("recipes", help="list the recipes")
     known, rest = parser.parse_known_args(arguments)
     if known.command == "plan":
         return tools.plan(known, rest)
+    if known.command == "doctor" and not (known.config and not _has_megatron()):
+        return tools.doctor(known, rest)
     if known.command == "verify" and not (known.config and not _has_megatron()):
         return tools.verify(known, rest)
     if known.command != "recipes" and not _has_megatron():

@@ -1,15 +1,16 @@
-"""Commands that look before a run: plan and verify."""
+"""Commands that look before a run: plan, verify and doctor."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_rl.cli.runs import refuse
 
 if TYPE_CHECKING:
+    from parallel_rl.doctor.findings import Finding
     from parallel_rl.plan.models import ModelShape
     from parallel_rl.testing.cases import Subject
 
@@ -53,3 +54,25 @@ def _loss_of_config(path: str) -> Subject:
     from parallel_rl.training.preflight.own_loss import own_loss
 
     return own_loss(load_config(path, []))
+
+
+def doctor(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    from parallel_rl.doctor.command import run
+
+    try:
+        if rest:
+            raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl doctor`")
+        return run(known, _choices)
+    except (ValueError, OSError) as error:
+        return refuse(error)
+
+
+def _choices(path: str) -> Iterable[Finding]:
+    from parallel_rl.doctor.findings import Finding
+    from parallel_rl.training.config.load import load_config
+    from parallel_rl.training.preflight.choices import choices
+
+    return [
+        Finding(choice.part, "warning" if choice.advice else "ok", choice.text, choice.advice)
+        for choice in choices(load_config(path))
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -145,30 +145,27 @@ def _floats(answers: list[object]) -> list[float]:
     return [float(answer) for answer in answers]  # type: ignore[arg-type]
 
 
+_ENTROPY = "vocab_parallel_cross_entropy"
 _CASES: dict[str, tuple[Callable[[int], object], Judge]] = {
     "groups": (_groups, _judged(
-        "groups of tensor, context and data ranks", lambda a: not all(a), lambda a: "not those that parallel_rl expects", "error",
-        "no run is safe on this version: report it with its number")),
+        "groups of tensor, context and data ranks", lambda a: not all(a), lambda a: "not those that parallel_rl expects",
+        "error", "no run is safe on this version: report it with its number")),
     "two values": (_two_values, _judged(
         "loss callback of two values at CP 2, 4 micro-batches", lambda a: _floats(a) != [0.5, 0.5],
         lambda a: f"scaled by {_floats(a)}, not by CP/M = 0.5", "error", "megatron_loss_func would undo another factor")),
     "three values": (_scaling, _judged(
         "loss callback of three values without calculate_per_token_loss at CP 2", lambda a: len(set(_floats(a))) > 1,
-        lambda a: f"divides by each context rank's own tokens: weights {', '.join(f'{w:.3f}' for w in _floats(a))} where they hold 1 and 3",
+        lambda a: f"divides by each context rank's own tokens: weights {_floats(a)[0]:.3f}, {_floats(a)[1]:.3f} for 1 and 3",
         "warning", "a loop of your own returns two values, or sets calculate_per_token_loss; megatron_loss_func does")),
     "overwrites": (_overwrites, _judged(
-        "vocab_parallel_cross_entropy in float32", any, lambda a: "overwrites the caller's logits", "warning",
+        f"{_ENTROPY} in float32", any, lambda a: "overwrites the caller's logits", "warning",
         f"an entropy that is computed from them afterwards is wrong; {_SPARE}")),
     "smoothing": (_smoothing, _judged(
-        "vocab_parallel_cross_entropy with label smoothing", lambda a: max(_floats(a)) > 1e-6,
-        lambda a: f"losses differ between tensor ranks by {max(_floats(a)):.3f}", "warning", f"do not smooth under TP; {_SPARE}")),
+        f"{_ENTROPY} with label smoothing", lambda a: max(_floats(a)) > 1e-6,
+        lambda a: f"losses differ between tensor ranks by {max(_floats(a)):.3f}", "warning",
+        f"do not smooth under TP; {_SPARE}")),
     "padding": (_padding, _judged(
-        "vocab_parallel_cross_entropy with a padded vocabulary", lambda a: max(_floats(a)) > 1e-6,
+        f"{_ENTROPY} with a padded vocabulary", lambda a: max(_floats(a)) > 1e-6,
         lambda a: f"counts the padding columns: losses off by {max(_floats(a)):.3f} nats here", "warning",
         f"log-probs of a trainer and of its sampler differ; {_SPARE}: losses take vocab_size=")),
 }  # fmt: skip
-
-
-def contracts_named() -> Iterator[str]:
-    """Names of the cases."""
-    yield from _CASES

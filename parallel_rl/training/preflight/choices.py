@@ -1,0 +1,60 @@
+"""What a run would get on this machine, and why: layers, attention, statistics, process groups' backend, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from parallel_rl.megatron.model_config import has_transformer_engine
+from parallel_rl.training.config.sections import DTYPES
+from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.vocab.backends.choice import runs_on_triton
+
+
+class Choice(NamedTuple):
+    """A part of the run, what it would be and why, and what would be better; empty where nothing is."""
+
+    part: str
+    text: str
+    advice: str = ""
+
+
+def choices(config: TrainConfig) -> Iterator[Choice]:
+    """Name what the run would be made of."""
+    cuda, name = torch.cuda.is_available(), config.run.dtype
+    dtype = DTYPES[name]
+    if has_transformer_engine(dtype):
+        yield Choice("layers and attention", f"Transformer Engine's, for {name} on a GPU")
+    else:
+        why = "there is no GPU" if not cuda else "Transformer Engine is not installed"
+        if cuda and find_spec("transformer_engine") is not None:
+            why = f"Transformer Engine has no attention for {name} under context parallelism"
+        advice = (
+            ""
+            if not cuda
+            else "its attention in plain PyTorch is much slower; run.dtype = bfloat16 with Transformer Engine"
+        )
+        text = f"Megatron's local ones with SelfAttentionCore: {why}"
+        yield Choice("layers and attention", text, advice)
+    probe = torch.empty(0, dtype=dtype, device="cuda" if cuda else "cpu")
+    kernels = runs_on_triton(probe, "auto")
+    yield Choice("token statistics", "Triton's kernels" if kernels else "PyTorch: " + _why_no_triton(cuda, name))
+    head = "hidden states, logits never whole" if config.model.fused_head else "whole logits (model.fused_head = false)"
+    yield Choice("losses read", head)
+    yield Choice("process groups", "nccl" if cuda else "gloo: there is no GPU")
+    yield Choice("optimizer", f"Megatron's, with Adam of {_adam()}")
+
+
+def _why_no_triton(cuda: bool, dtype: str) -> str:
+    if not cuda:
+        return "there is no GPU"
+    return "float64" if dtype == "float64" else "Triton or a C compiler is not installed"
+
+
+def _adam() -> str:
+    from megatron.core.optimizer import Adam
+
+    return Adam.__module__.split(".")[0]

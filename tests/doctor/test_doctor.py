@@ -1,0 +1,97 @@
+"""The doctor speaks of what is installed here, and finds what is planted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parallel_rl.cli import main
+from parallel_rl.doctor import packages as doctor_packages
+from parallel_rl.doctor.contracts import ask_contracts
+from parallel_rl.doctor.findings import Finding, exit_status
+from parallel_rl.doctor.packages import apex_kind, packages, settings
+
+pytest.importorskip("megatron.core")
+ROOT = Path(__file__).parents[2]
+
+
+def test_contracts_of_the_installed_megatron() -> None:
+    """The known defects of 0.15 and 0.16, from running them; a version that mends one fails here and is told of."""
+    found = {each.subject: each for each in ask_contracts()}
+    assert found["groups of tensor, context and data ranks"].severity == "ok"
+    assert found["loss callback of two values at CP 2, 4 micro-batches"].severity == "ok"
+    three = found["loss callback of three values without calculate_per_token_loss at CP 2"]
+    assert three.severity == "warning" and "0.500, 0.167" in three.text
+    smoothing = found["vocab_parallel_cross_entropy with label smoothing"]
+    assert smoothing.severity == "warning" and "differ between tensor ranks" in smoothing.text
+    for name in ("in float32", "with a padded vocabulary"):
+        assert found[f"vocab_parallel_cross_entropy {name}"].severity == "warning"
+
+
+def test_the_unrelated_apex_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real folder on the path each: PyPI's has none of NVIDIA's parts."""
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex/__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wrong = next(each for each in packages() if each.subject == "apex")
+    assert wrong.severity == "error" and "pip uninstall apex" in wrong.advice and exit_status([wrong]) == 1
+    (tmp_path / "apex/optimizers").mkdir()
+    assert apex_kind(tmp_path / "apex") == "nvidia"
+    assert next(each for each in packages() if each.subject == "apex").severity == "ok"
+
+
+@pytest.mark.parametrize(("version", "severity"), [("0.14.0", "error"), ("0.16.1", "ok"), ("0.19.2", "warning")])
+def test_versions_of_megatron(version: str, severity: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = doctor_packages._version
+    monkeypatch.setattr(doctor_packages, "_version", lambda name: version if name == "megatron-core" else real(name))
+    assert next(each for each in packages() if each.subject == "megatron-core").severity == severity
+
+
+def test_settings_that_hurt() -> None:
+    assert [each.severity for each in settings({})] == ["ok"]
+    found = list(settings({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "NCCL_DEBUG": "TRACE"}))
+    assert {each.subject for each in found} == {"TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_DEBUG"}
+    assert all(each.severity == "warning" and each.advice for each in found)
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Text and JSON say the same; a config's layers are those that the trainer would build here."""
+    config = str(ROOT / "configs/grpo_arithmetic.yaml")
+    assert main(["doctor", "--config", config, "--json"]) == 0
+    found = [Finding(**each) for each in json.loads(capsys.readouterr().out)]
+    layers = next(each for each in found if each.subject == "layers and attention")
+    assert "SelfAttentionCore: there is no GPU" in layers.text
+    assert any(each.subject == "optimizer" and "torch" in each.text for each in found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world"], "RANK and WORLD_SIZE are not set"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["--confg", "x"], "'--confg' is not an argument of `parallel-rl doctor`"),
+    ],
+)
+def test_bad_input(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("parallel_rl.doctor.contracts.ask_contracts", list)
+    assert main(["doctor", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_ranks_of_a_job() -> None:
+    """Under a real torchrun: one host, two ranks, two timed collectives, told once."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "parallel_rl.cli", "doctor", "--world", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = {each["subject"]: each for each in json.loads(done.stdout)}
+    assert "(2 ranks)" in found["hosts"]["text"] and found["clocks"]["severity"] == "ok"
+    assert "2 ranks" in found["all-reduce of 16 MiB"]["text"]
