@@ -40,7 +40,7 @@ def _groups(rank: int) -> object:
 
     seen = []
     for sizes in ({"tp": 2}, {"cp": 2}, {}):
-        M.initialize(**sizes)  # type: ignore[arg-type]
+        M.initialize(**sizes)
         groups = ParallelGroups.from_megatron()
         seen.append((groups.tp_size, groups.cp_size, groups.dp_size))
     M.destroy()
