@@ -229,6 +229,21 @@ def test_a_packed_row_has_the_numbers_of_a_call_a_sequence() -> None:
     assert answers["fused"][0].item() != pytest.approx(loss.item())
 
 
+def test_a_loss_of_the_callers_own_is_called_sequence_by_sequence() -> None:
+    """By the documented call, with its part of the row and of the data; Q8: extrema by other names add up."""
+    data, seen = reference.batch(6), []
+
+    def own(logits: Tensor, part: Data, seqs: Tensor, toks: Tensor, **groups: object) -> tuple:
+        seen.append((logits.shape[1], part["input_ids"].shape, set(groups)))
+        return logits.sum() / toks, {"values_max": 2.0, "probs_ratio_min": math.inf if len(seen) == 1 else len(seen)}
+
+    bounds, padded = torch.tensor([0, 8, 13, 20, 22, 30, 36]), torch.tensor([0, 8, 14, 22, 24, 32, 38])
+    loss, metrics = nemo_rl.SequencePackingLossWrapper(own, bounds, padded)(torch.ones(1, 38, 2), data, SEQS, TOKS)
+    assert loss.item() == pytest.approx(38 * 2 / 31) and metrics == {"values_max": 12.0, "probs_ratio_min": 2}
+    assert [(width, *shape) for width, shape, _ in seen][1:4] == [(6, 1, 5), (8, 1, 7), (2, 1, 2)]
+    assert seen[0][2] == {"vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group"}
+
+
 def test_pairs_may_be_packed() -> None:
     data = reference.pairs(7)
     fn = nemo_rl.DPOLossFn({"sft_loss_weight": 0.2})

@@ -34,12 +34,13 @@ class SequencePackingLossWrapper:
     is of each sequence (Q4). Pairs stay together (Q9: in the origin a row never meets the other one of its pair).
 
     Present: with prepare_fn, and groups in the constructor, the loss is called sequence by sequence on what prepare_fn makes
-    of its logits and data; losses and metrics add up, extrema of ratios apart (Q8: those of values add up too).
+    of its logits and data; losses and metrics add up, extrema of ratios apart (Q8: those of values add up too). A loss of the
+    caller's own is called so too, without prepare_fn by the documented call.
     """
 
     def __init__(
         self,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | Callable[..., Result],
         cu_seqlens_q: Tensor,
         cu_seqlens_q_padded: Tensor | None = None,
         *,
@@ -69,8 +70,9 @@ class SequencePackingLossWrapper:
         """
         given = vocab_parallel_rank, vocab_parallel_group, context_parallel_group
         groups = self.groups if given == (None, None, None) else given
-        if self.prepare_fn is not None:
-            return self._by_sequence(next_token_logits, data, (global_valid_seqs, global_valid_toks), groups)
+        counts = global_valid_seqs, global_valid_toks
+        if self.prepare_fn is not None or not isinstance(self.loss_fn, LossFunction):
+            return self._by_sequence(next_token_logits, data, counts, groups)
         packed = PackedSequences(self.cu_seqlens_q, self.cu_seqlens_q_padded)
         output = ShardedOutput.of(next_token_logits, *groups, packed)
         data = _within(checked(data), self.cu_seqlens_q)
@@ -79,12 +81,11 @@ class SequencePackingLossWrapper:
         if not isinstance(self.loss_fn, LogProbLoss):
             raise ValueError(f"{type(self.loss_fn).__name__} reads no log-probs; a packed row of it needs a prepare_fn")
         logprobs = output.next_token_logprobs(data, self.loss_fn.rows(data))
-        return self.loss_fn.from_logprobs(logprobs, data, global_valid_seqs, global_valid_toks, by_row=True)
+        return self.loss_fn.from_logprobs(logprobs, data, *counts, by_row=True)
 
     def _by_sequence(
         self, logits: Tensor, data: Data, counts: tuple[Count | None, Count | None], groups: tuple
     ) -> Result:
-        assert self.prepare_fn is not None
         lengths, cp = self.cu_seqlens_q.diff().tolist(), group_size(groups[2])
         padded = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
         bounds = (padded // cp).tolist()
@@ -93,15 +94,20 @@ class SequencePackingLossWrapper:
         for row, length in enumerate(lengths):
             one = {key: x[row : row + 1] for key, x in data.items()}
             own: Data = {key: x[:, :length] if _has_tokens(x) else x for key, x in one.items()}
-            inputs, own = _prepared(
-                self.prepare_fn, logits[:, bounds[row] : bounds[row + 1]], own, self.loss_fn, groups
-            )
-            loss, found = _called(self.loss_fn, own, counts, inputs)
+            loss, found = self._one(logits[:, bounds[row] : bounds[row + 1]], own, counts, groups)
             total = total + loss
             for key, value in found.items():
                 metrics[key] = _joined(key, metrics.get(key), float(value))
         assert isinstance(total, Tensor)
         return total, metrics
+
+    def _one(self, logits: Tensor, data: Data, counts: tuple[Count | None, Count | None], groups: tuple) -> Result:
+        """The loss and metrics of one sequence."""
+        if self.prepare_fn is None:
+            assert callable(self.loss_fn)
+            return self.loss_fn(logits, data, *counts, **_by_name(groups))
+        inputs, data = _prepared(self.prepare_fn, logits, data, self.loss_fn, groups)
+        return _called(self.loss_fn, data, counts, inputs)
 
 
 class SequencePackingFusionLossWrapper:
@@ -151,17 +157,23 @@ def _prepared(
     prepare: Prepare,
     logits: Tensor,
     data: Data,
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | Callable[..., Result],
     groups: tuple,
     bounds: Mapping[str, Tensor] | None = None,
 ) -> LossInput:
+    return prepare(logits=logits, data=data, loss_fn=loss_fn, **(bounds or {}), **_by_name(groups))
+
+
+def _by_name(groups: tuple) -> dict[str, object]:
     names = ("vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group")
-    by_name = dict(zip(names, groups, strict=True))
-    return prepare(logits=logits, data=data, loss_fn=loss_fn, **(bounds or {}), **by_name)
+    return dict(zip(names, groups, strict=True))
 
 
 def _called(
-    loss_fn: LossFunction, data: Data, counts: tuple[Count | None, Count | None], inputs: Mapping[str, Tensor | None]
+    loss_fn: LossFunction | Callable[..., Result],
+    data: Data,
+    counts: tuple[Count | None, Count | None],
+    inputs: Mapping[str, Tensor | None],
 ) -> Result:
     seqs, toks = counts
     result: Result = loss_fn(data=data, global_valid_seqs=seqs, global_valid_toks=toks, **inputs)  # type: ignore[operator]
