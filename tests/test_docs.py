@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import Tensor
 
 from parallel_rl.recipes import recipes
+from parallel_rl.testing import check_law
 from parallel_rl.testing.pool import run_world
 from tests.slurm.faults import FAULTS
 from tests.training.helpers import CONFIGS, ROOT, train_rows
@@ -55,7 +59,7 @@ def test_the_example_of_another_projects_loss_prints_what_it_says(capsys: pytest
 
 
 def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:
-    module, call = blocks("python")
+    module, call, _ = blocks("python")
     [recipe] = blocks("yaml")
     assert module.startswith("# my_losses.py\n") and "`configs/recipes/awr.yaml`:" in PAGE.read_text(encoding="utf-8")
     (tmp_path / "my_losses.py").write_text(module)
@@ -67,6 +71,35 @@ def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:
     [rows] = run_world(1, run_the_example, str(tmp_path), call)
     main = [row for row in rows if row["phase"] == "rl"]
     assert len(main) == 2 and all(row["loss"] > 0 and row["grad_norm"] > 0 for row in main)
+
+
+def f_dpo_by_hand(logits: Tensor, data: dict[str, Tensor]) -> Tensor:
+    """Pair by pair, from the paper: u of whole sequences, f'(u) = log(2u / (1 + u))."""
+    logprobs = logits.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+    valid, losses = data["token_mask"][:, 1:].bool(), []
+    for i in range(0, len(logits), 2):
+        if not data["sample_mask"][i]:
+            continue
+        u = [
+            (logprobs[j][valid[j]].sum() - data["reference_policy_logprobs"][j, 1:][valid[j]].sum()).exp()
+            for j in (i, i + 1)
+        ]
+        better = (2 * u[0] / (1 + u[0])).log() - (2 * u[1] / (1 + u[1])).log()
+        losses.append(-torch.sigmoid(0.1 * better).log())
+    return torch.stack(losses).sum() / (data["sample_mask"].sum() / 2)
+
+
+def test_a_loss_that_is_left_out_takes_ten_lines_and_obeys_the_law() -> None:
+    from parallel_rl.losses import registry
+
+    code = blocks("python")[-1]
+    assert code.startswith("# f_dpo.py\n") and len(code.splitlines()) <= 11
+    try:
+        made: dict[str, Any] = {}
+        exec(compile(code, "f_dpo.py", "exec"), made)
+        check_law(made["FDPO"], worlds=[1, 2], reference=f_dpo_by_hand).raise_if_broken()
+    finally:
+        registry._LOSSES.pop("f_dpo", None)
 
 
 def run_the_example(rank: int, folder: str, call: str) -> list[dict[str, float | int | str]]:
