@@ -117,6 +117,16 @@ def test_ids_of_masked_rows_are_of_no_unit() -> None:
             assert torch.equal(one, other)
 
 
+def test_statistics_of_other_data_are_named() -> None:
+    """A count that left a micro-batch out would weigh its tokens by themselves, without a word."""
+    logits, data, _ = make_batch(2, False, "nll", torch.float64)
+    loss_fn, half = get_loss("nll")({"aggregation": "prompt-mean"}), {name: value[:4] for name, value in data.items()}
+    with pytest.raises(ValueError, match=r"group_ids = \d+ at \[8\] is not among the units of the statistics; count"):
+        loss_fn(logits, data, *count_valid(data), statistics=loss_fn.count(half))
+    with pytest.raises(ValueError, match="statistics hold no group_ids of the step; they are of another loss"):
+        loss_fn(logits, data, *count_valid(data), statistics=get_loss("nll")({"aggregation": "turn-mean"}).count(data))
+
+
 def test_a_step_of_masked_rows_is_an_exact_zero() -> None:
     logits, data, _ = make_batch(2, False, "nll", torch.float64)
     data["sample_mask"] = torch.zeros(12)

@@ -19,6 +19,7 @@ import torch
 from parallel_rl.counts import Aggregation, WeightedBy, token_weights
 from parallel_rl.losses.core.requirements import WEIGHTS, Field, Requirements
 from parallel_rl.statistics import Statistics
+from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,13 +92,28 @@ def unit_weights(batch: TokenBatch, aggregation: Aggregation, kept: Tensor | Non
     if aggregation == "turn-mean":
         tokens = batch.local.turns.tokens if kept is None else batch.turn_sum(kept.double())
         return 1 / (batch.statistics["turns"].clamp(min=1) * tokens.clamp(min=1).double())
-    ids, order = batch.statistics.records["unit_ids"].sort()
-    summed = torch.nn.functional.pad(batch.statistics.records["unit_tokens"][order].cumsum(0), (1, 0))
+    records, name = batch.statistics.records, UNIT_FIELDS[aggregation].name
+    if "unit_ids" not in records:
+        raise ValueError(f"statistics hold no {name} of the step; they are of another loss or configuration")
+    ids, order = records["unit_ids"].sort()
+    summed = torch.nn.functional.pad(records["unit_tokens"][order].cumsum(0), (1, 0))
     first = torch.nn.functional.pad(ids.diff(), (min(len(ids), 1), 0), value=1) != 0
     number = (first & (ids >= 0)).sum()
-    mine = batch.local.data[UNIT_FIELDS[aggregation].name].to(torch.int64).contiguous()
-    tokens = summed[torch.searchsorted(ids, mine, right=True)] - summed[torch.searchsorted(ids, mine)]
+    mine = batch.local.data[name].to(torch.int64).contiguous()
+    first, last = torch.searchsorted(ids, mine), torch.searchsorted(ids, mine, right=True)
+    if kept is None and checks_values(mine):
+        _check_counted(name, mine, batch.sequence_mask & (first == last))
+    tokens = summed[last] - summed[first]
     return batch.expand(1 / (number.clamp(min=1) * tokens.clamp(min=1)).double())
+
+
+def _check_counted(name: str, ids: Tensor, missing: Tensor) -> None:
+    if bool(missing.any()):
+        row = int(missing.nonzero()[0])
+        raise ValueError(
+            f"{name} = {int(ids[row])} at [{row}] is not among the units of the statistics; count(...) takes every "
+            "micro-batch of the step"
+        )
 
 
 def check_unit_ids(name: str, ids: Tensor, sample_mask: Tensor) -> None:
