@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class LMHeadInput:
     """Hidden states and LM head in place of logits: the first argument of a loss, or of `token_logprobs`.
 
-    Losses on log-probs and entropy, of a truncated policy too, project a chunk of rows at a time; those that read more of a
-    distribution (distillation, a process reward model) compute whole logits, which must then fit into `budget`, if given.
+    Losses on log-probs and entropy, of a truncated policy too, and distillation project a chunk of rows at a time, a teacher's
+    `LMHeadInput` in `data["teacher_logits"]` beside it. A process reward model, and components of which one distils, compute
+    whole logits, which must then fit into `budget`, if given.
 
     >>> head = LMHeadInput(torch.zeros(2, 5, 8), torch.zeros(100, 8))  # hidden [B, S, D], weight [V, D]
     >>> head.logits_like(None).shape
