@@ -241,6 +241,23 @@ def test_data_that_does_not_do(name: str, value: Tensor | None, message: str) ->
             loss_fn.count(data)
 
 
+def test_a_fault_is_told_by_the_component_and_by_the_names_of_the_data() -> None:
+    """A component's loss knows its fields by its own names; the caller knows them by those of the data."""
+    logits, data = batch()
+    component = {"loss": {"name": "reference_kl"}, "fields": {"reference_policy_logprobs": "second_reference_logprobs"}}
+    loss_fn = of(observed={**component, "mask": "observation_mask"})
+    right = loss_fn.count(data)
+    data["second_reference_logprobs"] = torch.full((12, 16), torch.nan, dtype=torch.float64)
+    message = (
+        r"component 'observed' \(reads token_mask from 'observation_mask', reference_policy_logprobs from "
+        r"'second_reference_logprobs'\): reference_policy_logprobs is NaN at"
+    )
+    with pytest.raises(ValueError, match=message):
+        loss_fn(logits, data, *count_valid(data), statistics=right)
+    with pytest.raises(ValueError, match=message):
+        loss_fn.count(data)
+
+
 def test_a_loss_of_another_policy_than_the_samplers_is_refused() -> None:
     with pytest.raises(ValueError, match="NLLLoss is not a loss on a sampler's policy, so Truncation"):
         ComponentsLossFn({"components": {"policy": POLICY, "observed": OBSERVED}}, top_k=5)

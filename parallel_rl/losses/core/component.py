@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from operator import or_
@@ -116,6 +117,16 @@ class Component:
     name: str
     loss: LossFn
     view: DataView = field(default_factory=DataView)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Put the component into the message of an error, and what its fields are in the data."""
+        try:
+            yield
+        except ValueError as error:
+            renamed = {"token_mask": self.view.mask, "sample_mask": self.view.rows, **self.view.fields}
+            reads = ", ".join(f"{own} from {name!r}" for own, name in renamed.items() if name is not None)
+            raise ValueError(f"component {self.name!r}{f' (reads {reads})' if reads else ''}: {error}") from error
 
     def part(self, local: LocalBatch) -> LocalBatch:
         """The batch as if only its own tokens carried loss, with its own counts and statistics of the step."""
@@ -245,12 +256,14 @@ class ComponentsLoss(LossFn[ConfigT]):
                 data, names=("token_mask", "sample_mask", *(each.name for each in component.view.masks))
             )
             view = component.view.of(data)
-            component.loss._check_values(view, component.loss.requirements.given(view))
+            with component.named():
+                component.loss._check_values(view, component.loss.requirements.given(view))
 
     def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         super()._check_output(logits, data, tensor_group)
         for component in self.components:
-            component.loss._check_output(logits, component.view.of(data), tensor_group)
+            with component.named():
+                component.loss._check_output(logits, component.view.of(data), tensor_group)
 
     def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         """One read for all that score log-probs, and one for each that looks at logits."""
