@@ -162,7 +162,7 @@ def test_schedules(schedule: dict[str, Any], want: dict[int, float]) -> None:
 
 def test_the_state_of_schedules_and_components_is_saved_and_restored() -> None:
     schedule = {"peak": 0.9, "valley": 0.05, "warmup_steps": 4, "decay_steps": 10}
-    bonus = {"name": "schedule", "initial": 0.4, "final": 0.1, "decay_steps": 5}
+    bonus = {"name": "schedule", "peak": 0.4, "valley": 0.1, "decay_steps": 5}
     policy = {"loss": {"name": "policy", "options": {"entropy_bonus": bonus}}}
     logits, data = batch()
     loss_fn = of(policy=policy, observed={**OBSERVED, "coefficient": schedule})
@@ -244,13 +244,13 @@ def test_data_that_does_not_do(name: str, value: Tensor | None, message: str) ->
 def test_a_fault_is_told_by_the_component_and_by_the_names_of_the_data() -> None:
     """A component's loss knows its fields by its own names; the caller knows them by those of the data."""
     logits, data = batch()
-    component = {"loss": {"name": "reference_kl"}, "fields": {"reference_policy_logprobs": "second_reference_logprobs"}}
+    component = {"loss": {"name": "reference_kl"}, "fields": {"reference_policy_logprobs": "teacher_token_logprobs"}}
     loss_fn = of(observed={**component, "mask": "observation_mask"})
     right = loss_fn.count(data)
-    data["second_reference_logprobs"] = torch.full((12, 16), torch.nan, dtype=torch.float64)
+    data["teacher_token_logprobs"] = torch.full((12, 16), torch.nan, dtype=torch.float64)
     message = (
         r"component 'observed' \(reads token_mask from 'observation_mask', reference_policy_logprobs from "
-        r"'second_reference_logprobs'\): reference_policy_logprobs is NaN at"
+        r"'teacher_token_logprobs'\): reference_policy_logprobs is NaN at"
     )
     with pytest.raises(ValueError, match=message):
         loss_fn(logits, data, *count_valid(data), statistics=right)
@@ -270,6 +270,20 @@ def test_a_truncated_policy_drops_the_same_tokens_of_a_component() -> None:
     alone, found = (step(fn, logits, data) for fn in (PolicyLossFn(options, top_k=9), of_truncated(options)))
     assert alone.metrics["dropped_tokens"] == found.metrics["dropped_tokens"] > 0
     assert found.loss == alone.loss and torch.equal(found.gradient, alone.gradient)
+
+
+def test_kept_sets_of_no_component_may_hold_anything() -> None:
+    """The ids that the sampler kept are looked at where a component scores a token, not where token_mask is set."""
+    logits, data, _ = make_batch(7, False, "policy", torch.float64, truncated=True)
+    part = {**POLICY, "mask": "observation_mask"}
+    loss_fn = ComponentsLossFn({"components": {"policy": part}}, kept_sets=True)
+    right = step(loss_fn, logits, data)
+    spoiled = torch.where(data["observation_mask"][..., None], data["kept_ids"], 10**6)
+    found = step(loss_fn, logits, {**data, "kept_ids": spoiled})
+    assert found.loss == right.loss != 0 and torch.equal(found.gradient, right.gradient)
+    spoiled = torch.where(data["observation_mask"][..., None], 10**6, data["kept_ids"])
+    with pytest.raises(ValueError, match="kept_ids = 1000000 at .* lies outside the vocabulary"):
+        step(loss_fn, logits, {**data, "kept_ids": spoiled})
 
 
 def of_truncated(options: dict[str, Any]) -> ComponentsLossFn:

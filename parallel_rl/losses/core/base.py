@@ -289,7 +289,7 @@ class LossFn(LossFunction, Generic[ConfigT]):
         if checks_values(data["input_ids"]):
             check_targets(torch.where(self._scored(data), data["input_ids"], 0), shard.vocab_size, ignore_index=None)
         if options.truncation.kept_sets:
-            check_kept_ids(data["kept_ids"], valid_tokens(data), shard.vocab_size)
+            check_kept_ids(data["kept_ids"], self._scored(data), shard.vocab_size)
 
     def _check_heads(
         self, head: LMHeadInput | None, heads: Mapping[str, LMHeadInput], tensor_group: ProcessGroup | None
