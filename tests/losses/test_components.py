@@ -282,7 +282,7 @@ def test_kept_sets_of_no_component_may_hold_anything() -> None:
     found = step(loss_fn, logits, {**data, "kept_ids": spoiled})
     assert found.loss == right.loss != 0 and torch.equal(found.gradient, right.gradient)
     spoiled = torch.where(data["observation_mask"][..., None], 10**6, data["kept_ids"])
-    with pytest.raises(ValueError, match="kept_ids = 1000000 at .* lies outside the vocabulary"):
+    with pytest.raises(ValueError, match=r"kept_ids = 1000000 at .* lies outside the vocabulary"):
         step(loss_fn, logits, {**data, "kept_ids": spoiled})
 
 
