@@ -114,24 +114,24 @@ def test_the_script_hears_signals_before_it_runs_any_program() -> None:
     assert [re.sub(r".*' (\w+).*", r"\1", line) for line in lines[1:4]] == ["USR1", "TERM", "EXIT"]
 
 
-def _tiny_step(rank: int, config: ParallelConfig, wrong: int | None) -> None:
+def _check_groups(rank: int, config: ParallelConfig, wrong: int | None) -> None:
     from parallel_rl.training.preflight import gate
 
     add = gate._sum
     if rank == wrong:  # a device whose sums are off
         gate._sum = lambda values, group: add(values, group) * (1 + 1e-6)
     try:
-        gate.tiny_step(config)
+        gate.check_groups(config)
     finally:
         gate._sum = add
 
 
 def test_the_gate_lets_good_worlds_through_and_names_a_rank_that_computes_wrong() -> None:
     layout = ParallelConfig(tensor=2, context=2)
-    pool.run_world(4, _tiny_step, layout, None)
-    pool.run_world(4, _tiny_step, ParallelConfig(pipeline=2), None)
+    pool.run_world(4, _check_groups, layout, None)
+    pool.run_world(4, _check_groups, ParallelConfig(pipeline=2), None)
     with pytest.raises(pool.WorldError) as failure:
-        pool.run_world(4, _tiny_step, layout, 3)
+        pool.run_world(4, _check_groups, layout, 3)
     assert set(failure.value.errors) == {0, 1, 2, 3}
     assert all("rank 3: " in error and "rank 0, " not in error for error in failure.value.errors.values())
 

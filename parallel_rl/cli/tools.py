@@ -51,7 +51,7 @@ def verify(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _loss_of_config(path: str) -> Subject:
     from parallel_rl.training.config.load import load_config
-    from parallel_rl.training.preflight.own_loss import own_loss
+    from parallel_rl.training.preflight.own_losses import own_loss
 
     return own_loss(load_config(path, []))
 

@@ -30,13 +30,17 @@ from parallel_rl.megatron.weights import global_parameters, initialize_weights
 PositionEmbedding = Literal["rope", "learned_absolute"]
 
 
+# The world and the sizes of the groups that `initialize` made last.
+_present: list[tuple[object, tuple[int, int, int, int | None, float]]] = []
+
+
 def initialize(
     tp: int = 1, cp: int = 1, pp: int = 1, *, seed: int = 0, virtual_pp: int | None = None, timeout: float = 1800.0
 ) -> None:
     """Create Megatron's process groups and random states over the default process group; the rest of the world is data
     parallel.
 
-    A present layout is destroyed first. Without CUDA, `enable_cpu()` is called.
+    A present layout of the same sizes keeps its groups, another one is destroyed first. Without CUDA, `enable_cpu()` is called.
 
     >>> initialize(tp=1, cp=1, pp=1)
 
@@ -61,14 +65,17 @@ def initialize(
             f"the world has {world} ranks, which is not divisible by tp {tp} × cp {cp} × pp {pp} = {tp * cp * pp}"
         )
     on_host = enable_cpu()
-    destroy()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        context_parallel_size=cp,
-        pipeline_model_parallel_size=pp,
-        virtual_pipeline_model_parallel_size=virtual_pp,
-        distributed_timeout_minutes=timeout / 60,
-    )
+    layout = (tp, cp, pp, virtual_pp, timeout)
+    if not (parallel_state.model_parallel_is_initialized() and _present == [(dist.group.WORLD, layout)]):
+        destroy()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=virtual_pp,
+            distributed_timeout_minutes=timeout / 60,
+        )
+        _present[:] = [(dist.group.WORLD, layout)]
     # On the host there is one random state, so Megatron's tracker must not swap it; nothing random runs inside a
     # model anyway.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_host, force_reset_rng=True)
@@ -80,6 +87,7 @@ def destroy() -> None:
     >>> destroy()
     >>> initialize()
     """
+    _present.clear()
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
 

@@ -74,9 +74,10 @@ def _second_head(logits: Tensor, step: Step, piece: Piece, part: slice | None, v
     hidden = local_positions(logits @ wide, piece, list(range(vocab + 3)), step.carries).view(*piece.shape, -1)
     first, split = variant % 4 == 1, part is not None and part != slice(None)
     hidden = hidden[:, part] if split else hidden
+    device = step.rank.device
     return LMHeadInput(
-        hidden.transpose(0, 1).contiguous() if first else hidden,
-        weight,
+        (hidden.transpose(0, 1).contiguous() if first else hidden).to(device),
+        weight.to(device),
         sequence_first=first,
         sequence_parallel=split,
     )
@@ -90,7 +91,7 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, variant: int) -> Outcom
     real = [c for c in step.columns if c is not None]
     head = torch.full((len(step.columns), whole.shape[-1]), 1e4, dtype=torch.float64)
     head[: len(real)] = weight[real]
-    head.requires_grad_()
+    head = head.to(rank.device).requires_grad_()
     outputs, leaves, truths, fields = [], [], [], []
     data = poisoned(batch.data, step.loss_fn)
     for piece in step.pieces:
@@ -103,7 +104,7 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, variant: int) -> Outcom
         if split:
             tp_rank = rank.place[0]
             part = slice(tp_rank * hidden.shape[1] // layout.tp, (tp_rank + 1) * hidden.shape[1] // layout.tp)
-        leaf = hidden[:, part].clone().requires_grad_()
+        leaf = hidden[:, part].to(rank.device, copy=True).requires_grad_()
         first = variant % 3 == 0
         heads: dict[str, LMHeadInput] = {}
         if reads_rows(case) and variant % 4 < 3:
@@ -129,14 +130,15 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, variant: int) -> Outcom
         share += loss.item()
         metrics.append(parts)
         assert leaf.grad is not None
-        squared += (leaf.grad / 4 - truth).square().sum().item() / copies
-        if bool((leaf.grad[truth == 0] != 0).any()):
+        found = leaf.grad.cpu() / 4
+        squared += (found - truth).square().sum().item() / copies
+        if bool((found[truth == 0] != 0).any()):
             stray = f"{layout.name}: a row without loss has a gradient"
     assert head.grad is not None
     if bool(head.grad[len(real) :].any()):
         stray = f"{layout.name}: a padding row of the weight has a gradient"
     gradient = torch.zeros_like(weight)
-    gradient[real] = head.grad[: len(real)] / 4
+    gradient[real] = head.grad[: len(real)].cpu() / 4
     reduced = {name: value.item() for name, value in reduce_metrics(metrics, rank.groups).items()}
     return Outcome(share, reduced, squared, gradient, stray, rank.place)
 

@@ -47,9 +47,15 @@ class PoolRunner:
 
 @dataclass(frozen=True)
 class JobRunner:
-    """The ranks of torchrun's or srun's job, in which each calls the check; `place` gives this rank's groups on a layout."""
+    """The ranks of torchrun's or srun's job, in which each calls the check.
+
+    Attributes:
+        place: this rank's groups on a layout.
+        counts: False on ranks that hold what others hold, such as those of another pipeline stage.
+    """
 
     place: Callable[[Layout], Rank]
+    counts: bool = True
 
     def alone(self, subject: Subject, batch: Batch) -> Alone:
         return check_alone(0, subject, batch)
@@ -57,5 +63,5 @@ class JobRunner:
     def run(self, trial: Trial, layouts: Sequence[Layout], dtype: torch.dtype) -> list[list[Outcome]]:
         mine = [attempt(layout, trial, self.place(layout), dtype) for layout in layouts]
         of_ranks: list[list[Outcome]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, mine)
-        return [list(outcomes) for outcomes in zip(*of_ranks, strict=True)]
+        dist.all_gather_object(of_ranks, mine if self.counts else [])
+        return [list(outcomes) for outcomes in zip(*filter(None, of_ranks), strict=True)]

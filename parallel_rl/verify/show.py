@@ -5,12 +5,14 @@ from __future__ import annotations
 import html as markup
 import math
 from collections.abc import Sequence
+from shutil import get_terminal_size
 
 from rich.console import Console
 from rich.table import Table
 
 from parallel_rl.testing.report import Report, Row
 
+_WIDTH = 110  # so that a name and a verdict stay on their line
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:62rem;padding:0 1rem;color:#1b1b1b;background:#fff}"
     "table{border-collapse:collapse;width:100%}th,td{text-align:left;padding:.25rem .6rem;border-bottom:1px solid #ccc}"
@@ -20,16 +22,17 @@ _STYLE = (
 
 
 def table(reports: Sequence[Report]) -> None:
-    """Print layout × errors of each loss that breaks the law, and a line for each loss; then the diagnoses."""
-    console = Console(highlight=False, soft_wrap=True)
-    lines = Table(
-        "loss", "layouts", "loss error", "gradient error", "metric error", "verdict", box=None, pad_edge=False
-    )
+    """Print a line for each layout, of several losses one for each with its largest errors; then the diagnoses."""
+    console = Console(highlight=False, soft_wrap=True, width=max(get_terminal_size().columns, _WIDTH))
+    several = len(reports) > 1
+    lines = Table(box=None, pad_edge=False)
+    for name in ("loss" if several else "layout", "loss error", "gradient error", "metric error", "verdict"):
+        lines.add_column(name, no_wrap=True)
     for report in reports:
-        for row in report.rows if len(reports) == 1 else [_worst(report)]:
-            where = row.layout if len(reports) == 1 else f"{len(report.rows)}"
-            verdict = "[green]ok[/]" if row.verdict == "ok" and report.ok else f"[red]{row.verdict}[/]"
-            lines.add_row(report.name, where, *map(_number, (row.loss, row.gradient, row.metrics)), verdict)
+        for row in [_worst(report)] if several else report.rows:
+            verdict = "[green]ok[/]" if row.verdict == "ok" else f"[red]{row.verdict}[/]"
+            where = f"{report.name} ({len(report.rows)} layouts)" if several else row.layout
+            lines.add_row(where, *map(_number, (row.loss, row.gradient, row.metrics)), verdict)
     console.print(lines)
     for report in reports:
         if not report.ok:

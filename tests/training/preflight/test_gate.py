@@ -17,7 +17,7 @@ from parallel_rl.training.config.sections import ParallelConfig
 from tests.training.helpers import CONFIGS, ROOT
 
 
-def _tiny_step(rank: int, config: ParallelConfig, garbles: int | None) -> None:
+def _check_groups(rank: int, config: ParallelConfig, garbles: int | None) -> None:
     from parallel_rl.training.preflight import gate
 
     together = dist.batch_isend_irecv
@@ -29,14 +29,14 @@ def _tiny_step(rank: int, config: ParallelConfig, garbles: int | None) -> None:
         return together(list(ways))
 
     with mock.patch.object(dist, "batch_isend_irecv", garbled if rank == garbles else together):
-        gate.tiny_step(config)
+        gate.check_groups(config)
 
 
 def test_a_pair_of_pipeline_neighbours_that_garbles_is_named() -> None:
     for pipeline in (2, 4):
-        run_world(4, _tiny_step, ParallelConfig(pipeline=pipeline), None)
+        run_world(4, _check_groups, ParallelConfig(pipeline=pipeline), None)
     with pytest.raises(WorldError) as failure:  # on the way from rank 2 to rank 3 only
-        run_world(4, _tiny_step, ParallelConfig(pipeline=4), 2)
+        run_world(4, _check_groups, ParallelConfig(pipeline=4), 2)
     assert sorted(failure.value.errors) == [0, 1, 2, 3]
     for error in failure.value.errors.values():
         assert error.endswith(
@@ -54,7 +54,7 @@ warnings.simplefilter("ignore")
 if os.environ["RANK"] == "1":
     together = dist.batch_isend_irecv
     dist.batch_isend_irecv = lambda ways: together(ways[1:])  # what it sends never leaves
-pass_gate(load_config(sys.argv[1], sys.argv[2:]), 20.0)
+pass_gate(load_config(sys.argv[1], sys.argv[2:]), 40.0)
 """
 
 
@@ -69,7 +69,49 @@ def test_a_pair_that_stands_still_is_named_when_the_gate_closes(tmp_path: Path) 
     )
     assert done.returncode != 0
     assert (
-        "(rank 0): the tiny step was not done in 20 s: rank 0, 1 hang; this rank was exchanging with rank 1, its neighbour "
+        "(rank 0): the groups were not checked in 40 s: rank 0, 1 hang; this rank was exchanging with rank 1, its neighbour "
         "in the pipeline"
     ) in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+LAYOUTS = [
+    ["--parallel={tensor: 2, context: 2}"],
+    ["--parallel={context: 2, pipeline: 2}", "--batch={packing: true, micro_batch_size: 4}"],
+    ["--parallel={tensor: 2}", "--model.fused_head=true", "--sampling={top_k: 9}", "--rl.loss={name: policy}"],
+]
+LOCAL = "--rl.loss={name: 'tests.training.preflight.local_loss:doc_local_mean'}"
+
+
+def _losses(rank: int, overrides: list[str]) -> tuple[list[str], bool]:
+    """The losses that passed, and whether the model's groups are those of the gate."""
+    from megatron.core import parallel_state
+
+    from parallel_rl.megatron import initialize
+    from parallel_rl.training.config.load import load_config
+    from parallel_rl.training.preflight.gate import check_groups
+    from parallel_rl.training.preflight.own_losses import check_losses
+
+    config = load_config(str(CONFIGS / "grpo_arithmetic.yaml"), overrides)
+    check_groups(config.parallel, config.run.seed, config.run.timeout)
+    names, group = check_losses(config), parallel_state.get_tensor_model_parallel_group()
+    sizes = config.parallel
+    initialize(sizes.tensor, sizes.context, sizes.pipeline, seed=config.run.seed, timeout=config.run.timeout)
+    return names, parallel_state.get_tensor_model_parallel_group() is group
+
+
+@pytest.mark.parametrize("overrides", LAYOUTS, ids=["tensor, context", "pipeline, packed", "fused head, truncated"])
+def test_the_losses_of_a_run_pass_on_its_groups_which_it_keeps(overrides: list[str]) -> None:
+    """A second set of groups would be a second set of NCCL communicators."""
+    for names, kept in run_world(4, _losses, overrides):
+        assert names[1:] == ["nll"] and names[0] in ("clipped_pg", "policy") and kept
+
+
+def test_a_run_whose_own_loss_has_a_local_denominator_is_refused() -> None:
+    """The gate once looked at a loss of its own and let this run train on other numbers than one process has."""
+    with pytest.raises(WorldError) as failure:
+        run_world(4, _losses, ["--parallel={tensor: 2}", LOCAL])
+    assert sorted(failure.value.errors) == [0, 1, 2, 3]
+    for error in failure.value.errors.values():
+        assert "the loss of this run must not train on this layout: doc_local_mean breaks the law" in error
+        assert "local denominator" in error and "tokens of the step" in error

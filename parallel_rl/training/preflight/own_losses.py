@@ -1,0 +1,99 @@
+"""The losses that a run trains on, as the trainer builds them, through the law's kit on the run's own layout and groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from parallel_rl.groups import ParallelGroups
+from parallel_rl.losses.choice import LossConfig
+from parallel_rl.losses.prm import PRMLossFn
+from parallel_rl.testing import hidden_states
+from parallel_rl.testing.alone import check_alone, trial_of
+from parallel_rl.testing.batches import PLACEHOLDER, REWARD_IDS
+from parallel_rl.testing.check import batch_for, check_subject
+from parallel_rl.testing.layouts import Layout, Rank
+from parallel_rl.testing.runners import JobRunner
+from parallel_rl.testing.subjects import Given
+from parallel_rl.training.algorithms.phases import phases
+from parallel_rl.training.config.sections import SamplingConfig, data_parallel_size
+from parallel_rl.training.config.train import TrainConfig
+
+_TOLERANCE = 1e-9
+
+
+def own_loss(config: TrainConfig) -> Given:
+    """The loss of the main phase with its options, temperature and truncation."""
+    return own_losses(config)[0]
+
+
+def own_losses(config: TrainConfig) -> list[Given]:
+    """The losses of all phases and of the critic, the main one first; token ids are those of the kit's small vocabulary."""
+    main, *others = reversed(phases(config))
+    found = [_built(main.loss, config.sampling if config.rl is not None else None)]
+    found += [_built(phase.loss) for phase in others]
+    if config.rl is not None and config.rl.critic is not None:
+        found.append(_built(config.rl.critic.loss))
+    return found
+
+
+def _built(chosen: LossConfig, sampling: SamplingConfig | None = None) -> Given:
+    if sampling is None:
+        loss = chosen.build()
+    else:
+        loss = chosen.build(temperature=sampling.temperature, truncation=sampling.truncation)
+    if isinstance(loss, PRMLossFn):
+        loss.config = replace(loss.config, placeholder_token_id=PLACEHOLDER, reward_token_ids=tuple(REWARD_IDS))
+    return Given(loss)
+
+
+def check_losses(config: TrainConfig) -> list[str]:
+    """Compare the run's losses with one process on a small batch, on Megatron's groups as they are; return their names.
+
+    Loss, gradient and metrics, padded or packed as the run's rows, in one and in three micro-batches, from logits or, with
+    `model.fused_head`, from hidden states too.
+
+    Raises:
+        RuntimeError: what breaks the law, with the diagnosis; on all ranks.
+    """
+    sizes, groups = config.parallel, ParallelGroups.from_megatron()
+    data = data_parallel_size(sizes, dist.get_world_size())
+    packing = "packed+padding" if config.batch.packing else "padded"
+    layouts = [Layout(sizes.tensor, sizes.context, data, packing, number, "zigzag") for number in (1, 3)]
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    rank = Rank(groups, (groups.tp_rank, groups.cp_rank, groups.dp_rank), device)
+    stage, last = parallel_state.get_pipeline_model_parallel_rank(), sizes.pipeline - 1
+    runner = JobRunner(lambda layout: rank, counts=stage == last)
+    names = []
+    for subject in own_losses(config):
+        report = check_subject(subject, {layouts[0].world: layouts}, runner)
+        if not report.ok:
+            raise RuntimeError(f"the loss of this run must not train on this layout: {report}")
+        if config.model.fused_head and hidden_states.takes_head(subject):
+            _check_fused(subject, layouts, rank, sizes.pipeline)
+        names.append(subject.name)
+    return names
+
+
+def _check_fused(subject: Given, layouts: Sequence[Layout], rank: Rank, stages: int) -> None:
+    batch = batch_for(subject, {layouts[0].world: layouts})
+    trial = trial_of(subject, batch, check_alone(0, subject, batch))
+    for variant, layout in enumerate(layouts):
+        outcome = hidden_states.run_layout(layout, trial, rank, variant)
+        weight = outcome.weight.to(rank.device)
+        dist.all_reduce(weight)
+        outcomes = [outcome] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome)
+        mine = parallel_state.get_pipeline_model_parallel_rank()
+        stages_of = [mine] * dist.get_world_size()
+        dist.all_gather_object(stages_of, mine)
+        of_stage = [(one, weight.cpu() / stages) for one, at in zip(outcomes, stages_of, strict=True) if at == 0]
+        wrong = hidden_states.faults(batch, trial.want, {layout.name: of_stage}, _TOLERANCE)
+        if wrong:
+            raise RuntimeError(
+                f"{subject.name} from hidden states (model.fused_head) breaks the law: {'; '.join(sorted(set(wrong)))}"
+            )
