@@ -12,7 +12,7 @@ export PARALLEL_RL_JOB_DIR=${LOG_DIR:-$PWD/runs/slurm}/$SLURM_JOB_ID
 export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 MAX_RESTARTS=${MAX_RESTARTS:-50} # its own and those by Slurm
 NOTICE_SECONDS=${NOTICE_SECONDS:-600} # before the time limit: what --signal says, where it says another than the script
-export GATE_SECONDS=${GATE_SECONDS:-45} # in which all ranks must be up after the first
+export GATE_SECONDS=${GATE_SECONDS:-300} # for what is left to do once the last rank is up
 
 # rendezvous: two jobs that share a host do not meet; below the ports that the system gives out by itself
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
