@@ -42,7 +42,7 @@ def build(kernel: Any, architecture: int, warps: int, of_16: set[str], constants
 
 POINTERS = {
     "targets": "*i64", "keep": "*i1", "inv_t": "*fp32", "parts": "*fp32", "merged": "*fp32", "rows": "*fp32",
-    "logprobs": "*fp32", "entropies": "*fp32", "lses": "*fp32",
+    "logprobs": "*fp32", "entropies": "*fp32", "lses": "*fp32", "sums": "*fp32",
     "g_logprobs": "*fp32", "g_entropies": "*fp32", "g_lses": "*fp32",
 }  # fmt: skip
 
@@ -55,6 +55,7 @@ def build_pass(
     width: int = 128256,
     valid: int | None = None,
     out: torch.dtype | None = None,
+    squares: bool = False,
 ) -> Any:
     """As it is built at a launch on a contiguous shard [8192, width] with `valid` real columns; `out` if it is not `dtype`."""
     valid = width if valid is None else valid
@@ -64,6 +65,8 @@ def build_pass(
         "ALIGNED_ROWS": tile.aligns(width), "ALIGNED_ENDS": tile.aligns(valid, width),
     }  # fmt: skip
     types = {**POINTERS, "logits": f"*{TYPES[dtype]}", "out": f"*{TYPES[out or dtype]}"}
+    if name == "stats":
+        constants["SQUARES"] = squares
     if name == "gradient":
         constants |= {"out_column_stride": 1, "SAVED": 2 + entropy, "LOGPROB": True, "LSE": True}
         if not entropy:
@@ -150,12 +153,20 @@ def test_a_vocabulary_of_any_size_is_read_wide_but_for_its_tail(name: str, tmp_p
     assert sum(load.endswith("b16") for load in loads) in (16, 17)  # the tail's, and the target's logit
 
 
-@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_squared_probabilities_are_summed_in_the_same_registers(architecture: int, tmp_path: Path) -> None:
+    kernel = build_pass("stats", torch.bfloat16, architecture, True, squares=True)
+    assert usage(kernel, tmp_path)[1] == 0
+
+
+@pytest.mark.parametrize(("entropy", "squares"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", ["merge", "combine"])
-def test_combinations(name: str, architecture: int, entropy: bool, tmp_path: Path) -> None:
+def test_combinations(name: str, architecture: int, entropy: bool, squares: bool, tmp_path: Path) -> None:
     kernel = getattr(kernels, f"{name}_kernel")
-    constants = {"ENTROPY": entropy, "BLOCK": operators._TOKENS} | ({"COUNT": 8} if name == "combine" else {})
+    constants = {"ENTROPY": entropy, "SQUARES": squares, "BLOCK": operators._TOKENS} | (
+        {"COUNT": 8} if name == "combine" else {}
+    )
     built = build(kernel, architecture, 4, set(POINTERS), constants, POINTERS)
     assert usage(built, tmp_path)[1] == 0
     labels = re.findall(r"^(\$L\S+):", built.asm["ptx"], re.MULTILINE)

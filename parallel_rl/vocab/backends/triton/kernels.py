@@ -29,6 +29,21 @@ def _finite_base(top):
 
 
 @triton.jit
+def _log2_e_over(inv_t):
+    """log2 e / temperature in two parts: rounded to one, it would make every sum of a row a little too small, alike."""
+    exact = inv_t.to(tl.float64) * _LOG2_E
+    high = exact.to(tl.float32)
+    return high, (exact - high.to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _log2(u, high, low):
+    """log2 of e^(u / temperature), a finite number also where u is −inf."""
+    u = _above_lowest(u)
+    return _above_lowest(tl.fma(u, high, u * low))  # fused: beside a rounded product `low` would be lost
+
+
+@triton.jit
 def _local_column(targets, row, start, valid):
     y = tl.load(targets + row).to(tl.int64) - start
     return tl.where((y >= 0) & (y < valid), y, -1).to(tl.int32)
@@ -41,19 +56,19 @@ def _in_lanes(x, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _add_tile(z, scale, m, a, b, q, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
-    """Adds a tile [LANES, PER_LANE] to the lanes' maxima m and sums, where u = (z − m)·scale.
+def _add_tile(z, high, low, m, a, b, q, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
+    """Adds a tile [LANES, PER_LANE] to the lanes' maxima m and sums, where u = (z − m)·(high + low).
 
     a = Σ 2^u, b = Σ 2^u·u, q = Σ 2^2u.
     """
     top = tl.maximum(m, tl.max(z, 1))
     base = _finite_base(top)
-    fall = _above_lowest((m - base) * scale)
+    fall = _log2(m - base, high, low)
     shrink = tl.exp2(fall)
-    u = (z - base[:, None]) * scale
+    u = _log2(z - base[:, None], high, low)
     p = tl.exp2(u)
     if ENTROPY:
-        b = shrink * (b + a * fall) + tl.sum(p * _above_lowest(u), 1)
+        b = shrink * (b + a * fall) + tl.sum(p * u, 1)
     if SQUARES:
         q = shrink * shrink * q + tl.sum(p * p, 1)
     a = shrink * a + tl.sum(p, 1)
@@ -78,7 +93,7 @@ def stats_kernel(
     whole = first + (last - first) // BLOCK * BLOCK
     z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
     step = tl.load(inv_t + row * inv_t_stride)
-    scale = step * _LOG2_E
+    high, low = _log2_e_over(step)
     columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
 
     m = tl.full([LANES], float("-inf"), tl.float32)
@@ -87,15 +102,15 @@ def stats_kernel(
     q = tl.zeros([LANES], tl.float32)
     for at in range(first, whole, BLOCK):  # no mask: it would keep the compiler from wide loads
         place = (at + columns).to(tl.int64) * column_stride
-        m, a, b, q = _add_tile(tl.load(z_row + place).to(tl.float32), scale, m, a, b, q, ENTROPY, SQUARES)
+        m, a, b, q = _add_tile(tl.load(z_row + place).to(tl.float32), high, low, m, a, b, q, ENTROPY, SQUARES)
     if whole < last:
         column = whole + columns
         z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < last, other=float("-inf"))
-        m, a, b, q = _add_tile(z.to(tl.float32), scale, m, a, b, q, ENTROPY, SQUARES)
+        m, a, b, q = _add_tile(z.to(tl.float32), high, low, m, a, b, q, ENTROPY, SQUARES)
 
     top = tl.max(m, 0)
     base = _finite_base(top)
-    fall = _above_lowest((m - base) * scale)
+    fall = _log2(m - base, high, low)
     shrink = tl.exp2(fall)
     y = _local_column(targets, row, start, valid)
     here = (y >= first) & (y < last)
@@ -105,7 +120,7 @@ def stats_kernel(
     tl.store(out + 1, tl.sum(a * shrink, 0))
     tl.store(out + 2, (z_y - base) * step)
     if ENTROPY:
-        tl.store(out + 3, tl.sum(shrink * (b + a * fall), 0) * _LN_2)
+        tl.store(out + 3, (tl.sum(shrink * (b + a * fall), 0).to(tl.float64) * _LN_2).to(tl.float32))
     if SQUARES:
         tl.store(out + 4, tl.sum(shrink * shrink * q, 0))
 
