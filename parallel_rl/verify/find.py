@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import get_loss, losses
@@ -14,8 +15,17 @@ _NEEDED = {"prm": {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": REWA
 
 
 def every_loss() -> list[Subject]:
-    """All registered losses with their default options."""
-    return [Case(name, _NEEDED.get(name, {})) for name in losses()]
+    """All registered losses with their default options; those that have none are named on the standard error."""
+    found: list[Subject] = []
+    for name in losses():
+        case = Case(name, _NEEDED.get(name, {}))
+        try:
+            case.build()
+        except ValueError as error:
+            print(f"{name} is left out, give it by --loss and --options: {error}", file=sys.stderr)
+        else:
+            found.append(case)
+    return found
 
 
 def find_loss(text: str, options: dict[str, object], fields: tuple[str, ...] = ()) -> Subject:
