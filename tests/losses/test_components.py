@@ -286,6 +286,21 @@ def test_kept_sets_of_no_component_may_hold_anything() -> None:
         step(loss_fn, logits, {**data, "kept_ids": spoiled})
 
 
+@pytest.mark.parametrize("other", [{}, {"fields": {"prev_logprobs": "earlier_logprobs"}}], ids=["present", "renamed"])
+def test_a_component_loses_the_tokens_that_its_own_fields_drop(other: dict[str, Any]) -> None:
+    """A log-prob of −inf drops the token of the component that reads it, under whatever name, and of no other."""
+    logits, data, _ = make_batch(7, False, "policy", torch.float64, truncated=True)
+    data["prev_logprobs"][:, 5:8] = -math.inf
+    data["earlier_logprobs"] = data["prev_logprobs"]
+    reinforce = {"loss": {"name": "policy", "options": {"surrogate": {"name": "reinforce"}}}}
+    del data["generation_logprobs"]
+    found = step(ComponentsLossFn({"components": {"a": {**POLICY, **other}, "b": reinforce}}, top_k=9), logits, data)
+    ratio, plain = (step(PolicyLossFn(part["loss"]["options"], top_k=9), logits, data) for part in (POLICY, reinforce))
+    assert ratio.metrics["dropped_tokens"] > plain.metrics["dropped_tokens"] > 0
+    assert found.loss == pytest.approx(ratio.loss + plain.loss, rel=1e-12)
+    torch.testing.assert_close(found.gradient, ratio.gradient + plain.gradient, rtol=1e-12, atol=1e-14)
+
+
 def of_truncated(options: dict[str, Any]) -> ComponentsLossFn:
     return ComponentsLossFn({"components": {"policy": {"loss": {"name": "policy", "options": options}}}}, top_k=9)
 

@@ -142,8 +142,6 @@ class Component:
     def batch(self, whole: TokenBatch) -> TokenBatch:
         """Its part of a batch whose output was read for all."""
         local, output = whole.local.parts[self.name], whole.output
-        if whole.local.dropped is not None:
-            local = replace(local, dropped=whole.local.dropped)
         if self.name in output.parts:
             return TokenBatch(local, output.parts[self.name])
         stats, untruncated = (

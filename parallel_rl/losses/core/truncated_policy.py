@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,14 +46,28 @@ def read_truncated_policy(
 
 
 def without_dropped(local: LocalBatch, stats: TokenStats, untruncated: TokenStats | None = None) -> TokenBatch:
-    """The batch with these statistics, without the tokens that the policy, or an earlier one, does not keep."""
-    dropped = stats.logprobs.detach() == -torch.inf
-    for name in _TRUNCATED_FIELDS:
-        if name in local.requirements.names:
-            dropped = dropped | (local.field(name) == -torch.inf)
-    kept = replace(local, dropped=dropped)
-    whole = None if untruncated is None else masked_stats(untruncated, kept.mask)
-    return TokenBatch(kept, ModelOutput(masked_stats(stats, kept.mask), untruncated=whole))
+    """The batch with these statistics, without the tokens that the policy, or an earlier one, does not keep.
+
+    Each part of a sum of losses is without those that the fields of its own say were not kept.
+    """
+    now = stats.logprobs.detach() == -torch.inf
+    parts = {name: replace(part, dropped=now | _dropped_before(part)) for name, part in local.parts.items()}
+    if parts:
+        dropped = reduce(or_, (part.dropped for part in parts.values() if part.dropped is not None))
+        read = replace(local, dropped=now)
+    else:
+        dropped = now | _dropped_before(local)
+        read = replace(local, dropped=dropped)
+    whole = None if untruncated is None else masked_stats(untruncated, read.mask)
+    output = ModelOutput(masked_stats(stats, read.mask), untruncated=whole)
+    return TokenBatch(replace(local, dropped=dropped, parts=parts), output)
+
+
+def _dropped_before(local: LocalBatch) -> Tensor:
+    """[T_local] bool: valid tokens that a recorded log-prob of −inf says an earlier policy did not keep."""
+    names = [name for name in _TRUNCATED_FIELDS if name in local.requirements.names]
+    none = torch.zeros_like(local.mask)
+    return reduce(or_, (local.field(name) == -torch.inf for name in names), none)
 
 
 def with_dropped(metrics: Metrics, dropped: Tensor) -> Metrics:
