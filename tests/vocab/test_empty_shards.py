@@ -64,7 +64,7 @@ def results(width: int, start: int, group: dist.ProcessGroup | None) -> dict[str
         for mode in modes:
             run(f"{name}, head, {mode}", lambda h, w, mode=mode: function(LMHeadInput(h, w, mode=mode)), True)
 
-    run("token_stats", lambda z, _: sum(token_stats(z, targets, group=group, **at)), False)
+    run("token_stats", lambda z, _: sum(token_stats(z, targets, group=group, **at)[:3]), False)
     for rule in ({"top_k": 2}, {"top_p": 0.7}, {"kept_ids": data["kept_ids"]}):
         options = {**rule, **at}
         run(f"{rule}", lambda z, _, o=options: truncated_token_stats(z, targets, group=group, **o).lse, False)
