@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
 from parallel_rl.vocab.buckets import bucketed_log_probs
 from parallel_rl.vocab.shards import VocabShard
 from tests.collectives import recorded
-from tests.distributed.pool import run_world
 from tests.vocab.test_topk import shard
 
 T, V, K = 9, 11, 4
