@@ -116,11 +116,11 @@ def cpo(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
     return _with_nll(preferred, 1.0, nll, config.get("sft_loss_weight", 1.0), metrics)
 
 
-def orpo(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
+def orpo(logits: Tensor, data: dict[str, Tensor], config: dict, eps: float = torch.finfo(torch.float64).eps) -> Result:
     logp, rewards = _of_rows(logits, data, average=True)
 
     def odds(a: Tensor) -> Tensor:
-        a = torch.clamp(a, max=-torch.finfo(torch.float64).eps)  # a response without a token is infinitely likely
+        a = torch.clamp(a, max=-eps)  # a response without a token is infinitely likely
         return a - torch.log(-torch.expm1(a))
 
     beta = config.get("beta", 0.1)

@@ -165,7 +165,7 @@ def test_a_recipe_is_found_and_refused_before_any_work(capsys: pytest.CaptureFix
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) > 40 and any(line.startswith("gspo ") and "GSPO: group sequence" in line for line in listed)
     marked = [line.split()[0] for line in listed if line.endswith("(load_recipe only: `train` lacks its data)")]
-    assert marked == ["distillation_topk", "prm", "value"]
+    assert marked == ["prm", "self_distillation", "trajectory_mean", "turn_gspo", "value"]
     assert main(["recipes", "all"]) == 2
 
 

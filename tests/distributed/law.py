@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -335,7 +337,6 @@ _REFERENCES: dict[str, Reference] = {
     "dpo": reference_preference.dpo,
     "simpo": reference_preference.simpo,
     "cpo": reference_preference.cpo,
-    "orpo": reference_preference.orpo,
     "kto": reference_preference.kto,
     "clipped_pg": reference.clipped_pg,
     "distillation": reference_distillation.distillation,
@@ -350,11 +351,16 @@ def batch_of(
     return make_batch(seed, half_masked, case.loss, dtype, shift, truncated=case.truncated)
 
 
-def reference_of(case: Case) -> Reference | None:
-    """The dense reference of the case's loss; there is none for a truncated policy, and none with weights of tokens."""
-    return None if case.options or "token_weights" in case.config else _REFERENCES.get(case.loss)
+def reference_of(case: Case, dtype: torch.dtype = torch.float64) -> Reference | None:
+    """The dense reference of the case's loss; there is none for a truncated policy, weights of tokens, or measured overlap."""
+    if case.options or "token_weights" in case.config or "overlap" in case.config:
+        return None
+    if case.loss == "orpo":  # what a certain response counts depends on the digits that its log-prob has
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        return partial(reference_preference.orpo, eps=eps)
+    return _REFERENCES.get(case.loss)
 
 
-def expected(case: Case, batch: Batch) -> Expected:
-    """The numbers of one process, by the dense reference where there is one."""
-    return cases.expected(case, batch, reference_of(case))
+def expected(case: Case, batch: Batch, dtype: torch.dtype = torch.float64) -> Expected:
+    """The numbers of one process, by the dense reference where there is one, for logits that came in `dtype`."""
+    return cases.expected(case, batch, reference_of(case, dtype))

@@ -307,7 +307,7 @@ FAULTS = [
     # distillation and mixtures
     Fault("no teacher", "data lacks the field 'teacher_logits'", drop("teacher_logits"), "full_distillation"),
     Fault("another teacher's vocabulary", r"teacher_logits has shape .*; it must be that of the student's logits",
-          lambda call: call.data.update(teacher_logits=call.data["teacher_logits"][..., 1:]), "full_distillation"),
+          lambda call: call.data.update(teacher_logits=call.data["teacher_logits"][..., 2:]), "full_distillation"),
     Fault("a teacher of fewer tokens", r"teacher_logits has shape .*; it must begin like the model's output",
           lambda call: call.data.update(teacher_logits=call.data["teacher_logits"][:, 1:]), "full_distillation"),
     Fault("integer teacher", "teacher_logits must be floating point, got torch.int64",
