@@ -205,4 +205,4 @@ class _InBackward(torch.autograd.Function):
         upstream = upstream if call.columns is None else upstream[:, 0]
         call.run(gradients, upstream)
         done = ForwardGradients(gradients.close(), call.target, hidden.shape, bias, call.params.shard.group)
-        return *done.scaled(torch.ones_like(upstream[:1]).squeeze(0)), None
+        return *done.scaled(upstream.new_ones(())), None
