@@ -85,7 +85,7 @@ def _runs(*fast: Run, slow: tuple[Run, ...] = ()) -> pytest.MarkDecorator:
 
 
 @_runs(
-    Run("core", 4, 6), Run("more", 4, 2), Run("truncated", 4, 2), Run("recipes", 4, 1),
+    Run("core", 4, 3), Run("more", 4, 1), Run("truncated", 4, 1), Run("recipes", 4, 1),
     slow=(
         *(Run("core", world) for world in (1, 2, 4)), Run("core", 8, 3), Run("more", 4), Run("truncated", 4, 6),
         Run("recipes", 4, 6),
@@ -96,7 +96,7 @@ def test_float64(case: Case, run: Run) -> None:
     _assert_law(case, run, Setting(), 1e-10)
 
 
-@_runs(Run("core", 4, 3), slow=(Run("core", 4, 6), Run("more", 4, 3), Run("truncated", 4, 3)))
+@_runs(Run("core", 4, 1), slow=(Run("core", 4, 6), Run("more", 4, 3), Run("truncated", 4, 3)))
 def test_a_masked_data_rank(case: Case, run: Run) -> None:
     _assert_law(case, run, Setting(half_masked=True), 1e-10)
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
         (broken_losses.Raises, "KeyError"),
         (broken_losses.RaisesOnOneRank, "only rank 1 is wrong"),
         (broken_losses.Dies, "exit code 7"),
-        (broken_losses.Hangs, "gave no answer"),
+        pytest.param(broken_losses.Hangs, "gave no answer", marks=pytest.mark.slow),
     ],
 )
 def test_what_goes_wrong_is_reported_in_time(loss: type, said: str) -> None:
