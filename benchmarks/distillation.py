@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.common import Seconds, keep_freed_memory, return_freed_memory, run_ranks, short_collections
-from benchmarks.linear import Figures, best_peer, check_result, measure_memory, table, time_once
+from benchmarks.common import return_freed_memory, run_ranks
+from benchmarks.linear import Figures, best_peer, measure_case, table
 from benchmarks.linear_case import Case, Objective, Part, Truth
 from benchmarks.linear_methods import Method
 from benchmarks.report import add_report_options, matmul_rate, report
@@ -141,22 +141,11 @@ def _truth(case: Case) -> Truth:
 def measure(
     rank: int, shape: Shape, dtype: torch.dtype, repeats: int, budget: int | None, device: str
 ) -> tuple[dict[str, Figures], float]:
-    """Measure every method; repeats are interleaved: a busy moment hits all alike."""
+    """Measure every method, and the TFLOP/s of a matrix product."""
     if device == "cpu":
         return_freed_memory()
     chosen, case = methods(budget), make_case(shape, dtype, device)
-    errors = {m.name: check_result(m, case) for m in chosen}  # compiles, too
-    case = case._replace(truths={})
-    memory = {m.name: measure_memory(m, case) for m in chosen}
-    if device == "cpu":
-        keep_freed_memory()
-    times: dict[str, list[float]] = {m.name: [] for m in chosen}
-    with short_collections():
-        for _ in range(repeats):
-            for m in chosen:
-                times[m.name].append(time_once(m, case))
-    figures = {m.name: Figures(Seconds.of(times[m.name]), memory[m.name], errors[m.name]) for m in chosen}
-    return figures, matmul_rate(device, dtype)
+    return measure_case(chosen, case, repeats, device), matmul_rate(device, dtype)
 
 
 def missed(results: dict[str, Figures], chosen: Sequence[Method], objective: Objective = jsd) -> list[str]:

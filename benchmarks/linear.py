@@ -126,12 +126,17 @@ def _start(chosen: Sequence[Method], tp: int) -> None:
 def measure(
     rank: int, shape: Shape, layout: Layout, dtype: torch.dtype, repeats: int, budget: int | None, device: str
 ) -> tuple[dict[str, Figures], float]:
-    """Measure every method, and the TFLOP/s of a matrix product; repeats are interleaved: a busy moment hits all alike."""
+    """Measure every method on this rank, and the TFLOP/s of a matrix product."""
     if device == "cpu":
         return_freed_memory()
     chosen = methods(device, budget, layout.tp)
     _start(chosen, layout.tp)
     case = make_case(shape, dtype, device, layout.part(rank))
+    return measure_case(chosen, case, repeats, device), matmul_rate(device, dtype)
+
+
+def measure_case(chosen: Sequence[Method], case: Case, repeats: int, device: str) -> dict[str, Figures]:
+    """Check every method against the truth, then measure it; repeats are interleaved: a busy moment hits all alike."""
     errors = {m.name: check_result(m, case) for m in chosen}  # compiles, too
     case = case._replace(truths={})
     memory = {m.name: measure_memory(m, case) for m in chosen}
@@ -142,8 +147,7 @@ def measure(
         for _ in range(repeats):
             for m in chosen:
                 times[m.name].append(time_once(m, case))
-    figures = {m.name: Figures(Seconds.of(times[m.name]), memory[m.name], errors[m.name]) for m in chosen}
-    return figures, matmul_rate(device, dtype)
+    return {m.name: Figures(Seconds.of(times[m.name]), memory[m.name], errors[m.name]) for m in chosen}
 
 
 def over_ranks(ranks: Sequence[Figures]) -> Figures:
