@@ -49,26 +49,24 @@ def _groups(rank: int) -> object:
 
 def _scaling(rank: int) -> object:
     """Weights that a three-value callback gives to this rank's token sum at CP 2, where ranks hold 1 and 3 valid tokens."""
-    from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
-
     tokens = torch.tensor([1, 3][rank], dtype=torch.int)
-    config = SimpleNamespace(
-        calculate_per_token_loss=False, timers=None, num_moe_experts=None, mtp_num_layers=None, grad_scale_func=None
-    )
-    out = forward_step_calc_loss(
-        None, torch.ones(()), lambda x: (x.clone(), tokens, {}), config, None, False, 1, [], cp_group_size=2, is_last_stage=True
-    )  # fmt: skip
-    return float(out[0]) / 2  # DDP averages over both context ranks
+    return _scaled((tokens, {}), per_token=False, micro_batches=1) / 2  # DDP averages over both context ranks
 
 
 def _two_values(rank: int) -> object:
+    return _scaled(({},), per_token=True, micro_batches=4)
+
+
+def _scaled(rest: tuple[object, ...], per_token: bool, micro_batches: int) -> float:
+    """What Megatron makes at CP 2 of a loss of 1 that a callback returns with `rest`."""
     from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
     config = SimpleNamespace(
-        calculate_per_token_loss=True, timers=None, num_moe_experts=None, mtp_num_layers=None, grad_scale_func=None
+        calculate_per_token_loss=per_token, timers=None, num_moe_experts=None, mtp_num_layers=None, grad_scale_func=None
     )
     out = forward_step_calc_loss(
-        None, torch.ones(()), lambda x: (x.clone(), {}), config, None, False, 4, [], cp_group_size=2, is_last_stage=True
+        None, torch.ones(()), lambda x: (x.clone(), *rest), config, None, False, micro_batches, [], cp_group_size=2,
+        is_last_stage=True,
     )  # fmt: skip
     return float(out[0])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl.doctor.findings import Finding
+from parallel_rl.vocab.backends.choice import COMPILER
 
 _LEAST_TORCH, _LEAST_MEGATRON, _NEXT_MEGATRON = (2, 8), (0, 15), (0, 17)
 
@@ -157,10 +157,8 @@ def _triton() -> Finding:
         return Finding(
             "triton", "warning" if torch.cuda.is_available() else "note", "not installed: statistics by plain PyTorch"
         )
-    if torch.cuda.is_available() and not any(
-        shutil.which(name) for name in (os.environ.get("CC", "cc"), "gcc", "clang")
-    ):
-        text = f"{found}, but no C compiler (cc, gcc, clang)"
+    if torch.cuda.is_available() and COMPILER is None:
+        text = f"{found}, but no C compiler (CC, gcc, clang)"
         return Finding(
             "triton", "warning", text, "its launchers cannot be built: install gcc, or statistics run in plain PyTorch"
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from parallel_rl.plan.memory import rank_parameters
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -84,8 +86,6 @@ def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1
     >>> [bound.ranks for bound in bounds(model, Layout(8192, tensor=8), CARDS["H100"])][:3]
     [8, 16, 32]
     """
-    from parallel_rl.plan.memory import rank_parameters
-
     least = replace(layout, data=1).world
     data = 1
     while least * data <= MOST_RANKS:

@@ -66,7 +66,7 @@ def test_triton_that_is_not_installed_is_named() -> None:
 
 def test_without_a_compiler_the_torch_backend_runs_with_a_warning() -> None:
     """Triton builds each kernel's launcher in C; in a container without gcc the first launch died."""
-    with patch.object(choice, "_INSTALLED", True), patch.object(choice, "_COMPILER", None):
+    with patch.object(choice, "_INSTALLED", True), patch.object(choice, "COMPILER", None):
         with pytest.warns(UserWarning, match="Triton needs a C compiler, so the torch backend is used: install gcc"):
             assert not runs_on_triton(OnCard(torch.bfloat16), "auto")  # type: ignore[arg-type]
         with (

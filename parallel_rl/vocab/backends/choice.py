@@ -18,9 +18,8 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 # Looked up once: torch.compile takes them for constants.
 _INSTALLED = find_spec("triton") is not None
-_COMPILER = (
-    os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-)  # Triton builds the launcher of a kernel
+#: builds the launcher of a Triton kernel; None where there is none, and the torch backend is used
+COMPILER = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 _NO_COMPILER = "install gcc or clang, or name one in the environment variable CC"
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
@@ -38,7 +37,7 @@ def check_backend(backend: Backend, device: torch.device) -> None:
         return
     if not _INSTALLED:
         raise ValueError('backend = "triton" needs Triton: pip install "parallel-rl[triton]"')
-    if not (_COMPILER or _INTERPRETED):
+    if not (COMPILER or _INTERPRETED):
         raise ValueError(f'backend = "triton" needs a C compiler: {_NO_COMPILER}; "auto" goes on without Triton')
     if device.type != "cuda" and not _INTERPRETED:
         raise ValueError(
@@ -55,6 +54,6 @@ def runs_on_triton(z: Tensor, backend: Backend) -> bool:
         return True
     if z.device.type != "cuda" or not _INSTALLED:
         return False
-    if not _COMPILER and not torch.compiler.is_compiling():
+    if not COMPILER and not torch.compiler.is_compiling():
         warnings.warn(f"Triton needs a C compiler, so the torch backend is used: {_NO_COMPILER}", stacklevel=2)
-    return _COMPILER is not None
+    return COMPILER is not None
