@@ -80,7 +80,7 @@ def check_law(
         limits: tolerance and timeout.
 
     Raises:
-        ValueError: what is no loss; a number of ranks that this machine does not start.
+        ValueError: what is not a loss; a number of ranks that this machine does not start.
     """
     subject = subject_of(loss)
     of_world = layouts_of(worlds, subject) if layouts is None else by_world(layouts)

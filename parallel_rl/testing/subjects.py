@@ -28,7 +28,7 @@ SeedCall = Callable[..., "Tensor | tuple[Tensor, Mapping[str, float | Tensor]]"]
 
 @dataclass(frozen=True, eq=False)
 class Given:
-    """A loss as it was built, with its options and its state; only what a layout decides is set anew."""
+    """A loss as it was built, with its options and its state; what a layout decides is set again."""
 
     loss: LossFn
 
@@ -119,7 +119,7 @@ def subject_of(loss: str | type[LossFn] | LossFn | Subject | SeedCall) -> Subjec
     'nll'
 
     Raises:
-        ValueError: an unknown name, or what is no loss.
+        ValueError: an unknown name, or what is not a loss.
     """
     if isinstance(loss, str):
         return Case(get_loss(loss))
@@ -132,7 +132,7 @@ def subject_of(loss: str | type[LossFn] | LossFn | Subject | SeedCall) -> Subjec
     if callable(loss) and not isinstance(loss, type):
         return SeedLoss(loss)
     raise ValueError(
-        f"{loss!r} is no loss: give a registered name, a subclass of LossFn or an instance of one, or a function with the "
+        f"{loss!r} is not a loss: give a registered name, a subclass of LossFn or an instance of one, or a function with the "
         "call of LossFn"
     )
 

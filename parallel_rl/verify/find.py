@@ -35,7 +35,7 @@ def find_loss(text: str, options: dict[str, object], fields: tuple[str, ...] = (
     'nll-aggregation=seq-mean-token-mean'
 
     Raises:
-        ValueError: a module that does not import, an object that it lacks or that is no loss, options that do not fit.
+        ValueError: a module that does not import, an object that it lacks or that is not a loss, options that do not fit.
     """
     module, colon, name = text.rpartition(":")
     found: object = _imported(module, name) if colon else get_loss(name)

@@ -52,7 +52,7 @@ def test_the_loss_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
         (["--loss", "nlll"], "'nlll'"),
         (["--loss", "no_such_module:Loss"], "no_such_module cannot be imported"),
         (["--loss", "tests.testing.planted:Nothing"], "has no 'Nothing'"),
-        (["--loss", "tests.testing.broken_losses:not_a_loss"], "3 is no loss"),
+        (["--loss", "tests.testing.broken_losses:not_a_loss"], "3 is not a loss"),
         (["--loss", "nll", "--options", "{"], "is not JSON"),
         (["--loss", "nll", "--options", '{"agregation": 1}'], "aggregation"),
         (["--loss", "nll", "--layouts", "tp=16"], "this machine starts 8 at most"),
