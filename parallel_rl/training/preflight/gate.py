@@ -24,7 +24,7 @@ from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.models.engine import start_world
 from parallel_rl.training.preflight.own_losses import check_losses
 
-_GRACE = 2.0  # seconds in which rank 0 tells the others
+_GRACE = 2.0  # seconds in which rank 0 tells the others, and each says where it hangs before one ends
 _MESSAGE = 1 << 16  # numbers that neighbours exchange: as many as take the way of activations
 
 
@@ -128,6 +128,7 @@ def _ends(store: dist.Store, what: str, stage: str, at: float, seconds: float) -
         who = f"{_named(behind)} did not begin" if behind else f"{_named(_missing(store, stage, range(world)))} hang"
         text = f"{what} in {seconds:g} s: {who}; this rank was {doing()}"
         print(f"parallel-rl: error (rank {rank}): {text}", file=sys.stderr, flush=True)
+        time.sleep(_GRACE)
         os._exit(1)
 
     tick("forming the world")
