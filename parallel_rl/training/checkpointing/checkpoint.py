@@ -32,6 +32,7 @@ from parallel_rl.training.checkpointing.manifest import (
 from parallel_rl.training.checkpointing.random_state import random_state
 from parallel_rl.training.checkpointing.sharded import State, bytes_of, load_sharded, save_sharded
 from parallel_rl.training.checkpointing.storage import Retention
+from parallel_rl.training.checkpointing.unpickling import check_pickles
 from parallel_rl.training.models.engine import Engine
 
 NumberT = TypeVar("NumberT")
@@ -195,6 +196,7 @@ def _seal(partial: Path, failed: str) -> Mapping[str, FileEntry]:
 
 
 def _load(path: Path, wanted: State) -> State:
+    on_first_rank(lambda: check_pickles(path), f"the checkpoint {path} cannot be read")
     try:
         return load_sharded(wanted, path, f"the checkpoint {path} does not fit this run")
     except RuntimeError as error:

@@ -8,10 +8,12 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import UnionType
+from typing import Any
 
 import torch.distributed as dist
 
-from parallel_rl.agreement import gather_results
+from parallel_rl.agreement import describe, gather_results
 from parallel_rl.training.progress import TrainProgress
 
 MANIFEST = "manifest.json"
@@ -75,7 +77,7 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint's folder.
 
     Raises:
-        DamagedCheckpoint: no manifest there, or one that is not what was written.
+        DamagedCheckpoint: no manifest there, one that is not what was written, or one that does not list what the folder holds.
         ValueError: no folder there, or a manifest of another format.
     """
     if not path.is_dir():
@@ -89,21 +91,52 @@ def read_manifest(path: Path) -> Manifest:
         raise DamagedCheckpoint(f"{path.absolute()} is not a checkpoint: it has no {MANIFEST}") from None
     except OSError as error:
         raise DamagedCheckpoint(f"{path.absolute()} is damaged: {MANIFEST} cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, DamagedCheckpoint):
+            raise
         raise DamagedCheckpoint(f"{path.absolute()} is damaged: {MANIFEST} is cut off or garbled") from None
-    return _manifest(path, json.loads(body))
-
-
-def _manifest(path: Path, content: dict[str, object]) -> Manifest:
-    if content["format"] != _FORMAT:
+    try:
+        content = json.loads(body)
+        version = content["format"]
+        manifest = _manifest(content) if version == _FORMAT else None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        cause = describe(error)
+        raise DamagedCheckpoint(f"{path.absolute()} is damaged: {MANIFEST} has another shape: {cause}") from None
+    if manifest is None:
         raise ValueError(
-            f"{path.absolute()} has the format {content['format']}; this version of parallel_rl reads format {_FORMAT}"
+            f"{path.absolute()} has the format {version}; this version of parallel_rl reads format {_FORMAT}"
         )
+    if unlisted := sorted(_names(path) - {*manifest.files, MANIFEST}):
+        raise DamagedCheckpoint(f"{path.absolute()} is damaged: it holds {unlisted[0]}, which {MANIFEST} does not list")
+    return manifest
+
+
+def _manifest(content: dict[str, Any]) -> Manifest:
     record, files = content["record"], content["files"]
-    assert isinstance(record, dict) and isinstance(files, dict)
-    progress = TrainProgress(**record["position"])
-    metadata = CheckpointMetadata(progress, record["facts"], record["model"], record["layout"], tuple(record["parts"]))
-    return Manifest(metadata, {name: FileEntry(**entry) for name, entry in files.items()})
+    place, values, model, layout, parts = (record[name] for name in ("position", "facts", "model", "layout", "parts"))
+    _all_of(str, place["phase"], *place["taken"], *values, *model, *layout, *parts, *files)
+    _all_of(
+        int, place["step"], *place["taken"].values(), *layout.values(), *(entry["size"] for entry in files.values())
+    )
+    _all_of(float | int | str | None, *values.values(), *model.values())
+    entries = {name: FileEntry(**entry) for name, entry in files.items()}
+    if not entries:
+        raise ValueError("it lists no file")
+    for name in entries:
+        if name != Path(name).name or name in (MANIFEST, ".", ".."):
+            raise ValueError(f"{name!r} is not the name of a file in its folder")
+    return Manifest(CheckpointMetadata(TrainProgress(**place), values, model, layout, tuple(parts)), entries)
+
+
+def _all_of(kind: UnionType | type, *values: object) -> None:
+    for value in values:
+        if not isinstance(value, kind):
+            raise TypeError(f"{value!r} stands where {kind} is needed")
+
+
+def _names(path: Path) -> set[str]:
+    """What lies in a folder, but for what a network file system keeps there of files that were removed while open."""
+    return {entry.name for entry in os.scandir(path) if not entry.name.startswith(".nfs")}
 
 
 def checksum(path: Path, *, sync: bool = False) -> FileEntry:

@@ -98,7 +98,7 @@ def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None
         goes: what in its folder will be removed before.
 
     Raises:
-        ValueError: on all ranks.
+        ValueError: on all ranks; and where what would be removed holds something that no run made.
     """
     weight = DTYPES[config.run.dtype].itemsize
     moments = 2 * max(4, weight) + (4 if weight < 4 else 0)  # and a master weight
@@ -108,6 +108,11 @@ def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None
     folder = Path(config.run.dir)
 
     def check() -> None:
+        if foreign := storage.foreign(folder, goes):
+            raise ValueError(
+                f"run.resume = 'never' would remove {foreign}, which no run made. Nothing was changed; move it away, or choose "
+                "another run.dir"
+            )
         free = storage.free_bytes(folder) + storage.bytes_in(folder, goes)
         if free < needed:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,10 @@ from pathlib import Path
 from parallel_rl.training.checkpointing.manifest import MANIFEST, read_manifest, sync_folder
 
 _NAME = re.compile(r"step_(\d{6,})")
+# what a run makes in its folders: checkpoints, whole, half and damaged ones; rollouts; TensorBoard's files
+_MADE = re.compile(
+    r"(\.(partial|replaced|pruned)_)?step_\d{6,}(\.damaged\d*|_\d+\.jsonl)?|events\.out\.tfevents\..*|\.nfs.*"
+)
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _PARTIAL, _REPLACED, _PRUNED = ".partial_", ".replaced_", ".pruned_"
 
@@ -117,6 +122,18 @@ def set_aside(path: Path) -> Path:
     path.rename(aside)
     sync_folder(path.parent)
     return aside
+
+
+def foreign(folder: Path, names: Sequence[str]) -> Path | None:
+    """The first file that `remove` would take and that lies under no name which a run gives."""
+    for path in (folder / name for name in names):
+        if path.is_dir() and not path.is_symlink():
+            others = sorted(entry.name for entry in path.iterdir() if not _MADE.fullmatch(entry.name))
+            if (found := foreign(path, others)) is not None:
+                return found
+        elif os.path.lexists(path):
+            return path
+    return None
 
 
 def remove(folder: Path, names: Sequence[str]) -> None:

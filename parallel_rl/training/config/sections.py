@@ -22,13 +22,14 @@ class RunConfig:
         seed: of the weights, the order of the data and the draws.
         dtype: of parameters and activations; bfloat16 trains on float32 master weights.
         resume: "auto" continues from the folder's newest checkpoint; "never" starts over and replaces what the folder holds
-            (a Slurm job does so once; when it is requeued, it goes on).
+            (a Slurm job does so once; when it is requeued, it goes on); what no run made there is an error, and stays.
         checkpoint_every: steps between checkpoints; 0 saves after the warm-up and at the end only.
         keep_checkpoints: how many of the newest stay.
         keep_every: never delete checkpoints whose step in the phase is a multiple of this (0: none).
         timeout: seconds that a rank waits in one collective; then the run ends and names the rank that did not come. Above the
             longest that ranks may differ: one of them asks a slow reward function, for instance.
         init_from: a checkpoint folder (".../step_000100") whose weights replace the drawn ones; relative to the config file.
+            Its checksums are against accidents, not people.
     """
 
     dir: str

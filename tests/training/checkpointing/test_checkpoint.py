@@ -272,13 +272,15 @@ def test_never_resuming_does_not_undo_a_requeued_jobs_work(tmp_path: Path) -> No
 
 def _folder(path: Path, steps: dict[int, int]) -> Path:
     """Checkpoints by their numbers, each with a manifest that says its step in its phase."""
-    from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, Manifest, write_manifest
+    from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, Manifest, checksum, write_manifest
     from parallel_rl.training.progress import TrainProgress
 
     for number, step in steps.items():
         final = storage.path_of(path, number)
         final.mkdir(parents=True)
-        write_manifest(final, Manifest(CheckpointMetadata(TrainProgress("rl", step), {}, {}, {}, ()), {}))
+        (final / "common.pt").write_bytes(b"")
+        files = {"common.pt": checksum(final / "common.pt")}
+        write_manifest(final, Manifest(CheckpointMetadata(TrainProgress("rl", step), {}, {}, {}, ()), files))
     return path
 
 

@@ -1,0 +1,113 @@
+"""A checkpoint is pickled. What its pickles may name is looked at before Megatron and torch load any of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+_INDEX = ".metadata"
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_PLANS = "torch.distributed.checkpoint"
+_NAMES = {  # classes that only hold what they are given
+    f"{_PLANS}.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    f"{_PLANS}.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    f"{_PLANS}.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+}
+
+
+class _Place(NamedTuple):
+    """Where an object of the index lies."""
+
+    name: str
+    file: str
+    offset: int
+    length: int
+
+
+def check_pickles(path: Path) -> None:
+    """Look through every pickle of a checkpoint without running any: its index, its common part, its objects.
+
+    A checksum is against accidents, not people: who writes the folder writes its manifest. Tensors, numbers, text and the
+    containers of these are let through, and the classes by which torch describes tensors in the index.
+
+    Raises:
+        ValueError: a pickle that names anything else, or an index that points out of the folder.
+    """
+    try:
+        settings = json.loads((path / "metadata.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path.absolute()} is not loaded: metadata.json cannot be read: {error}") from None
+    if settings != _BACKENDS:
+        raise ValueError(f"{path.absolute()} is not loaded: metadata.json is {settings!r}; {_BACKENDS!r} is right")
+    objects = _objects(path)
+    _check(path, "common.pt", (path / "common.pt").read_bytes())
+    for one in objects:
+        with (path / one.file).open("rb") as file:
+            file.seek(one.offset)
+            _check(path, f"{one.name!r} in {one.file}", file.read(one.length))
+
+
+def _objects(path: Path) -> list[_Place]:
+    """The pickled objects among the tensors, by the index."""
+    try:
+        with (path / _INDEX).open("rb") as file:
+            index = _Index(file).load()
+        assert isinstance(index, Metadata), f"it is a {type(index).__name__}"
+        sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+        places = []
+        for entry, where in index.storage_data.items():
+            name, start, end = where.relative_path, where.offset, where.offset + where.length
+            assert name in sizes and not where.transform_descriptors, f"{entry.fqn} lies in {name!r}"
+            assert 0 <= start <= end <= sizes[name], f"{entry.fqn} lies at {start}:{end} of {name!r}"
+            if isinstance(index.state_dict_metadata[entry.fqn], BytesStorageMetadata):
+                places.append(_Place(entry.fqn, name, start, end - start))
+        return places
+    except Exception as error:  # a pickle may raise anything; nothing of it has run
+        raise ValueError(f"{path.absolute()} is not loaded: {_INDEX}: {error}") from None
+
+
+def _check(path: Path, what: str, pickled: bytes) -> None:
+    try:
+        with torch.serialization.safe_globals([io.BytesIO]):  # Transformer Engine's own state
+            torch.load(io.BytesIO(pickled), map_location="meta", weights_only=True)
+    except Exception as error:
+        cause = str(error).partition("\n")[0] if "GLOBAL" not in str(error) else _named(str(error))
+        raise ValueError(f"{path.absolute()} is not loaded: {what}: {cause}") from None
+
+
+def _named(text: str) -> str:
+    """The line of torch's message that names what it does not load."""
+    return next(line.strip() for line in text.splitlines() if "GLOBAL" in line)
+
+
+class _Index(pickle.Unpickler):
+    """Reads an index; refuses every name but those that torch writes there."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if name in _NAMES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index; it could run code")
