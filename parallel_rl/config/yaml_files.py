@@ -14,12 +14,41 @@ Tree = dict[str, object]
 _PATHS = (("data",), ("run", "init_from"), ("rl", "teacher"), ("distillation", "teacher"))
 
 
-class _OnceLoader(yaml.SafeLoader):
-    """YAML in which a key stands once: of two sections of one name the first would be lost without a word."""
+_DEEPEST, _MOST_NODES = 50, 100_000
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key is a text and stands once (of two sections of one name the first would be lost without a word), and
+    which is small when it is read: no nesting without end, no alias that holds itself or multiplies what it names."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.depth = 0
+        self.sizes: dict[int, int] = {}  # of each node, with what its aliases name
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        mark, alias = self.peek_event().start_mark, self.check_event(yaml.AliasEvent)
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise yaml.composer.ComposerError(None, None, f"nested deeper than {_DEEPEST} levels", mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if node is None:
+            return None
+        if alias and id(node) not in self.sizes:
+            raise yaml.composer.ComposerError(None, None, "an alias names what holds it", mark)
+        parts = node.value if isinstance(node, yaml.SequenceNode) else []
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else parts
+        self.sizes[id(node)] = 1 + sum(self.sizes[id(part)] for part in parts)
+        if self.sizes[id(node)] > _MOST_NODES:
+            raise yaml.composer.ComposerError(None, None, f"its aliases make more than {_MOST_NODES:,} values", mark)
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key must be a text", key.start_mark)
             if key.tag != "tag:yaml.org,2002:merge" and key.value in seen and isinstance(key.value, str):
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value!r} stands twice", key.start_mark
@@ -78,11 +107,11 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
     if path.suffix in (".jsonl", ".parquet"):
         raise ValueError(f"{path} holds data; a config is needed, and --data.train {path} names the data beside it")
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _OnceLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from None
+        tree = _parsed(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not valid YAML: no UTF-8 ({error.reason} at byte {error.start})") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
         kind = {type(None): "nothing", str: "a text", list: "a list"}.get(
             type(tree), f"a value of type {type(tree).__name__}"
@@ -141,16 +170,24 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
             raise ValueError(f"the override --{name} lacks a name before, between or after its dots")
         try:
             pairs.append((name, _value(text)))
-        except yaml.YAMLError as error:
-            problem = getattr(error, "problem", "") or ""
+        except ValueError as error:
+            problem = getattr(error.__cause__, "problem", "") or ""
             why = f": {problem}" if "stands twice" in problem else ""
             raise ValueError(f"the value of --{name}, {text!r}, is not valid YAML{why}") from None
     return pairs
 
 
+def _parsed(text: str) -> object:
+    """Raises ValueError whatever is wrong; PyYAML's own conversions let others through."""
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
 def _value(text: str) -> object:
     """Read a value in YAML; a plain text keeps its blanks and its "#", which YAML would take for a comment."""
-    value = yaml.load(text, _OnceLoader)
+    value = _parsed(text)
     plain = text.lstrip()[:1] not in ("'", '"', "|", ">", "!", "&")
     return text if plain and (isinstance(value, str) or (value is None and "#" in text)) else value
 

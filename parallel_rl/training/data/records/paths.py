@@ -15,6 +15,7 @@ DataFile = JsonlFile | ParquetFile
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_MOST_FILES = 1_000_000
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
@@ -44,10 +45,20 @@ def find_files(patterns: str | Sequence[str], name: str) -> tuple[DataFile, ...]
 
 
 def braces(pattern: str) -> list[str]:
-    """`pattern` once for each alternative of its braces: {a,b}, {0..3}, {008..012}."""
-    match = _BRACES.search(pattern)
-    if match is None:
-        return [pattern]
+    """`pattern` once for each alternative of its braces: {a,b}, {0..3}, {008..012}.
+
+    Raises:
+        ValueError: braces that hold neither, or more files than anybody has.
+    """
+    patterns = [pattern]
+    while _BRACES.search(patterns[0]):  # all have the same braces
+        patterns = [whole for part in patterns for whole in _first_brace(part, pattern, _MOST_FILES // len(patterns))]
+    return patterns
+
+
+def _first_brace(part: str, pattern: str, most: int) -> list[str]:
+    match = _BRACES.search(part)
+    assert match is not None
     bounds = _RANGE.fullmatch(match[1])
     if bounds is None and "," not in match[1]:
         raise ValueError(f"the braces of {pattern!r} hold {match[1]!r}; write {{a,b}} or {{000..127}}")
@@ -58,8 +69,10 @@ def braces(pattern: str) -> list[str]:
             raise ValueError(
                 f"the braces of {pattern!r} count from {first} down to {last}; write the lower number first"
             )
-        choices = [f"{number:0{width}d}" for number in range(first, last + 1)]
-    return [whole for choice in choices for whole in braces(pattern[: match.start()] + choice + pattern[match.end() :])]
+        choices = [] if last - first >= most else [f"{number:0{width}d}" for number in range(first, last + 1)]
+    if not 0 < len(choices) <= most:
+        raise ValueError(f"the braces of {pattern!r} name more than {_MOST_FILES:,} files")
+    return [part[: match.start()] + choice + part[match.end() :] for choice in choices]
 
 
 def _matches(pattern: str, name: str) -> list[Path]:
