@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
@@ -18,6 +17,8 @@ _BLOCK = 1 << 22  # elements that are squared in float64 at once: a large gradie
 
 def gradient(parameter: Parameter) -> Tensor | None:
     """Return a parameter's `main_grad` of Megatron's DDP, if there is one, else `grad`.
+
+    Under the distributed optimizer it holds the step's gradient on the data rank's own shard only.
 
     >>> gradient(unwrap(model).output_layer.weight).shape
     torch.Size([8, 16])
@@ -30,23 +31,26 @@ def gradient(parameter: Parameter) -> Tensor | None:
 def sum_gradients(models: Sequence[torch.nn.Module]) -> None:
     """Sum gradients as `finalize_model_grads` does, for models without Megatron's DDP; afterwards `grad` holds ∇L.
 
-    Sums over data × context; over tensor ranks where sequence parallelism or a norm on the heads left a part on each;
-    over the first and last stage for tied embeddings. A parameter that got no gradient counts as zero.
+    Sums over data × context (experts: over the ranks that hold the same ones); over tensor ranks where sequence parallelism
+    or a norm on the heads left a part on each; over the first and last stage for tied embeddings. A parameter that got no
+    gradient counts as zero.
 
     >>> bare = build_model(config, 8, 4)
     >>> forward_logits(bare, padded_input(data["input_ids"])).logsumexp(-1).sum().backward()
     >>> sum_gradients([bare])
     """
     config = get_model_config(models[0])
-    every, parts = [], []
+    every, experts, parts = [], [], []
     for name, parameter in _named(models):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        every.append(parameter.grad)
+        (experts if _is_expert(parameter) else every).append(parameter.grad)
         split = config.sequence_parallel and getattr(parameter, "sequence_parallel", False)
         if split or (config.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)):
             parts.append(parameter.grad)
     _sum_flat(every, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    if experts:
+        _sum_flat(experts, parallel_state.get_expert_data_parallel_group())
     _sum_flat(parts, parallel_state.get_tensor_model_parallel_group())
     # Megatron makes both copies equal at the start and expects equal gradients to keep them so.
     embedding = parallel_state.get_embedding_group(check_initialized=False)
@@ -63,33 +67,26 @@ def sum_gradients(models: Sequence[torch.nn.Module]) -> None:
 def grad_norm(models: Sequence[torch.nn.Module]) -> Tensor:
     """‖∇L‖₂ over the whole model, a float64 scalar, the same bits on every rank of the model parallel group.
 
-    Replicated parameters count on one tensor rank, tied embeddings on one stage. Call it after `finalize_model_grads`
-    or `sum_gradients`.
+    Replicated parameters count on one tensor rank, tied embeddings on one stage, experts on the ranks that they are spread
+    over; under the distributed optimizer each data rank counts its own shard. Call it after `finalize_model_grads` or
+    `sum_gradients`.
 
     >>> model.zero_grad_buffer()
     >>> grad_norm([model])
     tensor(0., dtype=torch.float64)
-
-    Raises:
-        ValueError: the distributed optimizer (its gradients are whole on their own shard only: use the optimizer's
-            `clip_grad` and `get_grad_norm`), or expert parameters (spread over other groups: likewise).
     """
-    _check_whole(models)
-    total: Tensor | None = None
-    for _, parameter in _named(models):
-        grad = gradient(parameter)
-        if grad is None or not param_is_not_shared(parameter) or not param_is_not_tensor_parallel_duplicate(parameter):
-            continue
-        for block in grad.reshape(-1).split(_BLOCK):
-            square = block.double().square().sum()
-            total = square if total is None else total + square
-    if total is None:
-        total = torch.zeros((), dtype=torch.float64, device=next(iter(models[0].parameters())).device)
-    # Gathered and added in rank order: an all-reduce may round differently on different ranks.
-    group = parallel_state.get_model_parallel_group()
-    squares = [torch.empty_like(total) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(squares, total, group=group)
-    return torch.stack(squares).sum().sqrt()
+    device = next(iter(models[0].parameters())).device
+    squares = {expert: torch.zeros((), dtype=torch.float64, device=device) for expert in (False, True)}
+    for parameter, grad in _own(models):
+        expert = _is_expert(parameter)
+        if param_is_not_shared(parameter) and not _is_duplicate(parameter, expert):
+            for block in grad.reshape(-1).split(_BLOCK):
+                squares[expert] += block.double().square().sum()
+    total = _gathered_sum(squares[False], _data_group(models, "buffers"), parallel_state.get_model_parallel_group())
+    if get_model_config(models[0]).num_moe_experts:
+        group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+        total = total + _gathered_sum(squares[True], _data_group(models, "expert_parallel_buffers"), group)
+    return total.sqrt()
 
 
 @torch.no_grad()
@@ -99,16 +96,13 @@ def clip_grads_(models: Sequence[torch.nn.Module], max_norm: float, norm: Tensor
     >>> clip_grads_([model], 1.0, grad_norm([model]))
 
     Raises:
-        ValueError: max_norm not above 0; the distributed optimizer (see `grad_norm`).
+        ValueError: max_norm not above 0.
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm = {max_norm} must be above 0")
-    _check_whole(models)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for _, parameter in _named(models):
-        grad = gradient(parameter)
-        if grad is not None:
-            grad.mul_(scale.to(grad))
+    for _, grad in _own(models):
+        grad.mul_(scale.to(grad))
 
 
 def _named(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Parameter]]:
@@ -118,16 +112,60 @@ def _named(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Parameter]]
                 yield name, parameter
 
 
-def _check_whole(models: Sequence[torch.nn.Module]) -> None:
+def _own(models: Sequence[torch.nn.Module]) -> Iterator[tuple[Parameter, Tensor]]:
+    """Each parameter and its gradient on this rank; under the distributed optimizer what lies in this data rank's shards."""
     for model in models:
-        settings = getattr(model, "ddp_config", None)
-        if settings is not None and settings.use_distributed_optimizer:
-            raise ValueError(
-                "use_distributed_optimizer = True keeps whole gradients on their own shard only; let the optimizer clip"
-            )
-    for name, parameter in _named(models):
-        if not getattr(parameter, "allreduce", True):
-            raise ValueError(f"{name} is an expert parameter, spread over other groups; let Megatron's optimizer clip")
+        if not _is_sharded(model):
+            for _, parameter in _named([model]):
+                if (grad := gradient(parameter)) is not None:
+                    yield parameter, grad
+            continue
+        for buffer in (*model.buffers, *model.expert_parallel_buffers):  # type: ignore[misc]
+            ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel() // ranks
+                first = bucket.offset + rank * size
+                for parameter in bucket.params_list:
+                    start, stop, _ = buffer.param_index_map[parameter]
+                    start, stop = max(start, first), min(stop, first + size)
+                    if start < stop:
+                        yield parameter, buffer.grad_data[start:stop]
+
+
+def _is_sharded(model: torch.nn.Module) -> bool:
+    """Whether data ranks each hold a shard of the reduced gradients."""
+    settings = getattr(model, "ddp_config", None)
+    return settings is not None and settings.use_distributed_optimizer
+
+
+def _data_group(models: Sequence[torch.nn.Module], buffers: str) -> dist.ProcessGroup | None:
+    """The data ranks among which gradients are sharded, if they are."""
+    found = [buffer for model in models if _is_sharded(model) for buffer in getattr(model, buffers)]
+    return found[0].data_parallel_group if found else None
+
+
+def _is_expert(parameter: Parameter) -> bool:
+    """Whether a parameter is spread over expert parallel ranks, with replicas of its own."""
+    return not getattr(parameter, "allreduce", True)
+
+
+def _is_duplicate(parameter: Parameter, expert: bool) -> bool:
+    """Whether another tensor rank counts this parameter."""
+    if getattr(parameter, "tensor_model_parallel", False):
+        return False
+    state = parallel_state
+    rank = state.get_expert_tensor_parallel_rank() if expert else state.get_tensor_model_parallel_rank()
+    return rank != 0
+
+
+def _gathered_sum(value: Tensor, *groups: dist.ProcessGroup | None) -> Tensor:
+    """The sum over groups, added in rank order: an all-reduce may round differently on different ranks."""
+    for group in groups:
+        if group is not None:
+            parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, value, group=group)
+            value = torch.stack(parts).sum()
+    return value
 
 
 def _sum_flat(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:

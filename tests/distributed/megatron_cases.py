@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
 
     from parallel_rl.losses.core.base import LossFn
@@ -37,6 +39,8 @@ class Case:
     groups: int = 2  # key and value heads of the rotary model
     per_token: bool = True
     ddp: bool = True
+    overlap: bool = False  # of gradient reduction with the backward
+    sharded: bool = False  # gradients as the distributed optimizer wants them
     data: What = "ragged"
     loss: Literal["nll", "pg", "cov"] = "nll"  # cov reads statistics of the whole step
     experts: bool = False  # takes the branch of the callback that mixture-of-experts models need
@@ -192,7 +196,7 @@ def step(case: Case, models: list[torch.nn.Module] | None = None) -> tuple[StepR
 
     if models is None:
         places = range(case.chunks) if case.chunks > 1 else [None]
-        models = [M.wrap_model(make_model(case, chunk=place), ddp=case.ddp) for place in places]
+        models = [M.wrap_model(make_model(case, chunk=place), ddp=wrapper(case)) for place in places]
         for model in models:
             model.config.num_moe_experts = 2 if case.experts else None
     head = M.fuse_head(models[-1], budget=1 << 13) if case.fused else None
@@ -209,6 +213,30 @@ def step(case: Case, models: list[torch.nn.Module] | None = None) -> tuple[StepR
         batches = [M.packed_batch(b, b["lengths"], multiple=multiple, cp_layout=case.cut) for b in batches]
     mtp_loss = NLLLoss({"aggregation": case.mtp}, vocab_size=VOCAB) if case.mtp else None
     return M.forward_backward(models, make_loss(case), batches, head=head, mtp_loss=mtp_loss), models
+
+
+def wrapper(case: Case) -> bool | DistributedDataParallelConfig:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    if not (case.overlap or case.sharded):
+        return case.ddp
+    # small buckets: several on each rank, whose shards begin and end within parameters
+    return DistributedDataParallelConfig(
+        overlap_grad_reduce=case.overlap, use_distributed_optimizer=case.sharded, bucket_size=1500
+    )
+
+
+def own_shards(models: list[torch.nn.Module]) -> Iterator[tuple[torch.nn.Parameter, slice]]:
+    """Each parameter of which this data rank holds the reduced gradient, and the range of its flat elements."""
+    for model in models:
+        for buffer in (*model.buffers, *model.expert_parallel_buffers):
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel() // buffer.data_parallel_group.size()
+                first = bucket.offset + buffer.data_parallel_group.rank() * size
+                for parameter, (start, stop, index) in buffer.param_index_map.items():
+                    inside = slice(max(first - start, 0), min(first + size, stop) - start)
+                    if index == bucket.bucket_id and inside.start < inside.stop:
+                        yield parameter, inside
 
 
 def _on_groups(case: Case) -> list[MicroBatch]:
@@ -250,15 +278,18 @@ def compare(rank: int, pairs: list[tuple[Case, Outcome]]) -> list[dict[str, floa
         loss = found["loss"] + (0.3 / 2 * (found["mtp_1/loss"] + found["mtp_2/loss"]) if case.mtp else 0)
         worst = {"loss": abs(loss - reference.loss) / abs(reference.loss)}
         worst["norm"] = abs(M.grad_norm(models).item() - reference.norm) / reference.norm
-        names = set()
-        for name, parameter in M.global_parameters(models):
-            whole = reference.grads[name]
-            grad = M.gradient(parameter)
+        names = {parameter: name for name, parameter in M.global_parameters(models)}
+        shards = own_shards(models) if case.sharded else ((parameter, slice(None)) for parameter in names)
+        compared = 0
+        for parameter, inside in shards:
+            name, grad = names[parameter], M.gradient(parameter)
             assert grad is not None
-            error = (grad - M.local_shard(whole, parameter)).norm() / whole.norm().clamp(min=1e-3 * reference.norm)
-            worst[name] = error.item()
-            names.add(name)
-        assert names, "a rank without parameters compares nothing"
+            whole = reference.grads[name]
+            difference = (grad - M.local_shard(whole, parameter)).flatten()[inside]
+            error = difference.norm() / whole.norm().clamp(min=1e-3 * reference.norm)
+            worst[name] = max(worst.get(name, 0.0), error.item())
+            compared += difference.numel()
+        assert compared, "a rank without parameters compares nothing"
         errors.append(worst)
     M.destroy()
     return errors

@@ -71,6 +71,25 @@ CONTEXT = [
     Case(dynamic=True, rows="packed", loss="cov", per_token=False, position="learned_absolute"),
 ]  # fmt: skip
 
+# reductions that overlap the backward, and gradients of which each data rank gets its shard only
+REDUCED = {
+    2: [
+        Case(overlap=True),
+        Case(sharded=True, micro_batches=6, per_token=False),
+        Case(cp=2, rows="packed", overlap=True, sharded=True),
+        Case(pp=2, tied=True, micro_batches=6, overlap=True),
+        Case(pp=2, chunks=2, rows="packed", micro_batches=6, overlap=True, sharded=True),
+        Case(tp=2, sp=True, overlap=True, sharded=True, loss="pg"),
+    ],
+    4: [
+        Case(tp=2, sp=True, micro_batches=6, overlap=True, sharded=True),
+        Case(cp=2, rows="packed", micro_batches=6, sharded=True, per_token=False, data="one context rank"),
+        Case(tp=2, cp=2, sp=True, rows="padding", overlap=True, sharded=True, loss="cov", data="masked micro-batch"),
+        Case(pp=2, tied=True, micro_batches=6, overlap=True, sharded=True, position="learned_absolute"),
+        Case(cp=2, pp=2, chunks=2, rows="packed", micro_batches=6, overlap=True, sharded=True, per_token=False),
+    ],
+}
+
 _references: dict[tuple[object, ...], Outcome] = {}
 
 
@@ -114,6 +133,12 @@ def test_every_layout_gives_the_gradients_of_one_process(world: int, way: dict[s
 def test_heads_of_multi_token_prediction(world: int) -> None:
     """Both heads' losses and all gradients, the shared embedding's and head's among them; no Megatron rolls our labels."""
     _check(world, MTP[world])
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_overlapped_reduction_and_the_distributed_optimizers_shards(world: int) -> None:
+    """Shards that begin and end within parameters, tied embeddings on two stages among them; norms of all shards."""
+    _check(world, REDUCED[world])
 
 
 def test_contiguous_rows_and_context_groups_of_micro_batches() -> None:

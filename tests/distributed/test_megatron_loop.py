@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.testing.pool import preload, run_world
-from tests.distributed.megatron_cases import LENGTHS, VOCAB, WIDTH, Case, make_data, make_model, step
+from tests.distributed.megatron_cases import LENGTHS, VOCAB, WIDTH, Case, make_data, make_model, step, wrapper
 
 pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")
@@ -199,18 +200,51 @@ def test_the_norm_copies_no_gradient_whole() -> None:
     assert largest == 64 and norm == pytest.approx(want, rel=1e-13)
 
 
-def _distributed_optimizer(rank: int) -> str:
-    from megatron.core.distributed import DistributedDataParallelConfig
+def _sharded_steps(rank: int, case: Case) -> tuple[dict[str, Tensor], list[float], int]:
+    """Weights by name, gradient norms and bytes of the optimizer's state after three steps of clipped AdamW."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     import parallel_rl.megatron as M
 
-    M.initialize()
-    model = M.wrap_model(make_model(Case()), ddp=DistributedDataParallelConfig(use_distributed_optimizer=True))
-    with pytest.raises(ValueError, match="use_distributed_optimizer") as told:
-        M.grad_norm([model])
+    M.initialize(case.tp, case.cp, case.pp)
+    model = M.wrap_model(make_model(case, torch.float32), ddp=wrapper(case))
+    settings = OptimizerConfig(
+        optimizer="adam", lr=1e-2, weight_decay=0.1, clip_grad=0.0, use_distributed_optimizer=case.sharded,
+    )  # fmt: skip
+    optimizer, norms = get_megatron_optimizer(settings, [model]), []
+    for _ in range(3):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        step(case, [model])
+        norm = M.grad_norm([model])
+        M.clip_grads_([model], 0.5, norm)
+        assert M.grad_norm([model]).item() == pytest.approx(min(0.5, norm.item()), rel=1e-5)
+        optimizer.step()
+        norms.append(norm.item())
+    states = [state for part in optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    size = sum(x.nbytes for state in states for name, x in state.items() if name != "step")
+    weights = {name: parameter.detach().clone() for name, parameter in M.global_parameters([model])}
     M.destroy()
-    return str(told.value)
+    return weights, norms, size
 
 
-def test_the_norm_refuses_gradients_that_are_whole_on_their_shard_only() -> None:
-    assert len(set(run_world(2, _distributed_optimizer))) == 1
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(tp=2, sp=True, tied=True, micro_batches=6, overlap=True),
+        pytest.param(Case(cp=2, micro_batches=6), marks=pytest.mark.slow),
+        pytest.param(Case(pp=2, tied=True, micro_batches=6), marks=pytest.mark.slow),
+    ],
+)
+def test_the_distributed_optimizer_gives_the_same_weights_with_its_state_shared(case: Case) -> None:
+    """Norms and clipping see shards only; two data ranks each keep half of the moments, DP 2 × CP 2 a quarter."""
+    ranks = 4 // (case.tp * case.pp)
+    plain = run_world(4, _sharded_steps, case)
+    sharded = run_world(4, _sharded_steps, replace(case, sharded=True))
+    for (weights, norms, size), (found, of_shards, of_rank) in zip(plain, sharded, strict=True):
+        assert of_shards == pytest.approx(norms, rel=1e-6) and max(norms) > 0.5  # it clips
+        assert of_rank == pytest.approx(size / ranks, rel=0.25)  # buckets are padded
+        for name, weight in weights.items():
+            assert (found[name] - weight).abs().max() <= 1e-6, name
+    total = sum(size for *_, size in sharded), sum(size for *_, size in plain)
+    assert total[0] == total[1] / ranks
