@@ -42,6 +42,8 @@ def train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
     except ValueError as error:
         return refuse(error)
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")  # of optional packages that are not there
+    # Megatron's distributed optimizer asks views of parameters for their gradient
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     import torch.distributed as dist
 
     from parallel_rl.cluster.exit import failed

@@ -29,6 +29,7 @@ from parallel_rl.training.checkpointing.manifest import (
     read_manifest,
     verify_checksums,
 )
+from parallel_rl.training.checkpointing.optimizer_state import fill_optimizer, optimizer_state
 from parallel_rl.training.checkpointing.random_state import random_state
 from parallel_rl.training.checkpointing.sharded import State, bytes_of, load_sharded, save_sharded
 from parallel_rl.training.checkpointing.storage import Retention
@@ -213,28 +214,27 @@ def _or_refuse(fill: Callable[[], object], path: Path) -> None:
 def _fill(contents: Contents, state: State) -> None:
     contents.engine.bare.load_state_dict(state["model"])
     if contents.optimizer is not None:
-        contents.optimizer.load_state_dict(state["optimizer"])
+        fill_optimizer(contents.optimizer, state["optimizer"])
     if contents.reference is not None:
         unwrap(contents.reference).load_state_dict(state["reference"])
     if contents.critic is not None:
         contents.critic.bare.load_state_dict(state["critic"])
     if contents.critic_optimizer is not None:
-        contents.critic_optimizer.load_state_dict(state["critic_optimizer"])
+        fill_optimizer(contents.critic_optimizer, state["critic_optimizer"])
 
 
 def _state(contents: Contents, *, loading: bool) -> State:
     model = contents.engine.bare.sharded_state_dict()
     state: State = {"model": model}
     if contents.optimizer is not None:
-        state["optimizer"] = contents.optimizer.sharded_state_dict(model, is_loading=loading)
+        state["optimizer"] = optimizer_state(contents.optimizer, model, loading=loading)
     if contents.reference is not None:
         state["reference"] = _prefixed(unwrap(contents.reference), "reference.")
     if contents.critic is not None:
         state["critic"] = _prefixed(contents.critic.bare, "critic.")
         if contents.critic_optimizer is not None:
-            state["critic_optimizer"] = contents.critic_optimizer.sharded_state_dict(
-                state["critic"], is_loading=loading
-            )
+            critic_optimizer = contents.critic_optimizer
+            state["critic_optimizer"] = optimizer_state(critic_optimizer, state["critic"], loading=loading)
     return state
 
 

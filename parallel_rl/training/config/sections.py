@@ -58,13 +58,23 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Sizes of the parallel dimensions; what remains of the world is data parallel, or exactly `data` where that is given."""
+    """Sizes of the parallel dimensions, and what data and context ranks share; the last two as Megatron's DDP has them.
+
+    Attributes:
+        tensor, context, pipeline: sizes; what remains of the world is data parallel, or exactly `data` where that is given.
+        sequence_parallel: tensor ranks split the hidden states between matrix products.
+        use_distributed_optimizer: data × context ranks each hold a part of the optimizer's moments and master weights
+            (ZeRO-1), and of the reduced gradients; the weights after a step are the same ones. Checkpoints are the same, too.
+        overlap_grad_reduce: gradients are reduced over them while the backward goes on.
+    """
 
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
     data: int | None = None
     sequence_parallel: bool = False
+    use_distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
 
     def __post_init__(self) -> None:
         at_least(self, tensor=1, context=1, pipeline=1)
@@ -78,7 +88,7 @@ def data_parallel_size(config: ParallelConfig, world_size: int) -> int:
     """Number of data parallel ranks that the world leaves.
 
     Raises:
-        ValueError: `world_size` does not match tensor × context × pipeline (× data).
+        ValueError: `world_size` does not match tensor × context × pipeline (× data), or leaves an option without effect.
     """
     model = config.tensor * config.context * config.pipeline
     text = f"parallel.tensor {config.tensor} × context {config.context} × pipeline {config.pipeline}"
@@ -88,7 +98,13 @@ def data_parallel_size(config: ParallelConfig, world_size: int) -> int:
         )
     if world_size % model:
         raise ValueError(f"the world has {world_size} ranks; {text} needs {model} or a multiple of it")
-    return world_size // model
+    data = world_size // model
+    for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
+        if getattr(config, name) and data * config.context == 1:
+            raise ValueError(
+                f"parallel.{name} = True has no effect on one data × context rank; set it to false, or raise the ranks"
+            )
+    return data
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,11 @@ class TrainConfig:
             raise ValueError(
                 f"model.layers = {self.model.layers} is not divisible by parallel.pipeline = {self.parallel.pipeline}"
             )
+        if self.parallel.use_distributed_optimizer and self.run.dtype == "float64":
+            raise ValueError(
+                "parallel.use_distributed_optimizer = True is incompatible with run.dtype = 'float64': Megatron's distributed "
+                "optimizer knows float32 and bfloat16 parameters"
+            )
         if self.model.fused_head:
             section = getattr(self, self.objective)
             if section.loss.requirements.reads not in ("log-probs", "rows"):

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -92,7 +92,7 @@ def build_engine(config: TrainConfig, vocab_size: int, max_length: int) -> Engin
     sizes = config.parallel
     initialize(sizes.tensor, sizes.context, sizes.pipeline, seed=config.run.seed, timeout=config.run.timeout)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    model = wrap_model(_build(config, vocab_size, max_length, config.scalar_head))
+    model = _wrap(config, _build(config, vocab_size, max_length, config.scalar_head))
     return Engine(config, ParallelGroups.from_megatron(), model, vocab_size, max_length, device)
 
 
@@ -109,7 +109,7 @@ def build_critic(engine: Engine) -> Engine:
     """A second model to train, with a scalar head on a copy of the policy's present trunk."""
     critic = _build(engine.config, engine.vocab_size, engine.max_length, scalar_head=True)
     copy_trunk(engine.bare, critic)
-    return replace(engine, model=wrap_model(critic))
+    return replace(engine, model=_wrap(engine.config, critic))
 
 
 def build_optimizer(engine: Engine, config: OptimizerConfig) -> MegatronOptimizer:
@@ -124,8 +124,19 @@ def build_optimizer(engine: Engine, config: OptimizerConfig) -> MegatronOptimize
         clip_grad=0.0,
         bf16=engine.config.run.dtype == "bfloat16",
         params_dtype=DTYPES[engine.config.run.dtype],
+        use_distributed_optimizer=engine.config.parallel.use_distributed_optimizer,
     )
     return get_megatron_optimizer(settings, [engine.model])
+
+
+def _wrap(config: TrainConfig, model: GPTModel) -> DistributedDataParallel:
+    """Megatron's data parallelism, with gradients in float32 at least."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=DTYPES[config.run.dtype].itemsize < 4,
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+    )
+    return wrap_model(model, ddp=settings)
 
 
 def _build(config: TrainConfig, vocab_size: int, max_length: int, scalar_head: bool = False) -> GPTModel:

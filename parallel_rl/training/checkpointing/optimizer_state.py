@@ -1,0 +1,157 @@
+"""An optimizer's part of a checkpoint: one form, with Megatron's distributed optimizer or without, for any layout to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_tensors_and_factories
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from torch import Tensor
+from torch.nn import Parameter
+
+from parallel_rl.training.checkpointing.sharded import State
+
+_MOMENTS, _MASTER = ("exp_avg", "exp_avg_sq"), "fp32_param"
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A parameter, and what of it this data rank's optimizer steps: `main` holds the elements `span` (None: no element)."""
+
+    parameter: Parameter
+    main: Tensor | None
+    span: slice
+    group: dist.ProcessGroup
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that the optimizer has of it: a half-precision parameter has a master weight, too."""
+        return _MOMENTS if self.parameter.dtype == torch.float32 else (*_MOMENTS, _MASTER)
+
+
+def optimizer_state(optimizer: MegatronOptimizer, model: State, *, loading: bool) -> State:
+    """The sharded moments and master weights of an optimizer, by the names of its parameters.
+
+    Each data rank of a distributed optimizer holds pieces of parameters; they are put together on the first one, a parameter at
+    a time, in the host's memory. So the same file continues a run of another layout, with the distributed optimizer or without.
+
+    Args:
+        model: the sharded state of the optimizer's model.
+        loading: the values do not matter; nothing is communicated.
+    """
+    parts = _distributed(optimizer)
+    if not parts:
+        state: State = optimizer.sharded_state_dict(model, is_loading=loading)
+        return state
+    tensors = extract_sharded_tensors_and_factories(model)[0]
+    of_parameter = {id(each.data): each for each in nested_values(tensors)}
+    states = [_whole(part, of_parameter, loading) for part in parts]
+    if len(states) == 1:
+        return states[0]
+    for number, each in enumerate(states):  # experts have an optimizer of their own
+        add_prefix_for_sharding(each, f"chained_{number}.")
+    return dict(enumerate(states))
+
+
+@torch.no_grad()
+def fill_optimizer(optimizer: MegatronOptimizer, state: State) -> None:
+    """Takes up what `optimizer_state` asked for, after the model's own weights were loaded.
+
+    Raises:
+        ValueError: the checkpoint's groups of parameters are others.
+    """
+    parts = _distributed(optimizer)
+    if not parts:
+        optimizer.load_state_dict(state)
+        return
+    for number, part in enumerate(parts):
+        saved = state if len(parts) == 1 else state[number]
+        saved = saved.get("optimizer", saved)
+        step = saved["state"].get("common_step")
+        for place, shard in enumerate(_shards(part)):
+            if shard.main is None:
+                continue
+            tensors = {name: saved["state"][place][name].flatten()[shard.span] for name in shard.names}
+            if _MASTER in tensors:
+                shard.main.copy_(tensors[_MASTER])
+            moments = {name: tensors[name].to(shard.main.device, copy=True) for name in _MOMENTS}
+            part.optimizer.state[shard.main] = moments | (
+                {} if step is None else {"step": torch.as_tensor(step).clone()}
+            )
+        _fill_groups(part.optimizer.param_groups, saved["param_groups"])
+
+
+def _distributed(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
+    """The distributed optimizers that an optimizer is made of."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if isinstance(part, DistributedOptimizer)]
+
+
+def _shards(part: DistributedOptimizer) -> Iterator[_Shard]:
+    """Every parameter of the optimizer, in an order that the data ranks share."""
+    for buffer in part.buffers:
+        for parameter in buffer.param_index_map:
+            main, span = None, slice(0, 0)
+            if parameter in part.model_param_gbuf_map:
+                group, place = part.model_param_group_index_map[parameter]
+                main = part.optimizer.param_groups[group]["params"][place]
+                found = part._get_model_param_range_map(parameter)["param"]
+                span = slice(found.start, found.end)
+            yield _Shard(parameter, main, span, buffer.data_parallel_group)
+
+
+def _whole(part: DistributedOptimizer, of_parameter: Mapping[int, Any], loading: bool) -> State:
+    """What Megatron's other optimizers make of themselves: {"state": ..., "param_groups": ...}."""
+    state: State = {}
+    for number, shard in enumerate(_shards(part)):
+        about = of_parameter[id(shard.parameter)]
+        state[number] = {
+            name: make_sharded_optimizer_tensor(about, _gathered(part, shard, name, loading), f"optimizer.state.{name}")
+            for name in shard.names
+        }
+    if loading:
+        return _nested(part, {"state": state})
+    steps = [values["step"] for values in part.optimizer.state.values() if "step" in values]
+    if steps:
+        state["common_step"] = steps[0]
+    groups = [{key: value for key, value in one.items() if key != "params"} for one in part.optimizer.param_groups]
+    return _nested(part, {"state": state, "param_groups": groups})
+
+
+def _nested(part: DistributedOptimizer, state: State) -> State:
+    return {"optimizer": state} if part.config.bf16 or part.config.fp16 else state
+
+
+@torch.no_grad()
+def _gathered(part: DistributedOptimizer, shard: _Shard, name: str, loading: bool) -> Tensor:
+    """One tensor of a parameter in its whole local shape, with values on the first data rank, which writes them."""
+    shape = shard.parameter.shape
+    if not loading:
+        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=shard.parameter.device)
+        if shard.main is not None:
+            whole[shard.span] = shard.main if name == _MASTER else part.optimizer.state[shard.main][name]
+        dist.reduce(whole, dist.get_global_rank(shard.group, 0), group=shard.group)
+        if dist.get_rank(shard.group) == 0:
+            return whole.view(shape).cpu()
+    return torch.empty(shape, dtype=torch.float32, device="cpu")  # memory that nobody writes to costs nothing
+
+
+def _fill_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    def key(group: Mapping[str, Any]) -> tuple[object, ...]:
+        return tuple(group.get(name) for name in param_group_identifier_keys)
+
+    of_key = {key(group): group for group in saved}
+    for group in groups:
+        if key(group) not in of_key:
+            raise ValueError(
+                f"it has no group of parameters with {dict(zip(param_group_identifier_keys, key(group), strict=True))}"
+            )
+        group.update({name: value for name, value in of_key[key(group)].items() if name != "params"})

@@ -1,0 +1,88 @@
+"""Megatron's distributed optimizer in the trainer: the run's curve is the same, and any layout continues its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from parallel_rl.testing.pool import WorldError, run_world
+from parallel_rl.training.config.load import load_config
+from tests.training.checkpointing.saves import arguments
+from tests.training.helpers import cut, train_rows
+
+SHARDED = "use_distributed_optimizer: true, overlap_grad_reduce: true"
+RUN = {
+    "sft": "{steps: 4, batch_size: 16, optimizer: {lr: 3e-3, weight_decay: 0.1, clip: 0.5}}",
+    "model__layers": 2,
+    "evaluation": "null",
+    "data__held_out": "null",
+    "run__checkpoint_every": 1,
+    "run__keep_checkpoints": 9,
+}
+
+
+def sft(folder: Path, parallel: str, dtype: str, **more: object) -> list[str]:
+    return arguments(folder, parallel, **{**RUN, "run__dtype": dtype, **more})
+
+
+def near(rows: list[dict[str, float | int | str]], expected: list[dict[str, float | int | str]], rel: float) -> None:
+    assert len(rows) == len(expected)
+    for row, other in zip(rows, expected, strict=True):
+        assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=rel, abs=1e-6)
+
+
+WAYS = [
+    ("sharded", 2, "{tensor: 2, sequence_parallel: true}"),
+    ("plain", 4, f"{{tensor: 2, {SHARDED}}}"),
+    ("sharded", 2, f"{{{SHARDED}}}"),
+    ("sharded", 4, "{pipeline: 2, use_distributed_optimizer: true}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rel", "ways"),
+    [
+        ("float32", 1e-6, WAYS[:2]),
+        pytest.param("float32", 1e-6, WAYS[2:], marks=pytest.mark.slow),
+        pytest.param("bfloat16", 2e-2, WAYS, marks=pytest.mark.slow),
+    ],
+)
+def test_a_sharded_run_has_the_plain_one_s_curve_and_each_goes_on_as_the_other(
+    dtype: str, rel: float, ways: list[tuple[str, int, str]], tmp_path: Path
+) -> None:
+    """Moments and master weights are in the checkpoint as a plain optimizer's; a wrong piece would show in the next step."""
+    plain, sharded = tmp_path / "plain", tmp_path / "sharded"
+    [rows, _] = run_world(2, train_rows, sft(plain, "{}", dtype))
+    assert len(rows) == 4 and min(row["grad_norm"] for row in rows) > 0.5  # it clips
+    for found in run_world(2, train_rows, sft(sharded, f"{{{SHARDED}}}", dtype)):
+        near(found, rows, rel)
+    for number, (source, world, parallel) in enumerate(ways):
+        source = {"plain": plain, "sharded": sharded}[source]
+        stopped = tmp_path / f"stopped{number}"
+        cut(source, stopped, 2)
+        for later in run_world(world, train_rows, sft(stopped, parallel, dtype)):
+            near(later, rows[2:], max(rel, 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "dtype", "words"),
+    [
+        (f"{{{SHARDED}}}", "float64", "use_distributed_optimizer = True is incompatible with run.dtype = 'float64'"),
+        (
+            "{context: 1, tensor: 2, overlap_grad_reduce: true}",
+            "float32",
+            "parallel.overlap_grad_reduce = True has no effect",
+        ),
+        (
+            "{pipeline: 2, use_distributed_optimizer: true}",
+            "float32",
+            "parallel.use_distributed_optimizer = True has no effect",
+        ),
+    ],
+)
+def test_options_that_could_do_nothing_are_refused(parallel: str, dtype: str, words: str, tmp_path: Path) -> None:
+    given = sft(tmp_path, parallel, dtype)
+    with pytest.raises((ValueError, WorldError), match=words):
+        load_config(given[0], given[1:])
+        run_world(2, train_rows, given)
