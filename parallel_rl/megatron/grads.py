@@ -40,7 +40,9 @@ def sum_gradients(models: Sequence[torch.nn.Module]) -> None:
     >>> sum_gradients([bare])
     """
     config = get_model_config(models[0])
-    every, experts, parts = [], [], []
+    every: list[Tensor] = []
+    experts: list[Tensor] = []
+    parts: list[Tensor] = []
     for name, parameter in _named(models):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

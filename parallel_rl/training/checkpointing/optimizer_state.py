@@ -58,7 +58,7 @@ def optimizer_state(optimizer: MegatronOptimizer, model: State, *, loading: bool
         return states[0]
     for number, each in enumerate(states):  # experts have an optimizer of their own
         add_prefix_for_sharding(each, f"chained_{number}.")
-    return dict(enumerate(states))
+    return _numbered(states)
 
 
 @torch.no_grad()
@@ -72,8 +72,9 @@ def fill_optimizer(optimizer: MegatronOptimizer, state: State) -> None:
     if not parts:
         optimizer.load_state_dict(state)
         return
+    of_parts: Any = [state] if len(parts) == 1 else state
     for number, part in enumerate(parts):
-        saved = state if len(parts) == 1 else state[number]
+        saved = of_parts[number]
         saved = saved.get("optimizer", saved)
         step = saved["state"].get("common_step")
         for place, shard in enumerate(_shards(part)):
@@ -110,13 +111,18 @@ def _shards(part: DistributedOptimizer) -> Iterator[_Shard]:
 
 def _whole(part: DistributedOptimizer, of_parameter: Mapping[int, Any], loading: bool) -> State:
     """What Megatron's other optimizers make of themselves: {"state": ..., "param_groups": ...}."""
-    state: State = {}
-    for number, shard in enumerate(_shards(part)):
+    tensors: list[State] = []
+    for shard in _shards(part):
         about = of_parameter[id(shard.parameter)]
-        state[number] = {
-            name: make_sharded_optimizer_tensor(about, _gathered(part, shard, name, loading), f"optimizer.state.{name}")
-            for name in shard.names
-        }
+        tensors.append(
+            {
+                name: make_sharded_optimizer_tensor(
+                    about, _gathered(part, shard, name, loading), f"optimizer.state.{name}"
+                )
+                for name in shard.names
+            }
+        )
+    state = _numbered(tensors)
     if loading:
         return _nested(part, {"state": state})
     steps = [values["step"] for values in part.optimizer.state.values() if "step" in values]
@@ -124,6 +130,11 @@ def _whole(part: DistributedOptimizer, of_parameter: Mapping[int, Any], loading:
         state["common_step"] = steps[0]
     groups = [{key: value for key, value in one.items() if key != "params"} for one in part.optimizer.param_groups]
     return _nested(part, {"state": state, "param_groups": groups})
+
+
+def _numbered(parts: Sequence[State]) -> State:
+    numbered: dict[Any, Any] = dict(enumerate(parts))
+    return numbered
 
 
 def _nested(part: DistributedOptimizer, state: State) -> State:
