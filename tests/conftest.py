@@ -8,5 +8,11 @@ from parallel_rl.testing import pool
 torch.set_num_threads(1)  # OpenMP threads that wait for a busy core cost more than they bring
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The ranks run functions of the test modules: imported once, not by every rank."""
+    modules = {module.__name__: module for item in session.items if (module := getattr(item, "module", None))}
+    pool.preload(*(name for name, module in modules.items() if hasattr(module, "run_world")))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     pool.close()

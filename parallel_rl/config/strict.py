@@ -7,6 +7,7 @@ import difflib
 import types
 import typing
 from collections.abc import Mapping
+from functools import cache
 from typing import ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 ConfigT = TypeVar("ConfigT")
@@ -34,7 +35,7 @@ def configure(cls: type[ConfigT], value: ConfigT | Mapping | str | None = None, 
     """
     if isinstance(cls, type) and issubclass(cls, Variants) and not hasattr(cls, "name"):
         return _choose(cls, value, where or cls.__name__)
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     if isinstance(value, cls):
         # a dataclass itself takes anything for a Literal, and mappings for nested dataclasses
@@ -63,6 +64,11 @@ def configure(cls: type[ConfigT], value: ConfigT | Mapping | str | None = None, 
         return cls(**kwargs)
     except ValueError as error:
         raise ValueError(f"{where}: {error}" if where else str(error)) from None
+
+
+@cache  # each annotation is compiled: more work than a small config itself
+def _type_hints(cls: type) -> dict[str, typing.Any]:
+    return typing.get_type_hints(cls)
 
 
 class Variants:

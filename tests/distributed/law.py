@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -327,6 +329,11 @@ def recipe_cases() -> list[Case]:
 
 RECIPES = recipe_cases()
 CASES = [*CORE, *MORE, *RECIPES]
+
+
+def one_of_each(cases: list[Case]) -> list[Any]:
+    """For `parametrize`: the cases of CORE, which hold every loss; the other options of a loss are slow tests."""
+    return [case if case in CORE else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 _REFERENCES: dict[str, Reference] = {

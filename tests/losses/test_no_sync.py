@@ -26,7 +26,7 @@ from parallel_rl.testing.cases import Case, has_scalar_head, step_statistics
 from parallel_rl.testing.pool import run_world
 from parallel_rl.validation import validation
 from parallel_rl.vocab.linear.plan import LinearMode
-from tests.distributed.law import CORE, MORE
+from tests.distributed.law import CORE, MORE, one_of_each
 from tests.watch import Watch
 
 V, D = 24, 8
@@ -115,7 +115,7 @@ def step(
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", one_of_each(CASES), ids=lambda case: case.name)
 def test_nothing_reads_a_value(case: Case, packed: bool) -> None:
     """On the meta device there are no values: whatever needs one fails."""
     scalar = has_scalar_head(case.loss)
@@ -140,7 +140,7 @@ def from_hidden_states(loss_fn: LossFn, dtype: torch.dtype, packed: bool, mode: 
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if case.build().requirements.reads in ("log-probs", "rows")],
+    one_of_each([case for case in CASES if case.build().requirements.reads in ("log-probs", "rows")]),
     ids=lambda case: case.name,
 )
 def test_nothing_reads_a_value_from_hidden_states(case: Case) -> None:
@@ -232,10 +232,10 @@ def collectives(rank: int, case: Case, groups: ParallelGroups) -> list[tuple[lis
     return found
 
 
-def collectives_of_all(rank: int) -> dict[str, list[tuple[list[str], list[str]]]]:
+def collectives_of_all(rank: int, cases: list[Case]) -> dict[str, list[tuple[list[str], list[str]]]]:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])], [dist.new_group([0, 2]), dist.new_group([1, 3])]
     groups = ParallelGroups(tensor=pairs[0][rank // 2], context=pairs[1][rank % 2])
-    return {case.name: collectives(rank, case, groups) for case in CASES}
+    return {case.name: collectives(rank, case, groups) for case in cases}
 
 
 TOKEN_LOSSES = ("nll", "value", "reference_kl", "test_entropy", "test_class")
@@ -255,10 +255,11 @@ def _gathers(case: Case) -> int:
     return 0 if has_scalar_head(case.loss) else 1
 
 
-def test_collectives_are_few_and_constant() -> None:
+@pytest.mark.parametrize("cases", [CORE, pytest.param(MORE, marks=pytest.mark.slow)], ids=["core", "more"])
+def test_collectives_are_few_and_constant(cases: list[Case]) -> None:
     """One all-gather for the statistics; one all-reduce a sequence quantity, and one more backward where it has a gradient."""
-    for of_case in run_world(4, collectives_of_all, timeout=180):
-        for case in CASES:
+    for of_case in run_world(4, collectives_of_all, cases, timeout=180):
+        for case in cases:
             few, many = of_case[case.name]
             assert few == many, f"{case.name}: {few} for 2 sequences, {many} for 8"
             forward, backward = few

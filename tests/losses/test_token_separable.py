@@ -12,7 +12,7 @@ from parallel_rl.testing.cases import Case
 from parallel_rl.testing.claims import gradients, influence, token_batch
 from parallel_rl.testing.hidden_states import reads_log_probs
 from parallel_rl.vocab.truncation import Truncation
-from tests.distributed.law import CASES
+from tests.distributed.law import CASES, one_of_each
 
 ON_LOG_PROBS = [case for case in CASES if reads_log_probs(case)]
 
@@ -83,7 +83,7 @@ def influence_of_dropped(loss_fn: LossFn, batch: TokenBatch) -> float:
     return worst
 
 
-@pytest.mark.parametrize("case", ON_LOG_PROBS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", one_of_each(ON_LOG_PROBS), ids=lambda case: case.name)
 def test_the_claim_under_a_truncation_is_true(case: Case) -> None:
     """What weighs by sequence says so: the tokens that a truncated policy drops change the weight of the others."""
     loss_fn = get_loss(case.loss)(case.config)
