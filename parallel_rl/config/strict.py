@@ -35,7 +35,7 @@ def configure(cls: type[ConfigT], value: ConfigT | Mapping | str | None = None, 
     """
     if isinstance(cls, type) and issubclass(cls, Variants) and not hasattr(cls, "name"):
         return _choose(cls, value, where or cls.__name__)
-    hints = _type_hints(cls)
+    hints = _type_hints(cls)  # type: ignore[arg-type]  # a class is hashable
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     if isinstance(value, cls):
         # a dataclass itself takes anything for a Literal, and mappings for nested dataclasses
