@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from parallel_rl.training.config.recompute import RecomputeConfig
 from parallel_rl.vocab.truncation import Truncation
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -116,7 +117,7 @@ class ModelConfig:
         max_positions: the longest sequence, padding for the layout included.
         position: rotary, or a learned table of `max_positions` rows.
         gated: SwiGLU instead of GELU.
-        recompute: activations are recomputed in the backward, layer by layer.
+        recompute: activations that are computed again in the backward; null keeps them all.
         init_std: of the drawn weights.
         vocab_multiple: the vocabulary is padded to a multiple of this × tensor.
         fused_head: losses and log-probs come from hidden states, projected to the vocabulary a chunk at a time: logits never
@@ -132,7 +133,7 @@ class ModelConfig:
     position: Literal["rope", "learned_absolute"] = "learned_absolute"
     gated: bool = False
     tie_embeddings: bool = False
-    recompute: bool = False
+    recompute: RecomputeConfig | None = None
     init_std: float = 0.02
     vocab_multiple: int = 1
     fused_head: bool = False

@@ -150,8 +150,8 @@ def _build(config: TrainConfig, vocab_size: int, max_length: int, scalar_head: b
         dtype=DTYPES[config.run.dtype],
         sequence_parallel=config.parallel.sequence_parallel,
         gated=model.gated,
-        recompute=model.recompute,
         init_std=model.init_std,
+        overrides=None if model.recompute is None else model.recompute.fields,
     )
     return build_model(
         settings,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.models.engine import start_world
-from tests.training.helpers import CONFIGS
+from tests.training.helpers import CONFIGS, run, train_rows
 
 pytest.importorskip("megatron.core")
 
@@ -76,3 +79,69 @@ def test_the_layers_of_a_dtype(
     config = load_config(str(CONFIGS / "grpo_arithmetic.yaml"), [f"--run.dtype={dtype}"])
     assert checkpoint_metadata(config, TrainProgress("rl", 0), {}).model["model.kind"] == kind
     assert model_config.has_transformer_engine(getattr(torch, dtype)) == (kind == "Transformer Engine")
+
+
+def _recomputed(rank: int, arguments: list[str]) -> tuple[list[dict[str, float | int | str]], int]:
+    """Rows of a run, and how often a layer or its core attention ran."""
+    from unittest.mock import patch
+
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    import parallel_rl.megatron as M
+
+    calls = []
+    attend, forward = M.SelfAttentionCore.forward, TransformerLayer.forward
+    with (
+        patch.object(M.SelfAttentionCore, "forward", lambda self, *a, **k: (calls.append(1), attend(self, *a, **k))[1]),
+        patch.object(TransformerLayer, "forward", lambda self, *a, **k: (calls.append(100), forward(self, *a, **k))[1]),
+    ):
+        return train_rows(rank, arguments), sum(calls)
+
+
+def test_recomputed_activations_give_the_same_rows(tmp_path: Path) -> None:
+    """Each way of the config runs what it names once more in the backward, and nothing else."""
+    shared = {
+        "run__dtype": "float64",
+        "model__layers": 3,
+        "model__hidden": 16,
+        "sft": "{steps: 2, batch_size: 8, optimizer: {lr: 3e-3}}",
+        "batch__micro_batch_size": 8,
+        "evaluation": "null",
+        "data__held_out": "null",
+        "parallel": "{}",
+    }
+    ways = {
+        "null": 0,
+        "{}": 3 * 101,
+        "{method: block, num_layers: 1}": 101,
+        "{method: uniform, num_layers: 3}": 3 * 101,
+        "{granularity: selective}": 3,
+        "{granularity: selective, modules: [mlp]}": 0,
+    }
+    outcomes = {}
+    for number, way in enumerate(ways):
+        more = {**shared, "run__dir": tmp_path / str(number), "model__recompute": way}
+        [(rows, calls)] = run_world(1, _recomputed, run("sft_arithmetic.yaml", **more))
+        outcomes[way] = rows, calls
+    plain, least = outcomes["null"]
+    assert len(plain) == 2
+    for way, again in ways.items():
+        rows, calls = outcomes[way]
+        assert calls - least == 2 * again, way
+        for row, expected in zip(rows, plain, strict=True):
+            assert {**row, "phase": 0} == pytest.approx({**expected, "phase": 0}, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("{granularity: selective, method: block}", "method = 'block' has no effect with granularity = 'selective'"),
+        ("{modules: [mlp]}", r"modules = \('mlp',\) has no effect with granularity = 'full'"),
+        ("{num_layers: 0}", "num_layers = 0 must be at least 1"),
+        ("true", "model.recompute"),
+    ],
+)
+def test_options_of_recompute_that_contradict_are_refused(way: str, message: str) -> None:
+    given = run("sft_arithmetic.yaml", model__recompute=way)
+    with pytest.raises(ValueError, match=message):
+        load_config(given[0], given[1:])
