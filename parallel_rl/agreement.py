@@ -157,7 +157,9 @@ def describe(error: BaseException) -> str:
     'OSError: disk full'
     """
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    if not isinstance(error, Exception):  # a CheckpointException is a stack of tracebacks; what went wrong stands last
+    if not isinstance(
+        error, Exception | SystemExit
+    ):  # a CheckpointException is a stack of tracebacks; what went wrong stands last
         return lines[-1] if lines else type(error).__name__
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -186,7 +188,10 @@ def _known(error: BaseException | None) -> dict[int, _Fault | None]:
 def _attempt(work: Callable[[], ResultT]) -> tuple[ResultT | None, BaseException | None]:
     try:
         return work(), None
-    except Exception as error:
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a user's function may call sys.exit, which must not leave the others waiting
         return None, error
     except BaseException as error:
         from torch.distributed.checkpoint import CheckpointException  # is no Exception, and takes 1 s to import

@@ -56,7 +56,7 @@ def train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
             if gate is not None:
                 pass_gate(config, gate)
             train(config)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the status is 0 only when the run is done
         return failed(error)
     if dist.is_initialized():
         dist.destroy_process_group()

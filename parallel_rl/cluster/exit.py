@@ -23,12 +23,14 @@ def failed(error: BaseException) -> int:
     Returns:
         the exit status: 2 where a config, data or world does not fit, else 1.
     """
-    meant = isinstance(error, ValueError) or _is_meant(error)
+    meant = _is_meant(error)
     if not meant:
         traceback.print_exception(error)
     rank, step = os.environ.get("RANK"), step_name()
     name = name_of(int(rank), step) if rank is not None else f" ({step})" if step else ""
     cause = str(error) if meant else f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        cause = f"sys.exit({error.code!r}) was called before the run was done"
     print(f"parallel-rl: error{name}: {cause}", file=sys.stderr, flush=True)
     status = 2 if isinstance(error, ValueError) else 1
     if "TORCHELASTIC_RUN_ID" in os.environ:  # whatever its libraries wait for at their end
@@ -40,9 +42,15 @@ def failed(error: BaseException) -> int:
     return status
 
 
-def _is_meant(error: BaseException) -> bool:
-    """Whether this package raised it on purpose, or the system names a file: the message says all, the traceback nothing."""
-    if isinstance(error, OSError) and error.filename is not None:
+def _is_meant(error: BaseException | None) -> bool:
+    """Whether this package raised it on purpose, or the system names a file: the message says all, the traceback nothing.
+
+    What torch raises in C++ ends in our line, too, but not in a `raise`.
+    """
+    if error is None or (isinstance(error, OSError) and error.filename is not None):
+        return True
+    if isinstance(error, ValueError):
         return True
     last = traceback.extract_tb(error.__traceback__)[-1:]
-    return isinstance(error, RuntimeError) and bool(last) and last[0].filename.startswith(_OURS)
+    raised = bool(last) and last[0].filename.startswith(_OURS) and (last[0].line or "").startswith("raise ")
+    return isinstance(error, RuntimeError) and raised and _is_meant(error.__cause__)

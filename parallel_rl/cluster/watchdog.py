@@ -50,7 +50,7 @@ def watching(timeout: float) -> Iterator[None]:
     watch.start()
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         watch.fail(error)

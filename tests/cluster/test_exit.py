@@ -1,17 +1,21 @@
-"""A run that is told to stop when its last step is under way is complete: nothing of it is to be queued again."""
+"""How a run ends: one that is told to stop in its last step is complete; one that something else ended is not."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.cluster import heartbeat, preemption
-from parallel_rl.testing.pool import run_world
+from parallel_rl.cluster.exit import failed
+from parallel_rl.testing.pool import WorldError, run_world
 from tests.launch import rows
 from tests.training.helpers import run, train_rows
 
@@ -61,3 +65,50 @@ def test_a_signal_in_the_last_step_finds_a_complete_run(number: signal.Signals, 
     assert list(job.iterdir()) == []  # no REQUEUE
     assert [row["step"] for row in rows(folder)] == [1, 2]
     assert (folder / "checkpoints" / "step_000002" / "manifest.json").is_file() and (folder / "curves.png").is_file()
+
+
+def leaves(prompt: str, completion: str, answer: str) -> float:
+    """A checker that a stranger wrote as a script."""
+    if os.environ["RANK"] == "1":
+        sys.exit(0)
+    return 1.0
+
+
+def test_a_reward_that_exits_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    """Exit status 0 with no row written looked like a completed run, and the other ranks waited for their timeout."""
+    given = run("grpo_arithmetic.yaml", run__dir=tmp_path, reward=f"{__name__}:leaves", **SMALL)
+    with pytest.raises(WorldError) as failure:
+        run_world(2, train_rows, given)
+    assert sorted(failure.value.errors) == [0, 1]
+    assert all("rank 1: SystemExit: 0" in text for text in failure.value.errors.values())
+
+
+def test_an_exit_before_the_end_has_a_status_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    assert failed(SystemExit(0)) == 1
+    assert "error: sys.exit(0) was called before the run was done" in capfd.readouterr().err
+
+
+def _multiplied() -> None:
+    torch.ones(2, 3) @ torch.ones(2, 3)
+
+
+def _ours() -> None:
+    raise_on_all_ranks(_multiplied, what="the product")
+
+
+def test_what_torch_raises_keeps_its_type_and_its_traceback(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank out of memory said only "could not create a primitive": its error ends in a line of this package."""
+    monkeypatch.setattr("parallel_rl.cluster.exit._OURS", str(Path(__file__).parent))
+    for work, said in ((_multiplied, "error: RuntimeError: mat1 and mat2"), (_ours, "mat1 and mat2")):
+        with pytest.raises(RuntimeError) as caught:
+            work()
+        assert failed(caught.value) == 1
+        text = capfd.readouterr().err
+        assert said in text and "torch.ones(2, 3) @" in text
+    meant = RuntimeError("too small")
+    with pytest.raises(RuntimeError) as caught:
+        raise meant
+    assert failed(caught.value) == 1
+    assert capfd.readouterr().err == "parallel-rl: error: too small\n"
