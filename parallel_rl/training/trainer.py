@@ -21,6 +21,7 @@ from parallel_rl.training.algorithms.phases import Phase, phases
 from parallel_rl.training.checkpointing import checkpoint, resume
 from parallel_rl.training.checkpointing.contents import checkpoint_metadata, same_weights, session_contents
 from parallel_rl.training.checkpointing.random_state import begin_random_state, restore_random_state
+from parallel_rl.training.checkpointing.run_lock import only_run
 from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.load import as_mapping
 from parallel_rl.training.config.train import TrainConfig
@@ -61,10 +62,11 @@ def train(config: TrainConfig) -> Result:
     start_world(config)
     check_layout(config, dist.get_world_size())
     data = read_datasets(config, tokenizer, files, length_check(config))
-    run = _Run(config, tokenizer, data)
-    with run.log:
-        if run.run():
-            run.finish(time.monotonic() - began)
+    with only_run(Path(config.run.dir)):
+        run = _Run(config, tokenizer, data)
+        with run.log:
+            if run.run():
+                run.finish(time.monotonic() - began)
     return Result(run.rows, run.before, run.after, time.monotonic() - began)
 
 

@@ -1,0 +1,90 @@
+"""One run writes a folder at a time: the second one says who holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+from parallel_rl.agreement import on_first_rank
+
+_NAME = ".lock"
+_LEASE = 120.0  # seconds in which a file server gives back what a dead node held
+
+
+@contextlib.contextmanager
+def only_run(folder: Path) -> Iterator[None]:
+    """Inside, no other run writes the folder; the lock is the first rank's and goes with its process.
+
+    A file system without locks has none. A requeued Slurm job waits for the lock that its last start left on a dead node. A
+    folder that was made for the lock, and in which nothing was written, goes with it.
+
+    Raises:
+        ValueError: another run has it; which one; on all ranks.
+        RuntimeError: it cannot be written; on all ranks.
+    """
+    with contextlib.ExitStack() as held:
+
+        def hold() -> None:
+            held.enter_context(_folder(folder))
+            held.enter_context(_holding(folder))
+
+        on_first_rank(hold, f"run.dir = {str(folder)!r} cannot be written")
+        yield
+
+
+@contextlib.contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):  # not empty
+            for path in new:
+                path.rmdir()
+
+
+@contextlib.contextmanager
+def _holding(folder: Path) -> Iterator[None]:
+    job, end = os.environ.get("SLURM_JOB_ID", ""), time.monotonic() + _LEASE
+    while (file := _locked(folder / _NAME)) is None:
+        with contextlib.suppress(FileNotFoundError):
+            holder = (folder / _NAME).read_text(encoding="utf-8", errors="replace")
+            if not job or not holder.startswith(f"job {job} ") or time.monotonic() > end:
+                raise ValueError(
+                    f"run.dir = {str(folder)!r} is being written by {holder or 'another process'}. Nothing was changed; wait "
+                    "for it, or choose another run.dir"
+                )
+        time.sleep(0.5)
+    with file:
+        who = f"{f'job {job} ' if job else ''}process {os.getpid()} on {socket.gethostname()}"
+        file.truncate(0)
+        file.write(f"{who}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode())
+        try:
+            yield
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                (folder / _NAME).unlink()
+
+
+def _locked(path: Path) -> FileIO | None:
+    """The lock's file, or None where another process has it, or has just removed the file that was opened."""
+    file = FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    except OSError:
+        return file
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
+    file.close()
+    return None
