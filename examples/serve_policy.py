@@ -20,7 +20,6 @@ from parallel_rl.training.checkpointing.contents import same_weights
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.models.engine import Engine, build_engine, start_world
 from parallel_rl.training.rollouts.sampler import sample
-from parallel_rl.training.tokenizer import EOS, CharTokenizer
 
 
 class Policy:
@@ -40,7 +39,7 @@ class Policy:
         for index, sampled in enumerate(drawn.token_mask):
             tokens = drawn.input_ids[index, sampled].tolist()
             logprobs = drawn.generation_logprobs[index, sampled].tolist()
-            reason = "stop" if tokens[-1] == EOS else "length"
+            reason = "stop" if tokens[-1] in self.engine.vocabulary.ends else "length"
             choice = {"index": index, "text": "", "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
             choices.append({**choice, "finish_reason": reason})
         return {"object": "text_completion", "choices": choices, "metadata": {"weight_version": self.version}}
@@ -84,8 +83,7 @@ def main(port: int, arguments: list[str]) -> None:
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
     start_world(config)
-    vocab_size = CharTokenizer(config.tokenizer.alphabet).vocab_size
-    policy = Policy(build_engine(config, vocab_size, config.model.max_positions))
+    policy = Policy(build_engine(config, config.tokenizer.build().vocabulary, config.model.max_positions))
     server = Server(("127.0.0.1", port), handler(policy))
     print(f"serving {arguments[0]} on http://127.0.0.1:{server.server_address[1]}", flush=True)
     server.serve_forever()

@@ -196,7 +196,11 @@ def test_check_says_what_it_checked_and_finds_what_a_start_would(tmp_path: Path)
     cases = {
         "ok: rl, 8 ranks, TP 1 × CP 2 × PP 1 × DP 4, float32, writes to ": [*good, "--parallel.context", "2"],
         "reward = 'exact_mach' is not valid; did you mean 'exact_match'?": [*empty, "--reward", "exact_mach"],
-        "line 1: the character '+' of ": [*empty, "--tokenizer.alphabet", "0123456789=#"],
+        "tokenizer.alphabet = '0123456789=#' lacks '+' of the data": [
+            *empty,
+            "--tokenizer.alphabet",
+            "0123456789=#",
+        ],
         f"cannot be made: {tmp_path}/file is not a folder": [*grpo, str(tmp_path / "file" / "run")],
         "run.dir = '/proc/run' cannot be written: /proc: ": [*grpo, "/proc/run"],
         "unknown key steps = 3 in TrainConfig; did you mean 'warmup.steps' or 'rl.steps'?": [*empty, "--steps", "3"],

@@ -54,5 +54,5 @@ pip=("$venv/bin/python" -m pip install --quiet "${index[@]}")
 # torch first and as an exact version: with a range, pip prefers the newest release, whose default build brings CUDA
 say "torch and the rest; the first time takes minutes"
 "${pip[@]}" "$(grep '^torch==' constraints.txt)"
-"${pip[@]}" -c constraints.txt -e ".[megatron,triton,data,report,dev]"
+"${pip[@]}" -c constraints.txt -e ".[megatron,triton,data,hf,report,dev]"
 say "ready: $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)')"

@@ -11,7 +11,13 @@ import yaml
 Tree = dict[str, object]
 
 # keys below which a text, or each text of a list, is a path that starts at the file's folder
-_PATHS = (("data",), ("run", "init_from"), ("rl", "teacher"), ("distillation", "teacher"))
+_PATHS = (
+    *(("data", source) for source in ("train", "held_out", "examples", "pairs", "rollouts")),
+    ("tokenizer", "hf"),
+    ("run", "init_from"),
+    ("rl", "teacher"),
+    ("distillation", "teacher"),
+)
 
 
 _DEEPEST, _MOST_NODES = 50, 100_000

@@ -79,14 +79,14 @@ class CompletionServerConfig(PostingConfig):
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling options: at most `max_tokens`, or up to `end`, at `temperature`, truncated by top-k, then top-p.
+    """Sampling options: at most `max_tokens`, or up to one of `ends`, at `temperature`, truncated by top-k, then top-p.
 
     Raises:
         ValueError: k outside [1, vocab_size], p outside (0, 1].
     """
 
     max_tokens: int
-    end: int
+    ends: tuple[int, ...]
     vocab_size: int
     temperature: float = 1.0
     seed: int = 0
@@ -163,7 +163,7 @@ class CompletionServer:
         ]
 
     def _ask(self, body: object, ids: tuple[int, ...]) -> list[Completion]:
-        expected = Expected(ids, self.sampling.max_tokens, self.sampling.vocab_size, self.sampling.end)
+        expected = Expected(ids, self.sampling.max_tokens, self.sampling.vocab_size, self.sampling.ends)
         path, read = _APIS[self.config.api]
         with self._loads.request() as choose:
             return self._post(lambda attempt: choose() + path, body, lambda raw: read(raw, expected), self._stop)
@@ -191,7 +191,7 @@ class CompletionServer:
             "top_k": -1 if own.top_k is None else own.top_k,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "stop_token_ids": [own.end],
+            "stop_token_ids": list(own.ends),
             "skip_special_tokens": False,
         }
         if self.config.api == "sglang":

@@ -20,7 +20,7 @@ class Completion:
     """The drawn tokens, the end token among them, and the log-prob of each.
 
     Attributes:
-        stopped: it came to its end token; else it was cut off.
+        stopped: it came to an end token; else it was cut off.
         version: of the policy that drew it, if the server gives one.
     """
 
@@ -32,12 +32,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Expected:
-    """A request: these samples, of at most `max_tokens` tokens in [0, vocab_size), up to `end`."""
+    """A request: these samples, of at most `max_tokens` tokens in [0, vocab_size), up to one of `ends`."""
 
     sample_ids: tuple[int, ...]
     max_tokens: int
     vocab_size: int
-    end: int
+    ends: tuple[int, ...]
 
 
 def read_openai(answer: bytes, expected: Expected) -> list[Completion]:
@@ -135,12 +135,13 @@ def _completion(
             raise ValueError(
                 f"{where}: the log-prob of token {place} is {value!r}; a finite number of at most 0 is needed"
             )
-    if expected.end in tokens[:-1]:
-        raise ValueError(f"{where}: the end token {expected.end} stands before the end of {_short(tokens)}")
-    stopped = tokens[-1] == expected.end  # SGLang calls it "length" where the end token is the last that was allowed
+    if early := [token for token in tokens[:-1] if token in expected.ends]:
+        raise ValueError(f"{where}: the end token {early[0]} stands before the end of {_short(tokens)}")
+    stopped = tokens[-1] in expected.ends  # SGLang calls it "length" where the end token is the last that was allowed
     if reason == "stop" and not stopped:
+        ends = " or ".join(map(str, expected.ends))
         raise ValueError(
-            f"{where}: it stopped at token {tokens[-1]}; the end token {expected.end} and its log-prob must come back, too"
+            f"{where}: it stopped at token {tokens[-1]}; the end token {ends} and its log-prob must come back, too"
         )
     return Completion(tuple(tokens), tuple(min(float(x), 0.0) for x in logprobs), stopped, version)
 

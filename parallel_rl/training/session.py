@@ -11,7 +11,7 @@ from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.models.learner import Learner
 from parallel_rl.training.rollouts.remote import RemoteRollouts
-from parallel_rl.training.tokenizer import CharTokenizer
+from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Session:
     """
 
     policy: Learner
-    tokenizer: CharTokenizer
+    tokenizer: Tokenizer
     data: Datasets
     critic: Learner | None = None
     reference: torch.nn.Module | None = None

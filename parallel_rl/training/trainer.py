@@ -25,14 +25,15 @@ from parallel_rl.training.checkpointing.run_lock import only_run
 from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.load import as_mapping
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.data.alphabet import settle_alphabet
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.models.engine import build_engine, start_world
-from parallel_rl.training.preflight.sizes import check_layout, length_check
+from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary, length_check
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.reporting.curves import draw_curves
 from parallel_rl.training.reporting.run_log import RunLog, read_metrics, write_whole
 from parallel_rl.training.session import Session
-from parallel_rl.training.tokenizer import CharTokenizer
+from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 _DRAW_EVERY, _DRAW_SHARE = 20.0, 50  # seconds between pictures, and of one in this share of the time at most
 _HELD_OUT = ("held_out_before", "held_out_after")  # values of a checkpoint
@@ -56,11 +57,13 @@ def train(config: TrainConfig) -> Result:
         ValueError: the config, the data or the world's size does not fit; on every rank, before any work.
     """
     began = time.monotonic()
-    tokenizer = CharTokenizer(config.tokenizer.alphabet)
     files = find_data(config.data)
     reward_function(config.reward)
     start_world(config)
     check_layout(config, dist.get_world_size())
+    config = settle_alphabet(config, files)
+    tokenizer = raise_on_all_ranks(config.tokenizer.build)
+    check_vocabulary(config, tokenizer.vocabulary)
     data = read_datasets(config, tokenizer, files, length_check(config))
     with only_run(Path(config.run.dir)):
         run = _Run(config, tokenizer, data)
@@ -73,7 +76,7 @@ def train(config: TrainConfig) -> Result:
 class _Run:
     """The session of a run, its progress, and what it has written."""
 
-    def __init__(self, config: TrainConfig, tokenizer: CharTokenizer, data: Datasets) -> None:
+    def __init__(self, config: TrainConfig, tokenizer: Tokenizer, data: Datasets) -> None:
         self.config = config
         self.folder = Path(config.run.dir)
         self.picture, self.next_drawing = self.folder / "curves.png", time.monotonic() + _DRAW_EVERY
@@ -90,7 +93,7 @@ class _Run:
             self.progress, values = metadata.progress, metadata.values
             self.saved = path, self.progress  # the newest checkpoint
         self.before, self.after = (_number(values.get(name)) for name in _HELD_OUT)
-        engine = build_engine(config, tokenizer.vocab_size, config.model.max_positions)
+        engine = build_engine(config, tokenizer.vocabulary, config.model.max_positions)
         if self._steps_done() < sum(steps.values()):
             begin_random_state(config.run.seed, engine.groups.dp_rank)
         old = resume.outputs(config) if self.starts_over else ()

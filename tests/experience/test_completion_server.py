@@ -23,7 +23,7 @@ from tests.experience.policy_server import END, Policy, answer, openai
 from tests.experience.server import Answer, serve
 
 PROMPTS = [[1, 4 + place % 3, 5 + place // 3] for place in range(10)]
-SAMPLING = Sampling(max_tokens=6, end=END, vocab_size=15, temperature=0.7, seed=5)
+SAMPLING = Sampling(max_tokens=6, ends=(END,), vocab_size=15, temperature=0.7, seed=5)
 
 
 def client(*urls: str, sampling: Sampling = SAMPLING, **options: object) -> CompletionServer:
@@ -248,6 +248,21 @@ def test_what_a_server_does_wrong_is_told(bad: Answer, message: str) -> None:
             ours.complete(PROMPTS[:2], [7, 8])
         assert f"completion server {server.root}/v1/completions, attempt 1 of 3" in str(caught.value)
         assert len(server.requests) == 1
+
+
+def test_an_answer_may_end_on_any_end_token() -> None:
+    """Qwen's and Llama's engines stop at either of two or three."""
+    with serve(with_choice(token_ids=[5, 6, 7])) as server:
+        first, second = client(server.root, sampling=replace(SAMPLING, ends=(END, 7)), batch_size=2).complete(
+            PROMPTS[:2], [7, 8]
+        )
+        assert second.tokens == (5, 6, 7) and second.stopped and first.tokens[-1] in (END, 7)
+        assert server.requests[0]["stop_token_ids"] == [END, 7]
+    with (
+        serve(with_choice(token_ids=[5, 7, 6])) as server,
+        pytest.raises(CompletionServerError, match="end token 7 stands"),
+    ):
+        client(server.root, sampling=replace(SAMPLING, ends=(END, 7)), batch_size=2).complete(PROMPTS[:2], [7, 8])
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.session import Session
 
 _MODEL = "model."
-_WEIGHTS = "tokenizer.alphabet"
+_TOKENIZER = "tokenizer."
 
 
 def session_contents(session: Session, progress: TrainProgress) -> Contents:
@@ -75,7 +75,7 @@ def same_weights(
 ) -> Callable[[Path, CheckpointMetadata], None]:
     """A check that a checkpoint's weights fit the model of a run; `key` of the config names it."""
     identity = _identity(config)
-    names = [name for name in identity if name.startswith(_MODEL) or name == _WEIGHTS]
+    names = [name for name in identity if name.startswith((_MODEL, _TOKENIZER))]
 
     def check(path: Path, metadata: CheckpointMetadata) -> None:
         difference = differing(metadata.model, identity, names)
@@ -94,7 +94,7 @@ def _identity(config: TrainConfig) -> dict[str, Value]:
         "objective": config.objective,
         "scalar_head": config.scalar_head,
         "run.dtype": config.run.dtype,
-        _WEIGHTS: config.tokenizer.alphabet,
+        **config.tokenizer.identity,
         # Transformer Engine's layers keep state of their own beside the weights
         "model.kind": "Transformer Engine"
         if has_transformer_engine(DTYPES[config.run.dtype])

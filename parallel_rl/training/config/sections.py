@@ -144,13 +144,6 @@ class ModelConfig:
             raise ValueError(f"hidden = {self.hidden} is not divisible by heads = {self.heads}")
 
 
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """Tokenizer of characters; `alphabet` is every one that the data uses."""
-
-    alphabet: str
-
-
 Paths = str | tuple[str, ...] | None
 
 

@@ -13,9 +13,8 @@ from parallel_rl.training.config.sections import (
     ParallelConfig,
     RunConfig,
     SamplingConfig,
-    TokenizerConfig,
 )
-from parallel_rl.training.tokenizer import CharTokenizer
+from parallel_rl.training.config.tokenizer import TokenizerConfig
 
 OBJECTIVES = ("rl", "preference", "sft", "distillation")
 
@@ -140,11 +139,6 @@ class TrainConfig:
         sampling = self.sampling
         if not sampling.truncation:
             return
-        words = CharTokenizer(self.tokenizer.alphabet).vocab_size
-        try:
-            sampling.truncation.check(words)
-        except ValueError as error:
-            raise ValueError(f"sampling: {error}") from None
         if self.rl is None:
             return
         text = f"sampling.top_k = {sampling.top_k} with top_p = {sampling.top_p}"

@@ -27,7 +27,7 @@ from parallel_rl.training.data.examples import (
 from parallel_rl.training.data.records.check import TextSet, check, keys_of
 from parallel_rl.training.data.records.paths import DataFile, find_files
 from parallel_rl.training.data.records.source import Records, index_of
-from parallel_rl.training.tokenizer import CharTokenizer
+from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 RecordT = TypeVar("RecordT", Prompt, Example, Pair, Rollout)
 Files = Mapping[str, tuple[DataFile, ...]]
@@ -131,7 +131,7 @@ def find_data(config: DataConfig) -> Files:
 
 
 def read_datasets(
-    config: TrainConfig, tokenizer: CharTokenizer, files: Files, room: Callable[[int], None] = lambda tokens: None
+    config: TrainConfig, tokenizer: Tokenizer, files: Files, room: Callable[[int], None] = lambda tokens: None
 ) -> Datasets:
     """Indexes the files and checks their records, each rank its part of them; called by every rank, with or without a world.
 
@@ -142,12 +142,12 @@ def read_datasets(
         room: refuses a sequence of so many tokens where the model has no room for it.
 
     Raises:
-        ValueError: on every rank: a malformed line or row (by file and number), one that has no room or whose answer
-            `sampling.max_new_tokens` cannot hold, a prompt in both `train` and `held_out`, recorded rollouts that do not fill
+        ValueError: on every rank: a malformed line or row (by file and number), one that has no room, a
+            prompt in both `train` and `held_out`, recorded rollouts that do not fill
             steps with whole groups.
     """
     reader = _Reader(config, files, room)
-    prompts = partial(fitting_prompt, tokenizer=tokenizer, most=config.sampling.max_new_tokens)
+    prompts = partial(parse_prompt, tokenizer=tokenizer)
     held_out, held = reader.held_out(prompts)
 
     def train(row: Mapping[str, object]) -> Prompt:
@@ -163,7 +163,7 @@ def read_datasets(
         held_out=held_out,
         examples=reader.source("examples", partial(parse_example, tokenizer=tokenizer)),
         pairs=reader.source("pairs", partial(parse_pair, tokenizer=tokenizer)),
-        rollouts=reader.rollouts(partial(parse_rollout, vocab_size=tokenizer.vocab_size)),
+        rollouts=reader.rollouts(partial(parse_rollout, vocab_size=tokenizer.vocabulary.size)),
         seed=config.run.seed,
     )
     return replace(data, longest=reader.longest, checked=reader.checked)
@@ -261,18 +261,6 @@ def _length(record: Prompt | Example | Pair | Rollout, new: int) -> int:
     if isinstance(record, Pair):
         return len(record.prompt) + max(len(record.chosen), len(record.rejected))
     return len(record.tokens)
-
-
-def fitting_prompt(row: Mapping[str, object], tokenizer: CharTokenizer, most: int) -> Prompt:
-    """Parse a prompt whose answer `most` sampled tokens can hold."""
-    prompt = parse_prompt(row, tokenizer)
-    needed = len(tokenizer.completion(prompt.answer))
-    if needed > most:
-        raise ValueError(
-            f"the answer {prompt.answer!r} and its end take {needed} tokens; sampling.max_new_tokens = {most} must be at "
-            "least that"
-        )
-    return prompt
 
 
 def _uniform(

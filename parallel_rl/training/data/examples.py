@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from parallel_rl.config.strict import nearest
-from parallel_rl.training.tokenizer import CharTokenizer
+from parallel_rl.training.tokenizer.protocol import Message, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Rollout:
     segments: tuple[int, ...] | None = None
 
 
-def parse_prompt(row: Mapping[str, object], tokenizer: CharTokenizer) -> Prompt:
+def parse_prompt(row: Mapping[str, object], tokenizer: Tokenizer) -> Prompt:
     """{"prompt": text, "answer": text}.
 
     Raises:
@@ -65,33 +65,32 @@ def parse_prompt(row: Mapping[str, object], tokenizer: CharTokenizer) -> Prompt:
     """
     _known(row, {"prompt", "answer"})
     text, answer = _text(row, "prompt"), _text(row, "answer")
-    tokenizer.encode(answer)
-    return Prompt(tuple(tokenizer.prompt(text)), text, answer)
+    return Prompt(tuple(tokenizer.render(_asking(text))), text, answer)
 
 
-def parse_example(row: Mapping[str, object], tokenizer: CharTokenizer) -> Example:
+def parse_example(row: Mapping[str, object], tokenizer: Tokenizer) -> Example:
     """{"prompt": text, "answer": text}, to imitate.
 
     Raises:
         ValueError: as `parse_prompt`.
     """
     _known(row, {"prompt", "answer"})
-    prompt, answer = _text(row, "prompt"), _text(row, "answer")
-    return Example(tuple(tokenizer.prompt(prompt)), tuple(tokenizer.completion(answer)))
+    messages = _asking(_text(row, "prompt"))
+    return Example(tuple(tokenizer.render(messages)), tuple(tokenizer.completion(messages, _text(row, "answer"))))
 
 
-def parse_pair(row: Mapping[str, object], tokenizer: CharTokenizer) -> Pair:
+def parse_pair(row: Mapping[str, object], tokenizer: Tokenizer) -> Pair:
     """{"prompt": text, "chosen": text, "rejected": text}.
 
     Raises:
         ValueError: as `parse_prompt`, or equal completions.
     """
     _known(row, {"prompt", "chosen", "rejected"})
-    prompt, chosen, rejected = (_text(row, key) for key in ("prompt", "chosen", "rejected"))
+    messages, chosen, rejected = _asking(_text(row, "prompt")), _text(row, "chosen"), _text(row, "rejected")
     if chosen == rejected:
         raise ValueError(f"'chosen' and 'rejected' are both {chosen!r}")
-    completions = tuple(tokenizer.completion(chosen)), tuple(tokenizer.completion(rejected))
-    return Pair(tuple(tokenizer.prompt(prompt)), *completions)
+    completions = (tuple(tokenizer.completion(messages, text)) for text in (chosen, rejected))
+    return Pair(tuple(tokenizer.render(messages)), *completions)
 
 
 def parse_rollout(row: Mapping[str, object], vocab_size: int) -> Rollout:
@@ -146,6 +145,10 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
         lines.append(json.dumps(row) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines), encoding="utf-8")
+
+
+def _asking(text: str) -> list[Message]:
+    return [{"role": "user", "content": text}]
 
 
 def _known(row: Mapping[str, object], fields: set[str]) -> None:

@@ -18,6 +18,7 @@ from parallel_rl.groups import ParallelGroups
 from parallel_rl.megatron import build_config, build_model, copy_trunk, initialize, unwrap, wrap_model
 from parallel_rl.training.config.sections import DTYPES, OptimizerConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.tokenizer.protocol import Vocabulary
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 
 
@@ -28,9 +29,13 @@ class Engine:
     config: TrainConfig
     groups: ParallelGroups
     model: DistributedDataParallel
-    vocab_size: int
+    vocabulary: Vocabulary
     max_length: int
     device: torch.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.vocabulary.size
 
     @property
     def bare(self) -> GPTModel:
@@ -87,13 +92,13 @@ def _backend(devices: int, ranks: int) -> str:
     return asked
 
 
-def build_engine(config: TrainConfig, vocab_size: int, max_length: int) -> Engine:
+def build_engine(config: TrainConfig, vocabulary: Vocabulary, max_length: int) -> Engine:
     """The model with its first weights, which depend on the seed alone, wrapped in Megatron's data parallelism."""
     sizes = config.parallel
     initialize(sizes.tensor, sizes.context, sizes.pipeline, seed=config.run.seed, timeout=config.run.timeout)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    model = _wrap(config, _build(config, vocab_size, max_length, config.scalar_head))
-    return Engine(config, ParallelGroups.from_megatron(), model, vocab_size, max_length, device)
+    model = _wrap(config, _build(config, vocabulary.size, max_length, config.scalar_head))
+    return Engine(config, ParallelGroups.from_megatron(), model, vocabulary, max_length, device)
 
 
 def freeze_copy(engine: Engine) -> torch.nn.Module:

@@ -11,12 +11,13 @@ from parallel_rl.experience.rewards import reward_function
 from parallel_rl.training.checkpointing.resume import check_sources
 from parallel_rl.training.config.sections import data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.data.datasets import Files, find_data, fitting_prompt
-from parallel_rl.training.data.examples import parse_example, parse_pair, parse_rollout
+from parallel_rl.training.data.alphabet import settle_alphabet
+from parallel_rl.training.data.datasets import Files, find_data
+from parallel_rl.training.data.examples import parse_example, parse_pair, parse_prompt, parse_rollout
 from parallel_rl.training.data.records.index import stretch
 from parallel_rl.training.data.records.source import Records
-from parallel_rl.training.preflight.sizes import check_layout, length_check
-from parallel_rl.training.tokenizer import CharTokenizer
+from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary, length_check
+from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 
 def check_run(config: TrainConfig, world_size: int) -> str:
@@ -34,7 +35,11 @@ def check_run(config: TrainConfig, world_size: int) -> str:
         length_check(config)(config.sampling.max_new_tokens + 1)  # of the shortest prompt; the run checks them all
     reward_function(config.reward)
     check_writable(Path(config.run.dir))
-    check_first_records(config, CharTokenizer(config.tokenizer.alphabet), find_data(config.data))
+    files = find_data(config.data)
+    config = settle_alphabet(config, files)
+    tokenizer = config.tokenizer.build()
+    check_vocabulary(config, tokenizer.vocabulary)
+    check_first_records(tokenizer, files)
     check_sources(config)
     sizes, data = config.parallel, data_parallel_size(config.parallel, world_size)
     layout = f"TP {sizes.tensor} × CP {sizes.context} × PP {sizes.pipeline} × DP {data}"
@@ -62,19 +67,19 @@ def check_writable(folder: Path) -> None:
         raise ValueError(f"run.dir = {str(folder)!r} cannot be written: {there}: {error.strerror}") from None
 
 
-def check_first_records(config: TrainConfig, tokenizer: CharTokenizer, files: Files) -> None:
+def check_first_records(tokenizer: Tokenizer, files: Files) -> None:
     """Parse the first records of each file, which show most mistakes of a config without reading the rest.
 
     Raises:
         ValueError: a malformed line or row, by file and number.
     """
-    prompts = partial(fitting_prompt, tokenizer=tokenizer, most=config.sampling.max_new_tokens)
+    prompts = partial(parse_prompt, tokenizer=tokenizer)
     parse: dict[str, Callable[[Mapping[str, object]], object]] = {
         "train": prompts,
         "held_out": prompts,
         "examples": partial(parse_example, tokenizer=tokenizer),
         "pairs": partial(parse_pair, tokenizer=tokenizer),
-        "rollouts": partial(parse_rollout, vocab_size=tokenizer.vocab_size),
+        "rollouts": partial(parse_rollout, vocab_size=tokenizer.vocabulary.size),
     }
     for name, data_files in files.items():
         for file in data_files:

@@ -14,11 +14,11 @@ from parallel_rl.training.batching.bin_packing import Capacity, deal, pack
 from parallel_rl.training.batching.micro_batches import width_unit
 from parallel_rl.training.config.algorithms import rows_of_pair
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.data.alphabet import settle_alphabet
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.data.examples import Example, Pair, Prompt, Rollout
 from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.preflight.sizes import check_layout, length_check
-from parallel_rl.training.tokenizer import CharTokenizer
 
 Record = Prompt | Example | Pair | Rollout
 
@@ -75,7 +75,8 @@ def dry_run(
     files = find_data(config.data)
     check_layout(config, sizes.tensor * sizes.context * sizes.pipeline * ranks)
     began = time.monotonic()
-    data = read_datasets(config, CharTokenizer(config.tokenizer.alphabet), files, length_check(config))
+    config = settle_alphabet(config, files)
+    data = read_datasets(config, config.tokenizer.build(), files, length_check(config))
     for line in data.describe():
         say(line)
     say(f"indexed and checked in {time.monotonic() - began:.1f} s; the longest sequence takes {data.longest} tokens")

@@ -5,13 +5,14 @@ from __future__ import annotations
 from parallel_rl.megatron.model_config import default_ffn_hidden_size
 from parallel_rl.plan.models import ModelShape
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.tokenizer import CharTokenizer
+from parallel_rl.training.data.alphabet import settle_alphabet
+from parallel_rl.training.data.datasets import find_data
 
 
 def model_shape(config: TrainConfig) -> ModelShape:
     """The sizes of the policy of a run, its vocabulary padded as the trainer pads it."""
     model, unit = config.model, config.model.vocab_multiple * config.parallel.tensor
-    words = CharTokenizer(config.tokenizer.alphabet).vocab_size
+    words = settle_alphabet(config, find_data(config.data)).tokenizer.build().vocabulary.size
     return ModelShape(
         layers=model.layers,
         hidden=model.hidden,

@@ -9,6 +9,7 @@ from parallel_rl.training.batching.micro_batches import width_unit
 from parallel_rl.training.config.algorithms import rows_of_pair
 from parallel_rl.training.config.sections import data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.tokenizer.protocol import Vocabulary
 
 
 def check_layout(config: TrainConfig, world_size: int) -> None:
@@ -30,6 +31,18 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
     for name, size in batches:
         if size % ranks:
             raise ValueError(f"{name} = {size} is not divisible by the {ranks} data parallel ranks")
+
+
+def check_vocabulary(config: TrainConfig, vocabulary: Vocabulary) -> None:
+    """Check that sampling keeps words that the tokenizer has.
+
+    Raises:
+        ValueError: it would keep more than there are.
+    """
+    try:
+        config.sampling.truncation.check(vocabulary.size)
+    except ValueError as error:
+        raise ValueError(f"sampling: {error}") from None
 
 
 def length_check(config: TrainConfig) -> Callable[[int], None]:

@@ -21,7 +21,6 @@ from parallel_rl.experience.samples import Samples, padded_samples
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.training.tokenizer import EOS
 
 _LOOK = 20.0  # seconds
 _WAITING, _FAILED = 1, 2
@@ -50,7 +49,7 @@ class RemoteRollouts:
         self._asks = all(group_rank(group) == 0 for group in self._sharing)
         wanted = Sampling(
             sampling.max_new_tokens,
-            EOS,
+            tuple(sorted(engine.vocabulary.ends)),
             engine.vocab_size,
             sampling.temperature,
             2 * run.seed,

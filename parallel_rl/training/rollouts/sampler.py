@@ -14,7 +14,6 @@ from parallel_rl.experience.samples import Samples
 from parallel_rl.megatron import ALONE, broadcast_from_last_stage, forward_logits, forward_only, padded_input, replicas
 from parallel_rl.training.config.sections import SamplingConfig
 from parallel_rl.training.models.engine import Engine
-from parallel_rl.training.tokenizer import EOS, PAD
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
 from parallel_rl.vocab.stats import token_stats
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
@@ -31,7 +30,7 @@ def sample(
     *,
     greedy: bool = False,
 ) -> Samples:
-    """Continues each prompt up to its end token or `max_new_tokens`.
+    """Continues each prompt up to one of the end tokens or `max_new_tokens`.
 
     The draw at position t of sample i is keyed by (seed, sample_ids[i], t). Context ranks share the rows among them as data
     replicas and sequence parallelism is off; all ranks that hold the same data get the same samples.
@@ -42,7 +41,7 @@ def sample(
         greedy: the likeliest token each time.
     """
     count, width = len(prompts), max(map(len, prompts), default=0) + config.max_new_tokens
-    tokens = torch.full((count, width), PAD)
+    tokens = torch.full((count, width), engine.vocabulary.pad)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
     prompt_lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64)
@@ -75,7 +74,7 @@ def _decode(
     greedy: bool,
 ) -> None:
     """Fill the rows in place, position by position; the whole prefix is run each time (there is no cache)."""
-    alive = torch.arange(len(lengths))
+    alive, ends = torch.arange(len(lengths)), torch.tensor(sorted(engine.vocabulary.ends))
     for _ in range(config.max_new_tokens):
         tick("sampling")
         at = lengths[alive]
@@ -83,7 +82,7 @@ def _decode(
         drawn, scores = _draw(engine, tokens[alive, : int(at.max())], at - 1, keys, config, greedy)
         tokens[alive, at], logprobs[alive, at] = drawn, scores
         lengths[alive] += 1
-        alive = alive[drawn != EOS]
+        alive = alive[torch.isin(drawn, ends, invert=True)]
         if not len(alive):
             return
 

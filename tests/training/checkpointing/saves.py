@@ -35,7 +35,7 @@ class Small:
         warnings.simplefilter("ignore")
         self.config = load_config(given[0], given[1:])
         self.folder = Path(self.config.run.dir) / "checkpoints"
-        engine = build_engine(self.config, len(self.config.tokenizer.alphabet) + 3, self.config.model.max_positions)
+        engine = build_engine(self.config, self.config.tokenizer.build().vocabulary, self.config.model.max_positions)
         assert self.config.sft is not None
         optimizer = build_optimizer(engine, self.config.sft.optimizer)
         engine.model.zero_grad_buffer()

@@ -11,6 +11,8 @@ import pytest
 
 from parallel_rl.experience.rewards import checker, exact_match
 from parallel_rl.training.config.load import load_config
+from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.data.alphabet import settle_alphabet
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.data.examples import (
     Rollout,
@@ -21,7 +23,8 @@ from parallel_rl.training.data.examples import (
     write_rollouts,
 )
 from parallel_rl.training.data.records.source import Records, open_records
-from parallel_rl.training.tokenizer import BOS, EOS, PAD, CharTokenizer
+from parallel_rl.training.preflight.sizes import check_vocabulary
+from parallel_rl.training.tokenizer.characters import CharTokenizer
 from tests.training.helpers import CONFIGS, DATA, run
 
 TOKENIZER = CharTokenizer("0123456789+=")
@@ -29,24 +32,12 @@ PARSERS: dict[str, Callable[[Mapping[str, object]], object]] = {
     "prompts": partial(parse_prompt, tokenizer=TOKENIZER),
     "examples": partial(parse_example, tokenizer=TOKENIZER),
     "pairs": partial(parse_pair, tokenizer=TOKENIZER),
-    "rollouts": partial(parse_rollout, vocab_size=TOKENIZER.vocab_size),
+    "rollouts": partial(parse_rollout, vocab_size=TOKENIZER.vocabulary.size),
 }
 
 
 def read(kind: str, path: Path) -> Records:
     return open_records(str(path), f"data.{kind}", PARSERS[kind])
-
-
-def test_tokenizer() -> None:
-    assert TOKENIZER.prompt("1+2=") == [BOS, 4, 13, 5, 14] and TOKENIZER.completion("3") == [6, EOS]
-    assert TOKENIZER.vocab_size == 15
-    assert TOKENIZER.decode([BOS, *TOKENIZER.encode("12=3"), EOS, 4, PAD]) == "12=3"
-    with pytest.raises(ValueError, match=r"the character '-' of '1-2' is not in tokenizer.alphabet"):
-        TOKENIZER.encode("1-2")
-    with pytest.raises(ValueError, match="has the character '1' twice"):
-        CharTokenizer("121")
-    with pytest.raises(ValueError, match="is empty"):
-        CharTokenizer("")
 
 
 def test_the_data_that_ships() -> None:
@@ -58,7 +49,7 @@ def test_the_data_that_ships() -> None:
     rollouts = read("rollouts", DATA / "arithmetic_rollouts.jsonl")
     assert len(rollouts) == 20 * 32 and len({rollout.group for rollout in rollouts}) == 20 * 8
     careless = read("examples", DATA / "arithmetic_careless.jsonl")
-    answers = {prompt.tokens: tuple(TOKENIZER.completion(prompt.answer)) for prompt in train}
+    answers = {prompt.tokens: tuple(TOKENIZER.completion([], prompt.answer)) for prompt in train}
     right = sum(example.completion == answers[example.prompt] for example in careless) / len(careless)
     assert 0.1 < right < 0.2
 
@@ -160,14 +151,34 @@ def load_rollouts(records: Sequence[Rollout], folder: Path, steps: int, count: i
     return load(data={"rollouts": str(folder / "rollouts.jsonl")}, warmup="null", evaluation="null", **sizes)
 
 
+def test_an_alphabet_is_settled_by_the_data(tmp_path: Path) -> None:
+    """All that is missing is told at once, and `auto` takes what there is, in an order that no rank and no file changes."""
+
+    def settled(alphabet: str, **overrides: object) -> TrainConfig:
+        path, *arguments = run("grpo_arithmetic.yaml", tokenizer={"alphabet": alphabet}, **overrides)
+        config = load_config(path, arguments)
+        return settle_alphabet(config, find_data(config.data))
+
+    assert settled("auto").tokenizer.alphabet == "+0123456789=" and settled("=+9876543210").tokenizer.alphabet[0] == "="  # type: ignore[index]
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n{"prompt": "4*y", "answer": "x"}\n')
+    train = {"data__train": str(tmp_path / "train.jsonl")}
+    with pytest.raises(
+        ValueError, match=r"lacks '\*', 'x', 'y' of the data \('\*' is in .*train.jsonl, line 2\); add them"
+    ):
+        settled("0123456789+=", **train)
+    assert settled("auto", **train).tokenizer.alphabet == "*+0123456789=xy"
+
+
+def test_a_vocabulary_that_does_not_fit_is_named() -> None:
+    path, *arguments = run("grpo_arithmetic.yaml", sampling__top_k=16)
+    with pytest.raises(ValueError, match="sampling: top_k = 16 exceeds vocab_size = 15"):
+        check_vocabulary(load_config(path, arguments), TOKENIZER.vocabulary)
+
+
 def test_data_that_contradicts_the_run(tmp_path: Path) -> None:
     assert load().longest == 1 + len("12+34=") + 4
     with pytest.raises(ValueError, match=r"train.jsonl, line 1: the prompt '.*' is in data.train and in data.held_out"):
         load(data__held_out=DATA / "arithmetic_train.jsonl")
-    with pytest.raises(
-        ValueError, match=r"line 1: .* take 3 tokens; sampling.max_new_tokens = 2 must be at least that"
-    ):
-        load(sampling__max_new_tokens=2)
     rollouts = {"rollouts": str(DATA / "arithmetic_rollouts.jsonl")}
     with pytest.raises(ValueError, match=r"data.rollouts has 640 sequences; rl.prompts × group_size = 3200 a step"):
         load(data=rollouts, warmup="null", evaluation="null", rl__prompts=400)

@@ -91,7 +91,7 @@ def test_a_line_that_was_not_checked_is_an_error_on_all_ranks_when_it_is_read(tm
     assert 0 < len(rows) < 80
     # with the whole of it checked it is refused before anything is begun
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(WorldError, match=r"a.jsonl, line 201: the character 'x'"):
+    with pytest.raises(WorldError, match=r"lacks 'x' of the data \('x' is in .*a.jsonl, line 201\)"):
         run_world(2, train_rows, sft(tmp_path / "run", [str(tmp_path / "a.jsonl")]))
     assert not (tmp_path / "run").exists()
 

@@ -31,7 +31,7 @@ def count_rows(rank: int, arguments: list[str]) -> list[tuple[list[list[int]], l
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
     start_world(config)
-    engine, sizes = build_engine(config, 15, 64), config.parallel
+    engine, sizes = build_engine(config, config.tokenizer.build().vocabulary, 64), config.parallel
     rows = padded_samples([[1] * prompt for prompt, _ in LENGTHS], [[4] * completion for _, completion in LENGTHS])
     rows = rows.with_fields(sample_mask=torch.arange(len(rows)) != MASKED)
     unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)

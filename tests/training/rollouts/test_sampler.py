@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def _engine(arguments: list[str]):  # type: ignore[no-untyped-def]
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
     start_world(config)
-    return build_engine(config, 15, 64)
+    return build_engine(config, config.tokenizer.build().vocabulary, 64)
 
 
 def draw(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]:
@@ -35,6 +36,17 @@ def draw(rank: int, arguments: list[str], seed: int) -> tuple[torch.Tensor, ...]
     assert samples.generation_logprobs is not None
     prompt_lengths = samples.lengths - samples.response_lengths
     return samples.input_ids, samples.generation_logprobs, prompt_lengths, samples.lengths
+
+
+def draw_to_any_end(rank: int, arguments: list[str], seed: int, ends: set[int]) -> list[list[int]]:
+    """The completions with these end tokens in place of the tokenizer's, rows filled with token 9."""
+    from parallel_rl.training.rollouts.sampler import sample
+
+    engine = _engine(arguments)
+    engine = replace(engine, vocabulary=replace(engine.vocabulary, ends=frozenset(ends), pad=9))
+    samples = sample(engine, PROMPTS, [3, 9, 11, 12, 700], seed, engine.config.sampling)
+    assert bool((samples.input_ids[~samples.attention_mask] == 9).all())
+    return samples.responses()
 
 
 def draw_greedily(rank: int, arguments: list[str]) -> torch.Tensor:
@@ -96,6 +108,16 @@ def test_any_layout_draws_the_same_tokens(layout: str, tmp_path: Path) -> None:
         len(completions.unique()) > 4 and len(expected[3].unique()) > 1
     )  # drawn, not a constant; rows end on their own
     assert int(expected[0].max()) < 15  # never a padding column of the vocabulary
+
+
+def test_a_row_ends_with_the_first_of_any_end_token(tmp_path: Path) -> None:
+    """With more end tokens a row is what it was, up to the first of them: the draws are keyed by position."""
+    _, arguments = _arguments(tmp_path, "one process")
+    [none], [both] = (run_world(1, draw_to_any_end, arguments, 5, ends) for ends in (set(), {4, 12, 14}))
+    assert {len(row) for row in none} == {6} and len({row[-1] for row in both} & {6, 12}) == 2
+    for row, whole in zip(both, none, strict=True):
+        cut = next((place for place, token in enumerate(whole) if token in (4, 12, 14)), 5)
+        assert row == whole[: cut + 1]
 
 
 def test_another_seed_draws_other_tokens(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from parallel_rl.training.models.scoring import with_teacher_logits
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.session import Session
-from parallel_rl.training.tokenizer import EOS
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 
@@ -75,7 +74,8 @@ def _with_advantages(session: Session, config: RLConfig, made: Experience) -> tu
     if raw is None:
         return made, kl
     last = made.input_ids.gather(1, made.lengths[:, None] - 1)[:, 0]
-    made = replace(made, truncated=last != EOS)
+    ends = torch.tensor(sorted(session.tokenizer.vocabulary.ends))
+    made = replace(made, truncated=torch.isin(last, ends, invert=True))
     made = replace(made, rewards=shape_rewards(made, raw, RewardShaping(overlong=config.overlong))[0])
     if controller is not None:
         assert made.kl is not None and made.sample_mask is not None

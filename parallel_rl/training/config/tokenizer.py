@@ -1,0 +1,74 @@
+"""The section `tokenizer`: characters, or the tokenizer of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from parallel_rl.training.tokenizer.characters import CharTokenizer
+from parallel_rl.training.tokenizer.chat_template import RESERVED, ChatOptions
+from parallel_rl.training.tokenizer.hugging_face import HuggingFaceTokenizer, fingerprint, has_chat_template
+from parallel_rl.training.tokenizer.protocol import Tokenizer
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Either `alphabet` or `hf`; the rest is of the folder's chat template.
+
+    Attributes:
+        alphabet: every character that the data uses; "auto": those that the data has when the run begins.
+        hf: a folder with tokenizer.json, tokenizer_config.json and the like; relative to the config file.
+        chat: prompts and answers go through the folder's chat template; null: where it has one.
+        template: which of several templates.
+        variables: what the template reads beside the messages, such as {enable_thinking: false}.
+        date: what the template takes for today (2026-01-31); a run that goes on later has the same prompts.
+    """
+
+    alphabet: str | None = None
+    hf: str | None = None
+    chat: bool | None = None
+    template: str | None = None
+    variables: dict[str, object] = field(default_factory=dict)
+    date: datetime.date | None = None
+
+    def __post_init__(self) -> None:
+        if (self.alphabet is None) == (self.hf is None):
+            given = "both are given" if self.hf is not None else "neither is given"
+            raise ValueError(f"exactly one of alphabet and hf is needed; {given}")
+        if self.alphabet not in (None, AUTO):
+            self.build()
+        for name in ("chat", "template", "variables", "date"):
+            value = getattr(self, name)
+            if value in (None, {}):
+                continue
+            if self.hf is None:
+                raise ValueError(f"{name} = {value!r} has no effect with alphabet, which has no chat template")
+            if name != "chat" and self.chat is False:
+                raise ValueError(f"{name} = {value!r} has no effect with chat = False; leave one of them out")
+        for name in self.variables:
+            if name in RESERVED:
+                raise ValueError(f"variables.{name} is not valid: the trainer gives a template its {name!r} itself")
+
+    def build(self) -> Tokenizer:
+        """The tokenizer, ready for use.
+
+        Raises:
+            ValueError: an alphabet that is not known yet, see `settle_alphabet`; a folder that is no tokenizer's.
+        """
+        if self.hf is None:
+            assert self.alphabet is not None and self.alphabet != AUTO
+            return CharTokenizer(self.alphabet)
+        folder, options = Path(self.hf), ChatOptions(self.template, self.variables, self.date)
+        asked = options != ChatOptions() if self.chat is None else self.chat
+        chat = asked or (self.chat is None and has_chat_template(folder))
+        return HuggingFaceTokenizer(folder, options if chat else None)
+
+    @property
+    def identity(self) -> Mapping[str, str | None]:
+        """What the weights of a model rest on, for a checkpoint."""
+        tokens = None if self.hf is None else f"tokenizer.json with the SHA-256 {fingerprint(Path(self.hf))}"
+        return {"tokenizer.alphabet": self.alphabet, "tokenizer.hf": tokens}

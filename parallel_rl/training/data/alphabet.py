@@ -1,0 +1,66 @@
+"""The characters of a run's data, against the alphabet of its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from parallel_rl.agreement import gather_results
+from parallel_rl.training.config.tokenizer import AUTO, TokenizerConfig
+from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.data.records.check import check
+from parallel_rl.training.data.records.paths import DataFile
+from parallel_rl.training.data.records.source import Records, index_of
+
+# the fields of each source that are texts
+_TEXTS = {
+    "train": ("prompt", "answer"),
+    "held_out": ("prompt", "answer"),
+    "examples": ("prompt", "answer"),
+    "pairs": ("prompt", "chosen", "rejected"),
+}
+
+
+def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]) -> TrainConfig:
+    """The run with its alphabet written out: `auto` becomes the characters of all its data, sorted; called by every rank.
+
+    Raises:
+        ValueError: characters of the data (of what `data.check_gigabytes` looks at) that the alphabet lacks, all of them.
+    """
+    given = config.tokenizer.alphabet
+    if given is None:
+        return config
+    known = set() if given == AUTO else set(given)
+    first: dict[str, str] = {}
+    for name in _TEXTS:
+        if name in files:
+            for found in _unknown(config, name, files[name], known):
+                first = {**found, **first}
+    if given == AUTO:
+        return replace(config, tokenizer=TokenizerConfig("".join(sorted(first))))
+    if first:
+        chars = sorted(first)
+        raise ValueError(
+            f"tokenizer.alphabet = {given!r} lacks {', '.join(map(repr, chars))} of the data ({chars[0]!r} is in "
+            f"{first[chars[0]]}); add {'them' if len(chars) > 1 else 'it'}, or write alphabet: auto"
+        )
+    return config
+
+
+def _unknown(config: TrainConfig, name: str, files: Sequence[DataFile], known: set[str]) -> list[dict[str, str]]:
+    """The characters of a source that are not known, each with the first place that a rank saw it in, rank by rank."""
+    fields = _TEXTS[name]
+
+    def texts(row: Mapping[str, object]) -> str:
+        return "".join(value for field in fields if isinstance(value := row.get(field), str))
+
+    records = Records(files, index_of(files, f"data.{name}"), texts, config.data.buffer_megabytes << 20)
+    mine: dict[str, str] = {}
+
+    def look(place: int, batch: Sequence[str]) -> None:
+        for number, text in enumerate(batch):
+            for char in set(text) - known - mine.keys():
+                mine[char] = records.name_of(place + number)
+
+    check(records, len, float("inf") if config.tokenizer.alphabet == AUTO else config.data.check_gigabytes * 1e9, look)
+    return gather_results(lambda: mine)

@@ -1,0 +1,70 @@
+"""A character-level tokenizer over a configured alphabet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from parallel_rl.training.tokenizer.protocol import Message, Vocabulary, plain_text
+
+_PAD, _BEGIN, _END = 0, 1, 2
+_SPECIAL = 3
+
+
+class CharTokenizer:
+    """Ids 0, 1, 2 are padding, begin and end; character i of the alphabet is 3 + i.
+
+    >>> CharTokenizer("ab").document("ba")
+    [1, 4, 3, 2]
+
+    Raises:
+        ValueError: an empty alphabet or one with a character twice.
+    """
+
+    def __init__(self, alphabet: str) -> None:
+        if not alphabet:
+            raise ValueError(
+                "tokenizer.alphabet = '' is empty; list every character that the data uses, or write 'auto'"
+            )
+        twice = [char for index, char in enumerate(alphabet) if char in alphabet[:index]]
+        if twice:
+            raise ValueError(f"tokenizer.alphabet = {alphabet!r} has the character {twice[0]!r} twice")
+        self.alphabet = alphabet
+        self.vocabulary = Vocabulary(_SPECIAL + len(alphabet), frozenset({_END}), _PAD)
+        self._ids = {char: _SPECIAL + index for index, char in enumerate(alphabet)}
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of the characters of `text`.
+
+        Raises:
+            ValueError: characters outside the alphabet; names them all.
+        """
+        missing = [char for char in dict.fromkeys(text) if char not in self._ids]
+        if missing:
+            what = f"the character{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}"
+            raise ValueError(
+                f"{what} of {text!r} {'are' if len(missing) > 1 else 'is'} not in tokenizer.alphabet = {self.alphabet!r}"
+            )
+        return [self._ids[char] for char in text]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text up to the first end token; padding and begin tokens are left out."""
+        text = []
+        for token in ids:
+            if token == _END:
+                break
+            if token >= _SPECIAL:
+                text.append(self.alphabet[token - _SPECIAL] if token < self.vocabulary.size else "\ufffd")
+        return "".join(text)
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Begin, then the characters of the one message."""
+        text = plain_text(messages, "the tokenizer of characters has no form for a conversation")
+        return [_BEGIN, *self.encode(text)]
+
+    def completion(self, messages: Sequence[Message], answer: str) -> list[int]:
+        """The characters, then end."""
+        return [*self.encode(answer), _END]
+
+    def document(self, text: str) -> list[int]:
+        """Begin, the characters, end."""
+        return [_BEGIN, *self.encode(text), _END]

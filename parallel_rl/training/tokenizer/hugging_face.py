@@ -1,0 +1,218 @@
+"""The tokenizer of a Hugging Face folder: tokenizer.json, the chat template, the end tokens. Needs `tokenizers`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallel_rl.config.strict import nearest
+from parallel_rl.training.tokenizer.chat_template import ChatOptions, ChatTemplate
+from parallel_rl.training.tokenizer.protocol import Message, Vocabulary, plain_text
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class HuggingFaceTokenizer:
+    """The tokenizer of a folder that transformers' `save_pretrained` wrote.
+
+    An answer may end with the eos_token of tokenizer_config.json and with each eos_token_id of generation_config.json and
+    config.json. Only JSON and templates are read.
+
+    Args:
+        folder: with tokenizer.json.
+        chat: options of its chat template; None: conversations are plain texts, after what tokenizer.json puts before one.
+
+    Raises:
+        ValueError: a file that is missing or malformed, `tokenizers` that is not installed, no chat template or several, no end
+            token.
+    """
+
+    def __init__(self, folder: Path, chat: ChatOptions | None = None) -> None:
+        self._folder = folder
+        self._tokenizer = _load(folder)
+        config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+        special = {name: text for name in _SPECIAL if (text := _content(config.get(name))) is not None}
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        size = max(vocabulary.values(), default=-1) + 1
+        configs = [_read_json(folder / name) for name in ("generation_config.json", "config.json")]
+        eos = vocabulary.get(special.get("eos_token", ""))
+        ends = [*([] if eos is None else [eos]), *(end for one in configs for end in _ids(one.get("eos_token_id")))]
+        if not ends:
+            raise ValueError(
+                f"{folder} tells no end token: neither an eos_token of tokenizer_config.json that tokenizer.json knows nor an "
+                "eos_token_id of generation_config.json or config.json"
+            )
+        if outside := [end for end in ends if not 0 <= end < size]:
+            raise ValueError(
+                f"{folder}: eos_token_id = {outside[0]} lies outside the vocabulary [0, {size}) of tokenizer.json"
+            )
+        pad = vocabulary.get(special.get("pad_token", ""), ends[0])
+        self.vocabulary = Vocabulary(size, frozenset(ends), pad)
+        self._end = ends[0]
+        around = self._tokenizer.encode("", add_special_tokens=True).ids
+        self._begin = list(takewhile(lambda token: token not in self.vocabulary.ends, around))
+        self._template = (
+            None if chat is None else ChatTemplate(_template(folder, config, chat), str(folder), special, chat)
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` alone; names of special tokens in it are these tokens, as in transformers."""
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # a lone surrogate is a TypeError, for instance
+            raise ValueError(f"the text {text!r} cannot be tokenized: {error}") from None
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text up to the first end token; special tokens are left out, and U+FFFD stands for an id without a token."""
+        tokens = list(takewhile(lambda token: token not in self.vocabulary.ends, ids))
+        text, known = "", list[int]()
+        for token in tokens:
+            if 0 <= token < self.vocabulary.size:
+                known.append(token)
+            else:
+                text, known = f"{text}{self._tokenizer.decode(known)}\ufffd", []
+        return text + self._tokenizer.decode(known)
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """As transformers' `apply_chat_template(messages, add_generation_prompt=True)`."""
+        if self._template is None:
+            return [*self._begin, *self.encode(self._plain(messages))]
+        return self.encode(self._template.render(messages, answered=False))
+
+    def completion(self, messages: Sequence[Message], answer: str) -> list[int]:
+        """What the template writes behind the prompt, up to the answer's end token."""
+        if self._template is None:
+            self._plain(messages)
+            return [*self.encode(answer), self._end]
+        prompt = self._template.render(messages, answered=False)
+        whole = self._template.render([*messages, {"role": "assistant", "content": answer}], answered=True)
+        if not whole.startswith(prompt):
+            raise ValueError(
+                f"the chat template of {self._folder} does not write an answer behind its own prompt: {_end_of(prompt)} is not "
+                "where the answer begins in the whole conversation; mend the template, or set tokenizer.variables"
+            )
+        ids = self.encode(whole[len(prompt) :])
+        last = max((place for place, token in enumerate(ids) if token in self.vocabulary.ends), default=None)
+        return [*ids, self._end] if last is None else ids[: last + 1]
+
+    def document(self, text: str) -> list[int]:
+        """What tokenizer.json puts before a text, the text, the end token."""
+        return [*self._begin, *self.encode(text), self._end]
+
+    def _plain(self, messages: Sequence[Message]) -> str:
+        return plain_text(
+            messages, f"{self._folder} has no chat template, or tokenizer.chat = False does not ask for it"
+        )
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether a folder has a chat template.
+
+    Raises:
+        ValueError: a malformed file.
+    """
+    return bool(_templates(folder, _read_json(folder / "tokenizer_config.json")))
+
+
+def fingerprint(folder: Path) -> str:
+    """A hash of tokenizer.json: what the weights of a model rest on.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    return hashlib.sha256(_tokenizer_json(folder).read_bytes()).hexdigest()[:16]
+
+
+def _load(folder: Path) -> Tokenizer:
+    path = _tokenizer_json(folder)
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ValueError(
+            f'{path} is read with tokenizers, which is not installed: pip install "parallel-rl[hf]"'
+        ) from None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _tokenizer_json(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise ValueError(f"tokenizer.hf = {str(folder)!r} is not a folder; one with a tokenizer.json is needed")
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{folder} has no tokenizer.json; transformers writes one: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    return folder / "tokenizer.json"
+
+
+def _template(folder: Path, config: Mapping[str, object], options: ChatOptions) -> str:
+    """The source of the template that the options choose."""
+    templates = _templates(folder, config)
+    if not templates:
+        raise ValueError(
+            f"{folder} has no chat template, neither in tokenizer_config.json nor as chat_template.jinja; leave out "
+            "tokenizer.chat, or set it to false"
+        )
+    name = options.template or (next(iter(templates)) if len(templates) == 1 else "default")
+    if name not in templates:
+        raise ValueError(
+            f"tokenizer.template = {options.template!r}: {folder} has no such chat template; {nearest(name, templates)}"
+        )
+    return templates[name]
+
+
+def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
+    """The sources of a folder's templates by name; files go before tokenizer_config.json."""
+    given, found = config.get("chat_template"), dict[str, object]()
+    if isinstance(given, list):
+        found |= {str(one.get("name")): one.get("template") for one in given if isinstance(one, dict)}
+    elif given is not None:
+        found["default"] = given
+    files = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    found |= {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    for name, source in found.items():
+        if not isinstance(source, str):
+            raise ValueError(f"{folder}: the chat template {name!r} is {source!r:.80}; a text is needed")
+    return {name: str(source) for name, source in found.items()}
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    """The object in a file; an empty one where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return value
+
+
+def _content(token: object) -> str | None:
+    """The text of a special token, which stands alone or with its properties."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _ids(value: object) -> list[int]:
+    items = value if isinstance(value, list) else [value]
+    return [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
+
+
+def _end_of(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"…{text[-40:]}")

@@ -1,0 +1,70 @@
+"""What a run asks of a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+# "role" and "content", and whatever else a chat template reads
+Message = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The token ids that a policy draws from: [0, size), of which each of `ends` ends an answer and `pad` fills rows up."""
+
+    size: int
+    ends: frozenset[int]
+    pad: int = 0
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` alone, nothing before it or behind it.
+
+        Raises:
+            ValueError: it cannot be written in this vocabulary.
+        """
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text up to the first end token; special tokens are left out."""
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation, up to where the policy begins to answer.
+
+        Raises:
+            ValueError: messages that this tokenizer or its chat template has no form for.
+        """
+
+    def completion(self, messages: Sequence[Message], answer: str) -> list[int]:
+        """The ids that follow those of `render(messages)` where the policy answers `answer`, an end token last.
+
+        Raises:
+            ValueError: as `render`, or an answer that does not continue the conversation.
+        """
+
+    def document(self, text: str) -> list[int]:
+        """The ids of a text that is no conversation, with what begins and ends one."""
+
+
+def plain_text(messages: Sequence[Message], why: str) -> str:
+    """The text of a conversation that is a single message of the user.
+
+    Args:
+        messages: the conversation.
+        why: no other has a form, for the message.
+
+    Raises:
+        ValueError: it has other messages.
+    """
+    roles = [message.get("role") for message in messages]
+    text = messages[0].get("content") if len(messages) == 1 else None
+    if roles != ["user"] or not isinstance(text, str):
+        raise ValueError(f"{why}; one text of the user is needed, and there are messages of {roles}")
+    return text
