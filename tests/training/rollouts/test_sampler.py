@@ -114,7 +114,7 @@ def test_a_row_ends_with_the_first_of_any_end_token(tmp_path: Path) -> None:
     """With more end tokens a row is what it was, up to the first of them: the draws are keyed by position."""
     _, arguments = _arguments(tmp_path, "one process")
     [none], [both] = (run_world(1, draw_to_any_end, arguments, 5, ends) for ends in (set(), {4, 12, 14}))
-    assert {len(row) for row in none} == {6} and len({row[-1] for row in both} & {6, 12}) == 2
+    assert {len(row) for row in none} == {6} and len({row[-1] for row in both} & {4, 12, 14}) >= 2
     for row, whole in zip(both, none, strict=True):
         cut = next((place for place, token in enumerate(whole) if token in (4, 12, 14)), 5)
         assert row == whole[: cut + 1]
