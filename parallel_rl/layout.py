@@ -117,6 +117,7 @@ class SequenceLayout:
         *,
         seq_len: int,
         total: int,
+        tail: int = 0,
         cp_size: int = 1,
         cp_rank: int = 0,
         cp_layout: CPLayout = "zigzag",
@@ -132,15 +133,16 @@ class SequenceLayout:
             seq_len: S, the width of the unpacked data. A last sequence that holds the row's alignment padding may be
                 longer.
             total: T, the padded length of the row over all context ranks.
+            tail: positions at the end of the row, of T, that belong to no sequence; zigzag cuts them as a segment of their own.
             device: of the layout; None is that of `cu_seqlens`. Bounds on the host are checked before they move.
 
         Raises:
             ValueError: shapes or dtypes; on host tensors also: not starting at 0, not increasing, a true length above
-                its padded one, padded lengths that are not divisible by 2·cp, a last bound that is not `total`.
+                its padded one, padded lengths that are not divisible by 2·cp, a last bound that is not `total` − `tail`.
         """
         _check_cp(cp_size, cp_rank, cp_layout)
         padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-        _check_cu_seqlens(cu_seqlens, padded, total, _parts(cp_size, cp_layout), cp_size, cp_layout)
+        _check_cu_seqlens(cu_seqlens, padded, (total, tail), _parts(cp_size, cp_layout), cp_size, cp_layout)
         count = cu_seqlens.numel() - 1
         where = cu_seqlens.device if device is None else device
         # A copy to the device that the host does not wait for: memory of the host is read before the call returns.
@@ -153,6 +155,8 @@ class SequenceLayout:
             ids = torch.searchsorted(offsets[1:], place, right=True).clamp_(max=count - 1)
             start, size = offsets[ids], bounds.diff()[ids]
             positions = _zigzag(place - start, size // (2 * cp_size), cp_size, cp_rank)
+            # beyond the last sequence the formula gives places inside of it, which belong to other ranks
+            positions = torch.where(place < offsets[-1], positions, bounds[-1])
             chunks = torch.zeros_like(lengths), bounds.diff() // (2 * cp_size)
         else:  # one rank holds the row in order, whatever the layout is called
             offsets = (bounds - cp_rank * local).clamp_(0, local)
@@ -267,7 +271,10 @@ def _check_cp(cp_size: int, cp_rank: int, cp_layout: str) -> None:
         raise ValueError(f"cp_rank = {cp_rank} must lie in [0, cp_size = {cp_size})")
 
 
-def _check_cu_seqlens(cu: Tensor, padded: Tensor, total: int, parts: int, cp_size: int, cp_layout: CPLayout) -> None:
+def _check_cu_seqlens(
+    cu: Tensor, padded: Tensor, row: tuple[int, int], parts: int, cp_size: int, cp_layout: CPLayout
+) -> None:
+    total, tail = row
     for name, bounds in (("cu_seqlens", cu), ("cu_seqlens_padded", padded)):
         if bounds.dim() != 1 or bounds.numel() < 2 or bounds.is_floating_point():
             raise ValueError(f"{name} must be integers [B + 1] with B ≥ 1, got {bounds.dtype} {list(bounds.shape)}")
@@ -290,10 +297,11 @@ def _check_cu_seqlens(cu: Tensor, padded: Tensor, total: int, parts: int, cp_siz
         raise ValueError(
             f"a sequence is longer than its padded room: cu_seqlens {cu.tolist()}, padded {padded.tolist()}"
         )
-    if int(padded[-1]) != total:
+    if tail < 0 or int(padded[-1]) + tail != total:
         name = "cu_seqlens" if padded is cu else "cu_seqlens_padded"
         raise ValueError(
             f"{name} ends at {int(padded[-1])}; the packed row has {total} positions over all context ranks"
+            + (f", {tail} of them in its tail" if tail else ", and tail= says how many of them belong to no sequence")
         )
     if cp_layout == "zigzag" and bool((padded.diff() % parts != 0).any()):
         raise ValueError(

@@ -39,15 +39,19 @@ class SequencePackingLossWrapper(LossFunction):
         loss_fn: any loss of this library.
         cu_seqlens_q: [B + 1] integer, true lengths summed up from 0.
         cu_seqlens_q_padded: [B + 1] integer, with each sequence's padding; None where there is none.
+        tail: positions at the end of the row that belong to no sequence, where a packer aligns the row by a segment of its own
+            (slime, Megatron): leave that segment's bound out, and give its length.
 
     Raises:
-        ValueError: at the call, on all ranks: bounds that do not increase or do not end at T, padded lengths that are not
-            divisible by 2·cp, a number of sequences other than the data's rows; what `loss_fn` raises.
+        ValueError: at the call, on all ranks: bounds that do not increase or do not end at T − tail, padded lengths that are
+            not divisible by 2·cp, a number of sequences other than the data's rows; what `loss_fn` raises.
     """
 
-    def __init__(self, loss_fn: LossFn, cu_seqlens_q: Tensor, cu_seqlens_q_padded: Tensor | None = None) -> None:
+    def __init__(
+        self, loss_fn: LossFn, cu_seqlens_q: Tensor, cu_seqlens_q_padded: Tensor | None = None, *, tail: int = 0
+    ) -> None:
         self.loss_fn = loss_fn
-        self.packed_sequences = PackedSequences(cu_seqlens_q, cu_seqlens_q_padded)
+        self.packed_sequences = PackedSequences(cu_seqlens_q, cu_seqlens_q_padded, tail)
 
     @property
     def requirements(self) -> Requirements:

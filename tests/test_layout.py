@@ -308,3 +308,34 @@ def test_a_field_of_another_shape() -> None:
     layout = SequenceLayout.padded(2, 8)
     with pytest.raises(ValueError, match=r"the field has shape \[2, 7\]; the layout has \[B, S\] = \[2, 8\]"):
         layout.shard(torch.zeros(2, 7))
+
+
+@pytest.mark.parametrize("cp_layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_tail_belongs_to_no_sequence(cp_layout: CPLayout, rank: int, declared: bool) -> None:
+    """The alignment padding that slime and Megatron's packers make a segment of its own; zigzag cuts it as one.
+
+    Where bounds are not looked at, an undeclared one once gave context rank 1 a second copy of the last sequence's tokens.
+    """
+    place: dict = {"seq_len": 8, "total": 24, "cp_size": 2, "cp_rank": rank, "cp_layout": cp_layout}
+    with validation("auto" if declared else "never"):
+        layout = SequenceLayout.packed(torch.tensor([0, 8, 16]), tail=8 if declared else 0, **place)
+    third = SequenceLayout.packed(torch.tensor([0, 8, 16, 24]), **place)
+    field = torch.arange(1.0, 17.0).view(2, 8)
+    padding = torch.cat([field, torch.zeros(1, 8)])
+    for shift in (True, False):
+        assert_close(layout.shard(field, shift), third.shard(padding, shift))
+    ones = layout.held[1].double()
+    assert_close(layout.segment_sum(ones), third.segment_sum(third.held[1].double() * (third.sequence_ids < 2))[:2])
+    assert layout.held[1].sum() == (8 if cp_layout == "zigzag" else (12, 4)[rank])
+
+
+def test_a_tail_that_does_not_fit() -> None:
+    for tail in (4, -8):
+        with pytest.raises(
+            ValueError, match=f"cu_seqlens ends at 8; the packed row has 16 positions .* {tail} of them in its tail"
+        ):
+            SequenceLayout.packed(torch.tensor([0, 4, 8]), seq_len=8, total=16, tail=tail)
+    with pytest.raises(ValueError, match="tail= says how many of them belong to no sequence"):
+        SequenceLayout.packed(torch.tensor([0, 4, 8]), seq_len=8, total=16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +11,8 @@ from torch import Tensor
 
 from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import group_size, group_sum
-from parallel_rl.layout import SequenceLayout
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.local_batch import LocalBatch
+from parallel_rl.losses.core.log_prob_rows import rows_batch
 from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.stats import TokenStats
@@ -108,18 +106,6 @@ def row_mean(values: Tensor, count: Count | None = None, context_group: ProcessG
     return total.to(math_dtype(values.dtype))
 
 
-@dataclass(frozen=True, eq=False)
-class DenseLocal(LocalBatch):
-    """A `LocalBatch` of which every tensor is cut over context ranks like its log-probs, none whole on each of them."""
-
-    @cached_property
-    def tokens_per_sequence(self) -> Tensor:
-        return group_sum(self.valid.sum(1), self.context_group)
-
-    def once(self, total: Tensor, *, of_tokens: bool) -> Tensor:
-        return total if of_tokens else super().once(total, of_tokens=of_tokens)
-
-
 def dense_batch(
     logprobs: Tensor,
     mask: Tensor | None,
@@ -151,16 +137,9 @@ def dense_batch(
         if value.shape not in (logprobs.shape, logprobs.shape[:1]):
             raise ValueError(f"{name} has shape {list(value.shape)}; the log-probs have {list(logprobs.shape)}")
     data = {**fields, "token_mask": mask, "sample_mask": rows}
-    layout = SequenceLayout.padded(*mask.shape, device=mask.device)
     flat = torch.where(mask & rows[:, None], logprobs.to(math_dtype(logprobs.dtype)), 0).flatten()
-    local = DenseLocal(
-        data,
-        replace(layout, cp_size=group_size(step.context_group)),
-        ValidCounts(torch.ones(()), torch.ones(())),
-        step.context_group,
-        Requirements(shift=False),
-        step.statistics,
-    )
+    one = torch.ones(())
+    local = rows_batch(data, ValidCounts(one, one), step.context_group, Requirements(shift=False), step.statistics)
     lengths = local.tokens_per_sequence
     own = (rows if count_empty else lengths > 0).sum().clamp(min=1), lengths.sum().clamp(min=1)
     seqs, toks = (

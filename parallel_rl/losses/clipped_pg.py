@@ -87,8 +87,7 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
             "probs_ratio_clamped": clipped,
             "clip_fraction_low": none if of_clip is None else of_clip.low,
             "clip_fraction_high": none if of_clip is None else of_clip.high,
-            "entropy": batch.entropy,
-        }
+        } | ({"entropy": batch.entropy} if batch.has_entropy else {})
         sampled = batch.has("generation_logprobs")
         if sampled:
             per_token |= self._against_sampler(prev, batch["generation_logprobs"], logprobs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,10 +18,6 @@ from parallel_rl.losses.pairs import response_sum
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
-from parallel_rl.validation import checks_values
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -130,11 +126,9 @@ class KTOLossFn(LossFn[KTOLossConfig]):
         zero = torch.zeros_like(statistics["mismatched_rows"])
         return zero, zero
 
-    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        super()._check_output(logits, data, tensor_group)
+    def _check_values(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
+        super()._check_values(data, needs)
         labels = data["preference_labels"]
-        if not checks_values(labels):
-            return
         wrong = (labels.abs() != 1) & (labels != 0) & data["sample_mask"].bool()
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0])

@@ -71,6 +71,7 @@ class PolicyLoss(LossFn[ConfigT]):
             counted=cfg.positive_nll_weight > 0 or (cfg.counts_survivors and self._recorded),
             collected=cfg.collects or (cfg.counts_survivors and not self._recorded),
             entropy=True,
+            entropy_measured=not cfg.entropy_bonus and cfg.entropy_filter is None,
             # the reference that a KL is taken to is not truncated
             untruncated=bool(self.options.truncation) and cfg.reads_reference,
             truncatable=True,
@@ -281,7 +282,7 @@ class PolicyLossFn(PolicyLoss[PolicyLossConfig]):
         means = clip_fractions(self.policy.surrogate.clipped(terms))
         metrics = {"num_valid_samples": count_true(batch, batch.sequence_mask)}
         ranges = {}
-        if batch.output.stats is not None and batch.output.stats.entropy is not None:
+        if batch.has_entropy:
             means["entropy"] = batch.entropy
         if self.policy.reads_prev and self.policy.surrogate.uses_ratio:
             means |= {"probs_ratio": terms.ratio, "approx_kl": -terms.token_log_ratio}

@@ -126,7 +126,7 @@ class DPOLossFn(LossFn[DPOLossConfig]):
     @cached_property
     def requirements(self) -> Requirements:
         reference = Field("reference_policy_logprobs", alignment=self.config.reference_logprobs_alignment)
-        return Requirements((reference,), paired=True)
+        return Requirements((reference,), paired=True, ordered=self.config.length_desensitization is not None)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg = self.config
@@ -158,4 +158,5 @@ class DPOLossFn(LossFn[DPOLossConfig]):
         """[T_local] bool: tokens of a response after its first min(n_chosen, n_rejected) ones."""
         lengths = batch.tokens_per_sequence
         shorter = torch.minimum(lengths[::2], lengths[1::2]).repeat_interleave(2, output_size=lengths.numel())
-        return batch.local.layout.shard(batch.local.valid.cumsum(1) > shorter[:, None], fill=False)
+        beyond = batch.local.valid.cumsum(1) > shorter[:, None]
+        return batch.local.layout.shard(beyond, batch.local.requirements.shift, fill=False)

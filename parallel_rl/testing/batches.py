@@ -10,7 +10,6 @@ from torch import Tensor
 
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.call import LossFunction
-from parallel_rl.losses.core.component import ComponentsLoss
 from parallel_rl.losses.core.scalar_head import PooledHeadLoss
 from parallel_rl.losses.prm import PRMLossFn
 from parallel_rl.testing.cases import Batch, has_scalar_head
@@ -158,7 +157,7 @@ def _scored(data: dict[str, Tensor], loss_fn: LossFunction) -> Tensor:
     mask = _token_mask(data)
     if loss_fn.requirements.token_weights is not None:
         mask &= data["token_weights"] > 0
-    for component in loss_fn.components if isinstance(loss_fn, ComponentsLoss) else ():
+    for component in getattr(loss_fn, "components", ()):
         if component.view.mask is not None:
             mask |= data[component.view.mask] & (data["sample_mask"] != 0)[:, None]
     return mask

@@ -77,7 +77,7 @@ def count_units(batch: TokenBatch, aggregation: Aggregation, kept: Tensor | None
         return Statistics({"turns": first.sum()})
     if aggregation not in UNIT_FIELDS:
         return Statistics({})
-    tokens, rows = batch.local.valid.sum(1), batch.sequence_mask
+    tokens, rows = batch.local.tokens_per_sequence, batch.sequence_mask
     if kept is not None:
         tokens = batch.segment_sum(kept.double()).to(torch.int64)
         rows = tokens > 0

@@ -17,7 +17,7 @@ from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import check_rank
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.call import LossCall, LossFunction
+from parallel_rl.losses.core.call import LossCall
 from parallel_rl.losses.core.checks import (
     check_counts,
     check_data,
@@ -28,6 +28,7 @@ from parallel_rl.losses.core.checks import (
 )
 from parallel_rl.losses.core.counted import count_step
 from parallel_rl.losses.core.from_hidden_states import check_lm_head, project
+from parallel_rl.losses.core.from_logprobs import LogProbLossFunction
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.options import Temperature, VocabOptions
 from parallel_rl.losses.core.requirements import WEIGHTS, Requirements
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT")
 
 
-class LossFn(LossFunction, Generic[ConfigT]):
+class LossFn(LogProbLossFunction, Generic[ConfigT]):
     """A loss on vocab-parallel logits that returns this rank's share.
 
         loss, metrics = loss_fn(next_token_logits, data, global_valid_seqs, global_valid_toks,

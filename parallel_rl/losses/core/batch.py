@@ -102,6 +102,11 @@ class TokenBatch:
         return stats.entropy
 
     @property
+    def has_entropy(self) -> bool:
+        """Whether the entropy is there: a call on log-probs may leave it out."""
+        return self.output.stats is not None and self.output.stats.entropy is not None
+
+    @property
     def head(self) -> Tensor:
         """[T_local] output of a scalar head at the position that holds the token, or [B] pooled, with gradient."""
         assert self.output.head is not None, "a loss on log-probs has no scalar head"

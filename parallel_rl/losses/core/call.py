@@ -29,10 +29,12 @@ class PackedSequences:
     Attributes:
         cu_seqlens: [B + 1] integer, true lengths summed up from 0.
         cu_seqlens_padded: [B + 1] integer, with each sequence's padding; None where there is none.
+        tail: positions at the end of the row that belong to no sequence.
     """
 
     cu_seqlens: Tensor
     cu_seqlens_padded: Tensor | None = None
+    tail: int = 0
     _layouts: dict[tuple[object, ...], SequenceLayout] = field(default_factory=dict, init=False, repr=False)
 
     def layout(
@@ -46,6 +48,7 @@ class PackedSequences:
                 self.cu_seqlens_padded,
                 seq_len=seq_len,
                 total=total,
+                tail=self.tail,
                 cp_size=cp_size,
                 cp_rank=cp_rank,
                 cp_layout=cp_layout,

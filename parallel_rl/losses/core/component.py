@@ -97,10 +97,12 @@ def joint_requirements(parts: Mapping[str, tuple[Requirements, DataView]]) -> Re
         counted=True,
         collected=any(needs.collected for needs in every),
         entropy=any(needs.entropy for needs in every),
+        entropy_measured=all(needs.entropy_measured for needs in every if needs.entropy),
         untruncated=any(needs.untruncated for needs in every),
         truncatable=all(needs.truncatable for needs in every),
         token_separable=all(needs.token_separable for needs in every) and not reads_logits,
         weighs_sequences=any(needs.weighs_sequences for needs in every),
+        ordered=any(needs.ordered for needs in every),
     )
 
 
@@ -128,6 +130,11 @@ class Component:
             reads = ", ".join(f"{own} from {name!r}" for own, name in renamed.items() if name is not None)
             raise ValueError(f"component {self.name!r}{f' (reads {reads})' if reads else ''}: {error}") from error
 
+    def requirements(self, data: Mapping[str, Tensor], whole: Requirements) -> Requirements:
+        """What its loss requires of its view of the data, where `whole` says what all do."""
+        needs = self.loss.requirements.given(data)
+        return needs if whole.shift else needs.on_rows()
+
     def part(self, local: LocalBatch) -> LocalBatch:
         """The batch as if only its own tokens carried loss, with its own counts and statistics of the step."""
         counts, statistics = local.counts, local.statistics
@@ -135,7 +142,7 @@ class Component:
             sums = (statistics[f"{self.name}_{of}"].clamp(min=1) for of in ("sequences", "tokens"))
             counts = ValidCounts(*sums)
         data = self.view.of(local.data)
-        needs = self.loss.requirements.given(data)
+        needs = self.requirements(data, local.requirements)
         own = None if statistics is None or not needs.statistics else statistics.under(f"{self.name}/")
         return self.loss._narrowed(replace(local, data=data, counts=counts, requirements=needs, statistics=own))
 
@@ -255,7 +262,7 @@ class ComponentsLoss(LossFn[ConfigT]):
             )
             view = component.view.of(data)
             with component.named():
-                component.loss._check_values(view, component.loss.requirements.given(view))
+                component.loss._check_values(view, component.requirements(view, needs))
 
     def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         super()._check_output(logits, data, tensor_group)

@@ -78,7 +78,7 @@ class LocalBatch:
         """[B] valid tokens of each sequence, over all context ranks."""
         if self.dropped is not None:  # known where the token is only
             return self.layout.segment_sum(self.mask.double(), self.context_group).to(torch.int64)
-        return self.valid.sum(1)
+        return self.row_sum(self.valid)
 
     @cached_property
     def scale(self) -> Tensor | None:
@@ -90,7 +90,7 @@ class LocalBatch:
         """[B] what the tokens of each sequence add to a denominator, and the counts of the step: numbers or sums of weights."""
         if self.weights is None or self.requirements.token_weights == "count":
             return self.tokens_per_sequence, self.counts
-        sums = self.weights.sum(1)
+        sums = self.row_sum(self.weights)
         if self.dropped is not None:
             assert self.scale is not None
             sums = self.layout.segment_sum(torch.where(self.mask, self.scale, 0), self.context_group)
@@ -120,6 +120,10 @@ class LocalBatch:
     def temperature(self) -> Tensor:
         """[T_local] of each token's sample; 1 where the sample is masked."""
         return self.layout.expand(torch.where(self.sequence_mask, self.data["temperature"], 1.0))
+
+    def row_sum(self, x: Tensor) -> Tensor:
+        """[B, S] of the data to [B]: sums over whole sequences."""
+        return x.sum(1)
 
     def masked(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """[T_local], or K quantities [K, T_local]: x, and a 0 of `dtype` at masked places."""

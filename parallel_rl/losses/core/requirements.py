@@ -57,6 +57,7 @@ class Requirements:
         counted: the call takes `statistics=` of the whole step, among them those that the data alone gives, see `count`.
         collected: the call takes `statistics=`, among them those of the model's output, see `collect`.
         entropy: the entropy of the policy is computed.
+        entropy_measured: metrics alone read it, so that a call on log-probs may leave it out.
         untruncated: log-probs of the whole distribution are read beside those of a truncated policy.
         truncatable: the log-probs may be those of a truncated policy (top_k, top_p, kept_sets).
         token_separable: a sum over tokens of terms that depend on the log-prob and entropy of their own token alone, all else
@@ -65,6 +66,7 @@ class Requirements:
             truncated policy drops tokens by their log-probs, so that such a loss then does not separate over tokens.
         token_weights: how the loss is divided where it multiplies its tokens by the field token_weights, see the module of that
             name; None: it reads none.
+        ordered: a token's place among those of its sequence matters.
         shift: position t speaks of token t + 1, which it predicts; False: of token t itself.
     """
 
@@ -75,11 +77,13 @@ class Requirements:
     counted: bool = False
     collected: bool = False
     entropy: bool = False
+    entropy_measured: bool = False
     untruncated: bool = False
     truncatable: bool = False
     token_separable: bool = False
     weighs_sequences: bool = True
     token_weights: WeightedBy | None = None
+    ordered: bool = False
     shift: bool = True
 
     @property
@@ -108,6 +112,21 @@ class Requirements:
         """Require the optional fields that `data` has, and no others."""
         there = tuple(field for field in self.optional if field.name in data)
         return replace(self, fields=(*self.fields, *there), optional=())
+
+    @property
+    def reads_places(self) -> bool:
+        """Whether it matters where in its sequence a token lies: for turns, draws by position, or by its own word."""
+        elsewhere = any(field.alignment == "predictor" for field in self.fields)
+        return self.ordered or elsewhere or not {"segment_ids", "sample_ids"}.isdisjoint(self.names)
+
+    def on_rows(self) -> Requirements:
+        """The requirements of the same loss on rows of log-probs, of which every column speaks of its own token.
+
+        >>> Requirements((Field("x", alignment="predictor"),)).on_rows().shift
+        False
+        """
+        fields = tuple(replace(field, alignment="token") for field in self.fields)
+        return replace(self, fields=fields, shift=False)
 
     def with_temperature(self) -> Requirements:
         """Require `temperature` [B] too, that each sample was drawn at."""

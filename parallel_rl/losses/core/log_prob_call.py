@@ -1,0 +1,160 @@
+"""One call of a loss on log-probs: what a loss must not read, and the data as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_rl.groups import group_size
+from parallel_rl.losses.core.log_prob_rows import Cut, Rows, Values, rows_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.losses.core.options import VocabOptions
+    from parallel_rl.losses.core.requirements import Field, Requirements
+    from parallel_rl.statistics import Statistics
+
+_READS = {
+    "logits": "whole rows of logits; call it with logits or an LMHeadInput",
+    "rows": "whole rows of logits; call it with logits or an LMHeadInput",
+    "scalar": "a scalar head's output; call it with that",
+}
+_MASKS = {"token_mask": False, "response_mask": True}  # whether it says that rows are responses alone
+
+
+@dataclass(frozen=True, eq=False)
+class LogProbCall:
+    """The arguments of one call on log-probs; see `LogProbLossFunction.from_logprobs`."""
+
+    logprobs: Values
+    data: Mapping[str, Values]
+    global_valid_seqs: Tensor
+    global_valid_toks: Tensor
+    context_group: ProcessGroup | None = None
+    cu_seqlens: Tensor | None = None
+    entropy: Values | None = None
+    statistics: Statistics | None = None
+
+    @property
+    def like(self) -> Tensor:
+        """The log-probs, or the first of them: their device and dtype."""
+        if isinstance(self.logprobs, Tensor):
+            return self.logprobs
+        return next((x for x in self.logprobs if isinstance(x, Tensor)), torch.empty(0))
+
+    @property
+    def names(self) -> set[str]:
+        """Names of what the data has, by the mask's name in the ordinary call."""
+        return {"token_mask" if name == "response_mask" else name for name in self.data}
+
+    @property
+    def facts(self) -> dict[str, int]:
+        """Numbers in which context ranks must agree."""
+        bounds, given = self.cu_seqlens, self.logprobs
+        if isinstance(bounds, Tensor) and bounds.dim() == 1:
+            return {"the number of sequences": len(bounds) - 1}
+        sized = not isinstance(given, Tensor) or given.dim() > 1
+        return {"the number of sequences": len(given) if sized else 0}
+
+
+def check_reads(loss: str, needs: Requirements, options: VocabOptions, call: LogProbCall) -> None:
+    """Refuse a loss that reads more than the log-probs of a call.
+
+    Raises:
+        ValueError: it does; `loss` is the name that it shows.
+    """
+    if needs.reads != "log-probs":
+        raise ValueError(f"{loss} reads more than log-probs: {_READS[needs.reads]}")
+    if options.truncation:
+        raise ValueError(
+            f"{loss} with {options.truncation} reads more than log-probs: which tokens the truncated policy keeps; "
+            "call it with logits or an LMHeadInput"
+        )
+    if options.per_sample or options.temperature != 1:
+        raise ValueError(
+            f"temperature = {options.temperature!r} has no effect on log-probs, which have the host's; leave it out"
+        )
+    if options.consume_logits:
+        raise ValueError("consume_logits = True has no effect on log-probs; leave it out")
+    if needs.entropy and not needs.entropy_measured and call.entropy is None:
+        raise ValueError(f"{loss} in this configuration reads the entropy of the policy; give entropy=")
+    if needs.reads_places and group_size(call.context_group) > 1:
+        raise ValueError(
+            f"{loss} in this configuration needs to know where in its sequence a token lies, which a row that is cut "
+            "over context ranks does not tell; gather the rows, and give no context_parallel_group"
+        )
+
+
+def rows_and_data(call: LogProbCall, needs: Requirements, options: VocabOptions) -> tuple[Rows, dict[str, Tensor]]:
+    """The form of a call, and its data as rows.
+
+    Raises:
+        ValueError: a field that is missing or of another form, shape, dtype or device than the log-probs.
+    """
+    masks = [name for name in _MASKS if name in call.data]
+    if len(masks) != 1:
+        raise ValueError(
+            "data must have one mask: token_mask, of whole sequences, or response_mask, of responses alone; it has "
+            f"{' and '.join(masks) or 'neither'}"
+        )
+    if not call.like.is_floating_point():
+        raise ValueError(f"log-probs must be floating point, got {call.like.dtype}")
+    responses = _MASKS[masks[0]]
+    rows = rows_of(call.logprobs, Cut(responses, call.context_group, options.cp_layout), call.cu_seqlens)
+    names = (masks[0], *needs.names)
+    data: dict[str, Tensor] = {}
+    for name in names:
+        if name not in call.data:
+            raise ValueError(f"data lacks the field {name!r}; this loss needs {', '.join(names)}")
+        field = needs.field(name)
+        if field.alignment == "predictor" and responses:
+            raise ValueError(
+                f"{name} is stored at the position that predicts its token, which responses alone do not have"
+            )
+        per_row = field.per == "sequence"
+        value = call.data[name]
+        found = _per_row(name, value, rows, call) if per_row else field_rows(name, value, rows, call, field)
+        if name in needs.names and found.is_floating_point() != (field.dtype == "float"):
+            wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
+            raise ValueError(f"{name} must {wanted}, got {found.dtype}")
+        data["token_mask" if name == masks[0] else name] = found
+    ones = data["token_mask"].new_ones(rows.number)
+    given = "sample_mask" in call.data
+    data["sample_mask"] = _per_row("sample_mask", call.data["sample_mask"], rows, call) if given else ones
+    return rows, data
+
+
+def field_rows(name: str, values: Values, rows: Rows, call: LogProbCall, field: Field | None = None) -> Tensor:
+    try:
+        own, theirs = rows.shape_of(values), rows.shape_of(call.logprobs)
+        if own != theirs:
+            raise ValueError(f"has the shape {_text(own)}, the log-probs have {_text(theirs)}; they must be alike")
+        width = 1 if field is not None and field.width else 0
+        for x in [values] if isinstance(values, Tensor) else values:
+            if x.dim() != call.like.dim() + width:
+                raise ValueError(f"has the shape {list(x.shape)}; the log-probs have {list(call.like.shape)}")
+            if x.device != call.like.device:
+                raise ValueError(f"is on {x.device}, the log-probs on {call.like.device}; they must be on one device")
+        return rows.take(values, "token" if field is None else field.alignment)
+    except ValueError as error:
+        raise ValueError(f"{name} {error}") from error
+
+
+def _per_row(name: str, values: Values, rows: Rows, call: LogProbCall) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape != (rows.number,):
+        got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"{name} must be a tensor [{rows.number}], one value a sequence, got {got}")
+    if values.device != call.like.device:
+        raise ValueError(
+            f"{name} is on {values.device}, the log-probs on {call.like.device}; they must be on one device"
+        )
+    return values
+
+
+def _text(shape: object) -> str:
+    return str(list(shape)) if isinstance(shape, tuple) else str(shape)

@@ -1,0 +1,78 @@
+"""One loss called on log-probs, any layout and form, the numbers of its ordinary call on logits."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from parallel_rl.losses.registry import losses
+from parallel_rl.testing import layouts
+from parallel_rl.testing.cases import Case, Trial
+from parallel_rl.testing.check import runs_on
+from parallel_rl.testing.compare import faults
+from parallel_rl.testing.on_logprobs import OnLogProbs
+from parallel_rl.testing.pool import preload, run_world
+from parallel_rl.testing.sharded import Outcome, check_world
+from tests.distributed import law
+
+preload("parallel_rl.testing.on_logprobs", "tests.distributed.law")
+
+
+def _reads_log_probs(case: Case) -> bool:
+    return case.build().requirements.reads == "log-probs"
+
+
+TIERS = {
+    name: [case for case in cases if _reads_log_probs(case)]
+    for name, cases in {"core": law.CORE, "more": [*law.MORE, *law.RECIPES]}.items()
+}
+
+
+@cache
+def _trials(tier: str) -> list[Trial]:
+    found = []
+    for case in TIERS[tier]:
+        batch = law.batch_of(case)
+        found.append(Trial(OnLogProbs(case), batch, law.expected(case, batch)))
+    return found
+
+
+@cache
+def _outcomes(tier: str, layout: layouts.Layout) -> dict[str, list[Outcome]]:
+    given = [trial for trial in _trials(tier) if runs_on(trial.case, layout)]
+    per_rank = run_world(layout.world, check_world, [layout], given, torch.float64, timeout=300)
+    return {entries[0][0]: [outcome for *_, outcome in entries] for entries in zip(*per_rank, strict=True)}
+
+
+def _runs(tier: str, world: int, number: int | None = None, slow: bool = True) -> list:
+    of_world = layouts.layouts(world, number)
+    marks = [pytest.mark.slow] if slow else []
+    return [pytest.param(tier, layout, id=f"{tier}-{layout.name}", marks=marks) for layout in of_world]
+
+
+@pytest.mark.parametrize(
+    ("tier", "layout"),
+    [
+        *_runs("core", 4, 3, slow=False),
+        *(run for world in (1, 2) for run in _runs("core", world)),
+        *_runs("more", 4, 6),
+        *_runs("more", 1),
+    ],
+)
+def test_log_probs_give_the_numbers_of_logits(tier: str, layout: layouts.Layout) -> None:
+    """Loss, gradient through the log-probs and metrics are those of the dense references; masked log-probs are NaN."""
+    found, wrong = _outcomes(tier, layout), []
+    for trial in _trials(tier):
+        if runs_on(trial.case, layout):
+            wrong += [
+                f"{trial.case.name}: {fault}" for fault in faults(trial, {layout.name: found[trial.case.name]}, 1e-10)
+            ]
+    assert wrong == []
+
+
+def test_every_loss_on_log_probs_takes_part() -> None:
+    names = {name for name in losses() if not name.startswith("doc_")}
+    others = {"preference", "value", "prm", "distillation", "full_distillation"}
+    assert {case.loss for case in TIERS["core"]} == names - others
