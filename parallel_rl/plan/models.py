@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_rl.config.strict import nearest
+from parallel_rl.config.architecture import Architecture, Keys, read_architecture, read_json
 from parallel_rl.config.yaml_files import read_tree
 
-#: families whose weights are counted to the last one
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 _MEGATRON = ("num_layers", "hidden_size", "num_attention_heads")
 
 
@@ -113,13 +110,7 @@ def read_model(path: str | Path) -> ModelShape:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"{path} is not there; a config.json or Megatron's arguments are needed")
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else read_tree(path)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(tree, Mapping):
-        raise ValueError(f"{path} holds {type(tree).__name__}, not a mapping of sizes")
-    return model_of(tree, str(path))
+    return model_of(read_json(path) if path.suffix == ".json" else read_tree(path), str(path))
 
 
 def model_of(tree: Mapping[str, object], where: str = "the model") -> ModelShape:
@@ -129,73 +120,43 @@ def model_of(tree: Mapping[str, object], where: str = "the model") -> ModelShape
     128
     """
     if "num_hidden_layers" in tree or "model_type" in tree:
-        return _hugging_face(_Keys(tree, where))
+        return _hugging_face(read_architecture(tree, where))
     if all(key in tree for key in _MEGATRON):
-        return _megatron(_Keys(tree, where))
+        return _megatron(Keys(tree, where))
     raise ValueError(f"{where} has neither num_hidden_layers (Hugging Face) nor {', '.join(_MEGATRON)} (Megatron)")
 
 
-class _Keys:
-    """Typed look-ups that say which file lacks a key, or holds what in it."""
-
-    def __init__(self, tree: Mapping[str, object], where: str) -> None:
-        self.tree, self.where = tree, where
-
-    def number(self, *names: str, default: int | None = None) -> int:
-        for name in names:
-            value = self.tree.get(name)
-            if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise ValueError(f"{self.where}: {name} = {value!r} must be an integer")
-                return value
-        if default is None:
-            raise ValueError(f"{self.where} lacks {names[0]}")
-        return default
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.tree.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.where}: {name} = {value!r} must be true or false")
-        return value
-
-
-def _hugging_face(keys: _Keys) -> ModelShape:
-    family = str(keys.tree.get("model_type"))
-    if family not in FAMILIES:
-        raise ValueError(f"{keys.where}: model_type = {family!r} is not known; {nearest(family, FAMILIES)}")
-    hidden, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
-    moe = family == "qwen3_moe"
+def _hugging_face(model: Architecture) -> ModelShape:
+    experts = model.experts
     return ModelShape(
-        layers=keys.number("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        groups=keys.number("num_key_value_heads", default=heads),
-        head_dim=keys.number("head_dim", default=hidden // max(heads, 1)),
-        ffn=keys.number("intermediate_size"),
-        vocab=keys.number("vocab_size"),
-        tied=keys.flag("tie_word_embeddings"),
-        qkv_bias=family == "qwen2" or keys.flag("attention_bias"),
-        qk_norm=family.startswith("qwen3"),
-        experts=keys.number("num_experts") if moe else 0,
-        expert_ffn=keys.number("moe_intermediate_size") if moe else 0,
-        experts_per_token=keys.number("num_experts_per_tok") if moe else 0,
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        groups=model.groups,
+        head_dim=model.head_dim,
+        ffn=model.ffn,
+        vocab=model.vocab,
+        tied=model.tied,
+        qkv_bias=model.qkv_bias,
+        qk_norm=model.qk_norm,
+        experts=0 if experts is None else experts.number,
+        expert_ffn=0 if experts is None else experts.ffn_hidden,
+        experts_per_token=0 if experts is None else experts.per_token,
     )
 
 
-def _megatron(keys: _Keys) -> ModelShape:
-    hidden, heads = keys.number("hidden_size"), keys.number("num_attention_heads")
+def _megatron(keys: Keys) -> ModelShape:
+    hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     gated = keys.flag("swiglu") or keys.flag("gated_linear_unit")
-    experts = keys.number("num_experts", "num_moe_experts", default=0)
+    experts = keys.integer("num_experts", "num_moe_experts", default=0)
     return ModelShape(
-        layers=keys.number("num_layers"),
+        layers=keys.integer("num_layers"),
         hidden=hidden,
         heads=heads,
-        groups=keys.number("num_query_groups", default=heads),
-        head_dim=keys.number("kv_channels", default=hidden // max(heads, 1)),
-        ffn=keys.number("ffn_hidden_size", default=_ffn(hidden, gated)),
-        vocab=keys.number("padded_vocab_size", "vocab_size"),
+        groups=keys.integer("num_query_groups", default=heads),
+        head_dim=keys.integer("kv_channels", default=hidden // max(heads, 1)),
+        ffn=keys.integer("ffn_hidden_size", default=_ffn(hidden, gated)),
+        vocab=keys.integer("padded_vocab_size", "vocab_size"),
         gated=gated,
         tied=not keys.flag("untie_embeddings_and_output_weights"),
         qkv_bias=keys.flag("add_qkv_bias"),
@@ -203,8 +164,8 @@ def _megatron(keys: _Keys) -> ModelShape:
         biases=keys.flag("add_bias_linear", not keys.flag("disable_bias_linear", True)),
         layer_norm=keys.tree.get("normalization", "RMSNorm") == "LayerNorm",
         experts=experts,
-        expert_ffn=keys.number("moe_ffn_hidden_size", default=_ffn(hidden, gated)) if experts else 0,
-        experts_per_token=keys.number("moe_router_topk", default=2) if experts else 0,
+        expert_ffn=keys.integer("moe_ffn_hidden_size", default=_ffn(hidden, gated)) if experts else 0,
+        experts_per_token=keys.integer("moe_router_topk", default=2) if experts else 0,
     )
 
 
