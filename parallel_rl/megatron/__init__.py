@@ -42,8 +42,6 @@ from parallel_rl.megatron.loss import LossReport, megatron_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch, packed_batch, padded_batch
 from parallel_rl.megatron.model import (
     build_model,
-    destroy,
-    initialize,
     layer_spec,
     padded_vocab_size,
     unwrap,
@@ -52,9 +50,10 @@ from parallel_rl.megatron.model import (
 from parallel_rl.megatron.model_config import build_config, has_transformer_engine
 from parallel_rl.megatron.model_input import ModelInput, forward_logits, packed_bounds, packed_input, padded_input
 from parallel_rl.megatron.norm import ShardedNorm
+from parallel_rl.megatron.process_groups import destroy, initialize
 from parallel_rl.megatron.scalar_head import ScalarHead, copy_trunk
 from parallel_rl.megatron.step import StepReport, forward_backward
-from parallel_rl.megatron.weights import global_parameters, initialize_weights, local_shard
+from parallel_rl.megatron.weights import global_parameters, initialize_weights, local_shard, whole_tensor
 
 __all__ = [  # in the order of the docstring
     "initialize",
@@ -97,5 +96,6 @@ __all__ = [  # in the order of the docstring
     "ShardedNorm",
     "global_parameters",
     "local_shard",
+    "whole_tensor",
     "initialize_weights",
 ]

@@ -114,8 +114,25 @@ def without_builds() -> Iterator[None]:
             os.environ[name] = before
 
 
+class _HostStream:
+    """The one stream of the host, in which everything is done when it is called."""
+
+    def wait_stream(self, stream: object) -> None:
+        """Do nothing: what was before is done."""
+
+    def record_event(self) -> _HostStream:
+        """Return something that is synchronised already."""
+        return self
+
+    def synchronize(self) -> None:
+        """Do nothing: what was before is done."""
+
+
 def _replace_cuda_functions() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    stream = _HostStream()
 
     def current_device() -> torch.device:
         return _CPU
@@ -132,7 +149,18 @@ def _replace_cuda_functions() -> None:
     def seed(value: int) -> None:
         torch.manual_seed(value)
 
+    def current_stream(*_: object, **__: object) -> _HostStream:
+        return stream
+
+    def moved_to_cpu(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
+        return (
+            tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+        )  # Megatron: only if it was elsewhere
+
     replaced: dict[tuple[object, str], object] = {
+        (token_dispatcher.MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"): stream,
+        (token_dispatcher, "maybe_move_tensor_to_cpu"): moved_to_cpu,
+        (torch.cuda, "current_stream"): current_stream,
         (torch.cuda, "current_device"): current_device,
         (torch.cuda, "synchronize"): nothing,
         (torch.cuda, "get_rng_state"): get_state,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -15,81 +16,20 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from parallel_rl.config.architecture import RopeScaling
 from parallel_rl.megatron.attention import SelfAttentionCore
-from parallel_rl.megatron.cpu import enable_cpu
 from parallel_rl.megatron.model_config import CUT, has_transformer_engine
 from parallel_rl.megatron.norm import ShardedNorm
 from parallel_rl.megatron.scalar_head import replace_head
-from parallel_rl.megatron.weights import global_parameters, initialize_weights
+from parallel_rl.megatron.weights import initialize_weights, mark_parameters
 
 PositionEmbedding = Literal["rope", "learned_absolute"]
-
-
-# The world and the sizes of the groups that `initialize` made last.
-_present: list[tuple[object, tuple[int, int, int, int | None, float]]] = []
-
-
-def initialize(
-    tp: int = 1, cp: int = 1, pp: int = 1, *, seed: int = 0, virtual_pp: int | None = None, timeout: float = 1800.0
-) -> None:
-    """Create Megatron's process groups and random states over the default process group; the rest of the world is data
-    parallel.
-
-    A present layout of the same sizes keeps its groups, another one is destroyed first. Without CUDA, `enable_cpu()` is called.
-
-    >>> initialize(tp=1, cp=1, pp=1)
-
-    Args:
-        tp, cp, pp: tensor, context and pipeline parallel sizes.
-        seed: of Megatron's random states; it must be the same on every rank.
-        virtual_pp: model chunks per pipeline stage (interleaved schedule).
-        timeout: seconds that a rank waits in one collective of these groups.
-
-    Raises:
-        ValueError: a size below 1, or a world that is not divisible by tp·cp·pp.
-        RuntimeError: torch.distributed is not initialised.
-    """
-    for name, size in (("tp", tp), ("cp", cp), ("pp", pp)):
-        if size < 1:
-            raise ValueError(f"{name} = {size} must be at least 1")
-    if not dist.is_initialized():
-        raise RuntimeError("call torch.distributed.init_process_group first (torchrun sets its environment)")
-    world = dist.get_world_size()
-    if world % (tp * cp * pp):
-        raise ValueError(
-            f"the world has {world} ranks, which is not divisible by tp {tp} × cp {cp} × pp {pp} = {tp * cp * pp}"
-        )
-    on_host = enable_cpu()
-    layout = (tp, cp, pp, virtual_pp, timeout)
-    if not (parallel_state.model_parallel_is_initialized() and _present == [(dist.group.WORLD, layout)]):
-        destroy()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp,
-            context_parallel_size=cp,
-            pipeline_model_parallel_size=pp,
-            virtual_pipeline_model_parallel_size=virtual_pp,
-            distributed_timeout_minutes=timeout / 60,
-        )
-        _present[:] = [(dist.group.WORLD, layout)]
-    # On the host there is one random state, so Megatron's tracker must not swap it; nothing random runs inside a
-    # model anyway.
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_host, force_reset_rng=True)
-
-
-def destroy() -> None:
-    """Destroy Megatron's process groups; the default process group stays.
-
-    >>> destroy()
-    >>> initialize()
-    """
-    _present.clear()
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
@@ -98,6 +38,8 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
     >>> layer_spec(config).module.__name__
     'TransformerLayer'
     """
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # 0.16 asks for it without having made it where the engine is not installed
     if has_transformer_engine(config.params_dtype):
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts,
@@ -142,12 +84,14 @@ def build_model(
     max_sequence_length: int,
     *,
     position_embedding: PositionEmbedding = "rope",
-    rotary_base: int = 10000,
+    rotary_base: float = 10000,
     rotary_percent: float = 1.0,
+    rope_scaling: RopeScaling | None = None,
     tie_embeddings: bool = False,
     vocab_multiple: int = 1,
     scalar_head: bool = False,
     seed: int = 0,
+    draw_weights: bool = True,
     vp_stage: int | None = None,
 ) -> GPTModel:
     """Build this rank's part of a GPT decoder; its weights depend on (seed, name), not on the layout.
@@ -161,16 +105,19 @@ def build_model(
             true V to the losses as `vocab_size=`, they then leave the padding out.
         max_sequence_length: the longest sequence (learned positions have as many rows).
         position_embedding: rotary or learned.
+        rope_scaling: Llama 3.1's stretching of rotary positions.
         tie_embeddings: one matrix for embedding and LM head.
         scalar_head: one output a position (`ScalarHead`) in place of logits: a critic or a reward model.
         seed: of the weights.
+        draw_weights: False leaves the matrices as they were allotted: something will be loaded.
         vp_stage: which model chunk of this stage, for an interleaved schedule.
 
     Returns:
         The model: its forward gives logits [B, S/cp, V_padded/tp] (or [B, S/cp, 1]) on the last pipeline stage.
 
     Raises:
-        ValueError: a size below 1, an unknown position embedding, tied embeddings or multi-token prediction with a scalar head.
+        ValueError: a size below 1, an unknown position embedding, rope_scaling without rotary positions, tied embeddings or
+            multi-token prediction with a scalar head.
     """
     if vocab_size < 1 or max_sequence_length < 1:
         raise ValueError(
@@ -179,6 +126,10 @@ def build_model(
     if position_embedding not in ("rope", "learned_absolute"):
         raise ValueError(
             f"position_embedding = {position_embedding!r} is not valid; choose 'rope' or 'learned_absolute'"
+        )
+    if rope_scaling is not None and position_embedding != "rope":
+        raise ValueError(
+            f"rope_scaling = {rope_scaling} has no effect with position_embedding = {position_embedding!r}"
         )
     if scalar_head and tie_embeddings:
         raise ValueError("tie_embeddings = True is incompatible with scalar_head = True, which has no matrix to tie")
@@ -200,21 +151,25 @@ def build_model(
         # or Apex.
         layers = get_num_layers_to_build(config, vp_stage)
         spec = TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=ShardedNorm)
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=padded_vocab_size(vocab_size, vocab_multiple),
-        max_sequence_length=max_sequence_length,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        parallel_output=True,
-        share_embeddings_and_output_weights=tie_embeddings,
-        position_embedding_type=position_embedding,
-        rotary_base=rotary_base,
-        rotary_percent=rotary_percent,
-        mtp_block_spec=_mtp_spec(config, vp_stage),
-        vp_stage=vp_stage,
-    )
+    with contextlib.nullcontext() if draw_weights else _not_drawn(config):
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=padded_vocab_size(vocab_size, vocab_multiple),
+            max_sequence_length=max_sequence_length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=tie_embeddings,
+            position_embedding_type=position_embedding,
+            rotary_base=rotary_base,
+            rotary_percent=rotary_percent,
+            mtp_block_spec=_mtp_spec(config, vp_stage),
+            vp_stage=vp_stage,
+        )
+    if rope_scaling is not None:
+        rope = model.rotary_pos_emb
+        rope.inv_freq = rope._apply_scaling(rope.inv_freq, **vars(rope_scaling))
     if scalar_head:
         replace_head(model)
     if tie_embeddings and model.mtp_process and not model.pre_process:
@@ -225,12 +180,27 @@ def build_model(
     )
     # Megatron makes learned positions in torch's default dtype; without Float16Module nobody would cast them.
     model.to(dtype=config.params_dtype)
-    for name, parameter in global_parameters([model]):
-        if config.gated_linear_unit and ".linear_fc1." in name:
-            # Each rank holds its part of both halves; not every version says so.
-            parameter.partition_stride = 2  # type: ignore[attr-defined]
-    initialize_weights([model], seed, vocab_size)
+    mark_parameters(model)
+    # for who describes the model to others: Megatron does not keep them
+    model.true_vocab_size, model.rope_scaling, model.scalar_head = vocab_size, rope_scaling, scalar_head
+    if draw_weights:
+        initialize_weights([model], seed, vocab_size)
     return model
+
+
+@contextlib.contextmanager
+def _not_drawn(config: TransformerConfig) -> Iterator[None]:
+    """Lets Megatron mark the parameters of a new model as cut without drawing what they hold."""
+    names = [field for field in type(config).__dataclass_fields__ if field.endswith("init_method")]
+    before = {name: getattr(config, name) for name in names}
+    for name, method in before.items():
+        if method is not None:
+            setattr(config, name, lambda tensor: tensor)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(config, name, method)
 
 
 def wrap_model(

@@ -11,6 +11,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from parallel_rl.config.architecture import Experts
 from parallel_rl.layout import CPLayout
 
 #: field of newer versions' TransformerConfig; on older ones an attribute that our layers read
@@ -49,7 +50,9 @@ def build_config(
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm",
     gated: bool = True,
     bias: bool = False,
+    qkv_bias: bool = False,
     qk_norm: bool = False,
+    experts: Experts | None = None,
     norm_epsilon: float = 1e-5,
     init_std: float = 0.02,
     recompute: bool = False,
@@ -71,7 +74,8 @@ def build_config(
         sequence_parallel: shards the activations between tensor-parallel regions; without effect on one tensor rank.
         calculate_per_token_loss: Megatron's flag; `megatron_loss_func` obeys the law with either.
         gated: SwiGLU instead of GELU.
-        bias: biases in the linear layers.
+        bias: biases in the linear layers. qkv_bias: of queries, keys and values alone.
+        experts: a mixture of them in place of every MLP.
         recompute: full activation recomputation, layer by layer.
         deterministic: Megatron's `deterministic_mode`.
         dropout: must be 0; the law does not hold otherwise.
@@ -104,6 +108,7 @@ def build_config(
         "gated_linear_unit": gated,
         "activation_func": torch.nn.functional.silu if gated else torch.nn.functional.gelu,
         "add_bias_linear": bias,
+        "add_qkv_bias": qkv_bias,
         "qk_layernorm": qk_norm,
         "init_method_std": init_std,
         "hidden_dropout": dropout,
@@ -113,7 +118,6 @@ def build_config(
         "pipeline_model_parallel_size": pp,
         "virtual_pipeline_model_parallel_size": virtual_pp,
         "variable_seq_lengths": pp > 1,  # stages tell each other the shapes: packed rows and rollouts change theirs
-        "moe_token_dispatcher_type": "alltoall",  # the one that allows variable lengths; a dense model has none
         # One batch would mix activations and gradients where the next and the previous of two interleaved stages are one rank.
         "overlap_p2p_comm": virtual_pp is not None,
         "batch_p2p_comm": virtual_pp is None,
@@ -123,6 +127,7 @@ def build_config(
         "recompute_granularity": "full" if recompute else None,
         "recompute_method": "uniform" if recompute else None,
         "recompute_num_layers": 1 if recompute else None,
+        **_expert_fields(experts, dtype),
         **_fusions(gated, bias, dtype),
         **(overrides or {}),
     }
@@ -136,6 +141,25 @@ def build_config(
     if not known:
         setattr(config, CUT, cp_layout)
     return config
+
+
+def _expert_fields(experts: Experts | None, dtype: torch.dtype) -> dict[str, object]:
+    sizes: dict[str, object] = {
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "moe_token_dispatcher_type": "alltoall",  # the one that allows variable lengths; a dense model has none
+    }
+    if experts is None:
+        return sizes
+    return {
+        **sizes,
+        "num_moe_experts": experts.number,
+        "moe_ffn_hidden_size": experts.ffn_hidden,
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.normalised,  # a softmax over all experts, or over those of the token
+        "moe_router_dtype": "fp32" if dtype.itemsize < 4 else None,
+        "moe_aux_loss_coeff": experts.aux_loss,
+    }
 
 
 def _fusions(gated: bool, bias: bool, dtype: torch.dtype) -> dict[str, object]:
@@ -157,12 +181,21 @@ def _check_fields(fields: Mapping[str, object], tp: int, pp: int, virtual_pp: in
     for name in ("hidden_dropout", "attention_dropout"):
         if fields[name] != 0:
             raise ValueError(f"{name} = {fields[name]} must be 0: with dropout the numbers depend on the layout")
-    names = ("num_layers", "num_attention_heads", "num_query_groups", "ffn_hidden_size")
-    sizes = {name: value for name in names if isinstance(value := fields[name], int)}
+    ranks: tuple[object, str] = (tp, "tensor parallel ranks")
+    parts_of: dict[str, tuple[object, str]] = {
+        "num_layers": (pp * (virtual_pp or 1), "pipeline stages"),
+        "num_attention_heads": ranks,
+        "num_query_groups": ranks,
+    }
+    if fields.get("num_moe_experts") is None:
+        parts_of["ffn_hidden_size"] = ranks
+    else:
+        parts_of["num_moe_experts"] = (fields["expert_model_parallel_size"], "expert parallel ranks")
+        parts_of["moe_ffn_hidden_size"] = (fields["expert_tensor_parallel_size"], "expert tensor parallel ranks")
+    sizes = {name: value for name in parts_of if isinstance(value := fields.get(name), int)}
     for name, value in sizes.items():
-        parts, what = (
-            (pp * (virtual_pp or 1), "pipeline stages") if name == "num_layers" else (tp, "tensor parallel ranks")
-        )
+        parts, what = parts_of[name]
+        assert isinstance(parts, int)
         if name == "num_query_groups" and 0 < value < tp:
             continue  # Megatron repeats them
         if value < 1 or value % parts:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
+# an expert's number among those of its rank: Megatron's own spelling, and Transformer Engine's of grouped matrices
+_EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
 
 def global_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Parameter]]:
     """Iterate over this rank's parameters with the names that a one-process model gives them.
 
-    Layers count from the first pipeline stage on, and the copy of tied embeddings on the last stage has the
-    embedding's name.
+    Layers count from the first pipeline stage on and experts from the first expert rank on, and the copy of tied embeddings on
+    the last stage has the embedding's name.
 
     >>> next(global_parameters([model]))[0]
     'embedding.word_embeddings.weight'
@@ -33,8 +38,11 @@ def global_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
             for name, layer in module.named_modules()
             if isinstance(layer, TransformerLayer)
         }
+        experts = (module.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+        first_expert = experts * parallel_state.get_expert_model_parallel_rank()
         for name, parameter in module.named_parameters():
-            yield _global_name(name, layers, module.share_embeddings_and_output_weights), parameter
+            whole = _global_name(name, layers, module.share_embeddings_and_output_weights)
+            yield shift_expert(whole, first_expert), parameter
 
 
 def _global_name(name: str, layers: dict[str, int], tied: bool) -> str:
@@ -46,12 +54,63 @@ def _global_name(name: str, layers: dict[str, int], tied: bool) -> str:
     return name
 
 
-def whole_shape(parameter: Parameter) -> tuple[int, ...]:
-    """The shape of the parameter over all tensor parallel ranks."""
+def shift_expert(name: str, by: int) -> str:
+    """Add `by` to the number of the expert whose parameter has this name; other names stay.
+
+    >>> shift_expert("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", 4)
+    'decoder.layers.0.mlp.experts.local_experts.5.linear_fc2.weight'
+    """
+    found = _EXPERT.search(name)
+    return name if found is None else f"{name[: found.start(2)]}{int(found[2]) + by}{name[found.end(2) :]}"
+
+
+def mark_parameters(model: torch.nn.Module) -> None:
+    """Say on the parameters of a new model how they are cut, where Megatron does not."""
+    gated = get_attr_wrapped_model(model, "config").gated_linear_unit
+    for name, parameter in global_parameters([model]):
+        if gated and ".linear_fc1." in name:
+            # Each rank holds its part of both halves; not every version says so.
+            parameter.partition_stride = 2  # type: ignore[attr-defined]
+        if ".experts." in name:
+            parameter.of_expert = True  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a parameter is cut: this rank's rows and columns of `shape`, the whole.
+
+    Attributes:
+        rank, group: of the ranks among which it is cut, in order; None: each holds it whole.
+        dim, stride: along which dimension, and into how many parts that are cut each for themselves (a gated layer: 2).
+    """
+
+    shape: tuple[int, ...]
+    rank: int = 0
+    group: ProcessGroup | None = None
+    dim: int = 0
+    stride: int = 1
+
+    def ranges(self, rank: int | None = None) -> list[tuple[int, int]]:
+        """[start, stop) along `dim` of this rank's parts, or of those of another one."""
+        size = 1 if self.group is None else self.group.size()
+        width = self.shape[self.dim] // (size * self.stride)
+        starts = [((part * size) + (self.rank if rank is None else rank)) * width for part in range(self.stride)]
+        return [(start, start + width) for start in starts]
+
+
+def cut_of(parameter: Parameter) -> Cut:
+    """Return how Megatron cuts `parameter` over tensor ranks, or one of an expert over expert tensor ranks."""
     shape = list(parameter.shape)
-    if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()  # type: ignore[attr-defined]
-    return tuple(shape)
+    if not getattr(parameter, "tensor_model_parallel", False):
+        return Cut(tuple(shape))
+    group = (
+        parallel_state.get_expert_tensor_parallel_group()
+        if getattr(parameter, "of_expert", False)
+        else parallel_state.get_tensor_model_parallel_group()
+    )
+    dim: int = parameter.partition_dim  # type: ignore[attr-defined]
+    shape[dim] *= group.size()
+    return Cut(tuple(shape), group.rank(), group, dim, parameter.partition_stride)  # type: ignore[attr-defined]
 
 
 def local_shard(whole: Tensor, parameter: Parameter) -> Tensor:
@@ -66,19 +125,37 @@ def local_shard(whole: Tensor, parameter: Parameter) -> Tensor:
     Raises:
         ValueError: a tensor that does not fit the parameter.
     """
-    shape = whole_shape(parameter)
+    cut = cut_of(parameter)
+    shape = cut.shape
     if whole.shape[1:] != shape[1:] or whole.shape[0] > shape[0]:
         raise ValueError(
             f"a tensor of shape {list(whole.shape)} does not fit the parameter's whole shape {list(shape)}"
         )
     if whole.shape[0] < shape[0]:
         whole = torch.cat((whole, whole.new_zeros(shape[0] - whole.shape[0], *shape[1:])))
-    if not getattr(parameter, "tensor_model_parallel", False):
+    if cut.group is None:
         return whole
-    dim, stride = parameter.partition_dim, parameter.partition_stride  # type: ignore[attr-defined]
-    size, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
-    pieces = whole.chunk(size * stride, dim=dim)
-    return torch.cat(pieces[rank::size], dim=dim)
+    return torch.cat([whole.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges()], dim=cut.dim)
+
+
+@torch.no_grad()
+def whole_tensor(parameter: Parameter) -> Tensor:
+    """Return a parameter over all tensor ranks, vocabulary padding included: the reverse of `local_shard`; one all-gather.
+
+    >>> whole_tensor(unwrap(model).output_layer.weight).shape
+    torch.Size([8, 16])
+    """
+    cut, local = cut_of(parameter), parameter.detach().contiguous()
+    if cut.group is None or cut.group.size() == 1:
+        return local
+    parts = [torch.empty_like(local) for _ in range(cut.group.size())]
+    torch.distributed.all_gather(parts, local, group=cut.group)
+    whole = local.new_empty(cut.shape)
+    for rank, part in enumerate(parts):
+        ranges = cut.ranges(rank)
+        for (start, stop), piece in zip(ranges, part.chunk(len(ranges), dim=cut.dim), strict=True):
+            whole.narrow(cut.dim, start, stop - start).copy_(piece)
+    return whole
 
 
 @torch.no_grad()
@@ -95,7 +172,7 @@ def initialize_weights(models: Sequence[torch.nn.Module], seed: int, vocab_size:
         for name, parameter in global_parameters([model]):
             if parameter.dim() < 2:
                 continue
-            shape = whole_shape(parameter)
+            shape = cut_of(parameter).shape
             if name in (EMBEDDING, HEAD):
                 shape = (min(vocab_size, shape[0]), *shape[1:])
             std = config.init_method_std

@@ -1,0 +1,87 @@
+"""Megatron's process groups over the default one."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from parallel_rl.megatron.cpu import enable_cpu
+
+# The world and the sizes of the groups that `initialize` made last.
+_present: list[tuple[object, tuple[int, int, int, int, int | None, int | None, float]]] = []
+
+
+def initialize(
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    *,
+    ep: int = 1,
+    etp: int | None = None,
+    seed: int = 0,
+    virtual_pp: int | None = None,
+    timeout: float = 1800.0,
+) -> None:
+    """Create Megatron's process groups and random states over the default process group; the rest of the world is data
+    parallel.
+
+    A present layout of the same sizes keeps its groups, another one is destroyed first. Without CUDA, `enable_cpu()` is called.
+
+    >>> initialize(tp=1, cp=1, pp=1)
+
+    Args:
+        tp, cp, pp: tensor, context and pipeline parallel sizes.
+        ep, etp: expert parallel size, and how many ranks share each expert's matrices (None: tp). They divide the ranks of a
+            pipeline stage in their own way: a stage's tensor × context × data ranks are ep · etp · (replicas of an expert).
+        seed: of Megatron's random states; it must be the same on every rank.
+        virtual_pp: model chunks per pipeline stage (interleaved schedule).
+        timeout: seconds that a rank waits in one collective of these groups.
+
+    Raises:
+        ValueError: a size below 1, or a world that is not divisible by tp·cp·pp and by etp·ep·pp.
+        RuntimeError: torch.distributed is not initialised.
+    """
+    expert_tp = tp if etp is None else etp
+    for name, size in (("tp", tp), ("cp", cp), ("pp", pp), ("ep", ep), ("etp", expert_tp)):
+        if size < 1:
+            raise ValueError(f"{name} = {size} must be at least 1")
+    if not dist.is_initialized():
+        raise RuntimeError("call torch.distributed.init_process_group first (torchrun sets its environment)")
+    world = dist.get_world_size()
+    if world % (tp * cp * pp):
+        raise ValueError(
+            f"the world has {world} ranks, which is not divisible by tp {tp} × cp {cp} × pp {pp} = {tp * cp * pp}"
+        )
+    if world % (expert_tp * ep * pp):
+        raise ValueError(
+            f"the world has {world} ranks, which is not divisible by etp {expert_tp} × ep {ep} × pp {pp} = "
+            f"{expert_tp * ep * pp}"
+        )
+    on_host = enable_cpu()
+    layout = (tp, cp, pp, ep, etp, virtual_pp, timeout)
+    if not (parallel_state.model_parallel_is_initialized() and _present == [(dist.group.WORLD, layout)]):
+        destroy()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            context_parallel_size=cp,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=virtual_pp,
+            expert_model_parallel_size=ep,
+            expert_tensor_parallel_size=etp,
+            distributed_timeout_minutes=timeout / 60,
+        )
+        _present[:] = [(dist.group.WORLD, layout)]
+    # On the host there is one random state, so Megatron's tracker must not swap it; nothing random runs inside a
+    # model anyway.
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_host, force_reset_rng=True)
+
+
+def destroy() -> None:
+    """Destroy Megatron's process groups; the default process group stays.
+
+    >>> destroy()
+    >>> initialize()
+    """
+    _present.clear()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
