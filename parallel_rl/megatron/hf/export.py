@@ -1,0 +1,129 @@
+"""Megatron models as whole tensors under Hugging Face's names, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import Parameter
+
+from parallel_rl.megatron.hf.describe import describe_model
+from parallel_rl.megatron.hf.table import Source, spelled_locally, table
+from parallel_rl.megatron.model import unwrap
+from parallel_rl.megatron.weights import EMBEDDING, cut_of, global_parameters, shift_expert, whole_tensor
+
+Models = torch.nn.Module | Sequence[torch.nn.Module]
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of this rank, under the name of Megatron's local layers in the whole model.
+
+    Attributes:
+        experts: how many of a layer are on each expert rank, where it is one of an expert; else 0.
+    """
+
+    name: str
+    parameter: Parameter
+    experts: int = 0
+
+    def on(self, owner: int, rank: int) -> str:
+        """The name of the parameter that stands on expert rank `owner` where this one stands on `rank`."""
+        return shift_expert(self.name, (owner - rank) * self.experts)
+
+
+def export_tensors(model: Models) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over (Hugging Face name, whole tensor) of the whole model, on every rank of the world alike.
+
+    No rank ever holds more than one parameter whole. A tensor may be the model's own memory: use it up, or copy it, before the
+    model trains on. All ranks iterate to the end. This is what an engine's weight transfer asks for (vLLM's `WeightSource`).
+
+    >>> [name for name, _ in export_tensors(model)][:3]
+    ['model.embed_tokens.weight', 'model.layers.0.input_layernorm.weight', 'model.layers.0.self_attn.o_proj.weight']
+
+    Args:
+        model: a model, wrapped or not, or the chunks of this rank.
+
+    Raises:
+        ValueError: a model that is none of Hugging Face's families.
+    """
+    held, sources = held_parameters(model)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    experts = parallel_state.get_expert_model_parallel_group()
+    steps = [
+        (owner, one, one.on(owner, experts.rank()))
+        for one in held
+        for owner in (range(experts.size()) if one.experts else [experts.rank()])
+    ]
+    listing = [(name, one.parameter.dtype) for _, one, name in steps]
+    stages = [listing] * group.size()
+    if group.size() > 1:
+        dist.all_gather_object(stages, listing, group=group)
+    for stage, names in enumerate(stages):
+        for index, (name, dtype) in enumerate(names):
+            if stage == group.rank():
+                owner, one, _ = steps[index]
+                parts = split(sources[name], _whole(one, owner, experts))
+            else:
+                device, shapes = held[0].parameter.device, sources[name].shapes()
+                parts = {part: torch.empty(shape, dtype=dtype, device=device) for part, shape in shapes.items()}
+            for part, tensor in parts.items():
+                yield part, _broadcast(tensor, stage, group)
+
+
+def held_parameters(model: Models) -> tuple[list[Held], dict[str, Source]]:
+    """List this rank's parameters, tied embeddings once, on the first stage; and the sources of all of the whole model.
+
+    Raises:
+        ValueError: a model that is none of Hugging Face's families, or a parameter that has no place there.
+    """
+    chunks = [unwrap(chunk) for chunk in ([model] if isinstance(model, torch.nn.Module) else model)]
+    sources = table(describe_model(chunks[0]).architecture, scalar_head=chunks[0].scalar_head)
+    per_rank = (chunks[0].config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
+    held = []
+    for chunk in chunks:
+        for name, parameter in global_parameters([chunk]):
+            if name == EMBEDDING and not chunk.pre_process:
+                continue
+            local = spelled_locally(name)
+            if local not in sources:
+                raise ValueError(f"the model's parameter {name} has no place in a Hugging Face folder")
+            of_expert = shift_expert(local, 1) != local
+            held.append(Held(local, parameter, per_rank if of_expert else 0))
+    return held, sources
+
+
+def split(source: Source, whole: Tensor) -> dict[str, Tensor]:
+    """Cut a whole parameter into Hugging Face's tensors; vocabulary padding is left out."""
+    if len(source.rows) == 1:
+        [piece] = source.rows
+        return {piece.name: whole[: piece.stop]}
+    parts = {name: whole.new_empty(shape) for name, shape in source.shapes().items()}
+    at = 0
+    for piece in source.rows:
+        rows = piece.stop - piece.start
+        parts[piece.name][piece.start : piece.stop].copy_(whole[at : at + rows])
+        at += rows
+    return parts
+
+
+def _whole(one: Held, owner: int, experts: ProcessGroup) -> Tensor:
+    """The whole of a parameter, or of the one in its place on expert rank `owner`."""
+    parameter = one.parameter
+    if not one.experts:
+        return whole_tensor(parameter)
+    here = owner == experts.rank()
+    whole = whole_tensor(parameter) if here else parameter.new_empty(cut_of(parameter).shape)
+    return _broadcast(whole, owner, experts)
+
+
+def _broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Tensor:
+    if group.size() > 1:
+        tensor = tensor.detach().contiguous()
+        dist.broadcast(tensor, dist.get_global_rank(group, source), group=group)
+    return tensor

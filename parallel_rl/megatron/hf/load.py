@@ -1,0 +1,197 @@
+"""A Hugging Face folder as Megatron models of the present layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch.nn import Parameter
+
+from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
+from parallel_rl.config.architecture import OTHER_CONVERTERS, Architecture, read_architecture, read_json
+from parallel_rl.megatron.hf.folder import Folder, Reader, check_names, read_folder
+from parallel_rl.megatron.hf.table import Source, spelled_locally, table
+from parallel_rl.megatron.model import build_model
+from parallel_rl.megatron.model_config import build_config
+from parallel_rl.megatron.weights import EMBEDDING, cut_of, global_parameters
+
+CONFIG = "config.json"
+_TIED_HEAD, _SCORE = "lm_head.weight", "score.weight"
+_IGNORED = (".rotary_emb.inv_freq",)  # old checkpoints hold what is computed
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """What config.json says of a model: its architecture, and every entry as it was read.
+
+    A `GPTModel` that was built from a folder keeps it in its attribute `hf`.
+    """
+
+    architecture: Architecture
+    config: Mapping[str, object]
+
+
+def load_hf(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    sequence_parallel: bool = False,
+    scalar_head: bool = False,
+    vocab_multiple: int = 1,
+    overrides: Mapping[str, object] | None = None,
+) -> list[GPTModel]:
+    """Load config.json and safetensors into this rank's part of a model, on the layout that `initialize` has set.
+
+    Every rank of the world calls it, and each reads only its own rows. Families: llama (with 3.1's rotary positions), mistral,
+    qwen2, qwen3, qwen3_moe.
+
+    Args:
+        folder: as transformers writes it. Links in it are followed, pickles never opened.
+        dtype: of the parameters, whatever the files hold.
+        sequence_parallel: see `build_config`.
+        scalar_head: one output a position in place of logits: the folder's `score.weight` if it has one, else zeros.
+        vocab_multiple: see `build_model`.
+        overrides: further fields of TransformerConfig by name (recompute_granularity, moe_aux_loss_coeff, ...).
+
+    Returns:
+        The model chunks of this rank: one, unless `initialize` was given virtual_pp.
+
+    Raises:
+        ValueError: no weights; a family or an option of config.json that is not supported; a tensor that is missing, has
+            another shape or is not used; a file that is cut short; sizes that the layout does not divide. On all ranks.
+    """
+    described, found = on_first_rank(partial(_read, Path(folder), scalar_head), f"{folder} cannot be read")
+    models = build_hf(
+        described,
+        dtype=dtype,
+        sequence_parallel=sequence_parallel,
+        scalar_head=scalar_head,
+        vocab_multiple=vocab_multiple,
+        overrides=overrides,
+    )
+    raise_on_all_ranks(partial(_fill, models, found, scalar_head))
+    return models
+
+
+def read_hf(folder: str | Path) -> HFModel:
+    """Read config.json, on this rank alone.
+
+    Raises:
+        ValueError: it is missing or malformed, or describes a model that is not supported.
+    """
+    path = Path(folder) / CONFIG
+    config = read_json(path)
+    architecture = read_architecture(config, str(path))
+    if architecture.obstacles:
+        raise ValueError(f"{path}: {architecture.obstacles[0]} is not supported; {OTHER_CONVERTERS}")
+    return HFModel(architecture, config)
+
+
+def build_hf(
+    described: HFModel,
+    *,
+    dtype: torch.dtype,
+    sequence_parallel: bool = False,
+    scalar_head: bool = False,
+    vocab_multiple: int = 1,
+    overrides: Mapping[str, object] | None = None,
+) -> list[GPTModel]:
+    """Build this rank's part of a model without drawing its weights: something will be loaded."""
+    sizes = described.architecture
+    chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    config = build_config(
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        num_query_groups=sizes.groups,
+        ffn_hidden_size=sizes.ffn,
+        kv_channels=sizes.head_dim,
+        dtype=dtype,
+        sequence_parallel=sequence_parallel,
+        qkv_bias=sizes.qkv_bias,
+        qk_norm=sizes.qk_norm,
+        experts=None if sizes.experts is None else replace(sizes.experts, aux_loss=0.0),
+        norm_epsilon=sizes.norm_epsilon,
+        virtual_pp=chunks,
+        overrides=overrides,
+    )
+    models = []
+    for stage in [None] if chunks is None else range(chunks):
+        model = build_model(
+            config,
+            sizes.vocab,
+            sizes.max_positions,
+            rotary_base=sizes.rope_theta,
+            rope_scaling=sizes.rope_scaling,
+            tie_embeddings=sizes.tied and not scalar_head,
+            vocab_multiple=vocab_multiple,
+            scalar_head=scalar_head,
+            draw_weights=False,
+            vp_stage=stage,
+        )
+        model.hf = described
+        models.append(model)
+    return models
+
+
+def _read(path: Path, scalar_head: bool) -> tuple[HFModel, Folder]:
+    """Read config.json and the headers of the weights, and compare them."""
+    described, folder = read_hf(path), read_folder(path)
+    sources = table(described.architecture, scalar_head=scalar_head)
+    expected = {name: shape for source in sources.values() for name, shape in source.shapes().items()}
+    ignored: tuple[str, ...] = _IGNORED
+    if scalar_head:
+        ignored += (_TIED_HEAD,)
+        if _SCORE not in folder.shapes:
+            del expected[_SCORE]
+    elif described.architecture.tied:
+        ignored += (_TIED_HEAD,)  # a copy of the embedding, see `_fill`
+    check_names(folder, expected, ignored)
+    return described, folder
+
+
+@torch.no_grad()
+def _fill(models: list[GPTModel], folder: Folder, scalar_head: bool) -> None:
+    with Reader(folder.path) as reader:
+        for model in models:
+            sources = table(model.hf.architecture, scalar_head=scalar_head)
+            for name, parameter in global_parameters([model]):
+                source = sources.get(spelled_locally(name))
+                if source is None:
+                    raise ValueError(f"the model's parameter {name} has no place in a Hugging Face folder")
+                if source.rows[0].name not in folder.files:  # a scalar head that the folder lacks starts from zeros
+                    parameter.zero_()
+                    continue
+                read_parameter(reader, folder, source, parameter)
+                if name == EMBEDDING and not scalar_head and _TIED_HEAD in folder.files and model.hf.architecture.tied:
+                    _check_tied(reader, folder, source, parameter)
+
+
+def read_parameter(reader: Reader, folder: Folder, source: Source, parameter: Parameter) -> None:
+    """Fill this rank's part of a parameter, row by row, from the files; vocabulary padding is zero."""
+    cut = cut_of(parameter)
+    columns = cut.ranges()[0] if cut.dim == 1 else None
+    at = 0
+    for start, stop in cut.ranges() if cut.dim == 0 else [(0, cut.shape[0])]:
+        filled = at
+        for row, piece in source.within(start, stop):
+            rows = reader.rows(folder.files[piece.name], piece.name, piece.start, piece.stop, columns)
+            parameter[at + row - start :][: len(rows)].copy_(rows)
+            filled = at + row - start + len(rows)
+        at += stop - start
+        parameter[filled:at].zero_()
+
+
+def _check_tied(reader: Reader, folder: Folder, source: Source, parameter: Parameter) -> None:
+    [(start, stop)] = cut_of(parameter).ranges()
+    for row, piece in source.within(start, stop):
+        head = reader.rows(folder.files[_TIED_HEAD], _TIED_HEAD, piece.start, piece.stop)
+        if not torch.equal(head.to(parameter), parameter[row - start :][: len(head)]):
+            raise ValueError(
+                f"{folder.path}: tie_word_embeddings = true, but {_TIED_HEAD} is not model.embed_tokens.weight; set it to false"
+            )

@@ -1,0 +1,193 @@
+"""A Megatron model as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from parallel_rl.agreement import gather_results, on_first_rank, raise_on_all_ranks
+from parallel_rl.megatron.hf.describe import describe_model
+from parallel_rl.megatron.hf.export import Held, Models, held_parameters, split
+from parallel_rl.megatron.hf.folder import INDEX, SINGLE, check_names, read_folder, require_safetensors
+from parallel_rl.megatron.hf.load import CONFIG
+from parallel_rl.megatron.hf.table import Source
+from parallel_rl.megatron.model import unwrap
+from parallel_rl.megatron.weights import whole_tensor
+
+#: files beside the weights that a tokenizer and an engine read
+COMPANIONS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json",
+)  # fmt: skip
+MAX_FILE_BYTES = 5 * 10**9
+
+
+def save_hf(
+    model: Models, out: str | Path, *, companions: str | Path | None = None, max_file_bytes: int = MAX_FILE_BYTES
+) -> None:
+    """Write a model as config.json and safetensors, which `load_hf`, transformers and vLLM load.
+
+    Every rank of the world calls it; each pipeline stage, and each expert rank, writes its own files. The folder appears under
+    its name when it is whole, and not before.
+
+    Args:
+        model: a model, wrapped or not, or the chunks of this rank.
+        out: a folder that is not there yet, or is empty, on a file system that all ranks share.
+        companions: a folder whose tokenizer's files and generation_config.json are copied beside the weights.
+        max_file_bytes: of one file; a rank that writes holds as much on the host.
+
+    Raises:
+        ValueError: `out` holds something; a model that is none of Hugging Face's families; on all ranks.
+        RuntimeError: a file could not be written; on all ranks, and nothing stays.
+    """
+    out = Path(out)
+    raise_on_all_ranks(require_safetensors)
+    held, sources = raise_on_all_ranks(partial(held_parameters, model))
+    made = on_first_rank(partial(_begin, out), f"{out} cannot be written")
+    try:
+        files = _share_out(_written_here(held), sources, max_file_bytes)
+        mine = files[dist.get_rank()]
+        error = _write(made, held, sources, mine)
+        raise_on_all_ranks(partial(_raise, error), what=f"{out} could not be written")
+        chunk = unwrap(model if isinstance(model, torch.nn.Module) else model[0])
+        config = _config(chunk)
+        end = partial(_finish, made, out, [part for rank in files for part in rank], sources, config, companions)
+        on_first_rank(end, f"{out} could not be finished")
+    except BaseException:
+        if dist.get_rank() == 0:
+            shutil.rmtree(made, ignore_errors=True)
+        raise
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file to write, and the parameters that it holds."""
+
+    name: str
+    parameters: tuple[str, ...]
+
+
+def _begin(out: Path) -> Path:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out} is there already; nothing is overwritten")
+    made = out.parent / f".{out.name}.{os.getpid()}.partial"
+    made.mkdir(parents=True)
+    return made
+
+
+def _written_here(held: Sequence[Held]) -> list[Held]:
+    """The parameters that this rank writes: one rank of those that hold the same."""
+    dense = parallel_state.get_tensor_model_parallel_rank() == 0
+    dense &= parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+    expert = parallel_state.get_expert_tensor_parallel_rank() == parallel_state.get_expert_data_parallel_rank() == 0
+    return [one for one in held if (expert if one.experts else dense)]
+
+
+def _share_out(held: Sequence[Held], sources: Mapping[str, Source], limit: int) -> list[list[_File]]:
+    """The files of every rank, numbered over the whole model."""
+    mine: list[list[str]] = []
+    size = limit
+    for one in held:
+        width = sum(torch.Size(shape).numel() for shape in sources[one.name].shapes().values())
+        width *= one.parameter.element_size()
+        if size + width > limit:
+            mine.append([])
+            size = 0
+        mine[-1].append(one.name)
+        size += width
+    everyone = gather_results(lambda: mine)
+    count, number = sum(map(len, everyone)), 0
+    files: list[list[_File]] = []
+    for parts in everyone:
+        files.append([])
+        for names in parts:
+            number += 1
+            name = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+            files[-1].append(_File(name, tuple(names)))
+    return files
+
+
+def _write(made: Path, held: Sequence[Held], sources: Mapping[str, Source], files: Sequence[_File]) -> Exception | None:
+    """Gather every parameter of this stage, and write those of `files`; a failure is kept, for the others still gather."""
+    ends = {file.parameters[-1]: file for file in files}
+    mine = {name for file in files for name in file.parameters}
+    pending: dict[str, Tensor] = {}
+    error: Exception | None = None
+    for one in held:
+        whole = whole_tensor(one.parameter)
+        if error is not None or one.name not in mine:
+            continue
+        try:
+            for name, tensor in split(sources[one.name], whole).items():
+                pending[name] = tensor.to("cpu", copy=True).contiguous()
+            if one.name in ends:
+                _write_file(made / ends[one.name].name, pending)
+                pending = {}
+        except Exception as failure:
+            error = failure
+    return error
+
+
+def _write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _config(chunk: GPTModel) -> dict[str, object]:
+    """The entries of config.json: those that the model was loaded with, which may say more than is read, else our own."""
+    described, scalar_head = describe_model(chunk), bool(chunk.scalar_head)
+    own = described.architecture.to_config(scalar_head=scalar_head)
+    config = {**described.config, "architectures": own["architectures"]}
+    if scalar_head:
+        config |= {name: own[name] for name in ("id2label", "label2id")}
+    dtype = str(chunk.config.params_dtype).removeprefix("torch.")
+    return {**config, "dtype" if "dtype" in config else "torch_dtype": dtype}
+
+
+def _finish(
+    made: Path,
+    out: Path,
+    files: Sequence[_File],
+    sources: Mapping[str, Source],
+    config: Mapping[str, object],
+    companions: str | Path | None,
+) -> None:
+    placed = {part: file.name for file in files for name in file.parameters for part in sources[name].shapes()}
+    if len(files) > 1:
+        size = sum((made / file.name).stat().st_size for file in files)
+        _write_json(made / INDEX, {"metadata": {"total_size": size}, "weight_map": placed})
+    check_names(
+        read_folder(made), {name: shape for source in sources.values() for name, shape in source.shapes().items()}
+    )
+    _write_json(made / CONFIG, config)
+    for name in COMPANIONS if companions is not None else ():
+        if (Path(companions or "") / name).is_file():
+            shutil.copyfile(Path(companions or "") / name, made / name)
+    made.rename(out)
+
+
+def _write_json(path: Path, tree: Mapping[str, object]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(tree, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error

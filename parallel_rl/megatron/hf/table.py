@@ -1,0 +1,134 @@
+"""The table of names: each parameter of Megatron's whole model as rows of Hugging Face's tensors.
+
+Both of Megatron's spellings have a place in it: that of its local layers and that of Transformer Engine's, which fuse a norm
+into the linear layer behind it and may hold all experts of a layer in one module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from parallel_rl.config.architecture import Architecture
+from parallel_rl.megatron.weights import EMBEDDING, HEAD
+
+_FUSED = (
+    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+)
+_GROUPED = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows [start, stop) of the tensor `name`."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parameter of Megatron's, row by row: the given rows one after the other, then vocabulary padding.
+
+    Attributes:
+        columns: width of the rows; None: a vector.
+    """
+
+    rows: tuple[Rows, ...]
+    columns: int | None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors that the rows are of, with their shapes; they are used up, each row once."""
+        heights: dict[str, int] = {}
+        for piece in self.rows:
+            heights[piece.name] = max(heights.get(piece.name, 0), piece.stop)
+        tail = () if self.columns is None else (self.columns,)
+        return {name: (height, *tail) for name, height in heights.items()}
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[int, Rows]]:
+        """The pieces of rows [start, stop) of the parameter, each with the row of the parameter that it begins at."""
+        at = 0
+        for piece in self.rows:
+            low, high = max(start, at), min(stop, at + piece.stop - piece.start)
+            if low < high:
+                yield low, Rows(piece.name, piece.start + low - at, piece.start + high - at)
+            at += piece.stop - piece.start
+
+
+def spelled_locally(name: str) -> str:
+    """Return a parameter's name in the spelling of Megatron's local layers.
+
+    >>> spelled_locally("decoder.layers.3.mlp.experts.linear_fc1.weight7")
+    'decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight'
+    """
+    for fused, local in _FUSED:
+        name = name.replace(fused, local)
+    return _GROUPED.sub(r"experts.local_experts.\2.\1.weight", name)
+
+
+def table(model: Architecture, *, scalar_head: bool = False) -> dict[str, Source]:
+    """Return the source of every parameter of the whole model, by its name in it, `spelled_locally`.
+
+    >>> from parallel_rl.config.architecture import Architecture
+    >>> small = Architecture("qwen3", 1, hidden=8, heads=4, groups=2, head_dim=4, ffn=6, vocab=10, qk_norm=True)
+    >>> [(piece.name[-13:], piece.start, piece.stop) for piece in
+    ...  table(small)["decoder.layers.0.self_attention.linear_qkv.weight"].rows[:3]]
+    [('q_proj.weight', 0, 8), ('k_proj.weight', 0, 4), ('v_proj.weight', 0, 4)]
+    """
+    found = {
+        EMBEDDING: _whole("model.embed_tokens.weight", model.vocab, model.hidden),
+        "decoder.final_layernorm.weight": _whole("model.norm.weight", model.hidden),
+    }
+    if scalar_head:
+        found[HEAD] = _whole("score.weight", 1, model.hidden)
+    elif not model.tied:
+        found[HEAD] = _whole("lm_head.weight", model.vocab, model.hidden)
+    for layer in range(model.layers):
+        for name, source in _layer(model, f"model.layers.{layer}."):
+            found[f"decoder.layers.{layer}.{name}"] = source
+    return found
+
+
+def _layer(model: Architecture, at: str) -> Iterator[tuple[str, Source]]:
+    attention, hidden = f"{at}self_attn.", model.hidden
+    yield "input_layernorm.weight", _whole(f"{at}input_layernorm.weight", hidden)
+    yield "self_attention.linear_qkv.weight", _interleaved(model, attention, "weight", hidden)
+    if model.qkv_bias:
+        yield "self_attention.linear_qkv.bias", _interleaved(model, attention, "bias", None)
+    if model.qk_norm:
+        for name in "qk":
+            yield f"self_attention.{name}_layernorm.weight", _whole(f"{attention}{name}_norm.weight", model.head_dim)
+    width = model.heads * model.head_dim
+    yield "self_attention.linear_proj.weight", _whole(f"{attention}o_proj.weight", hidden, width)
+    yield "pre_mlp_layernorm.weight", _whole(f"{at}post_attention_layernorm.weight", hidden)
+    if model.experts is None:
+        yield from _mlp("mlp.", f"{at}mlp.", model.ffn, hidden)
+        return
+    yield "mlp.router.weight", _whole(f"{at}mlp.gate.weight", model.experts.number, hidden)
+    for expert in range(model.experts.number):
+        names = f"mlp.experts.local_experts.{expert}.", f"{at}mlp.experts.{expert}."
+        yield from _mlp(*names, model.experts.ffn_hidden, hidden)
+
+
+def _mlp(ours: str, theirs: str, ffn: int, hidden: int) -> Iterator[tuple[str, Source]]:
+    gate, up = (Rows(f"{theirs}{name}_proj.weight", 0, ffn) for name in ("gate", "up"))
+    yield f"{ours}linear_fc1.weight", Source((gate, up), hidden)
+    yield f"{ours}linear_fc2.weight", _whole(f"{theirs}down_proj.weight", hidden, ffn)
+
+
+def _whole(name: str, rows: int, columns: int | None = None) -> Source:
+    return Source((Rows(name, 0, rows),), columns)
+
+
+def _interleaved(model: Architecture, at: str, kind: str, columns: int | None) -> Source:
+    """For each key-value group its query heads, then its keys, then its values."""
+    width = {"q": model.heads // model.groups * model.head_dim, "k": model.head_dim, "v": model.head_dim}
+    pieces = [
+        Rows(f"{at}{name}_proj.{kind}", group * rows, (group + 1) * rows)
+        for group in range(model.groups)
+        for name, rows in width.items()
+    ]
+    return Source(tuple(pieces), columns)
