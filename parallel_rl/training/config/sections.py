@@ -218,6 +218,12 @@ class OptimizerConfig:
     """AdamW (arXiv 1711.05101) with the gradient clipped to the norm `clip` (None: not).
 
     The rate rises over the first `warmup_steps` of the phase, then stays or falls on a cosine to `final_fraction` of it.
+
+    Attributes:
+        on_nonfinite: a gradient norm that is not finite, or above `spike`, ends the run ("error"), or leaves the weights as
+            they are ("skip"); either way the last checkpoint is good. A row counts its `skipped_updates`.
+        max_skips: so many one after the other are left out; one more ends the run.
+        spike: None: any finite norm is good.
     """
 
     lr: float
@@ -228,12 +234,17 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip: float | None = 1.0
+    on_nonfinite: Literal["error", "skip"] = "error"
+    max_skips: int = 3
+    spike: float | None = None
 
     def __post_init__(self) -> None:
-        at_least(self, warmup_steps=0, weight_decay=0)
+        at_least(self, warmup_steps=0, weight_decay=0, max_skips=1)
+        if self.on_nonfinite == "error" and self.max_skips != 3:
+            raise ValueError(f"max_skips = {self.max_skips} has no effect with on_nonfinite = 'error'")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas = {list(self.betas)} is not valid; two numbers in [0, 1) are needed")
-        for name in ("lr", "eps", "clip"):
+        for name in ("lr", "eps", "clip", "spike"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} = {value} must be a finite number above 0")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from parallel_rl.training.batching.micro_batches import MicroBatch, fit, in_orde
 from parallel_rl.training.config.sections import OptimizerConfig, SamplingConfig
 from parallel_rl.training.models.engine import Engine, build_optimizer
 from parallel_rl.training.models.lr_schedule import learning_rate
+from parallel_rl.training.models.nonfinite import Skips, where_nonfinite
 from parallel_rl.training.models.scoring import token_scores_of, values
 from parallel_rl.training.models.train_step import StepMetrics, StepResult, train_step
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
@@ -33,6 +35,7 @@ class Learner:
         loss_fn: of the phase; it may keep a state.
         config: of the optimizer and its learning rate.
         updates: optimizer steps of the whole phase, over which the learning rate is scheduled.
+        skips: those that were left out, see `OptimizerConfig.on_nonfinite`.
     """
 
     engine: Engine
@@ -40,6 +43,7 @@ class Learner:
     loss_fn: LossFn
     config: OptimizerConfig
     updates: int
+    skips: Skips = field(default_factory=Skips)
 
     @classmethod
     def start(cls, engine: Engine, loss_fn: LossFn, config: OptimizerConfig, updates: int) -> Learner:
@@ -83,9 +87,23 @@ class Learner:
         return micro_batches(rows, bins, packing=packing, unit=unit, device=device, row_unit=row_unit)
 
     def update(self, batches: Sequence[MicroBatch], done: int) -> StepResult:
-        """One optimizer step on this data rank's micro-batches, after `done` of this phase's `updates`."""
-        rate = learning_rate(self.config, done, self.updates)
-        result = train_step(self.engine, self.optimizer, batches, self.loss_fn, lr=rate, clip=self.config.clip)
+        """One optimizer step on this data rank's micro-batches, after `done` of this phase's `updates`.
+
+        Raises:
+            ValueError: a gradient norm that is not finite or a spike, and the config does not leave such a step out.
+        """
+        rate, clip, spike = learning_rate(self.config, done, self.updates), self.config.clip, self.config.spike
+        result = train_step(self.engine, self.optimizer, batches, self.loss_fn, lr=rate, clip=clip, spike=spike)
+        if result.skipped:
+            finite = math.isfinite(result.grad_norm)
+            where = (
+                f", above optimizer.spike = {spike:g}"
+                if finite
+                else where_nonfinite(self.engine, self.loss_fn, batches)
+            )
+            self.skips.judge(result.grad_norm, self.config, where)
+            return result
+        self.skips.in_a_row = 0
         self.loss_fn.after_step(result.metrics)
         return replace(result, metrics={**result.metrics, **self._fill_metrics(batches)})
 
@@ -155,13 +173,20 @@ def build_loss(engine: Engine, config: LossConfig, sampling: SamplingConfig | No
 
 
 def combine_updates(results: Sequence[StepResult]) -> StepMetrics:
-    """The metrics of one step from those of its updates: extrema of extrema, the sum of tokens, means of everything else."""
+    """The metrics of one step from those of its updates: extrema of extrema, the sum of tokens, means of everything else.
+
+    Updates that were left out are in `tokens` and are counted as `skipped_updates`, if there are any.
+    """
     combined: StepMetrics = {}
     extrema = {"_min": min, "_max": max}
-    for name in results[0].metrics:
-        of_updates = [result.metrics[name] for result in results]
+    made = [result for result in results if not result.skipped]
+    for name in made[0].metrics if made else ():
+        of_updates = [result.metrics[name] for result in made]
         extremum = next((pick for suffix, pick in extrema.items() if name.endswith(suffix)), None)
         combined[name] = sum(of_updates) / len(of_updates) if extremum is None else extremum(of_updates)
-    combined["grad_norm"] = sum(result.grad_norm for result in results) / len(results)
+    if made:
+        combined["grad_norm"] = sum(result.grad_norm for result in made) / len(made)
+    if len(made) < len(results):
+        combined["skipped_updates"] = float(len(results) - len(made))
     combined["tokens"] = float(sum(result.tokens for result in results))
     return combined

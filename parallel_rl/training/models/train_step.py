@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +21,12 @@ StepMetrics = dict[str, float]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Report of one optimizer step, equal on every rank."""
+    """Report of one optimizer step, equal on every rank; of one that was left out it has no metrics."""
 
     metrics: dict[str, float]
     grad_norm: float
     tokens: int
+    skipped: bool = False
 
 
 def train_step(
@@ -35,10 +37,12 @@ def train_step(
     *,
     lr: float,
     clip: float | None,
+    spike: float | None = None,
 ) -> StepResult:
     """One optimizer step on this data rank's micro-batches: gradients of the global loss, their norm, clip, AdamW.
 
-    A loss that `needs_collect` sees all micro-batches once before, without gradient.
+    A loss that `needs_collect` sees all micro-batches once before, without gradient. A norm that is not finite, or above
+    `spike`, leaves the weights as they are: a step would ruin them and the next checkpoint.
     """
     engine.model.zero_grad_buffer()
     optimizer.zero_grad()
@@ -47,9 +51,8 @@ def train_step(
             engine.model, loss_fn, batches, head=head, groups=engine.groups, before_forward=partial(tick, "training")
         )
     norm = grad_norm([engine.model])
-    # The same number on every rank; a step would ruin the weights and the next checkpoint.
-    if not bool(norm.isfinite()):
-        raise ValueError(f"the gradient norm is {float(norm)}; the last good checkpoint stands, see metrics.jsonl")
+    if not float(norm) <= (math.inf if spike is None else spike) or not bool(norm.isfinite()):  # the same on every rank
+        return StepResult({}, float(norm), int(report.counts.toks), skipped=True)
     if clip is not None:
         clip_grads_([engine.model], clip, norm)
     for group in optimizer.param_groups:

@@ -1,0 +1,83 @@
+"""A gradient that is not finite, or that is a spike: where it comes from, and whether the run goes on without the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_rl.agreement import gather_results
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.training.batching.micro_batches import MicroBatch
+from parallel_rl.training.config.sections import OptimizerConfig
+from parallel_rl.training.models.engine import Engine
+from parallel_rl.training.models.scoring import token_scores_of, values
+
+_SHOWN = 3  # places in a message
+
+
+@dataclass
+class Skips:
+    """Optimizer steps that were left out: in all since the process began, and one after the other until now."""
+
+    total: int = 0
+    in_a_row: int = 0
+
+    def judge(self, norm: float, config: OptimizerConfig, where: str) -> None:
+        """Count one more.
+
+        Raises:
+            ValueError: the config allows none, or this is one too many.
+        """
+        text = f"the gradient norm is {norm:g}{where}"
+        if config.on_nonfinite == "error":
+            raise ValueError(
+                f"{text}. The last good checkpoint stands, see metrics.jsonl; optimizer.on_nonfinite = 'skip' leaves such a "
+                "step out"
+            )
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+        if self.in_a_row > config.max_skips:
+            raise ValueError(
+                f"{text}. {self.in_a_row} steps in a row were such, and optimizer.max_skips = {config.max_skips}. The last "
+                "good checkpoint stands, see metrics.jsonl"
+            )
+
+
+def where_nonfinite(engine: Engine, loss_fn: LossFn, batches: Sequence[MicroBatch]) -> str:
+    """The micro-batches and rows whose data or scores under the model are not finite, as text; on all ranks.
+
+    It costs a forward of all micro-batches.
+    """
+    if loss_fn.requirements.reads == "scalar":
+        name, scores = "values", values(engine, batches)
+    else:
+        name, scores = "log-probs", [one[0] for one in token_scores_of(engine, engine.model, batches, 1.0)]
+
+    def find() -> list[str]:
+        mine = []
+        for index, (batch, score) in enumerate(zip(batches, scores, strict=True)):
+            fields = {key: x for key, x in batch.data.items() if isinstance(x, Tensor) and x.is_floating_point()}
+            for key, x in {name: score, **fields}.items():
+                rows = _rows(x, batch)
+                if rows:
+                    what = f"{key} of row{'s' if len(rows) > 1 else ''} {', '.join(map(str, rows[:_SHOWN]))}"
+                    mine.append(f"data rank {engine.groups.dp_rank}, micro-batch {index}: {what}")
+        return mine
+
+    found = list(dict.fromkeys(line for lines in gather_results(find) for line in lines))
+    if not found:
+        return ": every score and field is finite, the backward is not"
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return f"; not finite: {'; '.join(found[:_SHOWN])}{more} (on {dist.get_world_size()} ranks)"
+
+
+def _rows(x: Tensor, batch: MicroBatch) -> list[int]:
+    """The rows of a [B] or [B, S] tensor with something that is not finite where it counts, by their place in the step."""
+    if x.dim() not in (1, 2) or x.shape[0] != len(batch.indices):
+        return []
+    bad, mask = ~x.isfinite(), batch.data["token_mask"].bool()
+    if x.dim() == 2:
+        bad = (bad & mask if mask.shape == x.shape else bad).any(1)
+    return [batch.indices[row] for row in bad.nonzero().flatten().tolist()]
