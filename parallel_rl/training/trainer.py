@@ -16,7 +16,7 @@ from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
 from parallel_rl.cluster import preemption
 from parallel_rl.cluster.heartbeat import enter_step, tick
 from parallel_rl.experience.rewards import reward_function
-from parallel_rl.training.algorithms.evaluation import held_out_reward
+from parallel_rl.training.algorithms.evaluation import Evaluation, evaluate
 from parallel_rl.training.algorithms.phases import Phase, phases
 from parallel_rl.training.checkpointing import checkpoint, resume
 from parallel_rl.training.checkpointing.contents import checkpoint_metadata, same_weights, session_contents
@@ -131,7 +131,7 @@ class _Run:
         """The last evaluation, the last checkpoint, and the picture of the curves."""
         if self.config.evaluation is not None:
             if self.after is None:
-                self.after = self._evaluate()
+                self.after = self._evaluate().reward
             # the run may have begun without an evaluation
             before = "" if self.before is None else f"{self._started}: {self.before:.3f}, "
             self.log.say(f"held-out reward {before}after {self.config.objective}: {self.after:.3f}")
@@ -188,7 +188,7 @@ class _Run:
         tick("entering the main phase")
         self.session = phase.enter(self.session)
         if self.config.evaluation is not None and self.before is None:
-            self.before = self._evaluate()
+            self.before = self._evaluate().reward
             self.log.say(f"held-out reward {self._started}: {self.before:.3f}")
         if self.rows:
             self._save()
@@ -202,9 +202,9 @@ class _Run:
         step = self.progress.step
         last = step == phase.steps
         if phase.is_main and self._evaluates_after(step, last):
-            reward = self._evaluate()
-            metrics = {**metrics, "held_out_reward": reward}
-            self.after = reward if last else None
+            found = self._evaluate()
+            metrics = {**metrics, "held_out_reward": found.reward, **found.metrics}
+            self.after = found.reward if last else None
         row = {**metrics, "seconds": seconds, "tokens_per_second": metrics["tokens"] / seconds}
         self.rows.append({"phase": phase.name, "step": step, **row})
         what = f"the row of {phase.name} step {step} could not be written in {self.folder}"
@@ -275,10 +275,10 @@ class _Run:
         evaluation = self.config.evaluation
         return evaluation is not None and (last or bool(evaluation.every and step % evaluation.every == 0))
 
-    def _evaluate(self) -> float:
+    def _evaluate(self) -> Evaluation:
         assert self.config.evaluation is not None
         tick("evaluating")
-        return held_out_reward(self.session, self.config.evaluation.samples)
+        return evaluate(self.session, self.config.evaluation)
 
     def _describe(self) -> None:
         sizes, engine = self.config.parallel, self.session.engine

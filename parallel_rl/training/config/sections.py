@@ -287,13 +287,26 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """Mean reward of `samples` completions per held-out prompt, before and after, and every `every` steps (0: not between)."""
+    """Mean reward of `samples` completions per held-out prompt, before and after, and every `every` steps (0: not between).
+
+    With several samples each row has mean@n and pass@k, too, of all prompts and of each source (`experience.pass_at_k`).
+
+    Attributes:
+        passing: a completion passes with at least this reward.
+    """
 
     samples: int = 1
     every: int = 0
+    passing: float = 1.0
 
     def __post_init__(self) -> None:
         at_least(self, samples=1, every=0)
+        if not math.isfinite(self.passing):
+            raise ValueError(f"passing = {self.passing} must be a finite number")
+        if self.passing != 1.0 and self.samples == 1:
+            raise ValueError(
+                f"passing = {self.passing} has no effect with samples = 1, which gives no pass@k; raise samples"
+            )
 
 
 def at_least(config: object, **bounds: float) -> None:

@@ -58,6 +58,7 @@ def test_overrides() -> None:
         ({"rl__loss__options__ratio_clip_c": 0.5}, "rl.loss: options: ratio_clip_c = 0.5 must exceed 1"),
         ({"rl__steps": "many"}, "rl.steps = 'many' is not valid; a value of type int"),
         ({"rl__steps": 0}, "rl: steps = 0 must be at least 1"),
+        ({"evaluation": "{samples: 1, passing: 0.5}"}, "evaluation: passing = 0.5 has no effect with samples = 1"),
         (
             {"run__dtype": "float16"},
             "run.dtype = 'float16' is not valid; choose one of 'float64', 'float32', 'bfloat16'",
