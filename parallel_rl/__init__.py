@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from parallel_rl.packing import SequencePackingLossWrapper
     from parallel_rl.recipes import load_recipe
     from parallel_rl.statistics import Statistics
+    from parallel_rl.training.reporting.logger import register_logger
     from parallel_rl.validation import set_validation
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
     from parallel_rl.vocab.linear.token_stats import LinearTokenStats, linear_token_stats
@@ -82,6 +83,7 @@ __all__ = [
     "Mean",
     "MinMax",
     "Sum",
+    "register_logger",
     # reduce
     "Metrics",
     "reduce_metrics",
@@ -108,6 +110,7 @@ _ROOMS = {
     "packing": ("SequencePackingLossWrapper",),
     "recipes": ("load_recipe",),
     "statistics": ("Statistics",),
+    "training.reporting.logger": ("register_logger",),
     "validation": ("set_validation",),
     "vocab.linear.lm_head": ("LMHeadInput",),
     "vocab.linear.token_stats": ("LinearTokenStats", "linear_token_stats"),

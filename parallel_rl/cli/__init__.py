@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     check.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
     check.add_argument("--world", metavar="N", type=int, required=True, help="ranks: nodes × GPUs a node")
-    submit.add_parser(commands)
+    submitted = submit.add_parser(commands)
     data = commands.add_parser(
         "data",
         help="check the data of a run and read what its steps read, without a model",
@@ -57,6 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     data.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
     data.add_argument("--steps", metavar="N", type=int, help="steps of each phase, in place of the config's")
+    for command in (train, check, submitted, data):
+        command.add_argument(
+            "--import",
+            dest="modules",
+            metavar="MODULE",
+            action="append",
+            default=[],
+            help="first import this module of yours, which registers losses, rewards or loggers (may be given again)",
+        )
     plan_command.add_parser(commands)
     verify_command.add_parser(commands)
     doctor_command.add_parser(commands)
@@ -72,6 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return runs.refuse(
             ValueError(f"`parallel-rl {known.command}` needs megatron-core: pip install 'parallel-rl[megatron]'")
         )
+    try:
+        runs.import_modules(getattr(known, "modules", ()))
+    except ValueError as error:
+        return runs.refuse(error)
     if known.command == "train":
         if arguments is None:  # the process is ours, and seconds of imports follow
             preemption.listen()

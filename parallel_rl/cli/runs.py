@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -113,6 +114,17 @@ def source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, 
             f"there is no config: write parallel-rl {command} CONFIG, or parallel-rl {command} --recipe NAME"
         )
     return rest[0], rest[1:]
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Imports modules of the user's, from the working folder too."""
+    for name in names:
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        try:
+            import_module(name)
+        except Exception as error:  # whatever the module does when it is imported
+            raise ValueError(f"--import {name} failed: {type(error).__name__}: {error}") from error
 
 
 def say(line: str) -> None:

@@ -18,10 +18,10 @@ _SHORT = {"A": "account", "C": "constraint", "J": "job-name", "N": "nodes", "c":
 _SHORT |= {"o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude"}
 # what people write for ours
 _SYNONYMS = {"gres": "gpus-per-node", "gpus": "gpus-per-node", "ntasks-per-node": "ranks-per-node"}
-_SUBMIT = ("recipe", "nodes", "gpus-per-node", "ranks-per-node", "time", *_SBATCH, "dry-run")
+_SUBMIT = ("recipe", "nodes", "gpus-per-node", "ranks-per-node", "time", *_SBATCH, "dry-run", "import")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     submit = commands.add_parser(
         "submit",
         help="check a run and submit it to Slurm",
@@ -43,12 +43,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     for name in _SBATCH:
         submit.add_argument(f"--{name}", metavar=name[0].upper(), help="as sbatch has it; else the site's")
     submit.add_argument("--dry-run", action="store_true", help="only show the command")
+    return submit
 
 
 def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
     from parallel_rl.cluster import submit as cluster
 
-    arguments = [*([] if known.recipe is None else ["--recipe", known.recipe]), *rest]
+    modules = [word for module in known.modules for word in ("--import", module)]
+    arguments = [*([] if known.recipe is None else ["--recipe", known.recipe]), *rest, *modules]
     more = {name: value for name in _SBATCH if (value := getattr(known, name.replace("-", "_"))) is not None}
     try:
         check_options(rest)

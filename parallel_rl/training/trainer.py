@@ -144,11 +144,11 @@ class _Run:
     def _open_log(self) -> RunLog:
         """The run's log, with the rows up to the checkpoint that it continues from."""
         first = dist.get_rank() == 0
-        config = yaml.safe_dump(as_mapping(self.config), sort_keys=False)
+        config, run = as_mapping(self.config), self.config.run
         after = None if self.starts_over else self._done()
-        log = RunLog(self.folder, self.config.objective, active=first, after=after, config=config)
+        log = RunLog(self.folder, self.config.objective, active=first, after=after, config=config, loggers=run.loggers)
         if first:
-            write_whole(self.folder / "config.yaml", config)
+            write_whole(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
         return log
 
     def _draw(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from parallel_rl.training.config.recompute import RecomputeConfig
+from parallel_rl.training.reporting.loggers import check_loggers
 from parallel_rl.vocab.truncation import Truncation
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -29,6 +30,8 @@ class RunConfig:
         keep_every: never delete checkpoints whose step in the phase is a multiple of this (0: none).
         timeout: seconds that a rank waits in one collective; then the run ends and names the rank that did not come. Above the
             longest that ranks may differ: one of them asks a slow reward function, for instance.
+        loggers: what takes the rows beside metrics.jsonl: tensorboard, wandb, mlflow, trackio, and what modules register by
+            `register_logger` that the command's --import names; null is tensorboard, if it is installed.
         init_from: a checkpoint folder (".../step_000100") whose weights replace the drawn ones; relative to the config file.
             Its checksums are against accidents, not people.
     """
@@ -41,10 +44,12 @@ class RunConfig:
     keep_checkpoints: int = 2
     keep_every: int = 0
     timeout: float = 600.0
+    loggers: tuple[str, ...] | None = None
     init_from: str | None = None
 
     def __post_init__(self) -> None:
         at_least(self, checkpoint_every=0, keep_checkpoints=1, keep_every=0, seed=0, timeout=1)
+        check_loggers(self.loggers or ())
         if self.dir.startswith("~"):
             raise ValueError(f"dir = {self.dir!r} begins with a ~, which only a shell expands; write the whole path")
         for name, most in (("seed", 2**31 - 1), ("timeout", 30 * 86400)):

@@ -1,4 +1,4 @@
-"""The display and the metrics of a run: a progress bar with one table row a step, metrics.jsonl, TensorBoard events."""
+"""The display and the metrics of a run: a progress bar with one table row a step, metrics.jsonl, and its loggers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from parallel_rl.cluster.watchdog_report import ranges
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-Row = Mapping[str, float | int | str]
+from parallel_rl.training.reporting.logger import Row, RunInfo
+from parallel_rl.training.reporting.loggers import Loggers
 
 # heading, metric, format
 _COLUMNS: tuple[tuple[str, str, str], ...] = (
@@ -51,18 +47,25 @@ class RunLog:
     """
 
     def __init__(
-        self, folder: Path, objective: str, *, active: bool, after: Mapping[str, int] | None, config: str = ""
+        self,
+        folder: Path,
+        objective: str,
+        *,
+        active: bool,
+        after: Mapping[str, int] | None,
+        config: Mapping[str, object] | None = None,
+        loggers: Sequence[str] | None = None,
     ) -> None:
         """Open the record of a run.
 
         Args:
             after: steps per phase of the checkpoint that is continued from (later rows are dropped); None is a new run.
-            config: in YAML, which TensorBoard shows beside the curves.
+            config: as plain values, for the loggers.
+            loggers: registered names; None is TensorBoard, if it is installed.
         """
         self.active = active
         self.objective = objective
         self._bar: Progress | None = None
-        self._writers: dict[str, SummaryWriter] = {}
         self._heading = ""
         if not active:
             return
@@ -73,11 +76,8 @@ class RunLog:
         self._file = self.path.open(
             "ab", buffering=0
         )  # a buffer would keep what a full disk refused, and write it later
-        self._events, self._after, self._config = folder / "tensorboard", after, config
-        if after is not None:
-            for phase in sorted(path.name for path in self._events.glob("*") if path.is_dir()):
-                self._writer(phase)  # from now on it leaves out what comes after the checkpoint
         self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+        self._loggers = Loggers(loggers, RunInfo(folder, config or {}, after), self.say)
 
     def __enter__(self) -> RunLog:
         if self.active and self._found:
@@ -102,10 +102,7 @@ class RunLog:
         if self._bar is not None:
             self._bar.stop()
         self._file.close()
-        for writer in self._writers.values():
-            # what went wrong before must not be hidden by what goes wrong now
-            with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
-                writer.close()
+        self._loggers.close()
 
     def sync(self) -> None:
         """Brings the rows to the disk, before a checkpoint that counts on them.
@@ -143,12 +140,7 @@ class RunLog:
             raise RuntimeError(f"another start of this run has taken over {self.path}; this one ends")
         whole = {"phase": phase, "step": step, **row}
         _append(self._file, (json.dumps(whole) + "\n").encode())
-        writer = self._writer(phase)
-        if writer is not None:
-            for name, value in row.items():
-                if isinstance(value, (int, float)):
-                    writer.add_scalar(name, value, step)
-            writer.flush()
+        self._loggers.log(phase, step, row)
         self._print(phase, step, row)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step)
@@ -156,19 +148,12 @@ class RunLog:
     @property
     def files(self) -> tuple[str, ...]:
         """What it has written in the run's folder."""
-        return ("metrics.jsonl", *(("tensorboard/",) if self._writers else ())) if self.active else ()
-
-    def _writer(self, phase: str) -> SummaryWriter | None:
-        """TensorBoard's events of a phase, a run of its own there: only so does a phase's step tell which come again."""
-        if phase not in self._writers:
-            purge = None if self._after is None else self._after.get(phase, 0) + 1
-            writer = _tensorboard(self._events / phase, purge)
-            if writer is None:
-                return None
-            self._writers[phase] = writer
-            if self._config:
-                writer.add_text("config", "".join(f"    {line}\n" for line in self._config.splitlines()), 0)
-        return self._writers[phase]
+        if not self.active:
+            return ()
+        return (
+            "metrics.jsonl",
+            *(f"{name}/" for name in ("tensorboard", "wandb") if (self.path.parent / name).is_dir()),
+        )
 
     def _print(self, phase: str, step: int, row: Row) -> None:
         shown = _SHOWN["sft" if phase == "warmup" else self.objective]
@@ -272,11 +257,3 @@ def _kept(path: Path, after: Mapping[str, int]) -> tuple[list[dict[str, float | 
             steps = ranges([step for name, step in keys if name == phase])
             words.append(f"the rows of {phase} step {steps} are {what}")
     return list(kept.values()), "; ".join(words)
-
-
-def _tensorboard(folder: Path, purge_step: int | None) -> SummaryWriter | None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:  # the extra `megatron` has it; a run goes on without
-        return None
-    return SummaryWriter(str(folder), purge_step=purge_step)

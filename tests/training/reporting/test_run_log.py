@@ -138,7 +138,7 @@ def _events(folder: Path, phase: str) -> list[tuple[int, float]]:
 def test_tensorboard_counts_steps_as_the_rows_do(tmp_path: Path) -> None:
     """Its x was the row's number in the run; and a resumed phase does not take another phase's steps away."""
     pytest.importorskip("tensorboard")
-    with RunLog(tmp_path, "rl", active=True, after=None, config="a: 1") as log:
+    with RunLog(tmp_path, "rl", active=True, after=None, config={"a": 1}) as log:
         for step in range(1, 6):
             log.step("warmup", step, {"loss": float(step)})
         for step in range(1, 5):

@@ -1,0 +1,68 @@
+"""The loggers of a run: one that fails costs a warning, never the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+from parallel_rl.config.strict import nearest
+from parallel_rl.training.reporting.logger import Logger, Row, RunInfo, registered
+from parallel_rl.training.reporting.trackers import NAMES
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Refuses loggers that could not be made.
+
+    Raises:
+        ValueError: an unknown name (with the nearest), one twice, or a package that is not installed.
+    """
+    known = registered()
+    for place, name in enumerate(names):
+        if name not in known:
+            raise ValueError(
+                f"logger {name!r} is not registered; {nearest(name, known)}; one of your own is registered by "
+                "@register_logger in a module that --import names"
+            )
+        if name in names[:place]:
+            raise ValueError(f"logger {name!r} is named twice")
+        package = known[name].package
+        if package is not None and find_spec(package) is None:
+            raise ValueError(
+                f"logger {name!r} needs the package {package}, which is not installed: pip install {package}"
+            )
+
+
+class Loggers:
+    """The loggers of a run; what goes wrong in one is said once, and it is asked again the next time."""
+
+    def __init__(self, names: Sequence[str] | None, info: RunInfo, warn: Callable[[str], None]) -> None:
+        """Make the loggers of these names; None is TensorBoard, if it is installed."""
+        self._warn, self._warned, self._made = warn, set[str](), dict[str, Logger]()
+        if names is None:
+            names = NAMES[:1] if find_spec(NAMES[0]) else ()
+        for name in names:
+            self._try(name, lambda name=name: self._made.update({name: registered()[name].make(info)}))  # type: ignore[misc]
+
+    def log(self, phase: str, step: int, row: Row) -> None:
+        """Hands on a step's row."""
+        for name, logger in self._made.items():
+            self._try(name, lambda logger=logger: logger.log(phase, step, row))  # type: ignore[misc]
+
+    def text(self, phase: str, step: int, title: str, text: str) -> None:
+        """Hands on a text."""
+        for name, logger in self._made.items():
+            self._try(name, lambda logger=logger: logger.text(phase, step, title, text))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Ends every logger."""
+        for name, logger in self._made.items():
+            self._try(name, logger.close)
+
+    def _try(self, name: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except (Exception, SystemExit) as error:
+            if name not in self._warned:
+                self._warned.add(name)
+                what = f"{type(error).__name__}: {error}".splitlines()[0]
+                self._warn(f"warning: the logger {name!r} failed, the run goes on (said once): {what}")

@@ -1,0 +1,173 @@
+"""TensorBoard, Weights & Biases, MLflow and trackio as loggers; servers and keys come from their own environment variables."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import yaml
+
+from parallel_rl.training.reporting.logger import Row, RunInfo, register_logger
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+NAMES = ("tensorboard", "wandb", "mlflow", "trackio")
+_PROJECT = "parallel_rl"
+
+
+@register_logger("tensorboard", package="tensorboard")
+class TensorBoard:
+    """Events in the run's folder, under tensorboard/; each phase is a run of its own there: only so does a phase's step tell
+    which come again."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self._info, self._folder = info, info.folder / "tensorboard"
+        self._writers: dict[str, SummaryWriter] = {}
+        if info.done is not None:
+            for phase in sorted(path.name for path in self._folder.glob("*") if path.is_dir()):
+                self._writer(phase)  # from now on it leaves out what comes after the checkpoint
+
+    def log(self, phase: str, step: int, row: Row) -> None:
+        writer = self._writer(phase)
+        for name, value in _numbers(row).items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def text(self, phase: str, step: int, title: str, text: str) -> None:
+        self._writer(phase).add_text(title, _indented(text), step)
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def _writer(self, phase: str) -> SummaryWriter:
+        if phase not in self._writers:
+            from torch.utils.tensorboard import SummaryWriter
+
+            done = self._info.done
+            writer = SummaryWriter(
+                str(self._folder / phase), purge_step=None if done is None else done.get(phase, 0) + 1
+            )
+            self._writers[phase] = writer
+            if self._info.config:
+                writer.add_text("config", _indented(yaml.safe_dump(dict(self._info.config), sort_keys=False)), 0)
+        return self._writers[phase]
+
+
+@register_logger("wandb", package="wandb")
+class WandB:
+    """A run of Weights & Biases, in the project WANDB_PROJECT or parallel_rl; the axis of a phase's metrics is its step."""
+
+    def __init__(self, info: RunInfo) -> None:
+        import wandb
+
+        self._html, self._phases = wandb.Html, set[str]()
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", _PROJECT),
+            name=os.environ.get("WANDB_NAME", info.folder.name),
+            dir=str(info.folder),
+            config=dict(info.config),
+            id=info.run_id("wandb", lambda: uuid.uuid4().hex[:8]),
+            resume="allow",
+        )
+
+    def log(self, phase: str, step: int, row: Row) -> None:
+        self._send(phase, step, _numbers(row))
+
+    def text(self, phase: str, step: int, title: str, text: str) -> None:
+        escaped = text.replace("&", "&amp;").replace("<", "&lt;")
+        self._send(phase, step, {title: self._html(f"<pre>{escaped}</pre>")})
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _send(self, phase: str, step: int, values: Mapping[str, object]) -> None:
+        if phase not in self._phases:  # W&B's own step would refuse those that come again after a restart
+            self._phases.add(phase)
+            self._run.define_metric(f"{phase}/step", hidden=True)
+            self._run.define_metric(f"{phase}/*", step_metric=f"{phase}/step")
+        self._run.log({f"{phase}/{name}": value for name, value in values.items()} | {f"{phase}/step": step})
+
+
+@register_logger("mlflow", package="mlflow")
+class MLflow:
+    """A run of MLflow at MLFLOW_TRACKING_URI, in the experiment MLFLOW_EXPERIMENT_NAME or parallel_rl."""
+
+    def __init__(self, info: RunInfo) -> None:
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        found = self._client.get_experiment_by_name(name)
+        experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+        self._id = info.run_id("mlflow", lambda: self._begin(experiment, info))
+        self._client.update_run(self._id, status="RUNNING")
+        self._client.log_dict(self._id, dict(info.config), "config.yaml")
+
+    def _begin(self, experiment: str, info: RunInfo) -> str:
+        from mlflow.entities import Param
+
+        run: str = self._client.create_run(experiment, run_name=info.folder.name).info.run_id
+        params = [Param(key, str(value)[:500]) for key, value in _flat(info.config)]  # they never change
+        for first in range(0, len(params), 100):  # a request takes no more
+            self._client.log_batch(run, params=params[first : first + 100])
+        return run
+
+    def log(self, phase: str, step: int, row: Row) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        values = [Metric(f"{phase}/{name}", value, now, step) for name, value in _numbers(row).items()]
+        self._client.log_batch(self._id, metrics=values)
+
+    def text(self, phase: str, step: int, title: str, text: str) -> None:
+        self._client.log_text(self._id, text, f"{phase}/{title}_{step:06d}.txt")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+@register_logger("trackio", package="trackio")
+class Trackio:
+    """A run of trackio, in the project TRACKIO_PROJECT or parallel_rl."""
+
+    def __init__(self, info: RunInfo) -> None:
+        import trackio
+
+        self._trackio = trackio
+        trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", _PROJECT),
+            name=info.run_id("trackio", lambda: f"{info.folder.name}-{uuid.uuid4().hex[:6]}"),
+            config=dict(info.config),
+            resume="allow",
+        )
+
+    def log(self, phase: str, step: int, row: Row) -> None:
+        self._trackio.log({f"{phase}/{name}": value for name, value in _numbers(row).items()} | {f"{phase}/step": step})
+
+    def text(self, phase: str, step: int, title: str, text: str) -> None:
+        self._trackio.log({f"{phase}/{title}": self._trackio.Markdown(_indented(text)), f"{phase}/step": step})
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
+
+
+def _indented(text: str) -> str:
+    """Markdown that shows a text as it is."""
+    return "".join(f"    {line}\n" for line in text.splitlines())
+
+
+def _flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", value
