@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
+from parallel_rl.training.config.run import RunConfig
 from parallel_rl.training.config.sections import (
     BatchConfig,
     DataConfig,
     EvaluationConfig,
     ModelConfig,
     ParallelConfig,
-    RunConfig,
     SamplingConfig,
 )
 from parallel_rl.training.config.tokenizer import TokenizerConfig
