@@ -18,6 +18,7 @@ from parallel_rl.cluster.heartbeat import enter_step, tick
 from parallel_rl.experience.rewards import reward_function
 from parallel_rl.training.algorithms.evaluation import Evaluation, evaluate
 from parallel_rl.training.algorithms.phases import Phase, phases
+from parallel_rl.training.algorithms.shown import shown_text
 from parallel_rl.training.checkpointing import checkpoint, resume
 from parallel_rl.training.checkpointing.contents import checkpoint_metadata, same_weights, session_contents
 from parallel_rl.training.checkpointing.random_state import begin_random_state, restore_random_state
@@ -278,7 +279,10 @@ class _Run:
     def _evaluate(self) -> Evaluation:
         assert self.config.evaluation is not None
         tick("evaluating")
-        return evaluate(self.session, self.config.evaluation)
+        found = evaluate(self.session, self.config.evaluation)
+        if found.shown:
+            self.log.text(self.progress.phase, self.progress.step, "samples", shown_text(found.shown))
+        return found
 
     def _describe(self) -> None:
         sizes, engine = self.config.parallel, self.session.engine

@@ -8,11 +8,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.agreement import gather_results, raise_on_all_ranks
 from parallel_rl.experience.pass_at_k import evaluation_metrics
 from parallel_rl.groups import group_size, mean_over_ranks
 from parallel_rl.training.algorithms.rewards import completion_rewards
+from parallel_rl.training.algorithms.shown import ShownSample
 from parallel_rl.training.config.sections import EvaluationConfig
 from parallel_rl.training.data.examples import Prompt
 from parallel_rl.training.data.records.source import Records
@@ -22,10 +24,11 @@ from parallel_rl.training.session import Session
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean reward of all completions, and further metrics by name, equal on every rank."""
+    """The mean reward of all completions, further metrics by name, and samples to look at, equal on every rank."""
 
     reward: float
     metrics: Mapping[str, float]
+    shown: Sequence[ShownSample] = ()
 
 
 def evaluate(session: Session, config: EvaluationConfig) -> Evaluation:
@@ -34,17 +37,40 @@ def evaluate(session: Session, config: EvaluationConfig) -> Evaluation:
     count, groups = len(prompts) * samples, engine.groups
     mine = range(groups.dp_rank * count // groups.dp_size, (groups.dp_rank + 1) * count // groups.dp_size)
     size, most, rewards = ROWS_AT_A_TIME * groups.cp_size, -(-count // groups.dp_size), []
+    shown: list[ShownSample] = []
     for first in range(0, most, size):  # as often on every rank
         ids = mine[first : first + size]
         chosen = raise_on_all_ranks(partial(_each, prompts, [index // samples for index in ids]))
-        rewards.append(completion_rewards(session, chosen, _draw(session, chosen, ids)))
+        completions = _draw(session, chosen, ids)
+        rewards.append(completion_rewards(session, chosen, completions))
+        shown += _shown(session, config, ids, chosen, completions, rewards[-1])
     local = torch.cat(rewards)
     whole = torch.zeros(count, dtype=torch.float64, device=engine.device)
     whole[mine.start : mine.stop] = local.to(engine.device)
     if group_size(groups.data) > 1:
         dist.all_reduce(whole, group=groups.data)
     metrics = evaluation_metrics(whole.cpu().view(-1, samples), [None] * len(prompts), config.passing)
-    return Evaluation(mean_over_ranks(local, groups.data, engine.device), metrics)
+    if config.show:
+        found = {sample.number: sample for part in gather_results(lambda: shown) for sample in part}
+        shown = [found[number] for number in sorted(found)]
+    return Evaluation(mean_over_ranks(local, groups.data, engine.device), metrics, shown)
+
+
+def _shown(
+    session: Session,
+    config: EvaluationConfig,
+    ids: Sequence[int],
+    prompts: Sequence[Prompt],
+    completions: Sequence[Sequence[int]],
+    rewards: Tensor,
+) -> list[ShownSample]:
+    """The first completion of each of the first `show` prompts, as far as they are among these."""
+    decode = session.tokenizer.decode
+    return [
+        ShownSample(index // config.samples + 1, prompt.text, decode(completion), prompt.answer, reward)
+        for index, prompt, completion, reward in zip(ids, prompts, completions, rewards.tolist(), strict=True)
+        if index % config.samples == 0 and index // config.samples < config.show
+    ]
 
 
 def _draw(session: Session, prompts: Sequence[Prompt], ids: Sequence[int]) -> list[list[int]]:

@@ -250,14 +250,16 @@ class EvaluationConfig:
 
     Attributes:
         passing: a completion passes with at least this reward.
+        show: how many prompts are printed after each evaluation with their first completion, its reward and the answer.
     """
 
     samples: int = 1
     every: int = 0
     passing: float = 1.0
+    show: int = 0
 
     def __post_init__(self) -> None:
-        at_least(self, samples=1, every=0)
+        at_least(self, samples=1, every=0, show=0)
         if not math.isfinite(self.passing):
             raise ValueError(f"passing = {self.passing} must be a finite number")
         if self.passing != 1.0 and self.samples == 1:

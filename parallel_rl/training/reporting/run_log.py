@@ -118,6 +118,13 @@ class RunLog:
         if self.active:
             self.console.print(text, markup=False, soft_wrap=True)
 
+    def text(self, phase: str, step: int, title: str, text: str) -> None:
+        """A text of several lines, on the screen and to the loggers; step 0 is before the first."""
+        if self.active:
+            self.say(text)
+            self._heading = ""  # the table goes on with its columns' names
+            self._loggers.text(phase, step, title, text)
+
     def phase(self, name: str, steps: int, done: int) -> None:
         """A new phase of `steps` steps, `done` of which are behind."""
         self._heading = ""

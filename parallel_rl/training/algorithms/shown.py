@@ -1,0 +1,44 @@
+"""Samples of an evaluation as a reader sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_MOST = 4000  # characters of one text
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A completion of a held-out prompt; `number` counts prompts from 1."""
+
+    number: int
+    prompt: str
+    completion: str
+    answer: str
+    reward: float
+
+
+def shown_text(samples: Sequence[ShownSample]) -> str:
+    """The samples as lines: each one's reward, prompt, completion and expected answer.
+
+    >>> print(shown_text([ShownSample(1, "1+1=", "3", "2", 0.0)]))
+    held-out prompt 1, reward 0.000
+      prompt      1+1=
+      completion  3
+      answer      2
+    """
+    lines = []
+    for sample in samples:
+        lines.append(f"held-out prompt {sample.number}, reward {sample.reward:.3f}")
+        for name in ("prompt", "completion", "answer"):
+            first, *others = _printable(getattr(sample, name)).split("\n")
+            lines += [f"  {name:<12}{first}".rstrip(), *(f"{'':14}{line}" for line in others)]
+    return "\n".join(lines)
+
+
+def _printable(text: str) -> str:
+    """A text without what would steer a terminal, and not longer than a reader wants."""
+    more = len(text) - _MOST
+    text = text if more <= 0 else f"{text[:_MOST]} … ({more:,} more characters)"
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
