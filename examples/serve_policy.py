@@ -1,39 +1,70 @@
 """Serves the policy of a config as vLLM and SGLang do: python examples/serve_policy.py PORT CONFIG [overrides]
 
-POST /v1/completions takes prompts as token ids and gives token ids with their log-probs; POST /update_weights_from_disk takes
-a checkpoint folder of the trainer. It is there to try `rl.server` without a GPU: one request at a time, no cache.
+POST /v1/completions takes prompts as token ids and gives token ids with their log-probs. Weights come in as from both engines'
+own endpoints (`rl.server.update: vllm` or `sglang`): a Hugging Face folder, loaded between a pause and its end. It is there to
+try `rl.server` without a GPU: one request at a time, no cache.
 
-    python examples/serve_policy.py 8000 configs/grpo_arithmetic.yaml --parallel '{}' &
-    parallel-rl train configs/grpo_arithmetic.yaml --parallel '{}' --rl.server '{url: "http://127.0.0.1:8000", model: policy,
-      batch_size: 16, update_path: /update_weights_from_disk, ahead: 1}' --run.dir runs/grpo_from_server
+    python examples/serve_policy.py 8000 configs/grpo_from_server.yaml &
+    parallel-rl train configs/grpo_from_server.yaml
 """
 
 import json
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-from parallel_rl.training.checkpointing.checkpoint import load_weights
-from parallel_rl.training.checkpointing.contents import same_weights
+from parallel_rl.megatron import wrap_model
+from parallel_rl.megatron.hf import load_hf
 from parallel_rl.training.config.load import load_config
+from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.models.engine import Engine, build_engine, start_world
 from parallel_rl.training.rollouts.sampler import sample
 
+Answer = tuple[int, object]  # a status, and what becomes JSON
+
 
 class Policy:
-    """A model, and the version of its weights."""
+    """A model, the version of its weights, and whether it is paused."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.version = engine, "default"
+    def __init__(self, engine: Engine, name: str) -> None:
+        self.engine, self.name, self.version, self.paused = engine, name, "default", False
+        self.posts: dict[str, Callable[[dict], Answer]] = {
+            "/v1/completions": self.complete,
+            # vLLM
+            "/pause": self.pause,
+            "/collective_rpc": lambda body: self.load(body["kwargs"]["weights_path"]),
+            "/reset_prefix_cache": self.flush,
+            "/update_weight_version": lambda body: self.tell(body["new_version"]),
+            "/resume": self.resume,
+            # SGLang
+            "/pause_generation": self.pause,
+            "/update_weights_from_disk": lambda body: self.load(body["model_path"], body["weight_version"]),
+            "/flush_cache": self.flush,
+            "/continue_generation": self.resume,
+        }
+        self.gets: dict[str, Callable[[], object]] = {
+            "/health": dict,
+            "/v1/models": lambda: {"object": "list", "data": [{"id": self.name, "object": "model", "root": None}]},
+            "/weight_info": lambda: {"weight_version": self.version},
+            "/server_info": lambda: {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}},
+            "/model_info": lambda: {"weight_version": self.version, "model_path": None},
+        }
 
-    def complete(self, body: dict) -> dict:
-        """An answer of /v1/completions: prompt i is drawn from seed + i."""
+    def complete(self, body: dict) -> Answer:
+        """An answer of /v1/completions: prompt i is drawn from seed + i; temperature 0 is the likeliest token."""
+        if self.paused:
+            return 503, {"error": "paused"}
         config = self.engine.config.sampling
-        settings = replace(config, max_new_tokens=body["max_tokens"], temperature=body["temperature"])
+        greedy, heat = body["temperature"] == 0, body["temperature"] or config.temperature
+        settings = replace(config, max_new_tokens=body["max_tokens"], temperature=heat)
+        outside = [token for prompt in body["prompt"] for token in prompt if token >= self.engine.vocab_size]
+        if outside:
+            return 400, {"error": f"token id {outside[0]} is out of vocabulary"}
         seeds = [body["seed"] + index for index in range(len(body["prompt"]))]
-        drawn = sample(self.engine, body["prompt"], seeds, 0, settings)
+        drawn = sample(self.engine, body["prompt"], seeds, 0, settings, greedy=greedy)
         assert drawn.generation_logprobs is not None
         choices = []
         for index, sampled in enumerate(drawn.token_mask):
@@ -42,27 +73,48 @@ class Policy:
             reason = "stop" if tokens[-1] in self.engine.vocabulary.ends else "length"
             choice = {"index": index, "text": "", "token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}
             choices.append({**choice, "finish_reason": reason})
-        return {"object": "text_completion", "choices": choices, "metadata": {"weight_version": self.version}}
+        return 200, {"object": "text_completion", "model": self.name, "choices": choices}
 
-    def load(self, body: dict) -> dict:
-        check = same_weights(self.engine.config, "model_path")
-        load_weights(Path(body["model_path"]), self.engine.model, check)
-        self.version = body["weight_version"]
-        return {"success": True}
+    def pause(self, body: dict) -> Answer:
+        self.paused = True
+        return 200, {"status": "paused"}
+
+    def load(self, folder: str, version: str | None = None) -> Answer:
+        if not self.paused:
+            return 400, {"success": False, "message": "weights are loaded between a pause and its end"}
+        dtype = DTYPES[self.engine.config.run.dtype]
+        [model] = load_hf(Path(folder), dtype=dtype, vocab_multiple=self.engine.config.model.vocab_multiple)
+        self.engine = replace(self.engine, model=wrap_model(model))
+        return (200, {"success": True}) if version is None else self.tell(version)
+
+    def tell(self, version: str) -> Answer:
+        self.version = version
+        return 200, {"success": True}
+
+    def flush(self, body: dict) -> Answer:
+        return 200, {"success": True}
+
+    def resume(self, body: dict) -> Answer:
+        self.paused = False
+        return 200, {"status": "resumed"}
 
 
 def handler(policy: Policy) -> type[BaseHTTPRequestHandler]:
-    calls = {"/v1/completions": policy.complete, "/update_weights_from_disk": policy.load}
-
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            self.answer((200, policy.gets[path]()) if path in policy.gets else (404, {"error": path}))
+
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            path, body = self.path.partition("?")[0], json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             try:
-                status, found = (200, calls[self.path](body)) if self.path in calls else (404, {"error": self.path})
+                self.answer(policy.posts[path](body) if path in policy.posts else (404, {"error": path}))
             except (KeyError, TypeError, ValueError) as error:
-                status, found = 400, {"error": f"{type(error).__name__}: {error}"}
-            raw = json.dumps(found).encode()
-            self.send_response(status)
+                self.answer((400, {"error": f"{type(error).__name__}: {error}"}))
+
+        def answer(self, found: Answer) -> None:
+            raw = json.dumps(found[1]).encode()
+            self.send_response(found[0])
             self.send_header("Content-Length", str(len(raw)))
             self.end_headers()
             self.wfile.write(raw)
@@ -82,8 +134,11 @@ class Server(HTTPServer):
 def main(port: int, arguments: list[str]) -> None:
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
+    name = None if config.server is None else config.server.model
     start_world(config)
-    policy = Policy(build_engine(config, config.tokenizer.build().vocabulary, config.model.max_positions))
+    policy = Policy(
+        build_engine(config, config.tokenizer.build().vocabulary, config.model.max_positions), name or "policy"
+    )
     server = Server(("127.0.0.1", port), handler(policy))
     print(f"serving {arguments[0]} on http://127.0.0.1:{server.server_address[1]}", flush=True)
     server.serve_forever()

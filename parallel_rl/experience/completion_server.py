@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 
 from parallel_rl.experience.completions import Completion, Expected, read_native, read_openai
-from parallel_rl.experience.http_client import Poster, PostingConfig, ServerError, Workers, check_url, gather, read_json
+from parallel_rl.experience.http_client import Poster, PostingConfig, ServerError, Workers, check_url, gather
 from parallel_rl.vocab.sampling import sample_keys
 from parallel_rl.vocab.truncation import Truncation
-
-ResultT = TypeVar("ResultT")
 
 _APIS = {"openai": ("/v1/completions", read_openai), "sglang": ("/generate", read_native)}
 _SEEDS = (1 << 53) - 1  # what every JSON parser keeps exactly
@@ -76,6 +74,11 @@ class CompletionServerConfig(PostingConfig):
         """The addresses, without a slash at the end."""
         return tuple(url.rstrip("/") for url in ((self.url,) if isinstance(self.url, str) else self.url))
 
+    def poster(self) -> Poster:
+        """What asks these servers, with their key."""
+        key = os.environ[self.api_key_env] if self.api_key_env is not None else None
+        return Poster("completion server", self, CompletionServerError, key)
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -102,43 +105,47 @@ class CompletionServer:
 
     def __init__(self, config: CompletionServerConfig, sampling: Sampling) -> None:
         self.config, self.sampling = config, sampling
-        key = os.environ[config.api_key_env] if config.api_key_env is not None else None
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-        self._poster = Poster("completion server", config, CompletionServerError, headers)
-        self._secret = key
+        self._poster = config.poster()
         self._workers = Workers(config.concurrency)
         self._loads = _Loads(config.urls)
         self._stop = threading.Event()
 
-    def complete(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> list[Completion]:
+    def complete(
+        self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], sampling: Sampling | None = None
+    ) -> list[Completion]:
         """One completion of each of N prompts.
 
         Args:
             sample_ids: N integers that name the samples; the seed of a request comes from its first.
+            sampling: other options than the servers' own.
 
         Raises:
             ValueError: lists of different lengths, or an empty prompt.
             CompletionServerError: the last attempt failed, or an answer is not what was asked for.
         """
-        return gather(self.submit(prompts, sample_ids), self._stop)
+        return gather(self.submit(prompts, sample_ids, sampling), self._stop)
 
-    def submit(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> list[Future[Completion]]:
+    def submit(
+        self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], sampling: Sampling | None = None
+    ) -> list[Future[Completion]]:
         """Do as `complete` without waiting: one future a sample."""
         if len(prompts) != len(sample_ids):
             raise ValueError(f"{len(prompts)} prompts and {len(sample_ids)} sample_ids; they must be as many")
         for sample, prompt in zip(sample_ids, prompts, strict=True):
             if not prompt:
                 raise ValueError(f"the prompt of sample {sample} is empty; at least one token is needed")
+        sampling = sampling or self.sampling
         # here, for torch has no place in threads that the end of the program may cut off
         keys = sample_keys(
-            self.sampling.seed, torch.tensor(sample_ids, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+            sampling.seed, torch.tensor(sample_ids, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
         )
         seeds: list[int] = (keys & _SEEDS).tolist()
         completions: list[Future[Completion]] = [Future() for _ in prompts]
         for rows in _batches(prompts, self.config.batch_size):
             asked, ids = [list(prompts[row]) for row in rows], tuple(sample_ids[row] for row in rows)
-            body = self._body(asked, [seeds[row] for row in rows])
-            request = self._workers.submit(lambda body=body, ids=ids: self._ask(body, ids))  # type: ignore[misc]
+            body = self._body(asked, [seeds[row] for row in rows], sampling)
+            expected = Expected(ids, sampling.max_tokens, sampling.vocab_size, sampling.ends)
+            request = self._workers.submit(lambda body=body, expected=expected: self._ask(body, expected))  # type: ignore[misc]
             request.add_done_callback(lambda done, rows=rows: _share(done, [completions[row] for row in rows]))  # type: ignore[misc]
         return completions
 
@@ -146,45 +153,12 @@ class CompletionServer:
         """Begin no further attempt: open requests fail, and nothing is asked again."""
         self._stop.set()
 
-    def post_to_all(self, path: str, body: object) -> list[Future[None]]:
-        """Posts to `path` of every server, such as an order to load weights; a future for each fails where a server refuses or
-        does not answer."""
-
-        def read(answer: bytes) -> None:
-            reply = read_json(answer) if answer.strip() else {}
-            if isinstance(reply, dict) and reply.get("success") is False:
-                raise ValueError(f"the server refused: {answer[:200]!r}")
-
-        stop = threading.Event()
-        workers = Workers(len(self.config.urls))
-        return [
-            workers.submit(lambda url=url: self._post(url + path, body, read, stop))  # type: ignore[misc]
-            for url in self.config.urls
-        ]
-
-    def _ask(self, body: object, ids: tuple[int, ...]) -> list[Completion]:
-        expected = Expected(ids, self.sampling.max_tokens, self.sampling.vocab_size, self.sampling.ends)
+    def _ask(self, body: object, expected: Expected) -> list[Completion]:
         path, read = _APIS[self.config.api]
         with self._loads.request() as choose:
-            return self._post(lambda attempt: choose() + path, body, lambda raw: read(raw, expected), self._stop)
+            return self._poster.post(lambda attempt: choose() + path, body, lambda raw: read(raw, expected), self._stop)
 
-    def _post(
-        self,
-        url: str | Callable[[int], str],
-        body: object,
-        read: Callable[[bytes], ResultT],
-        stop: threading.Event,
-    ) -> ResultT:
-        try:
-            return self._poster.post(url, body, read, stop)
-        except CompletionServerError as error:
-            if self._secret is None or self._secret not in str(error):
-                raise
-            # some servers repeat the key that they refuse
-            raise CompletionServerError(str(error).replace(self._secret, "***")) from None
-
-    def _body(self, prompts: list[list[int]], seeds: list[int]) -> dict[str, object]:
-        own = self.sampling
+    def _body(self, prompts: list[list[int]], seeds: list[int], own: Sampling) -> dict[str, object]:
         common = {
             "temperature": own.temperature,
             "top_p": 1.0 if own.top_p is None else own.top_p,

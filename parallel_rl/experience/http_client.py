@@ -10,7 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -21,7 +21,12 @@ _PASSING = (408, 425, 429)  # the server asks to come again; so does every 5xx
 
 
 class ServerError(RuntimeError):
-    """A server did not give what it was asked for: the message names its URL, the attempt and what came back."""
+    """A server did not give what it was asked for: the message names its URL, the attempt and what came back.
+
+    `status` is that of the last answer; None: there was none, or what it held was refused.
+    """
+
+    status: int | None = None
 
 
 class PassingError(Exception):
@@ -74,13 +79,13 @@ class Poster:
         name: of the server in messages, such as "reward server".
         config: see `PostingConfig`.
         error: what is raised.
-        headers: sent beside the content type.
+        key: sent as a bearer token; it is in no message.
     """
 
     name: str
     config: PostingConfig
     error: type[ServerError]
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    key: str | None = field(default=None, repr=False)
 
     def post(
         self,
@@ -93,24 +98,27 @@ class Poster:
 
         Args:
             url: the address, or the one for an attempt (from 1).
+            body: what becomes JSON; None asks by GET.
             read: raises ValueError for an answer that no other attempt would better, `PassingError` for one that it may.
             stop: no further attempt is made once it is set.
 
         Raises:
             ServerError: of the class `error`: the last attempt failed, or an answer was refused.
         """
-        attempts, raw = self.config.retries + 1, json.dumps(body).encode()
+        attempts, raw = self.config.retries + 1, None if body is None else json.dumps(body).encode()
+        status: int | None = None
         for attempt in range(1, attempts + 1):
             address = url if isinstance(url, str) else url(attempt)
             where = f"{self.name} {address}, attempt {attempt} of {attempts}"
             if stop.is_set():
-                raise self.error(f"{where}: not asked, for another request has failed")
+                raise self._failure(f"{where}: not asked, for another request has failed")
+            status = None
             try:
                 return read(self._once(address, raw))
             except urllib.error.HTTPError as error:
-                what = f"status {error.code} {error.reason}: {_start(error)}"
-                if error.code < 500 and error.code not in _PASSING:
-                    raise self.error(f"{where}: {what}") from None
+                what, status = f"status {error.code} {error.reason}: {_start(error)}", error.code
+                if status < 500 and status not in _PASSING:
+                    raise self._failure(f"{where}: {what}", status) from None
             except TimeoutError:
                 what = f"no answer in {self.config.timeout:g} s"
             except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
@@ -120,13 +128,20 @@ class Poster:
             except PassingError as error:
                 what = str(error)
             except ValueError as error:
-                raise self.error(f"{where}: {error}") from None
+                raise self._failure(f"{where}: {error}") from None
             if attempt == attempts or stop.wait(self.config.backoff * 2 ** (attempt - 1)):
-                raise self.error(f"{where}: {what}")
+                raise self._failure(f"{where}: {what}", status)
         raise AssertionError("unreachable")
 
-    def _once(self, url: str, body: bytes) -> bytes:
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json", **self.headers})
+    def _failure(self, text: str, status: int | None = None) -> ServerError:
+        """The error to raise; some servers repeat the key that they refuse."""
+        error = self.error(text if self.key is None else text.replace(self.key, "***"))
+        error.status = status
+        return error
+
+    def _once(self, url: str, body: bytes | None) -> bytes:
+        key = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json", **key})
         end = time.monotonic() + self.config.timeout
         with _opener().open(request, timeout=self.config.timeout) as response:
             parts = []
@@ -219,6 +234,6 @@ def _opener() -> urllib.request.OpenerDirector:
 
 def _start(error: urllib.error.HTTPError) -> str:
     try:
-        return error.read(200).decode(errors="replace")
+        return error.read(400).decode(errors="replace")
     except OSError:
         return ""

@@ -23,7 +23,7 @@ class Session:
         critic: the value function of RL.
         reference: a frozen copy of the policy that the main phase began with.
         teacher: a frozen model from another run's checkpoint.
-        served: the servers that draw the samples of RL.
+        served: the servers that draw the policy's completions.
         kl_controller: the coefficient of the KL in the reward.
     """
 

@@ -33,6 +33,7 @@ from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary,
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.reporting.curves import draw_curves
 from parallel_rl.training.reporting.run_log import RunLog, read_metrics, write_whole
+from parallel_rl.training.rollouts.server_check import check_servers
 from parallel_rl.training.session import Session
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
@@ -65,6 +66,7 @@ def train(config: TrainConfig) -> Result:
     config = settle_alphabet(config, files)
     tokenizer = raise_on_all_ranks(config.tokenizer.build)
     check_vocabulary(config, tokenizer.vocabulary)
+    check_servers(config, tokenizer.vocabulary)
     data = read_datasets(config, tokenizer, files, length_check(config))
     with only_run(Path(config.run.dir)):
         run = _Run(config, tokenizer, data)
@@ -279,7 +281,7 @@ class _Run:
     def _evaluate(self) -> Evaluation:
         assert self.config.evaluation is not None
         tick("evaluating")
-        found = evaluate(self.session, self.config.evaluation)
+        found = evaluate(self.session, self.config.evaluation, self.progress)
         if found.shown:
             self.log.text(self.progress.phase, self.progress.step, "samples", shown_text(found.shown))
         return found

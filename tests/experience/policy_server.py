@@ -35,8 +35,9 @@ class Policy:
         dice, tokens, logprobs = random.Random(f"{self.salt} {seed} {list(prompt)}"), [], []
         last = prompt[-1]
         for _ in range(most):
-            chances = self.distribution(last, temperature)
-            last = dice.choices(range(self.vocab_size), chances)[0]
+            chances = self.distribution(last, temperature or 1.0)
+            likeliest = chances.index(max(chances))
+            last = dice.choices(range(self.vocab_size), chances)[0] if temperature else likeliest
             tokens.append(last)
             logprobs.append(math.log(chances[last]))
             if last == END:

@@ -31,8 +31,11 @@ def serve(answer: Answer) -> Iterator[Server]:
     """A server for the length of a `with` block."""
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.do_POST()
+
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
             with state.lock:
                 number = len(state.requests)
                 state.requests.append(body)

@@ -343,21 +343,6 @@ def test_the_key_is_sent_and_never_told(monkeypatch: pytest.MonkeyPatch) -> None
     assert "secret" not in str(caught.value) + repr(ours.config) + repr(ours._poster)
 
 
-def test_orders_go_to_every_server() -> None:
-    with serve(lambda n, b: (200, {"success": True})) as one, serve(lambda n, b: (200, b"")) as two:
-        orders = client(one.root, two.root).post_to_all("/update_weights_from_disk", {"weight_version": "3"})
-        assert [order.result() for order in orders] == [None, None]
-        assert one.requests == two.requests == [{"weight_version": "3"}]
-        assert one.paths == ["/update_weights_from_disk"]
-    with (
-        serve(lambda n, b: (200, {"success": False, "message": "no such folder"})) as one,
-        pytest.raises(
-            CompletionServerError, match=r"update_weights_from_disk, attempt 1 of 4: the server refused.*no such"
-        ),
-    ):
-        client(one.root).post_to_all("/update_weights_from_disk", {})[0].result()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -52,3 +52,8 @@ def train_rows(rank: int, arguments: list[str]) -> list[dict[str, float | int | 
     warnings.simplefilter("ignore")
     result = train(load_config(arguments[0], arguments[1:]))
     return [{key: value for key, value in row.items() if key not in CLOCK} for row in result.rows]
+
+
+def sevens(prompt: str, completion: str, answer: str) -> float:
+    """A checker that a policy can learn in a few steps: the share of sevens."""
+    return completion.count("7") / max(len(completion), 1)

@@ -17,9 +17,12 @@ from parallel_rl.training.session import Session
 def distillation_step(session: Session, config: DistillationConfig, at: TrainProgress) -> StepMetrics:
     """The next `batch_size` examples, or completions of the student's, with the teacher's distributions."""
     assert session.teacher is not None
-    make, source = (example_rows, "examples") if config.rows == "examples" else (_completions, "train")
     policy = session.policy
-    rows, _ = policy.balance(make(session, at.next(source), config.batch_size))
+    if config.rows == "examples":
+        rows = example_rows(session, at.next("examples"), config.batch_size)
+    else:
+        rows = _completions(session, config, at)
+    rows, _ = policy.balance(rows)
     batches = policy.batches(rows)
     if config.top_k is None:
         batches = with_teacher_logits(policy.engine, session.teacher, batches)
@@ -30,9 +33,15 @@ def distillation_step(session: Session, config: DistillationConfig, at: TrainPro
     return combine_updates([policy.update(batches, at.step)])
 
 
-def _completions(session: Session, first: int, count: int) -> Samples:
-    engine, data = session.engine, session.data
-    ids = local_share(range(first, first + count), engine.groups)
+def _completions(session: Session, config: DistillationConfig, at: TrainProgress) -> Samples:
+    engine, data, served = session.engine, session.data, session.served
+    ids = local_share(range(at.next("train"), at.next("train") + config.batch_size), engine.groups)
     chosen = [prompt.tokens for prompt in data.read(data.train, ids)]
-    drawn = sample(engine, chosen, ids, 2 * engine.config.run.seed, engine.config.sampling)
+    if served is None:
+        drawn = sample(engine, chosen, ids, 2 * engine.config.run.seed, engine.config.sampling)
+    else:
+        assert config.server is not None
+        if at.step % config.server.update_every == 0 or not served.updated:
+            served.bring(engine.config.policy_version(at.step))
+        drawn, _ = served.take(chosen, ids)
     return padded_samples(chosen, drawn.responses())

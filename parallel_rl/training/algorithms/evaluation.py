@@ -18,6 +18,7 @@ from parallel_rl.training.algorithms.shown import ShownSample
 from parallel_rl.training.config.sections import EvaluationConfig
 from parallel_rl.training.data.examples import Prompt
 from parallel_rl.training.data.records.source import Records
+from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.rollouts.sampler import ROWS_AT_A_TIME, sample
 from parallel_rl.training.session import Session
 
@@ -31,13 +32,21 @@ class Evaluation:
     shown: Sequence[ShownSample] = ()
 
 
-def evaluate(session: Session, config: EvaluationConfig) -> Evaluation:
-    """Scores `samples` completions of each held-out prompt; the draws are the same ones every time."""
+def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> Evaluation:
+    """Scores `samples` completions of each held-out prompt; the draws are the same ones every time.
+
+    They come from the servers where these have the trainer's weights (`server.update`), else from its own sampler.
+
+    Raises:
+        ValueError: a server failed, on every rank.
+    """
     engine, prompts, samples = session.engine, session.data.held_out, config.samples
     count, groups = len(prompts) * samples, engine.groups
     mine = range(groups.dp_rank * count // groups.dp_size, (groups.dp_rank + 1) * count // groups.dp_size)
     size, most, rewards = ROWS_AT_A_TIME * groups.cp_size, -(-count // groups.dp_size), []
     shown: list[ShownSample] = []
+    if session.served is not None:
+        session.served.bring(engine.config.policy_version(at.step))
     for first in range(0, most, size):  # as often on every rank
         ids = mine[first : first + size]
         chosen = raise_on_all_ranks(partial(_each, prompts, [index // samples for index in ids]))
@@ -76,6 +85,8 @@ def _shown(
 def _draw(session: Session, prompts: Sequence[Prompt], ids: Sequence[int]) -> list[list[int]]:
     engine, tokens = session.engine, [prompt.tokens for prompt in prompts]
     seed = 2 * engine.config.run.seed + 1  # even seeds are training's
+    if session.served is not None and session.served.updated:
+        return session.served.draw(tokens, ids, seed).responses()
     return sample(engine, tokens, ids, seed, engine.config.sampling).responses() if tokens else []
 
 

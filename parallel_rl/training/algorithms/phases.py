@@ -61,15 +61,15 @@ class Phase:
         if config.teacher is not None:
             teacher = freeze_copy(engine)
             load_weights(Path(config.teacher), teacher, same_weights(config, "teacher"))
-        session = replace(session, reference=reference, teacher=teacher)
+        served = None if config.server is None else RemoteRollouts(engine, config.server)
+        session = replace(session, reference=reference, teacher=teacher, served=served)
         if rl is None:
             return session
         critic = None
         if rl.critic is not None:
             value_loss = build_loss(engine, rl.critic.loss)
             critic = Learner.start(build_critic(engine), value_loss, rl.critic.optimizer, self.updates)
-        served = None if rl.server is None else RemoteRollouts(engine, rl.server)
-        return replace(session, critic=critic, served=served, kl_controller=rl.build_kl_controller())
+        return replace(session, critic=critic, kl_controller=rl.build_kl_controller())
 
 
 def phases(config: TrainConfig) -> list[Phase]:

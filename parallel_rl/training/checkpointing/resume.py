@@ -135,7 +135,9 @@ def starts_over(config: TrainConfig) -> bool:
 
 def outputs(config: TrainConfig) -> tuple[str, ...]:
     """The folders that a run writes and `clear_run` removes; metrics.jsonl and config.yaml are replaced."""
-    return ("checkpoints", "tensorboard", *(config.rl.folders if config.rl is not None else ()))
+    record = config.rl is not None and config.rl.record
+    updates = config.server is not None and config.server.update is not None
+    return ("checkpoints", "tensorboard", *(("rollouts",) if record else ()), *(("policy",) if updates else ()))
 
 
 def clear_run(folder: Path, names: Sequence[str]) -> None:

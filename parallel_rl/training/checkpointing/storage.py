@@ -14,9 +14,10 @@ from pathlib import Path
 from parallel_rl.training.checkpointing.manifest import MANIFEST, read_manifest, sync_folder
 
 _NAME = re.compile(r"step_(\d{6,})")
-# what a run makes in its folders: checkpoints, whole, half and damaged ones; rollouts; TensorBoard's files
+# what a run makes in its folders: checkpoints, whole, half and damaged ones; rollouts; weights for servers; TensorBoard's files
 _MADE = re.compile(
-    r"(\.(partial|replaced|pruned)_)?step_\d{6,}(\.damaged\d*|_\d+\.jsonl)?|events\.out\.tfevents\..*|\.nfs.*"
+    r"(\.(partial|replaced|pruned)_)?step_\d{6,}(\.damaged\d*|_\d+\.jsonl)?"
+    r"|\.?version_\d{6,}_\d+(\.\d+\.partial)?|events\.out\.tfevents\..*|\.nfs.*"
 )
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _PARTIAL, _REPLACED, _PRUNED = ".partial_", ".replaced_", ".pruned_"

@@ -159,12 +159,6 @@ class RLConfig:
         return max(0, step - alone) * self.updates
 
     @property
-    def folders(self) -> tuple[str, ...]:
-        """Folders that this run writes beside those of every run."""
-        updated = self.server is not None and self.server.update_path is not None
-        return (("rollouts",) if self.record else ()) + (("policy",) if updated else ())
-
-    @property
     def fields(self) -> dict[str, str]:
         """Fields that a loss may read, each with the setting that it lacks ("": none)."""
         experts = "" if self.experts else "which rl.experts = 0 leaves out; set it to a number of demonstrations a step"
@@ -196,10 +190,6 @@ class RLConfig:
         for key in needs:
             if key not in ESTIMATOR_FIELDS:
                 raise ValueError(f"advantages.name = {name!r} reads {key!r}, which this trainer does not have")
-        if self.server is not None and "greedy_rewards" in needs:
-            raise ValueError(
-                f"advantages.name = {name!r} reads the rewards of greedy answers, which 'server' does not give; remove it"
-            )
         for section, key in (("critic", "values"), ("teacher", "teacher_token_logprobs")):
             if key in needs and getattr(self, section) is None:
                 raise ValueError(f"advantages.name = {name!r} reads {key}, which {section!r} gives; it is missing")
@@ -259,6 +249,7 @@ class DistillationConfig:
     teacher: a checkpoint folder of a model of the same shape and vocabulary; relative to the config file.
     rows: "examples" are demonstrations from `data.examples`; "policy" are the student's own completions of `data.train`
         (on-policy distillation, GKD).
+    server: where the student's completions come from when the trainer does not draw them itself.
     top_k: the teacher gives its likeliest words of each token in place of its whole distribution, for a loss that reads
         `teacher_topk_logits` and `teacher_topk_indices`. None: not.
     loss: one that reads `teacher_logits`, or what `top_k` gives.
@@ -269,11 +260,13 @@ class DistillationConfig:
     optimizer: OptimizerConfig
     teacher: str
     rows: Literal["examples", "policy"] = "examples"
+    server: ServerConfig | None = None
     top_k: int | None = None
     loss: LossConfig = field(default_factory=lambda: LossConfig("full_distillation"))
 
     def __post_init__(self) -> None:
         at_least(self, steps=1, batch_size=1)
+        self._check_server()
         of_topk = ("teacher_topk_logits", "teacher_topk_indices", "teacher_logsumexp")
         if self.top_k is None:
             wanted = "which distillation.top_k gives; set it to a number of words"
@@ -287,6 +280,17 @@ class DistillationConfig:
             )
         if needs.field(of_topk[0]).alignment != "token":
             raise ValueError("loss.options.topk_alignment must be 'token', as the trainer's teacher gives its top-k")
+
+    def _check_server(self) -> None:
+        if self.server is None:
+            return
+        if self.rows != "policy":
+            raise ValueError(
+                f"'server' has no effect with rows = {self.rows!r}, of which none is drawn; set it to 'policy'"
+            )
+        for name, default in (("ahead", 0), ("max_staleness", None)):
+            if (value := getattr(self.server, name)) != default:
+                raise ValueError(f"server.{name} = {value} has no effect in distillation; leave it out")
 
 
 def rows_of_pair(config: PreferenceConfig) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parallel_rl.experience.completion_server import CompletionServerConfig
+from parallel_rl.experience.server_weights import EngineName
 from parallel_rl.training.config.sections import at_least
 
 
@@ -12,23 +13,23 @@ from parallel_rl.training.config.sections import at_least
 class ServerConfig(CompletionServerConfig):
     """Servers that draw the samples, see `CompletionServerConfig`; `concurrency` is that of each data rank.
 
-    A policy's version is the number of optimizer steps behind it since RL began. A server tells its own in weight_version
-    (SGLang), or is taken to have what was last sent to it, 0 before that. A sample's staleness is the trainer's version minus
-    that; it is recorded, and `importance` or `rejection` of the loss correct for it by generation_logprobs.
+    A policy's version is the number of optimizer steps behind it since RL began. A server tells its own in weight_version, or
+    is taken to have what was last sent to it, 0 before that. A sample's staleness is the trainer's version minus that; it is
+    recorded, and `importance` or `rejection` of the loss correct for it by generation_logprobs.
 
     Attributes:
         ahead: steps whose samples are asked for before their turn, while others are trained on.
         max_staleness: samples whose policy lies more optimizer steps than this away count in the advantages of their group, and
             are masked in the loss; None: all are trained on.
-        update_path: where each server takes new weights, such as SGLang's /update_weights_from_disk; None: never. It gets
-            {"model_path": a checkpoint folder as `run.init_from` reads it, "weight_version": the version}. What was asked for
-            before is awaited first, so that a sample is of one policy.
-        update_every: steps from one such order to the next.
+        update: the engine whose servers get the trainer's weights: a Hugging Face folder for each version in run.dir/policy,
+            the newest two of which stay. What was asked for before is awaited first, so that a sample is of one policy.
+            Evaluations then go through the servers, too. None: the servers have weights of their own.
+        update_every: steps from one update to the next; an evaluation sends the weights in any case.
     """
 
     ahead: int = 0
     max_staleness: int | None = None
-    update_path: str | None = None
+    update: EngineName | None = None
     update_every: int = 1
 
     def __post_init__(self) -> None:
@@ -36,7 +37,9 @@ class ServerConfig(CompletionServerConfig):
         at_least(self, ahead=0, update_every=1)
         if self.max_staleness is not None:
             at_least(self, max_staleness=0)
-        if self.update_path is None and self.update_every != 1:
-            raise ValueError(f"update_every = {self.update_every} has no effect without update_path")
-        if self.update_path is not None and not self.update_path.startswith("/"):
-            raise ValueError(f"update_path = {self.update_path!r} must start with /; it follows the server's address")
+        if self.update is None and self.update_every != 1:
+            raise ValueError(f"update_every = {self.update_every} has no effect without update")
+        if self.update == "vllm" and self.api == "sglang":
+            raise ValueError(
+                "update = 'vllm' is incompatible with api = 'sglang', which vLLM does not speak; leave api out"
+            )

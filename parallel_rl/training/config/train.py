@@ -14,6 +14,7 @@ from parallel_rl.training.config.sections import (
     ParallelConfig,
     SamplingConfig,
 )
+from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.config.tokenizer import TokenizerConfig
 
 OBJECTIVES = ("rl", "preference", "sft", "distillation")
@@ -69,6 +70,17 @@ class TrainConfig:
         if self.rl is not None:
             return self.rl.teacher
         return None if self.distillation is None else self.distillation.teacher
+
+    @property
+    def server(self) -> ServerConfig | None:
+        """The servers that draw the policy's completions in the main phase."""
+        if self.rl is not None:
+            return self.rl.server
+        return None if self.distillation is None else self.distillation.server
+
+    def policy_version(self, step: int) -> int:
+        """Optimizer steps of the policy before step `step` of the main phase."""
+        return step if self.rl is None else self.rl.policy_version(step)
 
     @property
     def needs_reference(self) -> bool:
@@ -165,6 +177,15 @@ class TrainConfig:
         if self.model.layers % self.parallel.pipeline:
             raise ValueError(
                 f"model.layers = {self.model.layers} is not divisible by parallel.pipeline = {self.parallel.pipeline}"
+            )
+        if (
+            self.server is not None
+            and self.server.update is not None
+            and not (model.position == "rope" and model.gated)
+        ):
+            raise ValueError(
+                f"{self.objective}.server.update = {self.server.update!r} needs a model of Hugging Face's families; set "
+                f"model.position = {model.position!r} to 'rope' and model.gated = {model.gated} to true"
             )
         if self.parallel.use_distributed_optimizer and self.run.dtype == "float64":
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,41 +13,42 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl.agreement import communication_device, raise_on_all_ranks
-from parallel_rl.cluster.heartbeat import tick
+from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
 from parallel_rl.experience.completion_server import CompletionServer, Sampling
 from parallel_rl.experience.completions import Completion
 from parallel_rl.experience.samples import Samples, padded_samples
-from parallel_rl.groups import group_rank, group_size
+from parallel_rl.experience.server_weights import ServerWeights
 from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.models.engine import Engine
+from parallel_rl.training.rollouts.policy_folder import write_policy
+from parallel_rl.training.rollouts.sharing import Sharing, failure
 
-_LOOK = 20.0  # seconds
-_WAITING, _FAILED = 1, 2
+_RESTARTS = 3  # of servers, while the same samples are drawn
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A request for one sample: the prompt it was made for, and the policy that the server had."""
+    """A request for one sample: the prompt it was made for, the policy that the server had, and whether it has had it since."""
 
     prompt: int
     version: int
     future: Future[Completion]
+    sure: bool = False
 
 
 class RemoteRollouts:
     """This data rank's source of completions.
 
     A requested sample stays until it is taken, also over a restart: a checkpoint keeps it (`state_dict`), so that a resumed
-    run trains on the same samples, whatever the server would answer now.
+    run trains on the same samples, whatever the server would answer now. With `config.update` the servers have the trainer's
+    weights; one that has lost them, because it was started again, gets them again, and what it drew meanwhile is drawn anew.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         run, sampling = engine.config.run, engine.config.sampling
         self.config, self._engine = config, engine
-        self._sharing = engine.replica_groups
-        self._asks = all(group_rank(group) == 0 for group in self._sharing)
-        wanted = Sampling(
+        self._sharing = Sharing(engine)
+        self._sampling = Sampling(
             sampling.max_new_tokens,
             tuple(sorted(engine.vocabulary.ends)),
             engine.vocab_size,
@@ -56,14 +57,22 @@ class RemoteRollouts:
             sampling.top_k,
             sampling.top_p,
         )
-        self._server = CompletionServer(config, wanted)
+        self._server = CompletionServer(config, self._sampling)
+        self._weights = None if config.update is None else ServerWeights(config, config.update)
         self._asked: dict[int, _Asked] = {}
         self._version = 0  # of the weights that were last sent
-        self.updated = False  # by this process: the servers may have been restarted as well
+        self._folder: Path | None = (
+            None  # what was last sent by this process: the servers may have been restarted as well
+        )
+
+    @property
+    def updated(self) -> bool:
+        """Whether this process has sent weights."""
+        return self._folder is not None
 
     def request(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> None:
         """Asks for what is not asked for yet, without waiting; does not communicate."""
-        if not self._asks:
+        if not self._sharing.asks:
             return
         known = (self._asked.get(sample) for sample in sample_ids)
         missing = [
@@ -71,9 +80,8 @@ class RemoteRollouts:
             for sample, prompt, asked in zip(sample_ids, prompts, known, strict=True)
             if asked is None or asked.prompt != _mark(prompt)
         ]
-        futures = self._server.submit([prompt for _, prompt in missing], [sample for sample, _ in missing])
-        for (sample, prompt), future in zip(missing, futures, strict=True):
-            self._asked[sample] = _Asked(_mark(prompt), self._version, future)
+        new = self._ask([prompt for _, prompt in missing], [sample for sample, _ in missing], self._sampling)
+        self._asked |= {sample: asked for (sample, _), asked in zip(missing, new, strict=True)}
 
     def forget(self, wanted: Collection[int]) -> None:
         """Drops what is asked for and not among `wanted`: the samples of other data ranks, after a change of layout."""
@@ -87,58 +95,42 @@ class RemoteRollouts:
         Raises:
             ValueError: the server failed one rank, on all of them.
         """
-        self.request(prompts, sample_ids)
-        taken = [self._asked.pop(sample) for sample in sample_ids] if self._asks else []
-        well = self._wait([asked.future for asked in taken])
 
-        def read() -> list[Completion]:
-            failed = (asked.future.exception() for asked in taken if asked.future.done())
-            if error := next((error for error in failed if error is not None), None):
-                raise ValueError(str(error))
-            return [_known(asked) for asked in taken] if well else []
+        def ask() -> list[_Asked]:
+            self.request(prompts, sample_ids)
+            return [self._asked[sample] for sample in sample_ids]
 
-        try:
-            completions = raise_on_all_ranks(read, [*self._sharing, self._engine.groups.data])
-            if not well:
-                raise ValueError("the completion server failed another rank")
-        except ValueError:
-            self._server.close()  # what else is in flight is of no use
-            raise
-        facts = torch.tensor([[len(one.tokens), one.version] for one in completions], dtype=torch.int64).view(-1, 2)
-        facts = self._spread(facts, (len(prompts), 2))
-        width = int(facts[:, 0].max()) if len(prompts) else 0
-        values = torch.zeros(len(completions), 2, width, dtype=torch.float64)  # a token's id is exact in it
-        for row, one in enumerate(completions):
-            values[row, :, : len(one.tokens)] = torch.tensor([one.tokens, one.logprobs], dtype=torch.float64)
-        values = self._spread(values, (len(prompts), 2, width))
-        rows = [row[:, :length] for row, length in zip(values, facts[:, 0].tolist(), strict=True)]
-        responses, logprobs = [row[0].long().tolist() for row in rows], [row[1].tolist() for row in rows]
-        return padded_samples(prompts, responses, logprobs=logprobs, dtype=self._engine.float_dtype), facts[:, 1]
+        drawn = self._draw(prompts, ask)
+        for sample in sample_ids:
+            self._asked.pop(sample, None)
+        return drawn
 
-    def update(self, version: int, save: Callable[[], Path]) -> None:
-        """Make the servers load the trainer's weights, once all samples in flight are there; every rank calls it.
+    def draw(
+        self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], seed: int, *, greedy: bool = False
+    ) -> Samples:
+        """Completions beside those that are trained on: of an evaluation, or the likeliest token each time; as `take`."""
+        own = replace(self._sampling, seed=seed)
+        sampling = replace(own, temperature=0.0, top_k=None, top_p=None) if greedy else own
+        return self._draw(prompts, lambda: self._ask(prompts, sample_ids, sampling))[0]
+
+    def bring(self, version: int) -> None:
+        """See that the servers have the trainer's present weights, where they are given any; every rank calls it.
+
+        All samples in flight are awaited first, so that each is of one policy.
 
         Args:
             version: optimizer steps behind the weights.
-            save: writes them, on every rank, and names the folder.
 
         Raises:
-            ValueError: a server refused or did not answer, on every rank.
+            ValueError: the weights could not be written; a server refused, did not answer or tells another version; on every
+                rank.
         """
-        path = self.config.update_path
-        assert path is not None
+        if self._weights is None or (self.updated and self._version == version):
+            return
         self._settle()
-        body = {"model_path": str(save().absolute()), "weight_version": str(version)}
-        orders = self._server.post_to_all(path, body) if dist.get_rank() == 0 else []
-        self._wait(orders)
-
-        def read() -> None:
-            for order in orders:
-                if order.done() and (error := order.exception()) is not None:
-                    raise ValueError(str(error))
-
-        raise_on_all_ranks(read)
-        self._version, self.updated = version, True
+        folder = write_policy(self._engine, version)
+        self._sharing.finish(self._weights.update(folder, version) if dist.get_rank() == 0 else [])
+        self._version, self._folder = version, folder
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """The samples in flight, once all M have arrived; failed ones are left out, to be requested again."""
@@ -161,7 +153,7 @@ class RemoteRollouts:
         Raises:
             ValueError: parts of another making.
         """
-        if not self._asks:
+        if not self._sharing.asks:
             return
         for part in parts:
             facts, lengths = part["facts"], part["facts"][:, 4].tolist()
@@ -172,39 +164,91 @@ class RemoteRollouts:
                 future.set_result(Completion(tuple(ids.tolist()), tuple(scores.tolist()), bool(stopped), version))
                 self._asked[sample] = _Asked(prompt, version, future)
 
-    def _settle(self) -> None:
-        """Wait until nothing is in flight any more, successful or not; every rank calls it."""
-        self._wait([asked.future for asked in self._asked.values()], tolerant=True)
+    def _ask(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], sampling: Sampling) -> list[_Asked]:
+        futures = self._server.submit(prompts, sample_ids, sampling)
+        return [_Asked(_mark(prompt), self._version, future) for prompt, future in zip(prompts, futures, strict=True)]
 
-    def _wait(self, futures: Sequence[Future], *, tolerant: bool = False) -> bool:
-        """Wait until all are done on every rank, or (but for `tolerant`) one has failed on some: then False on all.
+    def _draw(self, prompts: Sequence[Sequence[int]], ask: Callable[[], list[_Asked]]) -> tuple[Samples, Tensor]:
+        """What `ask` asks for, on all ranks that share it; asked again where a server has lost its weights meanwhile."""
+        for _ in range(_RESTARTS):
+            completions = self._await(ask() if self._sharing.asks else [])
+            if not (lost := self._lost()):
+                break
+            self._give_again(lost)
+        else:
+            raise ValueError(
+                f"the completion servers {', '.join(lost)} lost the trainer's weights {_RESTARTS} times while the same samples "
+                f"were drawn: something else than rl.server.update restarts them or gives them weights"
+            )
+        facts = torch.tensor([[len(one.tokens), one.version] for one in completions], dtype=torch.int64).view(-1, 2)
+        facts = self._sharing.spread(facts, (len(prompts), 2))
+        width = int(facts[:, 0].max()) if len(prompts) else 0
+        values = torch.zeros(len(completions), 2, width, dtype=torch.float64)  # a token's id is exact in it
+        for row, one in enumerate(completions):
+            values[row, :, : len(one.tokens)] = torch.tensor([one.tokens, one.logprobs], dtype=torch.float64)
+        values = self._sharing.spread(values, (len(prompts), 2, width))
+        rows = [row[:, :length] for row, length in zip(values, facts[:, 0].tolist(), strict=True)]
+        responses, logprobs = [row[0].long().tolist() for row in rows], [row[1].tolist() for row in rows]
+        return padded_samples(prompts, responses, logprobs=logprobs, dtype=self._engine.float_dtype), facts[:, 1]
 
-        Ranks look at each other now and then, so that no collective runs into its timeout while a server works.
+    def _await(self, taken: Sequence[_Asked]) -> list[Completion]:
+        """The completions of this rank, once they are there on all.
+
+        Raises:
+            ValueError: one failed, on every rank.
         """
-        until = ALL_COMPLETED if tolerant else FIRST_EXCEPTION
-        while True:
-            tick("waiting for the server")
-            done, left = wait(futures, _LOOK, until)
-            failed = not tolerant and any(map(_failed, done))
-            state = torch.tensor(_FAILED if failed else _WAITING if left else 0, device=self._engine.device)
-            dist.all_reduce(state, dist.ReduceOp.MAX)
-            if int(state) != _WAITING:
-                return int(state) != _FAILED
+        well = self._sharing.wait([asked.future for asked in taken])
 
-    def _spread(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The asking rank's values on all that hold the same data: a sum with zeros."""
-        device = torch.device("cpu")
-        for group in self._sharing:
-            device = communication_device(group, device)
-        whole = values.to(device) if self._asks else torch.zeros(shape, dtype=values.dtype, device=device)
-        for group in self._sharing:
-            if group_size(group) > 1:
-                dist.all_reduce(whole, group=group)
-        return whole.cpu()
+        def read() -> list[Completion]:
+            if error := next((error for asked in taken if (error := failure(asked.future)) is not None), None):
+                raise ValueError(str(error))
+            return [_known(asked) for asked in taken] if well else []
 
+        try:
+            completions = raise_on_all_ranks(read, [*self._sharing.groups, self._engine.groups.data])
+            if not well:
+                raise ValueError("the completion server failed another rank")
+        except ValueError:
+            self._server.close()  # what else is in flight is of no use
+            raise
+        return completions
 
-def _failed(future: Future) -> bool:
-    return future.done() and future.exception() is not None
+    def _settle(self) -> None:
+        """Wait until nothing is in flight any more, and drop what was drawn by lost weights; every rank calls it."""
+        self._sharing.wait([asked.future for asked in self._asked.values()], tolerant=True)
+        if self._lost():
+            self._drop()
+
+    def _lost(self) -> list[str]:
+        """The servers that have other weights than were last sent; where there are none, what has come is of those weights."""
+        if self._weights is None or not self.updated:
+            return []
+        told = self._weights.versions() if dist.get_rank() == 0 else []
+        self._sharing.finish(told)
+        wanted, urls = str(self._version), self.config.urls
+
+        def compare() -> list[str]:
+            return [url for url, version in zip(urls, told, strict=True) if version.result() != wanted]
+
+        lost = on_first_rank(compare, "the versions of the servers' weights")
+        if not lost:
+            self._asked = {
+                sample: replace(asked, sure=asked.future.done()) if not asked.sure else asked
+                for sample, asked in self._asked.items()
+            }
+        return lost
+
+    def _give_again(self, lost: Sequence[str]) -> None:
+        """Send the last weights once more; what was drawn since is unknown and is dropped."""
+        assert self._weights is not None and self._folder is not None
+        self._drop()
+        first = dist.get_rank() == 0
+        if first:
+            print(f"{', '.join(lost)} has lost the weights of version {self._version} and gets them again", flush=True)
+        self._sharing.finish(self._weights.update(self._folder, self._version, lost) if first else [])
+
+    def _drop(self) -> None:
+        self._asked = {sample: asked for sample, asked in self._asked.items() if asked.sure}
 
 
 def _known(asked: _Asked) -> Completion:

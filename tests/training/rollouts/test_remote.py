@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +12,7 @@ import pytest
 from parallel_rl.testing.pool import WorldError, run_world
 from tests.experience.policy_server import Policy, answer
 from tests.experience.server import Server, serve
-from tests.training.helpers import DATA, LAYOUTS, ROOT, cut, run, train_rows
+from tests.training.helpers import LAYOUTS, cut, run, train_rows
 
 SMALL = {
     "model__hidden": 32,
@@ -217,100 +214,17 @@ def test_samples_are_asked_for_ahead_of_their_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "options", "staleness", "orders"),
-    [
-        ("one process", "ahead: 1", [0, 2, 2], ["0", "2", "4"]),
-        pytest.param("DP 2", "", [0, 0, 0], ["0", "2", "4"], marks=pytest.mark.slow),
-        pytest.param("DP 2", "ahead: 1", [0, 2, 2], ["0", "2", "4"], marks=pytest.mark.slow),
-        pytest.param("TP 2", "update_every: 2", [0, 2, 0], ["0", "4"], marks=pytest.mark.slow),
-    ],
-)
-def test_weights_go_out_and_come_back(
-    layout: str, options: str, staleness: list[int], orders: list[str], tmp_path: Path
-) -> None:
-    class Engine:
-        version, loaded = "default", 0
-
-        def __call__(self, number: int, body: dict) -> tuple[int, object]:
-            if "model_path" not in body:
-                return 200, answer(Policy(version=self.version, weights=self.loaded), body)
-            assert (Path(body["model_path"]) / "metadata.json").is_file()
-            self.version, self.loaded = body["weight_version"], self.loaded + 1
-            return 200, {"success": True}
-
-    with serve(Engine()) as server:
-        rows = train(tmp_path, server, layout, f"update_path: /update_weights_from_disk, {options}")
-        told = [body["weight_version"] for body in server.requests if "model_path" in body]
-        # what is asked for in a step, and no more, before the next one: its own samples and those of the steps ahead
-        places = [place for place, body in enumerate(server.requests) if "model_path" in body]
-    steps_ahead = 2 if options.startswith("ahead") else 1
-    every = 2 if options.startswith("update") else 1
-    due = [(every * number + steps_ahead - 1) * SAMPLES if number else 0 for number in range(len(places))]
-    assert [place - number for number, place in enumerate(places)] == due
-    assert told == orders
-    assert [row["staleness_max"] for row in rows] == staleness == [row["staleness_mean"] for row in rows]
-
-
-def test_a_server_that_refuses_weights(tmp_path: Path) -> None:
-    def refuses(number: int, body: dict) -> tuple[int, object]:
-        return (200, {"success": False, "message": "no room"}) if "model_path" in body else well(number, body)
-
-    with (
-        serve(refuses) as server,
-        pytest.raises(
-            WorldError, match=r"/update_weights_from_disk, attempt 1 of 4: the server refused: .*no room"
-        ) as caught,
-    ):
-        train(tmp_path, server, "TP 2", "update_path: /update_weights_from_disk")
-    assert sorted(caught.value.errors) == [0, 1]
-
-
-@pytest.mark.slow
-def test_a_policy_learns_from_its_own_server(tmp_path: Path) -> None:
-    """examples/serve_policy.py beside the trainer: weights go there, samples with true log-probs come back."""
-    more = {
-        "run__dtype": "float32",
-        "batch__micro_batch_size": 64,
-        "data__examples": DATA / "arithmetic_careless.jsonl",
-        "warmup": "{steps: 4, batch_size: 16, optimizer: {lr: 3e-3}}",
-        "rl__steps": 12,
-        "rl__prompts": 16,
-        "rl__group_size": 8,
-    }
-    config = run("grpo_arithmetic.yaml", parallel="{}", model__hidden=32)
-    command = [sys.executable, str(ROOT / "examples" / "serve_policy.py"), "0", *config]
-    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True, **quiet) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().split()[-1]
-            order = "batch_size: 16, update_path: /update_weights_from_disk"
-            now = train(tmp_path / "now", Server(url), options=order, **more)
-            ahead = train(tmp_path / "ahead", Server(url), options=f"{order}, ahead: 1", **more)
-        finally:
-            process.terminate()
-    mismatch = {}
-    for name, rows, staleness in (("now", now, [0] * 12), ("ahead", ahead, [0] + [2] * 11)):
-        rows = [row for row in rows if row["phase"] == "rl"]
-        assert [row["staleness_max"] for row in rows] == staleness
-        assert rows[-1]["reward"] > rows[0]["reward"] + 0.15 and rows[-1]["reward"] > 0.9
-        mismatch[name] = max(abs(row["sampling_importance_ratio"] - 1) for row in rows)
-    # the server's log-probs are those of the policy that they are said to be of
-    assert mismatch["now"] < 1e-5 and mismatch["ahead"] > 1e-3
-
-
-@pytest.mark.parametrize(
     ("options", "more", "message"),
     [
         ("ahead: -1", {}, r"rl.server: ahead = -1 must be at least 0"),
-        ("update_every: 2", {}, "update_every = 2 has no effect without update_path"),
-        ("update_path: load", {}, "update_path = 'load' must start with /"),
-        ("urls: x", {}, "unknown key rl.server.urls"),
+        ("update_every: 2", {}, "update_every = 2 has no effect without update"),
+        ("update: tgi", {}, "rl.server.update = 'tgi' is not valid; choose one of 'vllm', 'sglang'"),
         (
-            "",
-            {"rl__advantages": "{name: remax}"},
-            "'remax' reads the rewards of greedy answers, which 'server' does not give",
+            "update: vllm",
+            {},
+            "needs a model of Hugging Face's families; set model.position = 'learned_absolute' to 'rope'",
         ),
+        ("urls: x", {}, "unknown key rl.server.urls"),
     ],
 )
 def test_bad_options(options: str, more: dict, message: str, tmp_path: Path) -> None:

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from parallel_rl.experience import Experience
 from parallel_rl.groups import max_over_ranks, mean_over_ranks, sum_over_ranks
 from parallel_rl.training.algorithms.rl.sampled import asked
 from parallel_rl.training.batching.micro_batches import local_shares
-from parallel_rl.training.checkpointing import checkpoint
-from parallel_rl.training.checkpointing.checkpoint import Contents
-from parallel_rl.training.checkpointing.contents import checkpoint_metadata
-from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
@@ -27,9 +22,8 @@ def ask_ahead(session: Session, config: RLConfig, at: TrainProgress) -> None:
     """
     served, server, step = session.served, config.server, at.step
     assert served is not None and server is not None
-    if server.update_path is not None and (step % server.update_every == 0 or not served.updated):
-        version = config.policy_version(step)
-        served.update(version, lambda: _write(session, at, version))
+    if step % server.update_every == 0 or not served.updated:
+        served.bring(config.policy_version(step))
     positions, wanted = local_shares(config.prompts, config.updates, session.engine.groups), []
     for later in range(min(server.ahead + 1, config.steps - step)):
         first = at.next("train") + later * config.rounds * config.prompts
@@ -60,14 +54,7 @@ def mask_stale(session: Session, config: RLConfig, made: Experience) -> tuple[Ex
     if not sum_over_ranks(int(fresh.sum()), group, device):
         raise ValueError(
             f"all samples of the step are further than rl.server.max_staleness = {most} optimizer steps from the policy (mean "
-            f"{metrics['staleness_mean']:g}); raise it, or see that the servers get new weights (rl.server.update_path)"
+            f"{metrics['staleness_mean']:g}); raise it, or see that the servers get new weights (rl.server.update)"
         )
     made = replace(made, sample_mask=made.sample_mask & fresh)
     return made, {**metrics, "stale": mean_over_ranks((~fresh).double(), group, device)}
-
-
-def _write(session: Session, at: TrainProgress, version: int) -> Path:
-    engine = session.engine
-    folder = Path(engine.config.run.dir) / "policy"
-    metadata = checkpoint_metadata(engine.config, at, {})
-    return checkpoint.save(folder, version, Contents(engine), metadata, Retention(newest=2))

@@ -64,7 +64,10 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
         others["staleness"] = config.policy_version(step) - versions
     rewards = completion_rewards(session, prompts, samples.responses()).to(engine.float_dtype)
     if "greedy_rewards" in config.advantages.needs:
-        greedy = sample(engine, tokens[::size], positions, seed, settings, greedy=True)
+        if session.served is None:
+            greedy = sample(engine, tokens[::size], positions, seed, settings, greedy=True)
+        else:
+            greedy = session.served.draw(tokens[::size], positions, seed, greedy=True)
         of_greedy = completion_rewards(session, prompts[::size], greedy.responses())
         others["greedy_rewards"] = of_greedy.to(engine.float_dtype).repeat_interleave(size)
     groups = torch.tensor(positions, dtype=torch.int64).repeat_interleave(size)

@@ -1,0 +1,54 @@
+"""Servers that shall be kept in step, asked before anything is built: a fault shows before GPUs have waited for long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from parallel_rl.agreement import on_first_rank
+from parallel_rl.experience.completion_server import CompletionServer, CompletionServerError, Sampling
+from parallel_rl.experience.server_weights import ServerWeights
+from parallel_rl.training.config.server import ServerConfig
+from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.tokenizer.protocol import Vocabulary
+
+_TIMEOUT = 20.0  # seconds for a completion of one token
+
+
+def check_servers(config: TrainConfig, words: Vocabulary) -> None:
+    """Ask the servers of `server.update` from the first rank; called by every rank.
+
+    Raises:
+        ValueError: one does not answer, cannot be given weights, serves another model or vocabulary, or gives no log-probs of
+            what it draws; on every rank.
+    """
+    server = config.server
+    if server is not None and server.update is not None:
+        on_first_rank(partial(_check, config, server, words), "the completion servers could not be asked")
+
+
+def _check(config: TrainConfig, server: ServerConfig, words: Vocabulary) -> None:
+    assert server.update is not None
+    rule = config.sampling
+    as_drawn = rule.temperature != 1 or bool(rule.truncation)
+    try:
+        ServerWeights(server, server.update).check(_shape(config, words.size), as_drawn=as_drawn)
+        for url in server.urls:
+            one = replace(server, url=url, timeout=min(server.timeout, _TIMEOUT))
+            sampling = Sampling(1, tuple(sorted(words.ends)), words.size)
+            CompletionServer(one, sampling).complete([[words.size - 1]], [0])
+    except CompletionServerError as error:
+        raise ValueError(str(error)) from None
+
+
+def _shape(config: TrainConfig, vocab_size: int) -> Mapping[str, object]:
+    """What config.json would say of the policy."""
+    model = config.model
+    return {
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "tie_word_embeddings": model.tie_embeddings,
+    }
