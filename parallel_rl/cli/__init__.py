@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from parallel_rl import __version__
-from parallel_rl.cli import runs, submit, tools
+from parallel_rl.cli import explain, runs, submit, tools
 from parallel_rl.cluster import preemption
 from parallel_rl.doctor import command as doctor_command
 from parallel_rl.plan import command as plan_command
@@ -37,6 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="?",
         const=300.0,
         help="first, in so many seconds from the last rank up (300): groups formed, and the run's own loss as in one process",
+    )
+    train.add_argument(
+        "--dump-step",
+        metavar="N",
+        type=int,
+        help="write the main phase's N-th optimizer step for `parallel-rl explain`",
     )
     check = commands.add_parser(
         "check",
@@ -69,10 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan_command.add_parser(commands)
     verify_command.add_parser(commands)
     doctor_command.add_parser(commands)
+    explain.add_parser(commands)
     commands.add_parser("recipes", help="list the recipes")
     known, rest = parser.parse_known_args(arguments)
     if known.command == "plan":
         return tools.plan(known, rest)
+    if known.command == "explain":
+        return explain.explain(known, rest, __version__)
     if known.command == "doctor" and not (known.config and not _has_megatron()):
         return tools.doctor(known, rest)
     if known.command == "verify" and not (known.config and not _has_megatron()):
@@ -88,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if known.command == "train":
         if arguments is None:  # the process is ours, and seconds of imports follow
             preemption.listen()
-        return runs.train(known.recipe, rest, known.gate)
+        return runs.train(known.recipe, rest, known.gate, known.dump_step)
     if known.command == "check":
         return runs.check(known.recipe, known.world, f"{known.world} ranks", rest)
     if known.command == "submit":

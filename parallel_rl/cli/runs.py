@@ -31,7 +31,7 @@ def check(recipe: str | None, world: int, ranks: str, rest: Sequence[str], comma
     return 0
 
 
-def train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
+def train(recipe: str | None, rest: Sequence[str], gate: float | None, dump_step: int | None = None) -> int:
     # torch and Megatron are imported only here, so that --help answers at once.
     from parallel_rl.training.config.load import load_config
 
@@ -56,7 +56,7 @@ def train(recipe: str | None, rest: Sequence[str], gate: float | None) -> int:
         with watching(config.run.timeout):
             if gate is not None:
                 pass_gate(config, gate)
-            train(config)
+            train(config, dump_step)
     except (Exception, SystemExit) as error:  # the status is 0 only when the run is done
         return failed(error)
     if dist.is_initialized():

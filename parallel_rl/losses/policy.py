@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from operator import add, and_
 from typing import TypeVar
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from parallel_rl.functional.kl import kl_estimate, straight_through
 from parallel_rl.functional.ratio import exp_or_zero, safe_exp
 from parallel_rl.functional.surrogate import PolicyTerms
+from parallel_rl.losses.core.account import Account, AccountedLoss
 from parallel_rl.losses.core.aggregation import count_units, with_units
-from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
 from parallel_rl.losses.core.requirements import Field, Requirements
@@ -28,6 +28,7 @@ from parallel_rl.losses.off_policy import (
 )
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.losses.policy_metrics import clip_fractions, mismatch_metrics, mismatch_values
+from parallel_rl.losses.policy_shares import MaskedSurrogate, PolicyShares
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.losses.survivors import count_survivors, policy_weights
 from parallel_rl.metrics import Metric, Metrics
@@ -36,16 +37,7 @@ from parallel_rl.statistics import Statistics
 ConfigT = TypeVar("ConfigT")
 
 
-@dataclass(frozen=True)
-class PolicyShares:
-    """Shares of the loss and of its parts, its metrics, and what the surrogate saw."""
-
-    loss: Tensor
-    metrics: dict[str, Metric]
-    terms: PolicyTerms
-
-
-class PolicyLoss(LossFn[ConfigT]):
+class PolicyLoss(AccountedLoss[ConfigT]):
     """Base of the losses that a `PolicyLossConfig` describes: their requirements, statistics and shares."""
 
     @property
@@ -139,27 +131,38 @@ class PolicyLoss(LossFn[ConfigT]):
         cfg, prev = self.policy, self._prev(batch)
         terms = self._terms(batch, prev)
         kept, metrics = self._kept(batch, prev)
-        surrogate, more = self._masked(batch, prev, cfg.surrogate(terms), terms, kept)
-        metrics |= more
-        parts = {"policy_loss": (1.0, surrogate)}
+        masked = self._masked(batch, prev, cfg.surrogate(terms), terms, kept)
+        metrics |= masked.metrics
+        values = {} if masked.importance is None else {"importance": masked.importance}
+        parts = {"policy_loss": (1.0, masked.surrogate)}
         if cfg.kl is not None:
-            parts["kl_penalty"] = (cfg.kl.coefficient, self._kl(batch, prev))
+            values["kl"] = self._kl(batch, prev)
+            parts["kl_penalty"] = (cfg.kl.coefficient, values["kl"])
         if cfg.entropy_bonus:
             parts["entropy_bonus"] = (-self.entropy_bonus.value, batch.entropy)
         stacked = torch.stack([x for _, x in parts.values()])
         stacked = stacked if kept is batch.mask else torch.where(kept, stacked, 0)
         sums = batch.token_sum(stacked, policy_weights(batch, kept, cfg)).unbind()
-        loss = sum((factor * x for (factor, _), x in zip(list(parts.values())[1:], sums[1:], strict=True)), sums[0])
+        factors = {name: factor for name, (factor, _) in parts.items()}
+        shares = {name: x if factors[name] == 1 else factors[name] * x for name, x in zip(parts, sums, strict=True)}
         metrics |= {name: Metric("share", x) for name, x in zip(parts, sums, strict=True) if name != "entropy_bonus"}
         if cfg.positive_nll_weight:
             assert batch.statistics is not None
             count = batch.statistics["positive_tokens"].clamp(min=1)
             nll = batch.weighted_sum(-batch.logprobs, (batch.per_sequence("rewards") > 0) / count)
-            loss, metrics["positive_nll_loss"] = loss + cfg.positive_nll_weight * nll, Metric("share", nll)
+            shares["positive_nll_loss"] = cfg.positive_nll_weight * nll
+            metrics["positive_nll_loss"] = Metric("share", nll)
+        loss = reduce(add, shares.values())
         if isinstance(cfg.entropy_bonus, EntropyBonus):
             value = torch.full_like(loss, self.entropy_bonus.value, requires_grad=False)
             metrics["entropy_coef"] = Metric("max", value)
-        return PolicyShares(loss, {"loss": Metric("share", loss), **metrics}, terms)
+        passed = masked.passed if kept is batch.mask else {"rejection": kept, **masked.passed}
+        return PolicyShares(loss, {"loss": Metric("share", loss), **metrics}, terms, shares, passed, values)
+
+    def account(self, batch: TokenBatch) -> Account:
+        shares, surrogate = self.shares(batch), self.policy.surrogate
+        has_ratio = self.policy.reads_prev and surrogate.uses_ratio
+        return shares.account(batch.mask, surrogate.clipped(shares.terms), has_ratio=has_ratio)
 
     def _prev(self, batch: TokenBatch) -> Tensor:
         return batch["prev_logprobs"] if self.policy.reads_prev else batch.logprobs.detach()
@@ -195,10 +198,11 @@ class PolicyLoss(LossFn[ConfigT]):
 
     def _masked(
         self, batch: TokenBatch, prev: Tensor, surrogate: Tensor, terms: PolicyTerms, kept: Tensor
-    ) -> tuple[Tensor, dict[str, Metric]]:
-        """The surrogate after weights and masks beyond `kept`, which the caller applies, and the metrics of both."""
-        cfg, statistics, keep = self.policy, batch.statistics, kept
+    ) -> MaskedSurrogate:
+        """The surrogate after weights and masks beyond `kept`, which the caller applies."""
+        cfg, statistics, omega = self.policy, batch.statistics, None
         metrics: dict[str, Metric] = {}
+        passed: dict[str, Tensor] = {}
         if cfg.importance is not None:
             omega, metrics = importance_weight(batch, prev, cfg.importance)
             if cfg.importance.normalize:
@@ -208,13 +212,13 @@ class PolicyLoss(LossFn[ConfigT]):
             surrogate = omega * surrogate
         if cfg.off_policy_mask is not None:
             near = off_policy_keep(batch, terms.token_log_ratio, cfg.off_policy_mask)
-            metrics["off_policy_masked"], keep = batch.token_mean(~near), keep & near
+            metrics["off_policy_masked"], passed["off_policy_mask"] = batch.token_mean(~near), near
         if cfg.entropy_filter is not None:
             assert statistics is not None
-            keep = keep & (
-                batch.entropy.detach() >= entropy_threshold(statistics.samples["entropy"], cfg.entropy_filter)
-            )
-        return surrogate if keep is kept else torch.where(keep, surrogate, 0), metrics
+            least = entropy_threshold(statistics.samples["entropy"], cfg.entropy_filter)
+            passed["entropy_filter"] = batch.entropy.detach() >= least
+        surrogate = torch.where(reduce(and_, passed.values(), kept), surrogate, 0) if passed else surrogate
+        return MaskedSurrogate(surrogate, metrics, passed, omega)
 
     def _kl(self, batch: TokenBatch, prev: Tensor) -> Tensor:
         kl = self.policy.kl

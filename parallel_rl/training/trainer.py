@@ -17,7 +17,7 @@ from parallel_rl.cluster import preemption
 from parallel_rl.cluster.heartbeat import enter_step, tick
 from parallel_rl.experience.rewards import reward_function
 from parallel_rl.training.algorithms.evaluation import Evaluation, evaluate
-from parallel_rl.training.algorithms.phases import Phase, phases
+from parallel_rl.training.algorithms.phases import Phase, check_dump, phases
 from parallel_rl.training.algorithms.shown import shown_text
 from parallel_rl.training.checkpointing import checkpoint, resume
 from parallel_rl.training.checkpointing.contents import checkpoint_metadata, same_weights, session_contents
@@ -29,6 +29,7 @@ from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.models.engine import build_engine, start_world
+from parallel_rl.training.models.step_dump import StepDump
 from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary, length_check
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.reporting.curves import draw_curves
@@ -52,13 +53,18 @@ class Result:
     seconds: float
 
 
-def train(config: TrainConfig) -> Result:
+def train(config: TrainConfig, dump_step: int | None = None) -> Result:
     """Run `config` to its end on every rank of the world, from the newest checkpoint in its folder if there is one.
+
+    Args:
+        config: the run.
+        dump_step: the optimizer step of the main phase that goes to run.dir/dumps, for `parallel-rl explain`.
 
     Raises:
         ValueError: the config, the data or the world's size does not fit; on every rank, before any work.
     """
     began = time.monotonic()
+    check_dump(config, dump_step)
     files = find_data(config.data)
     reward_function(config.reward)
     start_world(config)
@@ -69,7 +75,7 @@ def train(config: TrainConfig) -> Result:
     check_servers(config, tokenizer.vocabulary)
     data = read_datasets(config, tokenizer, files, length_check(config))
     with only_run(Path(config.run.dir)):
-        run = _Run(config, tokenizer, data)
+        run = _Run(config, tokenizer, data, dump_step)
         with run.log:
             if run.run():
                 run.finish(time.monotonic() - began)
@@ -79,11 +85,12 @@ def train(config: TrainConfig) -> Result:
 class _Run:
     """The session of a run, its progress, and what it has written."""
 
-    def __init__(self, config: TrainConfig, tokenizer: Tokenizer, data: Datasets) -> None:
+    def __init__(self, config: TrainConfig, tokenizer: Tokenizer, data: Datasets, dump_step: int | None) -> None:
         self.config = config
         self.folder = Path(config.run.dir)
         self.picture, self.next_drawing = self.folder / "curves.png", time.monotonic() + _DRAW_EVERY
         self.phases = phases(config)
+        self.dump = StepDump.of(self.folder, self.phases[-1].name, dump_step, tokenizer.decode)
         self.rows: list[dict[str, float | int | str]] = []
         self.stop: str | None = None  # the cause, once a rank was asked to stop
         notes: list[str] = []
@@ -199,7 +206,10 @@ class _Run:
     def _step(self, phase: Phase) -> None:
         began = time.monotonic()
         enter_step(phase.name, self.progress.step + 1)
-        metrics = phase.run(self.session, self.progress)
+        session = self.session
+        if self.dump is not None and phase.is_main:
+            session = replace(session, policy=replace(session.policy, dump=self.dump))
+        metrics = phase.run(session, self.progress)
         seconds = time.monotonic() - began
         self.progress = self.progress.after(phase.takes)
         step = self.progress.step

@@ -17,8 +17,9 @@ from parallel_rl.functional.ratio import safe_exp
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import token_means, token_ranges
 from parallel_rl.losses.off_policy import importance_weight
-from parallel_rl.losses.policy import PolicyLossFn, PolicyShares
+from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import ImportanceConfig
+from parallel_rl.losses.policy_shares import PolicyShares
 from parallel_rl.metrics import Metric
 from parallel_rl.vocab.stats import TokenStats
 

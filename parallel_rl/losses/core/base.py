@@ -179,6 +179,8 @@ class LossFn(LogProbLossFunction, Generic[ConfigT]):
         loss, metrics = self.compute(batch)
         if batch.local.dropped is not None:
             metrics = with_dropped(metrics, batch.local.dropped)
+        if call.observe is not None:
+            call.observe(batch, loss.detach(), metrics)
         return loss if carrier is None else loss + carrier, metrics
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from parallel_rl.losses.core.batch import TokenBatch
     from parallel_rl.losses.core.requirements import Requirements
     from parallel_rl.metrics import Metrics
     from parallel_rl.statistics import Statistics
@@ -59,7 +60,11 @@ class PackedSequences:
 
 @dataclass(frozen=True, eq=False)
 class LossCall:
-    """The arguments of one call; see `LossFunction.__call__`."""
+    """The arguments of one call; see `LossFunction.__call__`.
+
+    Attributes:
+        observe: is shown what the loss read of the model's output, the share that it made of it, and the metrics.
+    """
 
     output: Tensor | LMHeadInput
     data: Mapping[str, Tensor]
@@ -71,6 +76,7 @@ class LossCall:
     statistics: Statistics | None = None
     packed_sequences: PackedSequences | None = None
     heads: Mapping[str, LMHeadInput] = field(default_factory=dict)
+    observe: Callable[[TokenBatch, Tensor, Metrics], None] | None = None
 
     @classmethod
     def of(

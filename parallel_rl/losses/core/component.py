@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.counts import ValidCounts, check_zeros_and_ones
+from parallel_rl.losses.core.account import Account, AccountedLoss, account_of
 from parallel_rl.losses.core.base import ConfigT, LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.local_batch import LocalBatch
@@ -167,7 +168,7 @@ class Component:
         return own | self.loss._count_local(batch.local).prefixed(f"{self.name}/")
 
 
-class ComponentsLoss(LossFn[ConfigT]):
+class ComponentsLoss(AccountedLoss[ConfigT]):
     """Base of the losses that are a sum of other losses, L = Σ_c λ_c·L_c.
 
     Each component has a mask, counts of the whole step, metrics and a state of its own; tokens of none are never read.
@@ -242,6 +243,14 @@ class ComponentsLoss(LossFn[ConfigT]):
             metrics |= {f"{component.name}/{key}": found.parts(key) for key in found}
         loss = reduce(torch.add, terms)
         return loss, Metrics({"loss": Metric("share", loss), **self._own_metrics(loss), **metrics})
+
+    def account(self, batch: TokenBatch) -> Account:
+        coefficients = self.coefficients
+        found = (
+            account_of(each.loss, each.batch(batch)).under(f"{each.name}/", coefficients[each.name])
+            for each in self.components
+        )
+        return reduce(or_, found)
 
     def _own_metrics(self, loss: Tensor) -> dict[str, Metric]:
         """Metrics beside those of the components."""

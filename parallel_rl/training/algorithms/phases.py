@@ -97,6 +97,18 @@ def phases(config: TrainConfig) -> list[Phase]:
     ]
 
 
+def check_dump(config: TrainConfig, step: int | None) -> None:
+    """Raises ValueError for the optimizer step to dump, by the number of those that the main phase's policy makes."""
+    if step is None:
+        return
+    main, critic = phases(config)[-1], None if config.rl is None else config.rl.critic
+    first = 1 if critic is None else 1 + critic.warmup_steps * main.updates // main.steps
+    if not first <= step <= main.updates:
+        raise ValueError(
+            f"--dump-step {step} is not valid: the policy's optimizer steps in {main.name} are {first} to {main.updates}"
+        )
+
+
 def _takes(config: TrainConfig, section: Section) -> dict[str, int]:
     """Dynamic sampling sets aside what its later rounds may need."""
     if isinstance(section, PreferenceConfig):

@@ -137,7 +137,13 @@ def outputs(config: TrainConfig) -> tuple[str, ...]:
     """The folders that a run writes and `clear_run` removes; metrics.jsonl and config.yaml are replaced."""
     record = config.rl is not None and config.rl.record
     updates = config.server is not None and config.server.update is not None
-    return ("checkpoints", "tensorboard", *(("rollouts",) if record else ()), *(("policy",) if updates else ()))
+    return (
+        "checkpoints",
+        "dumps",
+        "tensorboard",
+        *(("rollouts",) if record else ()),
+        *(("policy",) if updates else ()),
+    )
 
 
 def clear_run(folder: Path, names: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -23,6 +24,7 @@ from parallel_rl.training.models.engine import Engine, build_optimizer
 from parallel_rl.training.models.lr_schedule import learning_rate
 from parallel_rl.training.models.nonfinite import Skips, where_nonfinite
 from parallel_rl.training.models.scoring import token_scores_of, values
+from parallel_rl.training.models.step_dump import StepDump
 from parallel_rl.training.models.train_step import StepMetrics, StepResult, train_step
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
@@ -36,6 +38,7 @@ class Learner:
         config: of the optimizer and its learning rate.
         updates: optimizer steps of the whole phase, over which the learning rate is scheduled.
         skips: those that were left out, see `OptimizerConfig.on_nonfinite`.
+        dump: of one of them, if it is asked for.
     """
 
     engine: Engine
@@ -44,6 +47,7 @@ class Learner:
     config: OptimizerConfig
     updates: int
     skips: Skips = field(default_factory=Skips)
+    dump: StepDump | None = None
 
     @classmethod
     def start(cls, engine: Engine, loss_fn: LossFn, config: OptimizerConfig, updates: int) -> Learner:
@@ -93,7 +97,9 @@ class Learner:
             ValueError: a gradient norm that is not finite or a spike, and the config does not leave such a step out.
         """
         rate, clip, spike = learning_rate(self.config, done, self.updates), self.config.clip, self.config.spike
-        result = train_step(self.engine, self.optimizer, batches, self.loss_fn, lr=rate, clip=clip, spike=spike)
+        loss_fn, dump = self.loss_fn, self.dump
+        with nullcontext(loss_fn) if dump is None else dump.around(loss_fn, done, self.engine.groups) as step_loss:
+            result = train_step(self.engine, self.optimizer, batches, step_loss, lr=rate, clip=clip, spike=spike)
         if result.skipped:
             finite = math.isfinite(result.grad_norm)
             where = (

@@ -10,7 +10,7 @@ from functools import partial
 from megatron.core.optimizer import MegatronOptimizer
 
 from parallel_rl.cluster.heartbeat import tick
-from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.megatron import clip_grads_, forward_backward, grad_norm
 from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.models.engine import Engine
@@ -33,7 +33,7 @@ def train_step(
     engine: Engine,
     optimizer: MegatronOptimizer,
     batches: Sequence[MicroBatch],
-    loss_fn: LossFn,
+    loss_fn: LossFunction,
     *,
     lr: float,
     clip: float | None,

@@ -1,0 +1,147 @@
+"""The text of chosen samples, token by token, with what each token contributes to the gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parallel_rl.explain import measures
+from parallel_rl.explain.read import Step
+
+LEVELS = 5  # of a colour
+_TOP = 10  # tokens in a sample's table
+_SHOWN = (
+    ("logprobs", "log π"), ("prev_logprobs", "log π_prev"), ("generation_logprobs", "log π_generation"),
+    ("advantages", "A"), ("entropy", "entropy"), ("head", "output"), ("gradient", "∂L/∂log π"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Token:
+    """A token in the text. mark: its class in the style sheet, "p3" or "n1" for the sign and the size of ∂L/∂log π."""
+
+    text: str
+    mark: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence: its name, why it was chosen, its tokens, and their numbers by column, for the panel."""
+
+    key: str
+    title: str
+    why: str
+    tokens: list[Token]
+    head: list[str]
+    numbers: list[list[float | str | None]]
+    top: list[tuple[int, str, float]]
+
+
+def choose(step: Step, most: int) -> dict[int, str]:
+    """At most so many sequences and why: those that pull most, the ratio farthest from 1, the most tokens held back."""
+    gradient = np.abs(step.tokens.get("gradient", np.zeros(len(step.row))).astype(np.float64))
+    pull = np.bincount(step.row, gradient, minlength=len(step.lengths))
+    chosen: dict[int, str] = {}
+    if most >= len(step.lengths):
+        return {int(row): "" for row in np.arange(len(step.lengths))}
+    found, logs = measures.log_ratio(step), np.zeros(len(step.row))
+    if found is not None:
+        logs[step.scored] = np.abs(found[0])
+    clipped = [x for name, x in step.tokens.items() if name.startswith("held/") and name.endswith("clipped")]
+    held = np.bincount(step.row, np.logical_or.reduce(clipped), minlength=len(step.lengths)) if clipped else pull * 0
+    extreme = int(step.row[int(logs.argmax())])
+    for row, why, there in (
+        (extreme, "the ratio farthest from 1", logs.max() > 0),
+        (int(held.argmax()), "most tokens held back by the clip", held.max() > 0),
+    ):
+        if there and len(chosen) < most - 1:
+            chosen.setdefault(row, why)
+    for row in np.argsort(-pull, kind="stable"):
+        if len(chosen) >= most:
+            break
+        chosen.setdefault(int(row), "among the largest Σ|∂L/∂log π|")
+    return dict(sorted(chosen.items(), key=lambda item: -pull[item[0]]))
+
+
+def samples(step: Step, chosen: Mapping[int, str], label: str) -> list[Sample]:
+    """The chosen sequences of a step; colours have one scale for all of it."""
+    gradient = step.tokens.get("gradient", np.zeros(len(step.row))).astype(np.float64)
+    sizes = np.abs(gradient[gradient != 0])
+    scale = float(np.quantile(sizes, 0.99)) if len(sizes) else 1.0
+    why = _reason_of_each(step)
+    columns = [(words, step.tokens[name]) for name, words in _SHOWN if name in step.tokens]
+    ratio = step.value("ratio")
+    if ratio is not None:
+        columns.append(("ratio", ratio))
+    return [_sample(step, row, text, label, gradient, scale, why, columns) for row, text in chosen.items()]
+
+
+def _sample(
+    step: Step,
+    row: int,
+    why: str,
+    label: str,
+    gradient: np.ndarray,
+    scale: float,
+    reasons: Sequence[str],
+    columns: Sequence[tuple[str, np.ndarray]],
+) -> Sample:
+    first, last = int(step.starts[row]), int(step.starts[row] + step.lengths[row])
+    ids, texts = step.tokens["input_ids"], step.texts
+    tokens, numbers = [], []
+    for place in range(first, last):
+        token = int(ids[place])
+        tokens.append(Token(texts.get(token) or f"⟨{token}⟩", _mark(gradient[place], scale, bool(step.scored[place]))))
+        values = [_short(x[place]) if step.scored[place] else None for _, x in columns]
+        numbers.append([token, *values, reasons[place]])
+    order = np.argsort(-np.abs(gradient[first:last]), kind="stable")[:_TOP]
+    top = [(int(i), tokens[i].text, float(gradient[first + i])) for i in order if gradient[first + i] != 0]
+    facts = [f"{last - first} tokens"]
+    facts += [
+        f"{name} {_short(step.sequences[key][row])}"
+        for key, name in (("rewards", "reward"), ("group_ids", "group"))
+        if key in step.sequences
+    ]
+    scored = slice(first, last)
+    if "advantages" in step.tokens and step.scored[scored].any():
+        facts.append(f"mean advantage {_short(step.tokens['advantages'][scored][step.scored[scored]].mean())}")
+    if why:
+        facts.append(why)
+    name = step.sequences["sample_ids"][row] if "sample_ids" in step.sequences else row
+    title = f"{label} sample {name}".strip()
+    return Sample(
+        f"s{label}{row}",
+        title[0].upper() + title[1:],
+        "; ".join(facts),
+        tokens,
+        ["id", *(w for w, _ in columns), "why"],
+        numbers,
+        top,
+    )
+
+
+def _mark(gradient: float, scale: float, scored: bool) -> str:
+    """The size on a square-root scale, so that small contributions still show."""
+    if not scored:
+        return "m"
+    if gradient == 0 or not math.isfinite(gradient):
+        return "z"
+    level = min(LEVELS, 1 + int(LEVELS * math.sqrt(min(abs(gradient) / scale, 1.0)) * 0.999))
+    return f"{'p' if gradient > 0 else 'n'}{level}"
+
+
+def _reason_of_each(step: Step) -> list[str]:
+    words = np.full(len(step.row), "", dtype=object)
+    for one in measures.reasons(step):
+        words[one.first] = one.words
+    return list(words)
+
+
+def _short(x: float) -> float | int | None:
+    x = float(x)
+    if x == int(x) if math.isfinite(x) else False:
+        return int(x)
+    return float(f"{x:.4g}") if math.isfinite(x) else None

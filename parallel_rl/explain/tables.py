@@ -1,0 +1,67 @@
+"""What the page is made of: sections, tables, and one step or two side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from parallel_rl.explain.read import Step
+
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers under a caption; the first column names the row."""
+
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One question that the page answers.
+
+    Attributes:
+        key: of its link. title, says: for the reader.
+        tables: shown. svg: the chart. details: tables that are folded away.
+    """
+
+    key: str
+    title: str
+    says: str
+    tables: tuple[Table, ...] = ()
+    svg: str = ""
+    details: tuple[Table, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sides:
+    """One or two steps and how they are called in tables and charts."""
+
+    steps: tuple[Step, ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        return ("A", "B")[: len(self.steps)] if len(self.steps) > 1 else ("",)
+
+    def head(self, first: str, *names: str) -> tuple[str, ...]:
+        """The columns `names` of each step."""
+        return first, *(f"{name} {label}".strip() for label in self.labels for name in names)
+
+    def compared(self, of_steps: Sequence[Mapping[str, Cell]]) -> tuple[tuple[Cell, ...], ...]:
+        """Rows of one number a step by their names; of two numbers their difference too."""
+        names = list(dict.fromkeys(name for one in of_steps for name in one))
+        rows: list[tuple[Cell, ...]] = []
+        for name in names:
+            values = [one.get(name) for one in of_steps]
+            more: list[Cell] = []
+            if len(values) > 1:
+                numbers = [x for x in values if isinstance(x, (int, float))]
+                more = [numbers[1] - numbers[0] if len(numbers) == len(values) else None]
+            rows.append((name, *values, *more))
+        return tuple(rows)
+
+    def compared_head(self, first: str, name: str) -> tuple[str, ...]:
+        return (*self.head(first, name), *(["B − A"] if len(self.steps) > 1 else []))

@@ -1,0 +1,135 @@
+"""What a loss read of each token in one call, and its gradient: by the loss's own computation on the very numbers it read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_rl.groups import group_sum
+from parallel_rl.losses.core.account import account_of
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.vocab.stats import TokenStats
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from parallel_rl.losses.core.base import LossFn
+
+#: names of the columns that are true or false
+FLAGS = ("scored", "held/", "scored/")
+NOT_KEPT = "held/not_kept"
+
+
+@dataclass(frozen=True, eq=False)
+class Observed:
+    """One micro-batch, whole on every context rank.
+
+    Attributes:
+        tokens: name → [B, S], token-aligned, float64; 0 where nothing is scored.
+        sequences: name → [B].
+        shares: name of a part → its share, over the context ranks; "loss" is the whole.
+    """
+
+    tokens: dict[str, Tensor]
+    sequences: dict[str, Tensor]
+    shares: dict[str, Tensor]
+
+
+def observe(loss_fn: LossFn, batch: TokenBatch, loss: Tensor) -> Observed:
+    """Run the loss once more on what it has read, and take its gradient with respect to that; one backward a part.
+
+    Columns: "logprobs", "entropy", "head" as the loss read them (the output of a scalar head, or the value of a row);
+    "gradient" ∂L/∂(log π, or head) and "entropy_gradient"; "gradient/PART" of each part; "scored", and "scored/NAME" of a
+    component; "held/REASON" and "value/NAME" of its `Account`. Context ranks all call it.
+
+    Raises:
+        RuntimeError: the second run gives another loss than the first.
+    """
+    local = batch.local
+    with torch.enable_grad():
+        output, leaves = _as_leaves(batch.output)
+        again = TokenBatch(local, output)
+        total, account = loss_fn.objective(again), account_of(loss_fn, again)
+        of_loss = _gradients(total, leaves)
+        of_parts = {name: _gradients(part, leaves) for name, part in account.parts.items()}
+    columns: dict[str, Tensor] = {"scored": batch.mask}
+    columns |= {f"scored/{name}": part.mask for name, part in local.parts.items()}
+    columns |= {name: leaf for name, leaf in leaves.items() if name != "untruncated"}
+    columns |= {name: x for name, x in of_loss.items() if "/" not in name}
+    if len(of_parts) > 1:
+        columns |= {f"gradient/{part}": found["gradient"] for part, found in of_parts.items() if "gradient" in found}
+    columns |= {f"held/{name}": x for name, x in account.held.items()}
+    columns |= {f"value/{name}": x for name, x in account.values.items()}
+    if local.dropped is not None:
+        columns[NOT_KEPT] = local.dropped
+    size = batch.mask.numel()
+    of_tokens = {name: x for name, x in columns.items() if x.shape[:1] == (size,) and x.dim() <= 2}
+    shares = {"loss": loss, "again": total, **{f"part/{name}": x for name, x in account.parts.items()}}
+    stacked = group_sum(torch.stack([x.detach().double() for x in shares.values()]), local.context_group)
+    summed = dict(zip(shares, stacked.unbind(), strict=True))
+    if not torch.allclose(summed["loss"], summed.pop("again"), rtol=1e-5, atol=1e-12, equal_nan=True):
+        raise RuntimeError(
+            f"{type(loss_fn).__name__} gave {float(summed['loss'])} and then another number on the same log-probs; its "
+            "computation is not repeatable, so its step cannot be explained"
+        )
+    others = {name: x for name, x in columns.items() if name not in of_tokens and x.shape == batch.sequence_mask.shape}
+    return Observed(_whole(of_tokens, batch), {name: x.detach().double() for name, x in others.items()}, summed)
+
+
+def _as_leaves(output: ModelOutput) -> tuple[ModelOutput, dict[str, Tensor]]:
+    """The same numbers as the ends of a graph, and those ends by name."""
+    leaves: dict[str, Tensor] = {}
+
+    def leaf(name: str, x: Tensor) -> Tensor:
+        x = x.detach().clone()
+        if x.is_floating_point():
+            leaves[name] = x.requires_grad_()
+        return x
+
+    def stats(found: TokenStats | None, name: str) -> TokenStats | None:
+        if found is None:
+            return None
+        entropy = None if found.entropy is None else leaf(f"{name}entropy", found.entropy)
+        logprobs = leaf(f"{name}logprobs" if name != "untruncated" else name, found.logprobs)
+        return found._replace(logprobs=logprobs, entropy=entropy, lse=found.lse.detach())
+
+    def of(output: ModelOutput, prefix: str) -> ModelOutput:
+        return ModelOutput(
+            stats(output.stats, prefix),
+            None if output.head is None else leaf(f"{prefix}head", output.head),
+            stats(output.untruncated, "untruncated") if not prefix else output.untruncated,
+            {name: of(part, f"{name}/") for name, part in output.parts.items()},
+        )
+
+    return of(output, ""), leaves
+
+
+def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """ "gradient" of the log-probs, or of a head; "entropy_gradient"; "NAME/gradient" of what a component read by itself."""
+    found: dict[str, Tensor | None] = dict.fromkeys(leaves)
+    if value.requires_grad:
+        grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, retain_graph=True)
+        found = dict(zip(leaves, grads, strict=True))
+    given = {name: torch.zeros_like(leaf) if found[name] is None else found[name] for name, leaf in leaves.items()}
+    gradients: dict[str, Tensor] = {}
+    for name, grad in given.items():
+        assert grad is not None
+        prefix, _, own = name.rpartition("/")
+        prefix = f"{prefix}/" if prefix else ""
+        target = f"{prefix}entropy_gradient" if own == "entropy" else f"{prefix}gradient"
+        if target not in gradients:
+            gradients[target] = grad
+        elif gradients[target].shape == grad.shape:  # one token's log-probs under both distributions
+            gradients[target] = gradients[target] + grad
+    return gradients
+
+
+def _whole(columns: Mapping[str, Tensor], batch: TokenBatch) -> dict[str, Tensor]:
+    """[T_local] each to [B, S], by one all-reduce; of several values at a token their sum."""
+    local = batch.local
+    rows = [(x if x.dim() == 1 else x.sum(-1)).detach().double() for x in columns.values()]
+    whole = local.layout.unshard(torch.stack(rows, 1), local.context_group, local.requirements.shift)
+    return dict(zip(columns, whole.unbind(2), strict=True))

@@ -1,0 +1,58 @@
+"""What the policy loss makes of a batch: its share, and what that share is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from parallel_rl.functional.surrogate import Clipped, PolicyTerms
+from parallel_rl.losses.core.account import Account
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.metrics import Metric
+
+
+class MaskedSurrogate(NamedTuple):
+    """The surrogate after weights and masks, the metrics of both, and the two themselves.
+
+    Attributes:
+        passed: reason → [T_local] bool, the tokens whose surrogate it leaves.
+        importance: [T_local] ω, where the loss weighs by one.
+    """
+
+    surrogate: Tensor
+    metrics: dict[str, Metric]
+    passed: dict[str, Tensor]
+    importance: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PolicyShares:
+    """The share of the loss, its metrics, what the surrogate saw, and the parts, masks and numbers of tokens in it.
+
+    Attributes:
+        parts: shares with their coefficients; their sum is the loss.
+        passed: see `MaskedSurrogate`, the rejection among them.
+        values: [T_local] numbers of the tokens.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+    terms: PolicyTerms
+    parts: dict[str, Tensor]
+    passed: dict[str, Tensor]
+    values: dict[str, Tensor]
+
+    def account(self, mask: Tensor, clipped: Clipped | None, *, has_ratio: bool) -> Account:
+        """The share taken apart; `clipped` by the surrogate, whose ratio says something or does not."""
+        held = {reason: mask & ~passed for reason, passed in self.passed.items()}
+        if "importance" in self.values:
+            held["importance_weight_0"] = mask & (self.values["importance"] == 0)
+        if clipped is not None:
+            flags = {"below_range": clipped.low, "above_range": clipped.high, "clipped": clipped.bites}
+            flags |= {} if clipped.dual is None else {"dual_clipped": clipped.dual}
+            held |= {name: mask & flag for name, flag in flags.items()}
+        values = {**({"ratio": self.terms.ratio} if has_ratio else {}), **self.values}
+        return Account(self.parts, held, {name: x.detach() for name, x in values.items()})

@@ -1,0 +1,58 @@
+"""`--dump-step N`: one optimizer step of the main phase's policy, in files for `parallel-rl explain`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from parallel_rl.explain.dump import DumpError, StepInfo, dump_step
+from parallel_rl.groups import ParallelGroups
+from parallel_rl.losses.core.call import LossFunction
+
+
+@dataclass(frozen=True)
+class StepDump:
+    """Which optimizer step is dumped, and where.
+
+    Attributes:
+        number: of the step, the first is 1.
+        folder: of the dump.
+        title: of the step.
+        text_of_token: the text of one token id.
+    """
+
+    number: int
+    folder: Path
+    title: str
+    text_of_token: Callable[[int], str]
+
+    @classmethod
+    def of(cls, run: Path, phase: str, number: int | None, decode: Callable[[list[int]], str]) -> StepDump | None:
+        """The dump of a run's optimizer step, in its folder; None where none is asked for."""
+        if number is None:
+            return None
+        name = f"{phase} step {number}"
+        folder = run / "dumps" / f"{phase}_step_{number:06d}"
+        return cls(number, folder, f"{run.name}, {name}", partial(_text, decode))
+
+    @contextmanager
+    def around(self, loss_fn: LossFunction, done: int, groups: ParallelGroups) -> Iterator[LossFunction]:
+        """The loss for the step after `done` ones; a dump that cannot be written is a line on stderr, and the run goes on."""
+        if done + 1 != self.number:
+            yield loss_fn
+            return
+        try:
+            info = StepInfo(self.title, self.text_of_token)
+            with dump_step(self.folder, loss_fn, groups=groups, info=info) as recording:
+                yield recording
+        except DumpError as error:
+            print(f"parallel-rl: {error}", file=sys.stderr, flush=True)
+
+
+def _text(decode: Callable[[list[int]], str], token: int) -> str:
+    """The text of a token inside of others: some tokenizers leave out the space before the first."""
+    return decode([token, token])[len(decode([token])) :]
