@@ -16,8 +16,10 @@ from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.cluster import heartbeat, preemption
 from parallel_rl.cluster.exit import failed
 from parallel_rl.testing.pool import WorldError, run_world
+from parallel_rl.training.config.load import load_config
+from parallel_rl.training.trainer import train
 from tests.launch import rows
-from tests.training.helpers import run, train_rows
+from tests.training.helpers import run
 
 SMALL = {
     "parallel": "{}",
@@ -45,7 +47,7 @@ def _train(given: list[str], job: str, number: int) -> None:
     os.environ.update(PARALLEL_RL_JOB_DIR=job, TEST_SIGNAL=str(number))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     preemption.listen()
-    assert len(train_rows(0, given)) == 2
+    assert len(train(load_config(given[0], given[1:])).rows) == 2
 
 
 def _nothing(rank: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from pathlib import Path
+from unittest import mock
 
 from parallel_rl.testing import pool
 
@@ -45,12 +46,16 @@ def cut(folder: Path, target: Path, number: int) -> None:
 
 
 def train_rows(rank: int, arguments: list[str]) -> list[dict[str, float | int | str]]:
-    """Trains on this rank of the pool; the rows without what the clock says."""
+    """Trains on this rank of the pool; the rows without what the clock says.
+
+    Draws no picture, as where matplotlib is missing: it takes as long as the few steps of a test.
+    """
+    from parallel_rl.training import trainer
     from parallel_rl.training.config.load import load_config
-    from parallel_rl.training.trainer import train
 
     warnings.simplefilter("ignore")
-    result = train(load_config(arguments[0], arguments[1:]))
+    with mock.patch.object(trainer, "draw_curves", lambda *_: False):
+        result = trainer.train(load_config(arguments[0], arguments[1:]))
     return [{key: value for key, value in row.items() if key not in CLOCK} for row in result.rows]
 
 
