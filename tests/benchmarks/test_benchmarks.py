@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import losses, token_stats, truncation
-from benchmarks.common import PeakMemory, Seconds, return_freed_memory, run_ranks
+from benchmarks.common import PeakMemory, Seconds, return_freed_memory
 from benchmarks.vocab_case import make_case
 from parallel_rl import count_valid
 from parallel_rl.testing.pool import run_world
@@ -81,18 +83,29 @@ def test_a_wrong_method_is_not_timed() -> None:
         run_world(2, _check, True)
 
 
-def _peak(rank: int) -> tuple[int, int]:
+def _peaks(answer: Connection) -> None:
     return_freed_memory()
-    peak = PeakMemory()
-    block = torch.ones(1 << 22)  # 16 MiB
-    alive = peak()
-    del block
-    return alive, PeakMemory()()
+    for _ in range(2):  # the first loads code, too
+        peak = PeakMemory()
+        block = torch.ones(1 << 22)  # 16 MiB
+        alive = peak()
+        del block
+    answer.send((alive, PeakMemory()()))
+
+
+def _nothing(rank: int) -> None:
+    pass
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own count of peak memory")
 def test_peak_memory_sees_an_allocation_once() -> None:
-    ((alive, afterwards),) = run_ranks(1, _peak)  # a process of its own: the allocator stays changed
+    run_world(1, _nothing)  # starts the pool's server, from which the process below is forked
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_peaks, args=(theirs,))  # of its own: the allocator stays changed
+    process.start()
+    alive, afterwards = ours.recv()
+    process.join()
     assert 15 << 20 <= alive <= 18 << 20
     assert afterwards <= 1 << 20
 

@@ -50,7 +50,8 @@ WHOLE = ("whole logits, consumed", "whole logits")
 @pytest.mark.parametrize(
     ("shape", "dtype", "budget", "modes"),
     [
-        ((2048, 64, 32768), torch.float32, 3 << 24, ("in_forward", "recompute")),
+        ((512, 64, 32768), torch.float32, 3 << 22, ("in_forward",)),
+        pytest.param((2048, 64, 32768), torch.float32, 3 << 24, ("in_forward", "recompute"), marks=pytest.mark.slow),
         pytest.param((2048, 256, 32768), torch.float32, None, FUSED_MODES + WHOLE, marks=pytest.mark.slow),
         # a CPU's own bfloat16 product, of whole logits, takes scratch
         pytest.param((4096, 512, 16384), torch.bfloat16, None, FUSED_MODES, marks=pytest.mark.slow),
@@ -59,7 +60,9 @@ WHOLE = ("whole logits, consumed", "whole logits")
 def test_predicted_bytes_are_measured(
     shape: tuple[int, int, int], dtype: torch.dtype, budget: int | None, modes: tuple[str, ...]
 ) -> None:
-    """Within 5 %: a change of the head's buffers that the plan does not know of fails here. Hundreds of MB are multiplied."""
+    """Within 5 %, or the 3 MiB that a process takes for itself: a change of the head's buffers that the plan does not know of
+    fails here. The slow ones multiply hundreds of MB, half a minute each.
+    """
     tokens, hidden, vocab = shape
     numbers = [*map(str, shape), str(dtype).removeprefix("torch."), str(budget or 0)]
     command = [sys.executable, "-c", MEASURE, *numbers, *modes]
@@ -67,7 +70,7 @@ def test_predicted_bytes_are_measured(
     measured = json.loads(done.stdout)
     stages = loss_stages(hidden, vocab, Layout(tokens, dtype=dtype, device="cpu", budget=budget))
     predicted = {stage.mode: stage.bytes for stage in stages if stage.mode in modes}
-    assert predicted == pytest.approx(measured, rel=0.05)
+    assert predicted == pytest.approx(measured, rel=0.05, abs=3 << 20)
 
 
 @pytest.mark.parametrize(

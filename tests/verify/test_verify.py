@@ -94,7 +94,10 @@ def _with_environment(marker: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("loss", "status"), [("nll", 0), ("tests.testing.planted:ContextAveraged", 1)])
+@pytest.mark.parametrize(
+    ("loss", "status"),
+    [pytest.param("nll", 0, marks=pytest.mark.slow), ("tests.testing.planted:ContextAveraged", 1)],
+)
 def test_inside_torchrun(loss: str, status: int) -> None:
     """The job's own ranks and groups; every rank exits alike."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

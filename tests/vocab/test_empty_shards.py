@@ -100,7 +100,7 @@ def of_rank(rank: int, split: str) -> dict[str, list[Tensor]]:
     return results(width, start, dist.group.WORLD)
 
 
-@pytest.mark.parametrize("split", SPANS)
+@pytest.mark.parametrize("split", ["torch.chunk", pytest.param("explicit", marks=pytest.mark.slow)])
 def test_a_rank_without_a_column(split: str) -> None:
     want, ranks = results(V, 0, None), run_world(4, of_rank, split)
     for name, (value, *gradients) in want.items():

@@ -279,8 +279,14 @@ def on_shards(rank: int, world: int, kind: str) -> dict[str, tuple]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["padded", "chunk", "named"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(
+    ("world", "kind"),
+    [
+        *((2, kind) for kind in ("padded", "chunk", "named")),
+        (4, "chunk"),
+        *(pytest.param(4, kind, marks=pytest.mark.slow) for kind in ("padded", "named")),
+    ],
+)
 def test_on_shards(world: int, kind: str) -> None:
     ranks = run_world(world, on_shards, world, kind)
     passes = {torch.float64: 22, torch.float32: 11, torch.bfloat16: 6}

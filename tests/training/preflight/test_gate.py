@@ -101,7 +101,11 @@ def _losses(rank: int, overrides: list[str]) -> tuple[list[str], bool]:
     return names, parallel_state.get_tensor_model_parallel_group() is group
 
 
-@pytest.mark.parametrize("overrides", LAYOUTS, ids=["tensor, context", "pipeline, packed", "fused head, truncated"])
+@pytest.mark.parametrize(
+    "overrides",
+    [*LAYOUTS[:2], pytest.param(LAYOUTS[2], marks=pytest.mark.slow)],
+    ids=["tensor, context", "pipeline, packed", "fused head, truncated"],
+)
 def test_the_losses_of_a_run_pass_on_its_groups_which_it_keeps(overrides: list[str]) -> None:
     """A second set of groups would be a second set of NCCL communicators."""
     for names, kept in run_world(4, _losses, overrides):

@@ -156,7 +156,7 @@ def test_truncated_logprobs_are_the_training_forwards(rule: str, layout: str, tm
         )  # -log of the mass that is kept
 
 
-@pytest.mark.parametrize("layout", ["one process", "TP 2"])
+@pytest.mark.parametrize("layout", ["one process", pytest.param("TP 2", marks=pytest.mark.slow)])
 def test_the_likeliest_token_is_drawn_under_any_rule(layout: str, tmp_path: Path) -> None:
     """top_k = 1 draws what the greedy evaluation takes, which no rule changes."""
     one, plain = _arguments(tmp_path, "one process")
