@@ -19,7 +19,7 @@ from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.trainer import train
 from tests.launch import rows
-from tests.training.helpers import run
+from tests.training.helpers import run, train_rows
 
 SMALL = {
     "parallel": "{}",
