@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,13 +34,20 @@ class HTTPReward:
 
     A request is a POST of {"query": [prompt + completion, ...], "prompts": [...], "completions": [...], "labels": [answers]},
     the answer {"rewards": [one number a sample]}: what servers made for OpenRLHF read and give. The order is kept.
+    Where records have other columns, "extras" is a mapping of them for each sample.
     """
 
     def __init__(self, config: HTTPRewardConfig) -> None:
         self.config = config
         self._poster = Poster("reward server", config, RewardServerError)
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> Tensor:
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        answers: Sequence[str],
+        extras: Sequence[Mapping[str, object]] | None = None,
+    ) -> Tensor:
         """[N] rewards of N samples.
 
         Raises:
@@ -56,12 +64,15 @@ class HTTPReward:
             asked, responses = list(prompts[first : first + size]), list(completions[first : first + size])
             query = [prompt + completion for prompt, completion in zip(asked, responses, strict=True)]
             labels = list(answers[first : first + size])
-            body = {"query": query, "prompts": asked, "completions": responses, "labels": labels}
+            body: dict[str, list] = {"query": query, "prompts": asked, "completions": responses, "labels": labels}
+            if extras is not None and any(extras):
+                # Parquet has dates and the like, which JSON lacks
+                body["extras"] = json.loads(json.dumps(list(map(dict, extras[first : first + size])), default=str))
             futures.append(workers.submit(lambda body=body: self._score(body, stop)))  # type: ignore[misc]
         rewards = [reward for batch in gather(futures, stop) for reward in batch]
         return torch.tensor(rewards, dtype=torch.float64)
 
-    def _score(self, body: dict[str, list[str]], stop: threading.Event) -> list[float]:
+    def _score(self, body: dict[str, list], stop: threading.Event) -> list[float]:
         count = len(body["query"])
         return self._poster.post(self.config.url, body, lambda answer: _rewards(answer, count), stop)
 

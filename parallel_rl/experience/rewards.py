@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,15 +16,28 @@ from torch.distributed import ProcessGroup
 
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.config.strict import configure, nearest
+from parallel_rl.experience.checkers import check_math, exact_match, math_equal, think_format
 from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig
 from parallel_rl.groups import group_rank, group_size
 
-# (prompt, completion, answer) -> reward. The completion ends before its end token.
-Checker = Callable[[str, str, str], float]
-# (prompts, completions, answers) of N samples -> [N] float64.
-RewardFunction = Callable[[Sequence[str], Sequence[str], Sequence[str]], Tensor]
+# (prompt, completion, answer) -> reward. The completion ends before its end token. A fourth argument `extra` gets the record's
+# other columns.
+Checker = Callable[..., float]
+Extra = Mapping[str, object]
 
-_CHECKERS: dict[str, Checker] = {}
+_CHECKERS: dict[str, Checker] = {"exact_match": exact_match, "math": math_equal, "format": think_format}
+
+
+class RewardFunction(Protocol):
+    """(prompts, completions, answers) of N samples -> [N] float64; `extras` are the other columns of their records."""
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        answers: Sequence[str],
+        extras: Sequence[Extra] | None = None,
+    ) -> Tensor: ...
 
 
 def register_reward(name: str) -> Callable[[Checker], Checker]:
@@ -50,12 +65,6 @@ def register_reward(name: str) -> Callable[[Checker], Checker]:
     return register
 
 
-@register_reward("exact_match")
-def exact_match(prompt: str, completion: str, answer: str) -> float:
-    """1 where the completion is the answer, to the character; else 0."""
-    return float(completion == answer)
-
-
 def checker(name: str) -> Checker:
     """The checker of that name, or the function that "module:function" names.
 
@@ -63,6 +72,8 @@ def checker(name: str) -> Checker:
         ValueError: an unknown name (with the nearest), a module that does not import, or an attribute that is missing or not
             callable.
     """
+    if name == "math":
+        check_math()
     if name in _CHECKERS:
         return _CHECKERS[name]
     module, colon, function = name.partition(":")
@@ -80,7 +91,7 @@ def checker(name: str) -> Checker:
         raise ValueError(f"reward = {name!r} cannot be loaded: {type(error).__name__}: {error}") from None
     if not callable(loaded):
         raise ValueError(
-            f"reward = {name!r} is a {type(loaded).__name__}; a function (prompt, completion, answer) is needed"
+            f"reward = {name!r} is a {type(loaded).__name__}; a function (prompt, completion, answer[, extra]) is needed"
         )
     named: Checker = loaded
     return named
@@ -94,11 +105,11 @@ def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> Rewar
 
     Args:
         reward: a registered name, "module:function", a URL ("http://..."), the options of a server (`HTTPRewardConfig`), or a
-            function (prompt, completion, answer) -> float.
+            function (prompt, completion, answer) -> float; one that has a fourth argument `extra` gets a mapping in it.
 
     Returns:
-        (prompts, completions, answers), N strings each -> [N] float64, on the host. Of a Python function a reward that is no
-        finite number is a ValueError that names the sample; of a server see `HTTPReward`.
+        (prompts, completions, answers), N strings each, and `extras`, N mappings -> [N] float64, on the host. Of a Python
+        function a reward that is no finite number is a ValueError that names the sample; of a server see `HTTPReward`.
 
     Raises:
         ValueError: a reward that cannot be loaded, or options that are not valid.
@@ -152,17 +163,31 @@ def score_once(
 
 class _Checked:
     def __init__(self, function: Checker, name: str) -> None:
-        self.function, self.name = function, name
+        self.function, self.name, self._reads_extra = function, name, _reads_extra(function)
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], answers: Sequence[str]) -> Tensor:
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        answers: Sequence[str],
+        extras: Sequence[Extra] | None = None,
+    ) -> Tensor:
         values: list[float] = []
-        for index, sample in enumerate(zip(prompts, completions, answers, strict=True)):
-            value: object = self.function(*sample)
+        others: Sequence[Extra] = [{}] * len(prompts) if extras is None else extras
+        for index, (*sample, extra) in enumerate(zip(prompts, completions, answers, others, strict=True)):
+            value: object = self.function(*sample, extra=extra) if self._reads_extra else self.function(*sample)
             number = _number(value)
             if not math.isfinite(number):
                 raise ValueError(f"reward {self.name!r} of sample {index} is {value!r}; a finite number is needed")
             values.append(number)
         return torch.tensor(values, dtype=torch.float64)
+
+
+def _reads_extra(function: Checker) -> bool:
+    try:
+        return "extra" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some built-in functions have none
+        return False
 
 
 def _number(value: object) -> float:

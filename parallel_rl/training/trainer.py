@@ -66,7 +66,8 @@ def train(config: TrainConfig, dump_step: int | None = None) -> Result:
     began = time.monotonic()
     check_dump(config, dump_step)
     files = find_data(config.data)
-    reward_function(config.reward)
+    for name in config.rewards:
+        reward_function(name)
     start_world(config)
     check_layout(config, dist.get_world_size())
     config = settle_alphabet(config, files)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from parallel_rl.cluster.heartbeat import tick
@@ -19,14 +20,25 @@ def completion_rewards(session: Session, prompts: Sequence[Prompt], completions:
         ValueError: the reward function failed on some rank; on all ranks.
     """
     engine = session.engine
-    score = reward_function(engine.config.reward)
     texts = [session.tokenizer.decode(completion) for completion in completions]
-    questions, answers = [prompt.text for prompt in prompts], [prompt.answer for prompt in prompts]
 
     def ask() -> Tensor:
         tick("asking the reward function")
-        return score(questions, texts, answers)
+        reward = engine.config.reward
+        if isinstance(reward, str):
+            return _score(reward, prompts, texts)
+        scores = torch.zeros(len(texts), dtype=torch.float64)
+        for source, name in reward.items():
+            rows = [row for row, prompt in enumerate(prompts) if prompt.source == source]
+            if rows:
+                scores[rows] = _score(name, [prompts[row] for row in rows], [texts[row] for row in rows])
+        return scores
 
     rewards = score_once(ask, len(texts), engine.replica_groups, engine.groups.data)
     tick("the step's numbers")
     return rewards
+
+
+def _score(reward: str, prompts: Sequence[Prompt], completions: Sequence[str]) -> Tensor:
+    questions, answers = [prompt.text for prompt in prompts], [prompt.answer for prompt in prompts]
+    return reward_function(reward)(questions, completions, answers, [prompt.extra for prompt in prompts])

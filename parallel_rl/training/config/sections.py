@@ -1,4 +1,4 @@
-"""The sections that any run may have: layout, model, data, batch, sampling, evaluation; and the optimizer."""
+"""The sections that any run may have: layout, model, batch, sampling, evaluation; and the optimizer."""
 
 from __future__ import annotations
 
@@ -99,39 +99,6 @@ class ModelConfig:
         at_least(self, layers=1, hidden=1, heads=1, max_positions=2, vocab_multiple=1)
         if self.hidden % self.heads:
             raise ValueError(f"hidden = {self.hidden} is not divisible by heads = {self.heads}")
-
-
-Paths = str | tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """JSONL and Parquet files, relative to the config file; which are needed depends on the main section.
-
-    Each is a path, a pattern (`shard_*.parquet`, `part_{000..127}.jsonl`) or a list of them. They are read a window at a time,
-    however large they are; all but held_out and rollouts are shuffled in each pass.
-
-    Attributes:
-        train: prompts with answers to sample from.
-        held_out: prompts with answers for the evaluation.
-        examples: demonstrations for the warm-up and for SFT.
-        pairs: preference pairs for DPO.
-        rollouts: recorded rollouts, trained on instead of sampling, in the order of the files.
-        buffer_megabytes: what of each is held in memory, and shuffled, at a time; one block (a Parquet row group) at least.
-        check_gigabytes: how much of each is checked before the run, in blocks spread evenly over it; what lies between is
-            checked when it is read. `held_out` is always checked whole.
-    """
-
-    train: Paths = None
-    held_out: Paths = None
-    examples: Paths = None
-    pairs: Paths = None
-    rollouts: Paths = None
-    buffer_megabytes: int = 64
-    check_gigabytes: float = 1.0
-
-    def __post_init__(self) -> None:
-        at_least(self, buffer_megabytes=1, check_gigabytes=0)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
+from parallel_rl.training.config.data import DataConfig
 from parallel_rl.training.config.run import RunConfig
 from parallel_rl.training.config.sections import (
     BatchConfig,
-    DataConfig,
     EvaluationConfig,
     ModelConfig,
     ParallelConfig,
@@ -24,13 +24,13 @@ OBJECTIVES = ("rl", "preference", "sft", "distillation")
 class TrainConfig:
     """A whole run: a supervised warm-up (optional), then one of `rl`, `preference`, `sft` and `distillation`.
 
-    `reward` is a checker's name or "module:function".
+    `reward` is a checker's name, "module:function" or a server's URL, or one of these for each `source` of the prompts.
     """
 
     run: RunConfig
     tokenizer: TokenizerConfig
     data: DataConfig
-    reward: str = "exact_match"
+    reward: dict[str, str] | str = "exact_match"
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -58,6 +58,11 @@ class TrainConfig:
     def objective(self) -> str:
         """The name of the main section: rl, preference, sft or distillation."""
         return next(name for name in OBJECTIVES if getattr(self, name) is not None)
+
+    @property
+    def rewards(self) -> tuple[str, ...]:
+        """The names of all rewards."""
+        return (self.reward,) if isinstance(self.reward, str) else tuple(self.reward.values())
 
     @property
     def scalar_head(self) -> bool:
@@ -91,6 +96,10 @@ class TrainConfig:
 
     def _check_data(self) -> None:
         data, rl, distillation = self.data, self.rl, self.distillation
+        if not self.reward:
+            raise ValueError(f"reward = {self.reward!r} is empty; give a name, or one for each source")
+        if data.system is not None and (self.tokenizer.hf is None or self.tokenizer.chat is False):
+            raise ValueError(f"data.system = {data.system!r} needs a chat template (tokenizer.hf, tokenizer.chat)")
         prompts = (rl is not None and data.rollouts is None) or (
             distillation is not None and distillation.rows == "policy"
         )

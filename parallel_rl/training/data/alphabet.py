@@ -6,19 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from parallel_rl.agreement import gather_results
+from parallel_rl.training.config.data import FIELDS
 from parallel_rl.training.config.tokenizer import AUTO, TokenizerConfig
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.data.format import pick
 from parallel_rl.training.data.records.check import check
 from parallel_rl.training.data.records.paths import DataFile
 from parallel_rl.training.data.records.source import Records, index_of
 
-# the fields of each source that are texts
-_TEXTS = {
-    "train": ("prompt", "answer"),
-    "held_out": ("prompt", "answer"),
-    "examples": ("prompt", "answer"),
-    "pairs": ("prompt", "chosen", "rejected"),
-}
+# what is written in characters; what is asked beside a prompt has no form without a chat template
+_TEXTS = ("prompt", "answer", "text", "chosen", "rejected")
 
 
 def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]) -> TrainConfig:
@@ -32,7 +29,7 @@ def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]
         return config
     known = set() if given == AUTO else set(given)
     first: dict[str, str] = {}
-    for name in _TEXTS:
+    for name in FIELDS:
         if name in files:
             for found in _unknown(config, name, files[name], known):
                 first = {**found, **first}
@@ -49,10 +46,11 @@ def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]
 
 def _unknown(config: TrainConfig, name: str, files: Sequence[DataFile], known: set[str]) -> list[dict[str, str]]:
     """The characters of a source that are not known, each with the first place that a rank saw it in, rank by rank."""
-    fields = _TEXTS[name]
+    columns = config.data.columns_of(name)
 
     def texts(row: Mapping[str, object]) -> str:
-        return "".join(value for field in fields if isinstance(value := row.get(field), str))
+        fields, _ = pick(row, FIELDS[name], columns)
+        return "".join(value for field in _TEXTS if isinstance(value := fields.get(field), str))
 
     records = Records(files, index_of(files, f"data.{name}"), texts, config.data.buffer_megabytes << 20)
     mine: dict[str, str] = {}

@@ -12,18 +12,11 @@ from numpy.typing import NDArray
 
 from parallel_rl.agreement import gather_results, raise_on_all_ranks
 from parallel_rl.training.config.algorithms import RLConfig
-from parallel_rl.training.config.sections import DataConfig
+from parallel_rl.training.config.data import DataConfig
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.data.examples import (
-    Example,
-    Pair,
-    Prompt,
-    Rollout,
-    parse_example,
-    parse_pair,
-    parse_prompt,
-    parse_rollout,
-)
+from parallel_rl.training.data.examples import Example, Pair, Prompt, Rollout
+from parallel_rl.training.data.format import Row
+from parallel_rl.training.data.parsers import parsers
 from parallel_rl.training.data.records.check import TextSet, check, keys_of
 from parallel_rl.training.data.records.paths import DataFile, find_files
 from parallel_rl.training.data.records.source import Records, index_of
@@ -147,11 +140,11 @@ def read_datasets(
             steps with whole groups.
     """
     reader = _Reader(config, files, room)
-    prompts = partial(parse_prompt, tokenizer=tokenizer)
-    held_out, held = reader.held_out(prompts)
+    parse = parsers(config, tokenizer)
+    held_out, held = reader.held_out(parse.held_out)
 
-    def train(row: Mapping[str, object]) -> Prompt:
-        prompt = prompts(row)
+    def train(row: Row) -> Prompt:
+        prompt = parse.train(row)
         if prompt.text in held:
             raise ValueError(
                 f"the prompt {prompt.text!r} is in data.train and in data.held_out; held-out prompts must not be trained on"
@@ -161,9 +154,9 @@ def read_datasets(
     data = Datasets(
         train=reader.source("train", train),
         held_out=held_out,
-        examples=reader.source("examples", partial(parse_example, tokenizer=tokenizer)),
-        pairs=reader.source("pairs", partial(parse_pair, tokenizer=tokenizer)),
-        rollouts=reader.rollouts(partial(parse_rollout, vocab_size=tokenizer.vocabulary.size)),
+        examples=reader.source("examples", parse.examples),
+        pairs=reader.source("pairs", parse.pairs),
+        rollouts=reader.rollouts(parse.rollouts),
         seed=config.run.seed,
     )
     return replace(data, longest=reader.longest, checked=reader.checked)
@@ -191,13 +184,13 @@ class _Reader:
         self._config, self._files, self._room = config, files, room
         self._new = config.sampling.max_new_tokens
 
-    def source(self, name: str, parse: Callable[[Mapping[str, object]], RecordT]) -> Records[RecordT]:
+    def source(self, name: str, parse: Callable[[Row], RecordT]) -> Records[RecordT]:
         records = self._open(name, parse)
         if len(records):
             self._check(name, records)
         return records
 
-    def held_out(self, parse: Callable[[Mapping[str, object]], Prompt]) -> tuple[Records[Prompt], TextSet]:
+    def held_out(self, parse: Callable[[Row], Prompt]) -> tuple[Records[Prompt], TextSet]:
         """Held-out prompts, with the set of them all: each evaluation reads every one."""
         records, mine = self._open("held_out", parse), list[NDArray[np.uint64]]()
         if len(records):
@@ -205,7 +198,7 @@ class _Reader:
         keys = gather_results(lambda: np.concatenate([np.empty(0, np.uint64), *mine]))
         return records, TextSet(np.concatenate(keys))
 
-    def rollouts(self, parse: Callable[[Mapping[str, object]], Rollout]) -> Records[Rollout]:
+    def rollouts(self, parse: Callable[[Row], Rollout]) -> Records[Rollout]:
         """Checked for what concerns several of them, too."""
         records, rl = self._open("rollouts", parse), self._config.rl
         if rl is None or not len(records):
@@ -226,13 +219,13 @@ class _Reader:
         return records
 
     def _open(
-        self, name: str, parse: Callable[[Mapping[str, object]], RecordT], known: Records[RecordT] | None = None
+        self, name: str, parse: Callable[[Row], RecordT], known: Records[RecordT] | None = None
     ) -> Records[RecordT]:
         if name not in self._files:
             return Records()
         files, window = self._files[name], self._config.data.buffer_megabytes << 20
 
-        def fitting(row: Mapping[str, object]) -> RecordT:
+        def fitting(row: Row) -> RecordT:
             record = parse(row)
             self._room(_length(record, self._new))
             return record
@@ -264,8 +257,8 @@ def _length(record: Prompt | Example | Pair | Rollout, new: int) -> int:
 
 
 def _uniform(
-    row: Mapping[str, object],
-    parse: Callable[[Mapping[str, object]], Rollout],
+    row: Row,
+    parse: Callable[[Row], Rollout],
     rewarded: bool,
     needs: Mapping[str, str],
 ) -> Rollout:

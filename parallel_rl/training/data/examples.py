@@ -5,20 +5,36 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from parallel_rl.config.strict import nearest
-from parallel_rl.training.tokenizer.protocol import Message, Tokenizer
+from parallel_rl.training.config.data import FIELDS
+from parallel_rl.training.data.format import (
+    Format,
+    Row,
+    asked_text,
+    conversation,
+    field_of,
+    pick,
+    split_answer,
+    text_of,
+)
+
+_ROLLOUT = ("tokens", "logprobs", "mask", "group", "reward", "advantage", "staleness", "run", "segments")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question and its answer: ids of the prompt, and both as text for the checker."""
+    """A question and its answer: ids of the prompt, and both as text for the checker.
+
+    `source` chooses among several rewards; `extra` is what else the record has, for the reward function.
+    """
 
     tokens: tuple[int, ...]
     text: str
     answer: str
+    source: str | None = None
+    extra: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -45,6 +61,7 @@ class Rollout:
     Either `reward` (advantages are then made within `group`) or `advantage` is set. `staleness` is how many optimizer steps the
     policy that drew it lay behind, where that is known. `run` names the trajectory that it is a part of. `segments` are the
     turns of those tokens, numbers that do not decrease, or −1 where the environment wrote a token, which carries no loss.
+    `mask` is 1 for those of them that the policy sampled, and 0 for what a tool wrote, which carries no loss.
     """
 
     tokens: tuple[int, ...]
@@ -55,53 +72,69 @@ class Rollout:
     staleness: int | None = None
     run: int | None = None
     segments: tuple[int, ...] | None = None
+    mask: tuple[int, ...] | None = None
 
 
-def parse_prompt(row: Mapping[str, object], tokenizer: Tokenizer) -> Prompt:
-    """{"prompt": text, "answer": text}.
+def parse_prompt(row: Row, form: Format) -> Prompt:
+    """{"prompt": text or "messages": [{role, content}], "answer": text}; it may have "system" and "source", texts.
 
     Raises:
-        ValueError: a field that is missing, unknown or malformed; a character that the tokenizer lacks.
+        ValueError: a field that is missing, unknown or malformed; a text that the tokenizer has no ids for.
     """
-    _known(row, {"prompt", "answer"})
-    text, answer = _text(row, "prompt"), _text(row, "answer")
-    return Prompt(tuple(tokenizer.render(_asking(text))), text, answer)
+    fields, extra = pick(row, FIELDS["train"], form.columns)
+    messages, source = conversation(fields, form.system, row), None
+    if messages[-1]["role"] == "assistant":
+        raise ValueError("'messages' ends with an answer; a prompt ends where the policy is to answer")
+    if "source" in fields:
+        extra["source"] = source = str(fields["source"])
+    tokens = tuple(form.tokenizer.render(messages))
+    return Prompt(tokens, asked_text(messages), text_of(fields, "answer", row), source, extra)
 
 
-def parse_example(row: Mapping[str, object], tokenizer: Tokenizer) -> Example:
-    """{"prompt": text, "answer": text}, to imitate.
+def parse_example(row: Row, form: Format) -> Example:
+    """{"prompt": text or "messages": [...], "answer": text}, {"messages": [..., the answer]} or {"text": text}, to imitate.
 
     Raises:
         ValueError: as `parse_prompt`.
     """
-    _known(row, {"prompt", "answer"})
-    messages = _asking(_text(row, "prompt"))
-    return Example(tuple(tokenizer.render(messages)), tuple(tokenizer.completion(messages, _text(row, "answer"))))
+    fields, _ = pick(row, FIELDS["examples"], form.columns)
+    if "text" in fields:
+        if len(fields) > 1:
+            raise ValueError(f"'text' is all of a record; it also has {', '.join(map(repr, fields.keys() - {'text'}))}")
+        first, *tokens = form.tokenizer.document(text_of(fields, "text"))
+        return Example((first,), tuple(tokens))
+    messages = conversation(fields, form.system, row)
+    if "messages" in fields and "answer" not in fields:
+        messages, answer = split_answer(messages)
+    else:
+        answer = text_of(fields, "answer", row)
+    return Example(tuple(form.tokenizer.render(messages)), tuple(form.tokenizer.completion(messages, answer)))
 
 
-def parse_pair(row: Mapping[str, object], tokenizer: Tokenizer) -> Pair:
-    """{"prompt": text, "chosen": text, "rejected": text}.
+def parse_pair(row: Row, form: Format) -> Pair:
+    """{"prompt": text or "messages": [...], "chosen": text, "rejected": text}; it may have "system", a text.
 
     Raises:
         ValueError: as `parse_prompt`, or equal completions.
     """
-    _known(row, {"prompt", "chosen", "rejected"})
-    messages, chosen, rejected = _asking(_text(row, "prompt")), _text(row, "chosen"), _text(row, "rejected")
+    fields, _ = pick(row, FIELDS["pairs"], form.columns)
+    messages = conversation(fields, form.system, row)
+    chosen, rejected = text_of(fields, "chosen", row), text_of(fields, "rejected", row)
     if chosen == rejected:
         raise ValueError(f"'chosen' and 'rejected' are both {chosen!r}")
-    completions = (tuple(tokenizer.completion(messages, text)) for text in (chosen, rejected))
-    return Pair(tuple(tokenizer.render(messages)), *completions)
+    completions = (tuple(form.tokenizer.completion(messages, text)) for text in (chosen, rejected))
+    return Pair(tuple(form.tokenizer.render(messages)), *completions)
 
 
-def parse_rollout(row: Mapping[str, object], vocab_size: int) -> Rollout:
+def parse_rollout(row: Row, vocab_size: int) -> Rollout:
     """{"tokens": [ids], "logprobs": [floats], "group": integer, and "reward" or "advantage": float}.
 
-    Beside them it may have "staleness" and "run", integers, and "segments", one integer a log-prob.
+    Beside them it may have "staleness" and "run", integers, "segments", one integer a log-prob, and "mask", 0 or 1 a log-prob.
 
     Raises:
         ValueError: a field that is missing, unknown or malformed.
     """
-    _known(row, {"tokens", "logprobs", "group", "reward", "advantage", "staleness", "run", "segments"})
+    pick(row, _ROLLOUT, {})
     tokens, logprobs = _numbers(row, "tokens", integer=True), _numbers(row, "logprobs")
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         outside = next(token for token in tokens if not 0 <= token < vocab_size)
@@ -117,13 +150,14 @@ def parse_rollout(row: Mapping[str, object], vocab_size: int) -> Rollout:
         raise ValueError("exactly one of 'reward' and 'advantage' is needed")
     reward = _number(row["reward"], "reward") if "reward" in row else None
     advantage = _number(row["advantage"], "advantage") if "advantage" in row else None
-    group = int(_number(_field(row, "group"), "group", integer=True))
+    group = int(_number(field_of(row, "group"), "group", integer=True))
     staleness, run = (int(_number(row[key], key, integer=True)) if key in row else None for key in ("staleness", "run"))
     segments = _segments(row, len(logprobs)) if "segments" in row else None
-    return Rollout(tuple(map(int, tokens)), tuple(logprobs), group, reward, advantage, staleness, run, segments)
+    mask = _mask(row, len(logprobs), segments) if "mask" in row else None
+    return Rollout(tuple(map(int, tokens)), tuple(logprobs), group, reward, advantage, staleness, run, segments, mask)
 
 
-def _segments(row: Mapping[str, object], count: int) -> tuple[int, ...]:
+def _segments(row: Row, count: int) -> tuple[int, ...]:
     segments = tuple(map(int, _numbers(row, "segments", integer=True)))
     if len(segments) != count:
         raise ValueError(f"'segments' has {len(segments)} values for {count} 'logprobs'; they must be as many")
@@ -135,49 +169,39 @@ def _segments(row: Mapping[str, object], count: int) -> tuple[int, ...]:
     return segments
 
 
+def _mask(row: Row, count: int, segments: Sequence[int] | None) -> tuple[int, ...]:
+    mask = tuple(map(int, _numbers(row, "mask", integer=True)))
+    if len(mask) != count:
+        raise ValueError(f"'mask' has {len(mask)} values for {count} 'logprobs'; they must be as many")
+    if not {*mask} <= {0, 1} or not any(mask):
+        raise ValueError(
+            f"'mask' = {list(mask)} must be 1 for what the policy sampled, at least once, and 0 for what a tool wrote"
+        )
+    if segments is not None and any(kept and turn < 0 for kept, turn in zip(mask, segments, strict=True)):
+        raise ValueError("'mask' is 1 where 'segments' is -1, for a token of the environment; mend one of them")
+    return mask
+
+
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
     """JSONL of what `parse_rollout` reads."""
     lines = []
     for rollout in rollouts:
         value = ("advantage", rollout.advantage) if rollout.reward is None else ("reward", rollout.reward)
         row = {"group": rollout.group, "tokens": rollout.tokens, "logprobs": rollout.logprobs, value[0]: value[1]}
-        row |= {key: x for key in ("staleness", "run", "segments") if (x := getattr(rollout, key)) is not None}
+        row |= {key: x for key in ("staleness", "run", "segments", "mask") if (x := getattr(rollout, key)) is not None}
         lines.append(json.dumps(row) + "\n")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _asking(text: str) -> list[Message]:
-    return [{"role": "user", "content": text}]
-
-
-def _known(row: Mapping[str, object], fields: set[str]) -> None:
-    for key in row:
-        if key not in fields:
-            raise ValueError(f"unknown field {key!r}; {nearest(key, (fields - row.keys()) or fields)}")
-
-
-def _field(row: Mapping[str, object], key: str) -> object:
-    if key not in row:
-        raise ValueError(f"the field {key!r} is missing")
-    return row[key]
-
-
-def _text(row: Mapping[str, object], key: str) -> str:
-    value = _field(row, key)
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{key!r} = {value!r} is not valid; a text that is not empty is needed")
-    return value
-
-
-def _list(row: Mapping[str, object], key: str) -> list[object]:
-    value = _field(row, key)
+def _list(row: Row, key: str) -> list[object]:
+    value = field_of(row, key)
     if not isinstance(value, list):
         raise ValueError(f"{key!r} = {value!r} is not valid; a list is needed")
     return value
 
 
-def _numbers(row: Mapping[str, object], key: str, integer: bool = False) -> Sequence[float]:
+def _numbers(row: Row, key: str, integer: bool = False) -> Sequence[float]:
     items = _list(row, key)
     # thousands of them in each row: one by one only where one is wrong
     if not {*map(type, items)} <= ({int} if integer else {int, float}) or not all(map(math.isfinite, items)):  # type: ignore[arg-type]

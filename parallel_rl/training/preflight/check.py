@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 from parallel_rl.experience.rewards import reward_function
@@ -13,7 +11,7 @@ from parallel_rl.training.config.sections import data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
 from parallel_rl.training.data.datasets import Files, find_data
-from parallel_rl.training.data.examples import parse_example, parse_pair, parse_prompt, parse_rollout
+from parallel_rl.training.data.parsers import parsers
 from parallel_rl.training.data.records.index import stretch
 from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary, length_check
@@ -33,13 +31,14 @@ def check_run(config: TrainConfig, world_size: int) -> str:
     check_layout(config, world_size)
     if config.rl is not None and config.data.rollouts is None:
         length_check(config)(config.sampling.max_new_tokens + 1)  # of the shortest prompt; the run checks them all
-    reward_function(config.reward)
+    for name in config.rewards:
+        reward_function(name)
     check_writable(Path(config.run.dir))
     files = find_data(config.data)
     config = settle_alphabet(config, files)
     tokenizer = config.tokenizer.build()
     check_vocabulary(config, tokenizer.vocabulary)
-    check_first_records(tokenizer, files)
+    check_first_records(config, tokenizer, files)
     check_sources(config)
     sizes, data = config.parallel, data_parallel_size(config.parallel, world_size)
     layout = f"TP {sizes.tensor} × CP {sizes.context} × PP {sizes.pipeline} × DP {data}"
@@ -67,22 +66,15 @@ def check_writable(folder: Path) -> None:
         raise ValueError(f"run.dir = {str(folder)!r} cannot be written: {there}: {error.strerror}") from None
 
 
-def check_first_records(tokenizer: Tokenizer, files: Files) -> None:
+def check_first_records(config: TrainConfig, tokenizer: Tokenizer, files: Files) -> None:
     """Parse the first records of each file, which show most mistakes of a config without reading the rest.
 
     Raises:
         ValueError: a malformed line or row, by file and number.
     """
-    prompts = partial(parse_prompt, tokenizer=tokenizer)
-    parse: dict[str, Callable[[Mapping[str, object]], object]] = {
-        "train": prompts,
-        "held_out": prompts,
-        "examples": partial(parse_example, tokenizer=tokenizer),
-        "pairs": partial(parse_pair, tokenizer=tokenizer),
-        "rollouts": partial(parse_rollout, vocab_size=tokenizer.vocabulary.size),
-    }
+    parse = parsers(config, tokenizer)
     for name, data_files in files.items():
         for file in data_files:
             index = file.index(0, 0, 1, stretch(file.size))
             if len(index):
-                next(Records((file,), index, parse[name]).batches(0))
+                next(Records((file,), index, getattr(parse, name)).batches(0))

@@ -22,6 +22,7 @@ from parallel_rl.training.data.examples import (
     parse_rollout,
     write_rollouts,
 )
+from parallel_rl.training.data.format import Format
 from parallel_rl.training.data.records.source import Records, open_records
 from parallel_rl.training.preflight.sizes import check_vocabulary
 from parallel_rl.training.tokenizer.characters import CharTokenizer
@@ -29,9 +30,9 @@ from tests.training.helpers import CONFIGS, DATA, run
 
 TOKENIZER = CharTokenizer("0123456789+=")
 PARSERS: dict[str, Callable[[Mapping[str, object]], object]] = {
-    "prompts": partial(parse_prompt, tokenizer=TOKENIZER),
-    "examples": partial(parse_example, tokenizer=TOKENIZER),
-    "pairs": partial(parse_pair, tokenizer=TOKENIZER),
+    "prompts": partial(parse_prompt, form=Format(TOKENIZER)),
+    "examples": partial(parse_example, form=Format(TOKENIZER)),
+    "pairs": partial(parse_pair, form=Format(TOKENIZER)),
     "rollouts": partial(parse_rollout, vocab_size=TOKENIZER.vocabulary.size),
 }
 

@@ -42,6 +42,8 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
         made = made.with_fields(run_ids=_ids([record.run or 0 for record in mine]))
     if any(record.segments is not None for record in batch):
         made = _with_turns(made, mine)
+    if any(record.mask is not None for record in mine):
+        made = replace(made, token_mask=made.token_mask & _sampled(made, mine))
     if batch[0].reward is None:
         advantages = torch.tensor([float(record.advantage or 0.0) for record in mine], dtype=engine.float_dtype)
         return replace(made, advantages=made.token_mask * advantages[:, None]), None
@@ -57,6 +59,16 @@ def _with_turns(made: Experience, records: Sequence[Rollout]) -> Experience:
             end = len(record.tokens)
             turns[row, end - len(record.segments) : end] = torch.tensor(record.segments)
     return made.with_fields(token_mask=made.token_mask & (turns >= 0), segment_ids=turns)
+
+
+def _sampled(made: Experience, records: Sequence[Rollout]) -> Tensor:
+    """[N, S] False at what a tool wrote."""
+    sampled = torch.ones_like(made.input_ids, dtype=torch.bool)
+    for row, record in enumerate(records):
+        if record.mask is not None:
+            end = len(record.tokens)
+            sampled[row, end - len(record.mask) : end] = torch.tensor(record.mask, dtype=torch.bool)
+    return sampled
 
 
 def demonstrations(session: Session, config: RLConfig, at: TrainProgress) -> Experience:

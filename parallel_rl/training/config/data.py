@@ -1,0 +1,81 @@
+"""The section `data`: files, and how their columns are read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from parallel_rl.config.strict import nearest
+from parallel_rl.training.config.sections import at_least
+
+Paths = str | tuple[str, ...] | None
+
+# the fields that records of each source may have under names of their own
+_ASKED = ("prompt", "messages", "system")
+FIELDS: Mapping[str, tuple[str, ...]] = {
+    "train": (*_ASKED, "answer", "source"),
+    "held_out": (*_ASKED, "answer", "source"),
+    "examples": (*_ASKED, "answer", "text"),
+    "pairs": (*_ASKED, "chosen", "rejected"),
+}
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """JSONL and Parquet files, relative to the config file; which are needed depends on the main section.
+
+    Each is a path, a pattern (`shard_*.parquet`, `part_{000..127}.jsonl`) or a list of them. They are read a window at a time,
+    however large they are; all but held_out and rollouts are shuffled in each pass.
+
+    Attributes:
+        train: prompts with answers to sample from.
+        held_out: prompts with answers for the evaluation.
+        examples: demonstrations for the warm-up and for SFT.
+        pairs: preference pairs for DPO.
+        rollouts: recorded rollouts, trained on instead of sampling, in the order of the files.
+        columns: the column of each field that the files name otherwise, with dots into nested ones, as in {prompt: question,
+            answer: reward_model.ground_truth}; {examples.prompt: ask} is of one source alone. Then the files may have more
+            columns, which a reward function gets.
+        system: the system text of conversations that have none.
+        buffer_megabytes: what of each is held in memory, and shuffled, at a time; one block (a Parquet row group) at least.
+        check_gigabytes: how much of each is checked before the run, in blocks spread evenly over it; what lies between is
+            checked when it is read. `held_out` is always checked whole.
+    """
+
+    train: Paths = None
+    held_out: Paths = None
+    examples: Paths = None
+    pairs: Paths = None
+    rollouts: Paths = None
+    columns: dict[str, str] = field(default_factory=dict)
+    system: str | None = None
+    buffer_megabytes: int = 64
+    check_gigabytes: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least(self, buffer_megabytes=1, check_gigabytes=0)
+        for key, column in self.columns.items():
+            source, dot, name = key.rpartition(".")
+            if dot and source not in FIELDS:
+                raise ValueError(f"columns: {key!r} is not valid; before the dot {nearest(source, FIELDS)}")
+            sources = [source] if dot else list(FIELDS)
+            known = {one for each in sources for one in FIELDS[each]}
+            if name not in known:
+                raise ValueError(f"columns: {key!r} is not a field; {nearest(name, known)}")
+            readers = [each for each in sources if name in FIELDS[each]]
+            if all(getattr(self, each) is None for each in readers):
+                raise ValueError(
+                    f"columns: {key!r} has no effect; only data.{' and data.'.join(readers)} have that field"
+                )
+            if not all(column.split(".")):
+                raise ValueError(f"columns.{key} = {column!r} is not valid; a column, or names with dots between")
+
+    def columns_of(self, source: str) -> dict[str, str]:
+        """The columns of one source's fields.
+
+        >>> DataConfig(train="a", columns={"prompt": "question", "train.answer": "label"}).columns_of("train")
+        {'prompt': 'question', 'answer': 'label'}
+        """
+        known = FIELDS.get(source, ())
+        own = {key.rpartition(".")[2]: column for key, column in self.columns.items() if key.startswith(f"{source}.")}
+        return {**{key: column for key, column in self.columns.items() if key in known}, **own}

@@ -1,0 +1,157 @@
+"""How a source's rows are read: which column is which field, what is asked, and by which tokenizer it becomes ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from parallel_rl.config.strict import nearest
+from parallel_rl.training.tokenizer.protocol import Message, Tokenizer
+
+Row = Mapping[str, object]
+
+# alternatives
+_ASKED = ("prompt", "messages", "text")
+
+
+@dataclass(frozen=True)
+class Format:
+    """The reading of one source's texts.
+
+    Attributes:
+        tokenizer: of all text.
+        columns: of the fields that have other names; where there are any, a row may have more columns than its fields.
+        system: the system text of conversations that have none.
+    """
+
+    tokenizer: Tokenizer
+    columns: Mapping[str, str] = field(default_factory=dict)
+    system: str | None = None
+
+
+def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, object], dict[str, object]]:
+    """The fields of a row, and its other columns.
+
+    >>> pick({"ask": "1+1=", "meta": {"key": "2"}, "id": 7}, ["prompt", "answer"], {"prompt": "ask", "answer": "meta.key"})
+    ({'prompt': '1+1=', 'answer': '2'}, {'meta': {'key': '2'}, 'id': 7})
+
+    Raises:
+        ValueError: a column that is not there, or, without `columns`, one that is no field.
+    """
+    if not columns:
+        for key in row:
+            if key not in known:
+                near = nearest(key, [name for name in known if name not in row])
+                raise ValueError(f"unknown field {key!r}; {near if near.startswith('did') else nearest(key, known)}")
+        return dict(row), {}
+    fields = {name: _value(row, name, columns[name]) for name in known if name in columns}
+    if not fields.keys().isdisjoint(_ASKED):  # a foreign column of another such name is another matter
+        known = [name for name in known if name not in _ASKED]
+    used = {*columns, *columns.values()}
+    fields |= {name: row[name] for name in known if name in row and name not in used}
+    taken = {*columns.values(), *fields}
+    return fields, {key: value for key, value in row.items() if key not in taken}
+
+
+def field_of(fields: Row, key: str, row: Row | None = None) -> object:
+    """A field that must be there.
+
+    Args:
+        fields: from `pick`.
+        key: its name.
+        row: the columns among which the message looks for the nearest.
+
+    Raises:
+        ValueError: it is missing.
+    """
+    if key not in fields:
+        near = [name for name in row or () if nearest(key, [name]).startswith("did")]
+        raise ValueError(
+            f"the field {key!r} is missing" + (f"; data.columns.{key}: {near[0]} names it" if near else "")
+        )
+    return fields[key]
+
+
+def text_of(fields: Row, key: str, row: Row | None = None) -> str:
+    """A text that is not empty.
+
+    Raises:
+        ValueError: it is missing, or no text.
+    """
+    value = field_of(fields, key, row)
+    if not isinstance(value, str) or not value:
+        conversation = key == "prompt" and isinstance(value, list)
+        more = "; data.columns: {messages: …} names a column of conversations" if conversation else ""
+        raise ValueError(f"{key!r} = {_short(value)} is not valid; a text that is not empty is needed{more}")
+    return value
+
+
+def conversation(fields: Row, system: str | None, row: Row) -> list[Message]:
+    """The messages of a record: those of its field `messages`, or its `prompt` as one of the user; before them a system text.
+
+    Raises:
+        ValueError: neither or both are given, a malformed message, or two system texts.
+    """
+    if "messages" in fields and "prompt" in fields:
+        raise ValueError("exactly one of 'prompt' and 'messages' is needed; both are given")
+    if "messages" in fields:
+        messages = _messages(fields["messages"])
+    else:
+        messages = [{"role": "user", "content": text_of(fields, "prompt", row)}]
+    has_system = messages[0]["role"] == "system"
+    if "system" in fields:
+        if has_system:
+            raise ValueError("'system' and a system message in 'messages' are both given; leave one of them out")
+        if not isinstance(fields["system"], str):
+            raise ValueError(f"'system' = {_short(fields['system'])} is not valid; a text is needed")
+        system = fields["system"] or None
+    return messages if has_system or system is None else [{"role": "system", "content": system}, *messages]
+
+
+def asked_text(messages: Sequence[Message]) -> str:
+    """What is asked, as one text: all but the system text."""
+    return "\n\n".join(str(message.get("content")) for message in messages if message["role"] != "system")
+
+
+def split_answer(messages: Sequence[Message]) -> tuple[list[Message], str]:
+    """A conversation that ends with an answer: what is before it, and the answer.
+
+    Raises:
+        ValueError: it does not.
+    """
+    last = messages[-1]
+    text = last.get("content")
+    if last["role"] != "assistant" or not isinstance(text, str) or not text or len(messages) < 2:
+        raise ValueError(
+            f"'messages' ends with one of {last['role']!r}; a text of 'assistant' behind a question is needed, or an 'answer'"
+        )
+    return list(messages[:-1]), text
+
+
+def _messages(value: object) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"'messages' = {_short(value)} is not valid; a list of {{role, content}} is needed")
+    for index, message in enumerate(value):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{index}] = {_short(message)} is not valid; {{role, content}} is needed")
+        content = message.get("content")
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise ValueError(f"messages[{index}].content = {_short(content)} is not valid; a text is needed")
+    return value
+
+
+def _value(row: Row, name: str, column: str) -> object:
+    value: object = row
+    for number, key in enumerate(column.split(".")):
+        if number == 0 and column in row:  # a column may have dots in its own name
+            return row[column]
+        if not isinstance(value, Mapping) or key not in value:
+            near = nearest(key, map(str, value)) if isinstance(value, Mapping) else f"it lies in {_short(value)}"
+            raise ValueError(f"the column {column!r} (data.columns: {name}) is missing; {near}")
+        value = value[key]
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

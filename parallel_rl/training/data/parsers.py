@@ -1,0 +1,56 @@
+"""What a run makes of the rows of each source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import NamedTuple
+
+from parallel_rl.config.strict import nearest
+from parallel_rl.training.config.data import FIELDS
+from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.data.examples import (
+    Example,
+    Pair,
+    Prompt,
+    Rollout,
+    parse_example,
+    parse_pair,
+    parse_prompt,
+    parse_rollout,
+)
+from parallel_rl.training.data.format import Format, Row
+from parallel_rl.training.tokenizer.protocol import Tokenizer
+
+
+class Parsers(NamedTuple):
+    """A row to a record, by source."""
+
+    train: Callable[[Row], Prompt]
+    held_out: Callable[[Row], Prompt]
+    examples: Callable[[Row], Example]
+    pairs: Callable[[Row], Pair]
+    rollouts: Callable[[Row], Rollout]
+
+
+def parsers(config: TrainConfig, tokenizer: Tokenizer) -> Parsers:
+    """How a run reads the rows of each source."""
+    form = {name: Format(tokenizer, config.data.columns_of(name), config.data.system) for name in FIELDS}
+    return Parsers(
+        partial(_rewarded_prompt, form=form["train"], reward=config.reward),
+        partial(_rewarded_prompt, form=form["held_out"], reward=config.reward),
+        partial(parse_example, form=form["examples"]),
+        partial(parse_pair, form=form["pairs"]),
+        partial(parse_rollout, vocab_size=tokenizer.vocabulary.size),
+    )
+
+
+def _rewarded_prompt(row: Row, form: Format, reward: str | Mapping[str, str]) -> Prompt:
+    """A prompt whose source has a reward."""
+    prompt = parse_prompt(row, form)
+    if not isinstance(reward, str) and prompt.source not in reward:
+        what = (
+            "the field 'source' is missing" if prompt.source is None else f"'source' = {prompt.source!r} has no reward"
+        )
+        raise ValueError(f"{what}; {nearest(prompt.source or '', reward)}")
+    return prompt
