@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.groups import group_size
+from parallel_rl.labels import with_labels
 from parallel_rl.layout import valid_tokens
 from parallel_rl.validation import checks_values, get_validation
 
@@ -52,7 +53,8 @@ def count_valid(
 
     Args:
         batches: every micro-batch that this rank trains on in the step (or the only one), each whole on its context
-            ranks, with `token_mask` [B, S] and `sample_mask` [B]. A rank without a micro-batch passes an empty list.
+            ranks, with `token_mask` [B, S] and `sample_mask` [B], or `shift_labels` [B, S] of which every column counts that
+            is not −100. A rank without a micro-batch passes an empty list.
         data_parallel_group: without context parallelism; None is a group of one.
 
     Returns:
@@ -63,7 +65,7 @@ def count_valid(
             On all ranks of the group, see `set_validation`; values on a device fail there, in an assertion without a host
             sync, except in its mode "never".
     """
-    batches = [batches] if isinstance(batches, Mapping) else batches
+    batches = [with_labels(data) for data in ([batches] if isinstance(batches, Mapping) else batches)]
     masks = [data["token_mask"] for data in batches if isinstance(data.get("token_mask"), torch.Tensor)]
     home = masks[0].device if masks else torch.device("cpu")
     counts = torch.zeros(3, dtype=torch.int64, device=communication_device(data_parallel_group, home))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl.groups import group_size, group_sum
+from parallel_rl.labels import is_shifted
 from parallel_rl.segments import expand_segments, sum_segments
 from parallel_rl.validation import checks_values
 
@@ -28,14 +29,14 @@ CPLayout = Literal["zigzag", "contiguous"]
 
 
 def valid_tokens(data: Mapping[str, Tensor], shift: bool = True) -> Tensor:
-    """[B, S] bool: the tokens that carry loss. Column 0 has no predictor and never does, unless `shift` is False.
+    """[B, S] bool: the tokens that carry loss. Column 0 has no predictor and never does, unless nothing is left to shift.
 
     >>> data = {"token_mask": torch.tensor([[1, 1, 0], [1, 1, 1]]), "sample_mask": torch.tensor([1, 0])}
     >>> valid_tokens(data).tolist()
     [[False, True, False], [False, False, False]]
     """
     mask = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
-    if not shift:
+    if not shift or is_shifted(data):
         return mask
     return torch.cat([torch.zeros_like(mask[:, :1]), mask[:, 1:]], dim=1)
 

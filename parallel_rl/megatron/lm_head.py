@@ -36,6 +36,7 @@ class FusedHead:
     mode: LinearMode = "auto"
     budget: int | None = None
     softcap: float | None = None
+    logit_scale: float = 1.0
 
     def __call__(self, output: Tensor, rows: int | None = None) -> Tensor | LMHeadInput:
         """The model's output as the input of a loss; logits, while `logits()` is on, as they are.
@@ -61,6 +62,7 @@ class FusedHead:
             budget=self.budget,
             rows=rows,
             main_grad_factor=1.0 if fuses else None,
+            logit_scale=self.logit_scale,
         )
 
     @property
@@ -104,7 +106,12 @@ def _hidden_states(
 
 
 def fuse_head(
-    model: torch.nn.Module, *, mode: LinearMode = "auto", budget: int | None = None, softcap: float | None = None
+    model: torch.nn.Module,
+    *,
+    mode: LinearMode = "auto",
+    budget: int | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
 ) -> FusedHead:
     """Install a `FusedHead` on a model chunk, wrapped or not; `remove()` takes it off.
 
@@ -118,7 +125,7 @@ def fuse_head(
 
     Args:
         model: a GPTModel, or its wrapper.
-        mode, budget, softcap: see `LMHeadInput`.
+        mode, budget, softcap, logit_scale: see `LMHeadInput`.
 
     Raises:
         ValueError: a model whose output layer does not give this rank's columns of logits from hidden states alone (another
@@ -139,6 +146,6 @@ def fuse_head(
         for name, is_wrong in wrong.items():
             if is_wrong:
                 raise ValueError(f"{name} needs the output layer's own forward, so the head cannot be fused")
-    head = FusedHead(inner, mode, budget, softcap)
+    head = FusedHead(inner, mode, budget, softcap, logit_scale)
     head.install()
     return head

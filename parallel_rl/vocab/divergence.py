@@ -75,7 +75,7 @@ class _DivergenceOfShards(torch.autograd.Function):
     ) -> Tensor:
         z, w = student[:, : shard.valid], teacher[:, : shard.valid]
         nowhere = torch.full((z.shape[0],), -1, device=z.device)
-        of_teacher = replace(shard, temperature=teacher_temperature)
+        of_teacher = replace(shard, temperature=teacher_temperature, logit_scale=1.0)
         inv = [x.inverse_temperature(math_dtype(student.dtype), z.device) for x in (shard, of_teacher)]
         parts = [
             shard_stats(x, nowhere, inv_t, entropy=False, backend=shard.backend).to(inv_t.dtype)

@@ -33,12 +33,13 @@ class VocabShard:
         temperature: of softmax(z / temperature): a positive number, or [...] one for each token.
         entropy: whether the entropy is computed too.
         sum_pi_squared: whether Σπ² is, beside the entropy.
+        logit_scale: s of softmax(s·z / temperature), for a head whose logits are scaled.
         truncation: the words that each row keeps.
         consume_logits: whether the backward writes the gradient over the logits.
         backend: of the passes over the logits, see `token_stats`.
 
     Raises:
-        ValueError: a temperature that is not positive and finite; k > V; sum_pi_squared without entropy.
+        ValueError: a temperature or a logit_scale that is not positive and finite; k > V; sum_pi_squared without entropy.
     """
 
     start: int
@@ -51,8 +52,10 @@ class VocabShard:
     consume_logits: bool = False
     backend: Backend = "auto"
     sum_pi_squared: bool = False
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        check_logit_scale(self.logit_scale)
         if not isinstance(self.temperature, torch.Tensor) and not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature = {self.temperature} must be positive and finite")
         if self.sum_pi_squared and not self.entropy:
@@ -73,6 +76,7 @@ class VocabShard:
         consume_logits: bool = False,
         backend: Backend = "auto",
         sum_pi_squared: bool = False,
+        logit_scale: float = 1.0,
     ) -> VocabShard:
         """Find the shard of `width` columns that this rank holds, on the host and without communication.
 
@@ -88,7 +92,9 @@ class VocabShard:
                 class raises.
         """
         start, valid, size = _span(width, group, vocab_size, vocab_start)
-        return cls(start, valid, size, group, temperature, entropy, truncation, consume_logits, backend, sum_pi_squared)
+        return cls(
+            start, valid, size, group, temperature, entropy, truncation, consume_logits, backend, sum_pi_squared, logit_scale
+        )  # fmt: skip
 
     def at(self, rows: Tensor) -> VocabShard:
         """How some of the rows are read: with their temperatures, where each has its own."""
@@ -101,16 +107,23 @@ class VocabShard:
         return self.temperature[:, None] if isinstance(self.temperature, torch.Tensor) else self.temperature
 
     def inverse_temperature(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """1 / temperature: [1, 1], or [T, 1] one for each token."""
+        """logit_scale / temperature: [1, 1], or [T, 1] one for each token."""
         if isinstance(self.temperature, torch.Tensor):
-            return self.temperature.to(dtype).reciprocal().reshape(-1, 1)
-        return torch.full((1, 1), 1.0 / self.temperature, dtype=dtype, device=device)
+            inverse = self.temperature.to(dtype).reciprocal().reshape(-1, 1)
+            return inverse if self.logit_scale == 1 else inverse * self.logit_scale
+        return torch.full((1, 1), self.logit_scale / self.temperature, dtype=dtype, device=device)
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Each id's column of this shard (0 where it is elsewhere), and whether it is here."""
         columns = ids.to(torch.int64) - self.start
         here = (columns >= 0) & (columns < self.valid)
         return torch.where(here, columns, 0), here
+
+
+def check_logit_scale(scale: float) -> None:
+    """Raises ValueError for a scale of logits that is not positive and finite."""
+    if not 0 < scale < math.inf:
+        raise ValueError(f"logit_scale = {scale} must be positive and finite; 1 leaves the logits as they are")
 
 
 def _span(

@@ -15,6 +15,7 @@ from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.config.strict import configure
 from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import check_rank
+from parallel_rl.labels import check_labels, is_shifted, with_labels
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall
@@ -22,6 +23,7 @@ from parallel_rl.losses.core.checks import (
     check_counts,
     check_data,
     check_lengths,
+    check_predicts,
     check_statistics,
     check_temperature,
     check_values,
@@ -33,6 +35,7 @@ from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.options import Temperature, VocabOptions
 from parallel_rl.losses.core.requirements import WEIGHTS, Requirements
 from parallel_rl.losses.core.token_weights import count_weights, weighted
+from parallel_rl.losses.core.trained import TrainedLoss
 from parallel_rl.losses.core.truncated_policy import read_truncated_policy, with_dropped
 from parallel_rl.metrics import Metrics
 from parallel_rl.statistics import Statistics
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT")
 
 
-class LossFn(LogProbLossFunction, Generic[ConfigT]):
+class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
     """A loss on vocab-parallel logits that returns this rank's share.
 
         loss, metrics = loss_fn(next_token_logits, data, global_valid_seqs, global_valid_toks,
@@ -67,6 +70,8 @@ class LossFn(LogProbLossFunction, Generic[ConfigT]):
         cp_layout: "zigzag" (2·cp chunks a sequence, Megatron and Transformer Engine) or "contiguous".
         temperature: the policy is softmax(logits / temperature); "per-sample": with `data["temperature"]` [B], where prompts or
             samplers have their own.
+        logit_scale: s, where the logits that come are z and the model's are s·z (Cohere's logit_scale; Granite's
+            1 / logits_scaling); for an `LMHeadInput` see there.
         consume_logits: the backward writes the gradient over the logits.
         backend: of the token statistics, see `token_stats`.
         top_k, top_p: the sampler's truncation; the loss scores the policy truncated the same way. A token
@@ -105,11 +110,12 @@ class LossFn(LogProbLossFunction, Generic[ConfigT]):
         top_k: int | None = None,
         top_p: float | None = None,
         kept_sets: bool = False,
+        logit_scale: float = 1.0,
     ) -> None:
         self.config = configure(self.config_class, config)
         truncation = Truncation(top_k, top_p, kept_sets)
         self.options = VocabOptions(
-            vocab_size, vocab_start, cp_layout, temperature, consume_logits, backend, truncation
+            vocab_size, vocab_start, cp_layout, temperature, consume_logits, backend, truncation, logit_scale
         )
         if truncation and not self.requirements.truncatable:
             raise ValueError(
@@ -141,39 +147,6 @@ class LossFn(LogProbLossFunction, Generic[ConfigT]):
         """This rank's part of what the model's output tells of the step, for a loss that requires `collected`."""
         raise NotImplementedError(f"{type(self).__name__} requires `collected`, but has no collect_from")
 
-    @property
-    def on_policy(self) -> bool:
-        """Whether it is right only for the policy that drew the samples, so that a second update on them is refused."""
-        return False
-
-    @property
-    def kl_in_reward(self) -> bool:
-        """Whether it leaves the KL to the reference out because the advantages hold it already."""
-        return False
-
-    def after_step(self, metrics: Mapping[str, float]) -> None:
-        """Move on by one optimizer step; the trainer calls it after each. A loss with a schedule overrides it.
-
-        Args:
-            metrics: of the step, reduced: equal on all ranks, so that what follows from them is too.
-        """
-
-    def state_dict(self) -> dict[str, float]:
-        """The numbers that change over the steps, for a checkpoint; equal on all ranks, empty without a state.
-
-        A loss with a state names it from its start on: a resumed run looks for what its new loss has.
-        """
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue from where `state_dict` was taken.
-
-        Raises:
-            ValueError: a state that this loss does not have.
-        """
-        if state:
-            raise ValueError(f"{type(self).__name__} has no state, got {dict(state)}")
-
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
         batch, carrier = self._read(call)
         loss, metrics = self.compute(batch)
@@ -195,7 +168,9 @@ class LossFn(LogProbLossFunction, Generic[ConfigT]):
         def count(local: LocalBatch) -> Statistics:
             return self._count_local(self._narrowed(local))
 
-        return count_step(count, self._check_values, self.requirements, batches, data_parallel_group)
+        given = [with_labels(data) for data in ([batches] if isinstance(batches, Mapping) else batches)]
+        needs = self.requirements.on_rows() if given and is_shifted(given[0]) else self.requirements
+        return count_step(count, self._check_values, needs, given, data_parallel_group)
 
     def _count_local(self, local: LocalBatch) -> Statistics:
         """What this loss counts in whole data that is narrowed to its tokens."""
@@ -215,7 +190,8 @@ class LossFn(LogProbLossFunction, Generic[ConfigT]):
 
     def _read(self, call: LossCall) -> tuple[TokenBatch, Tensor | None]:
         """Check the call and read the model's output; an exact 0 carries a gradient that was computed on the way."""
-        needs, group = self.requirements.given(call.data), call.tensor_group
+        call = replace(call, data=with_labels(call.data))
+        needs, group = self._needs(call.data), call.tensor_group
         if self.options.truncation.kept_sets:
             needs = needs.with_kept_ids()
         if self.options.per_sample:
@@ -235,10 +211,18 @@ class LossFn(LogProbLossFunction, Generic[ConfigT]):
             return self._read_output(local, logits, group), None
         return self._read_head(local, head, group)
 
+    def _needs(self, data: Mapping[str, object]) -> Requirements:
+        """The requirements, with the optional fields that the data has; nothing shifts where its labels are shifted already."""
+        needs = self.requirements.given(data)
+        return needs.on_rows() if is_shifted(data) else needs
+
     def _check(self, call: LossCall, needs: Requirements, head: LMHeadInput | None, logits: Tensor) -> SequenceLayout:
         name, group = type(self).__name__, call.tensor_group
         if head is not None:
             check_lm_head(name, needs, self.options, head, group)
+        if is_shifted(call.data):
+            check_labels(call.data)
+            check_predicts(name, self.requirements)
         read = ("input_ids", "token_mask", "sample_mask", *needs.names)
         self._check_heads(head, {field: call.heads[field] for field in read if field in call.heads}, group)
         check_statistics(name, needs, call.statistics)
@@ -256,7 +240,7 @@ class LossFn(LogProbLossFunction, Generic[ConfigT]):
             check_lengths(self._scored(call.data), layout)
         self._check_output(logits, call.data, group)
         if head is not None:
-            head.check_rows(layout.shard(self._scored(call.data), fill=False), group)
+            head.check_rows(layout.shard(self._scored(call.data), needs.shift, fill=False), group)
         return layout
 
     def _complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -316,5 +300,5 @@ class LossFn(LogProbLossFunction, Generic[ConfigT]):
         if options.truncation:
             return read_truncated_policy(local, logits, tensor_group, options)
         shard = options.shard(logits.shape[-1], tensor_group, entropy=self.requirements.entropy)
-        targets = local.layout.take(local.data["input_ids"])
+        targets = local.layout.take(local.data["input_ids"], local.requirements.shift)
         return TokenBatch(local, ModelOutput(stats_of_shard(logits.flatten(0, -2), targets, local.mask, shard)))

@@ -198,7 +198,9 @@ class LossFunction(ABC):
             next_token_logits: [B, S/cp, V/tp]; packed (through `SequencePackingLossWrapper`) [1, T/cp, V/tp]. Or an
                 `LMHeadInput`, hidden states and the LM head's weight: the same loss, logits never whole.
             data: whole, token-aligned tensors: input_ids [B, S], token_mask [B, S], sample_mask [B], and the loss's
-                own fields. A field in the order of the logits (`teacher_logits`) may be an `LMHeadInput` as well.
+                own fields. A field in the order of the logits (`teacher_logits`) may be an `LMHeadInput` as well. Pre-shifted
+                labels are `shift_labels` [B, S] in place of input_ids, −100 where nothing is scored (masks may then be left
+                out); column t of every field then speaks of what position t predicts.
             global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`.
             vocab_parallel_rank: this rank's place in `vocab_parallel_group`, checked against it.
             vocab_parallel_group, context_parallel_group: None is a group of one.

@@ -32,6 +32,13 @@ def check_statistics(loss: str, needs: Requirements, statistics: object) -> None
         raise ValueError(f"statistics must be a Statistics, the loss's {' | '.join(ways)}, got {statistics!r}")
 
 
+def check_predicts(loss: str, needs: Requirements) -> None:
+    """Raises ValueError for a loss that has no use for the labels of predicted tokens."""
+    if needs.reads == "scalar" or not needs.shift:
+        what = "a scalar head's output" if needs.reads == "scalar" else "the position that holds a token"
+        raise ValueError(f"{loss} reads {what}, which predicts no token; give input_ids in place of shift_labels")
+
+
 def check_counts(global_valid_seqs: object, global_valid_toks: object) -> None:
     """Raises ValueError for a count of the step that is not one number, at least 1."""
     for name, count in (("global_valid_seqs", global_valid_seqs), ("global_valid_toks", global_valid_toks)):

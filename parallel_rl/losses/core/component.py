@@ -195,7 +195,7 @@ class ComponentsLoss(AccountedLoss[ConfigT]):
         return {
             "vocab_size": options.vocab_size, "vocab_start": options.vocab_start, "cp_layout": options.cp_layout,
             "temperature": options.temperature, "backend": options.backend, "top_k": truncation.top_k,
-            "top_p": truncation.top_p, "kept_sets": truncation.kept_sets,
+            "top_p": truncation.top_p, "kept_sets": truncation.kept_sets, "logit_scale": options.logit_scale,
         }  # fmt: skip
 
     @property
@@ -293,7 +293,7 @@ class ComponentsLoss(AccountedLoss[ConfigT]):
         shard = replace(self.options.for_batch(local), consume_logits=False).shard(
             logits.shape[-1], tensor_group, entropy=self.requirements.entropy
         )
-        targets = local.layout.take(local.data["input_ids"])
+        targets = local.layout.take(local.data["input_ids"], local.requirements.shift)
         return TokenBatch(
             local, ModelOutput(stats_of_shard(logits.flatten(0, -2), targets, local.mask, shard), parts=parts)
         )

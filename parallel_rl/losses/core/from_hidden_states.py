@@ -40,6 +40,10 @@ def check_lm_head(
         )
     if options.consume_logits:
         raise ValueError("consume_logits = True has no effect with an LMHeadInput, which has no logits; leave it out")
+    if options.logit_scale != 1:
+        raise ValueError(
+            f"logit_scale = {options.logit_scale} is of logits; an LMHeadInput has its own, LMHeadInput(..., logit_scale=)"
+        )
     if head.hidden.dim() != 3:
         raise ValueError(
             f"hidden must be [B, S/cp, D] (packed: [1, T/cp, D]; sequence_first: [S/cp, B, D]), got "
@@ -78,7 +82,7 @@ def project(
 
     stats, carrier = stats_of_head(
         head,
-        local.layout.take(local.data["input_ids"]),
+        local.layout.take(local.data["input_ids"], needs.shift),
         local.mask,
         shard,
         local.kept_ids() if options.truncation.kept_sets else None,

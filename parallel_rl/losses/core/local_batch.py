@@ -157,7 +157,7 @@ class LocalBatch:
 
     def kept_ids(self) -> Tensor:
         """[T_local, K] the sampler's kept token ids, padded with −1."""
-        return self.layout.shard(self.data["kept_ids"], fill=-1)
+        return self.layout.shard(self.data["kept_ids"], self.requirements.shift, fill=-1)
 
     def once(self, total: Tensor, *, of_tokens: bool) -> Tensor:
         """A sum over whole data, which every context rank holds, as this rank's part of the sum over ranks."""

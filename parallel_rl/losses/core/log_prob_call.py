@@ -79,6 +79,8 @@ def check_reads(loss: str, needs: Requirements, options: VocabOptions, call: Log
         raise ValueError(
             f"temperature = {options.temperature!r} has no effect on log-probs, which have the host's; leave it out"
         )
+    if options.logit_scale != 1:
+        raise ValueError(f"logit_scale = {options.logit_scale} has no effect on log-probs; leave it out")
     if options.consume_logits:
         raise ValueError("consume_logits = True has no effect on log-probs; leave it out")
     if needs.entropy and not needs.entropy_measured and call.entropy is None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from parallel_rl.layout import CPLayout
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.shards import VocabShard, check_logit_scale
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class VocabOptions:
     """Constructor options of a loss, see `LossFn`.
 
     Raises:
-        ValueError: a word that is no temperature.
+        ValueError: a word that is no temperature, a scale that is not positive.
     """
 
     vocab_size: int | None = None
@@ -38,8 +38,10 @@ class VocabOptions:
     consume_logits: bool = False
     backend: Backend = "auto"
     truncation: Truncation = KEEP_ALL
+    logit_scale: float = 1.0
 
     def __post_init__(self) -> None:
+        check_logit_scale(self.logit_scale)
         if isinstance(self.temperature, str) and not self.per_sample:
             raise ValueError(f"temperature = {self.temperature!r} must be a positive number or 'per-sample'")
 
@@ -61,6 +63,7 @@ class VocabOptions:
         return VocabShard.of(
             width, group, self.vocab_size, self.vocab_start, temperature=temperature, entropy=entropy,
             truncation=self.truncation, consume_logits=self.consume_logits, backend=self.backend,
+            logit_scale=self.logit_scale,
         )  # fmt: skip
 
 

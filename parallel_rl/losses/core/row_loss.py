@@ -109,7 +109,8 @@ class RowLoss(LossFn[ConfigT]):
         in_place = self.in_place and head.softcap is None
         whole = compiles(head.logits_like(tensor_group), self.options.backend)  # worth it for all chunks together
         shard = self.options.for_batch(local).shard(len(head.weight), tensor_group)
-        shard = replace(shard, consume_logits=in_place, backend="compiled" if whole else "eager")
+        scale = shard.logit_scale * head.logit_scale
+        shard = replace(shard, consume_logits=in_place, backend="compiled" if whole else "eager", logit_scale=scale)
 
         def value(z: Tensor, places: Tensor, teacher: Tensor | None) -> Tensor:
             return self.value(LogitRows(z, shard.at(places), local, places, teacher))

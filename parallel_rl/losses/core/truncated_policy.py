@@ -31,7 +31,7 @@ def read_truncated_policy(
 ) -> TokenBatch:
     """Read the statistics of the truncated policy; tokens that it, or an earlier one, does not keep leave the mask."""
     layout, flat, needs = local.layout, logits.flatten(0, -2), local.requirements
-    targets = layout.shard(local.data["input_ids"])
+    targets = layout.shard(local.data["input_ids"], needs.shift)
     kept_ids = local.kept_ids() if options.truncation.kept_sets else None
     shard = options.shard(logits.shape[-1], tensor_group, entropy=needs.entropy)
     # `collect` reads the same logits before the loss does: a truncation in place would be truncated again

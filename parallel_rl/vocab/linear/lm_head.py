@@ -12,6 +12,7 @@ from parallel_rl.groups import group_size
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.consumed import refuse_transforms
 from parallel_rl.vocab.linear.plan import LinearMode, check_mode, columns_of_rank, make_plan
+from parallel_rl.vocab.shards import check_logit_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +45,7 @@ class LMHeadInput:
             them itself; more rows than the bound make every log-prob NaN (an error where values are checked).
         main_grad_factor: f: backward adds f × the weight's gradient to `weight.main_grad` in that tensor's dtype and gives
             autograd zeros (Megatron's gradient accumulation fusion, f = 1). None: the gradient goes through autograd.
+        logit_scale: s of logits s·z, before the soft cap (Cohere's logit_scale; Granite's 1 / logits_scaling).
     """
 
     hidden: Tensor
@@ -56,6 +58,12 @@ class LMHeadInput:
     budget: int | None = None
     rows: int | None = None
     main_grad_factor: float | None = None
+    logit_scale: float = 1.0
+
+    @property
+    def scaled_softcap(self) -> float | None:
+        """c / s: s·z under the soft cap c is s times z under this one, so that the scale comes last, with the temperature."""
+        return None if self.softcap is None else self.softcap / self.logit_scale
 
     @property
     def device(self) -> torch.device:
@@ -103,6 +111,7 @@ class LMHeadInput:
             )
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap = {self.softcap} must be positive; None leaves the logits as they are")
+        check_logit_scale(self.logit_scale)
         if self.sequence_parallel and group_size(group) == 1:
             raise ValueError("sequence_parallel = True splits hidden over a tensor group; without one leave it out")
         if self.main_grad_factor is not None and not isinstance(getattr(weight, "main_grad", None), torch.Tensor):

@@ -30,6 +30,8 @@ def whole_logits(head: LMHeadInput, keep: Tensor, valid: int, group: ProcessGrou
     order = head.row_order(group)
     keep = order.to_rows(keep)
     z: Tensor = _Project.apply(head.hidden, head.weight, head.bias, keep, valid, group, head.sequence_parallel)
+    if head.logit_scale != 1:
+        z = head.logit_scale * z
     if head.softcap is not None:
         z = head.softcap * torch.tanh(z / head.softcap)
     return order.to_logits(z).view(order.sequences, order.width, head.weight.shape[0])

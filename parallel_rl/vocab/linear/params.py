@@ -38,7 +38,7 @@ class LinearParams:
     inv_t: Tensor  # [N, 1] or [1, 1]
     kept_ids: Tensor | None  # [N, K] the sampler's recorded sets
     shard: VocabShard
-    softcap: float | None
+    softcap: float | None  # of the logits before their scale
     scatter: bool  # sequence parallelism: the hidden states are split over the group's ranks
     rows: LossRows
     plan: Plan
@@ -74,10 +74,11 @@ class LinearParams:
         if not keeps:
             plan = replace(plan, resident=False)
         rows = LossRows.of(keep, parts, head.rows, shard.group)
+        shard = replace(shard, logit_scale=shard.logit_scale * head.logit_scale)
         inv_t = shard.inverse_temperature(dtype, hidden.device)
         return cls(
-            hidden, head.weight, head.bias, targets, keep, inv_t, kept_ids, shard, head.softcap, head.sequence_parallel, rows,
-            plan, low,
+            hidden, head.weight, head.bias, targets, keep, inv_t, kept_ids, shard, head.scaled_softcap, head.sequence_parallel,
+            rows, plan, low,
         ).with_operands(head.hidden, head.weight, head.bias)  # fmt: skip
 
     def with_operands(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearParams:

@@ -93,6 +93,6 @@ def projected_rows(
         if parts > 1:
             chosen = all_gather_start(chosen, group).wait()
         out = torch.empty(len(chosen), shard.valid, dtype=math_dtype(chosen.dtype), device=chosen.device)
-        return project_rows(chosen, weight, bias, teacher.softcap, out)
+        return project_rows(chosen, weight, bias, teacher.scaled_softcap, out).mul_(teacher.logit_scale)
 
     return project

@@ -44,6 +44,7 @@ def linear_token_stats(
     *,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    logit_scale: float = 1.0,
     group: ProcessGroup | None = None,
     sequence_parallel: bool = False,
     vocab_size: int | None = None,
@@ -82,7 +83,7 @@ def linear_token_stats(
         group, vocab_size, vocab_start, temperature, ignore_index, entropy, sum_pi_squared, backend: as for `token_stats`.
         objective: (statistics shaped like `targets`) → scalar Σ_t f_t(log-prob, entropy, lse of token t). It is called once a
             chunk, tokens yet unknown being 0, and once at the end.
-        softcap, sequence_parallel, budget, rows, main_grad_factor: see `LMHeadInput`.
+        softcap, logit_scale, sequence_parallel, budget, rows, main_grad_factor: see `LMHeadInput`.
 
     Returns:
         `LinearTokenStats`. Without sequence parallelism the gradient of `hidden` is summed over tensor ranks, as
@@ -94,7 +95,8 @@ def linear_token_stats(
             tokens; on all ranks of the group, see `set_validation`.
     """
     head = LMHeadInput(
-        hidden, weight, bias, softcap, False, sequence_parallel, mode, budget, rows, main_grad_factor
+        hidden, weight, bias, softcap, False, sequence_parallel, mode, budget, rows, main_grad_factor,
+        logit_scale,
     )  # fmt: skip
 
     def check() -> tuple[VocabShard, LMHeadInput]:

@@ -57,6 +57,7 @@ def dense(
     *,
     size: int = V,
     softcap: float | None = None,
+    logit_scale: float = 1.0,
     temperature: float | Tensor = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> Truth:
@@ -65,7 +66,7 @@ def dense(
         x.detach().to(dtype, copy=True).requires_grad_() for x in (problem.hidden, problem.weight, problem.bias)
     ]
     keep = problem.keep
-    z = (operands[0][keep] @ operands[1].T + operands[2])[:, :size]
+    z = logit_scale * (operands[0][keep] @ operands[1].T + operands[2])[:, :size]
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     t = temperature[keep, None] if isinstance(temperature, Tensor) else temperature

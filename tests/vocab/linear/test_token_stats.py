@@ -41,7 +41,7 @@ OPTIONS = [
     {"softcap": 4.0},
     {"temperature": 0.7},
     {"vocab_size": V - 4},
-    {"softcap": 3.0, "temperature": 1.6, "vocab_size": V - 4},
+    {"softcap": 3.0, "temperature": 1.6, "vocab_size": V - 4, "logit_scale": 0.6},
 ]
 
 

@@ -1,0 +1,49 @@
+"""Pre-shifted labels: column t of the data speaks of what position t predicts (torchtitan; Hugging Face under CP)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHIFT_LABELS = "shift_labels"
+IGNORED = -100
+
+
+def is_shifted(data: Mapping[str, object]) -> bool:
+    """Whether the data has pre-shifted labels.
+
+    >>> is_shifted({"input_ids": torch.zeros(1, 2)})
+    False
+    """
+    return SHIFT_LABELS in data
+
+
+def with_labels(data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Put the labels of pre-shifted data in the place of `input_ids`, and masks where it has none; leave other data as it is.
+
+    >>> data = with_labels({"shift_labels": torch.tensor([[7, -100]])})
+    >>> data["input_ids"].tolist(), data["token_mask"].tolist(), data["sample_mask"].tolist()
+    ([[7, -100]], [[True, False]], [True])
+    """
+    labels = data.get(SHIFT_LABELS)
+    if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
+        return data
+    masks = {"token_mask": labels != IGNORED, "sample_mask": labels.new_ones(len(labels), dtype=torch.bool)}
+    return {**masks, **data, "input_ids": labels}
+
+
+def check_labels(data: Mapping[str, object]) -> None:
+    """Check the shape and dtype of pre-shifted labels.
+
+    Raises:
+        ValueError: anything but integers [B, S].
+    """
+    labels = data.get(SHIFT_LABELS)
+    if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.is_floating_point():
+        got = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
+        raise ValueError(f"{SHIFT_LABELS} must be integers [B, S], {IGNORED} where nothing is scored, got {got}")

@@ -1,0 +1,150 @@
+"""Pre-shifted labels and fields in place of token-aligned ones, any layout, the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_rl import LossFn, Metrics, NLLLoss, PRMLossFn, Statistics, ValueLossFn, count_valid
+from parallel_rl.layout import CPLayout
+from parallel_rl.losses import Requirements
+from parallel_rl.losses.core.call import LossCall, LossFunction
+from parallel_rl.losses.core.component import Component, ComponentsLoss
+from parallel_rl.testing import layouts
+from parallel_rl.testing.cases import EVERY_AXIS, Case, Trial
+from parallel_rl.testing.compare import faults
+from parallel_rl.testing.pool import preload, run_world
+from parallel_rl.testing.sharded import Outcome, check_world
+from tests.distributed import law
+
+preload("tests.distributed.law", "tests.distributed.test_labels_law")
+
+
+def shifted(data: Mapping[str, Tensor], needs: Requirements) -> dict[str, Tensor]:
+    """The same data, every column at the position that predicts its token, without input_ids and token_mask."""
+    found = {}
+    for name, x in data.items():
+        stays = x.dim() == 1 or needs.field(name).alignment == "predictor" or needs.field(name).per == "local"
+        found[name] = x if stays else x.roll(-1, 1)
+        if not stays and (name.endswith("_mask") or name == "token_weights"):
+            found[name] = found[name].clone()
+            found[name][:, -1] = 0
+    mask = found.pop("token_mask").bool()
+    ids = found.pop("input_ids")
+    unscored = not any(name.endswith("_mask") and name != "sample_mask" for name in found)
+    if unscored:
+        return {**found, "shift_labels": torch.where(mask, ids, -100)}
+    return {**found, "shift_labels": ids, "token_mask": mask}  # components score tokens beyond the mask
+
+
+@dataclass(frozen=True, eq=False)
+class OnShiftedLabels:
+    """A case whose loss gets pre-shifted data."""
+
+    case: Case
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    @property
+    def axes(self) -> frozenset[str]:
+        return EVERY_AXIS
+
+    def build(
+        self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False
+    ) -> LossFunction:
+        return _Shifted(self.case.build(vocab_size=vocab_size, cp_layout=cp_layout, consume_logits=consume_logits))
+
+
+class _Shifted(LossFunction):
+    def __init__(self, loss_fn: LossFn) -> None:
+        self.loss_fn = loss_fn
+
+    @property
+    def requirements(self) -> Requirements:
+        return self.loss_fn.requirements
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        return self.loss_fn.components if isinstance(self.loss_fn, ComponentsLoss) else ()
+
+    def _data(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        names = {"input_ids", "token_mask", "sample_mask", *self.requirements.given(data).names}
+        names |= {"kept_ids", "temperature"} & data.keys()
+        return shifted({name: data[name] for name in names}, self.requirements)
+
+    def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
+        return self.loss_fn.run(replace(call, data=self._data(call.data)))
+
+    def run_collect(self, call: LossCall) -> Statistics:
+        return self.loss_fn.run_collect(replace(call, data=self._data(call.data)))
+
+    def count(
+        self,
+        batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        data_parallel_group: ProcessGroup | None = None,
+    ) -> Statistics:
+        return self.loss_fn.count([self._data(data) for data in batches], data_parallel_group)  # type: ignore[arg-type]
+
+
+CASES = [case for case in (*law.CORE, *law.TRUNCATED) if case.loss not in ("prm", "value", "preference")]
+
+
+@cache
+def _trials() -> list[Trial]:
+    found = []
+    for case in CASES:
+        batch = law.batch_of(case)
+        found.append(Trial(OnShiftedLabels(case), batch, law.expected(case, batch)))
+    return found
+
+
+@cache
+def _outcomes(layout: layouts.Layout) -> dict[str, list[Outcome]]:
+    per_rank = run_world(layout.world, check_world, [layout], _trials(), torch.float64, timeout=300)
+    return {entries[0][0]: [outcome for *_, outcome in entries] for entries in zip(*per_rank, strict=True)}
+
+
+LAYOUTS = [
+    *layouts.layouts(4, 1),
+    *(pytest.param(layout, marks=pytest.mark.slow) for layout in (*layouts.layouts(4, 6)[1:], *layouts.layouts(1))),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_pre_shifted_labels_give_the_same_numbers(layout: layouts.Layout) -> None:
+    wrong = []
+    for trial in _trials():
+        found = faults(trial, {layout.name: _outcomes(layout)[trial.case.name]}, 1e-10)
+        wrong += [f"{trial.case.name}: {fault}" for fault in found]
+    assert wrong == []
+
+
+def test_labels_alone_are_enough() -> None:
+    """torchtitan's call: logits and labels; no row of logits is added, and no column is left out of the counts."""
+    logits = torch.randn(1, 5, 7, dtype=torch.float64)
+    data = {"shift_labels": torch.tensor([[3, -100, 6, 0, -100]])}
+    seqs, toks = count_valid(data)
+    assert (int(seqs), int(toks)) == (1, 3)
+    want = torch.nn.functional.cross_entropy(logits[0], data["shift_labels"][0])
+    torch.testing.assert_close(NLLLoss()(logits, data, seqs, toks)[0], want)
+
+
+def test_labels_that_do_not_fit() -> None:
+    logits = torch.zeros(1, 3, 7)
+    for labels in (torch.zeros(1, 3), torch.zeros(3, dtype=torch.int64), 3):
+        with pytest.raises(ValueError, match=r"shift_labels must be integers \[B, S\], -100 where nothing is scored"):
+            NLLLoss()(logits, {"shift_labels": labels}, 1, 1)
+    labels = torch.zeros(1, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="the position that holds a token, which predicts no token; give input_ids"):
+        prm = PRMLossFn({"placeholder_token_id": 1})
+        prm(logits, {"shift_labels": labels}, 1, 1, statistics=Statistics({"steps": torch.ones(())}))
+    with pytest.raises(ValueError, match="ValueLossFn reads a scalar head's output, which predicts no token"):
+        ValueLossFn()(logits[..., :1], {"shift_labels": labels}, 1, 1)
