@@ -81,9 +81,10 @@ class SequenceLayout:
         cp_size: int = 1,
         cp_rank: int = 0,
         cp_layout: CPLayout = "zigzag",
+        uneven: bool = False,
         device: torch.device | str | None = None,
     ) -> SequenceLayout:
-        """Lay out rows of one length: the logits are [B, S/cp, V/tp].
+        """Lay out rows of one length: the logits are [B, S/cp, V/tp]; `uneven`: contiguous parts as `torch.chunk` makes them.
 
         Raises:
             ValueError: `seq_len` is not divisible by 2·cp (zigzag) or cp (contiguous), a rank outside the group, an
@@ -91,13 +92,14 @@ class SequenceLayout:
         """
         _check_cp(cp_size, cp_rank, cp_layout)
         parts = _parts(cp_size, cp_layout)
-        if seq_len % parts:
+        if seq_len % parts and not (uneven and cp_layout == "contiguous"):
             raise ValueError(
                 f"sequence length {seq_len} is not divisible by {parts} ({_parts_text(cp_size, cp_layout)})"
             )
-        local = seq_len // cp_size
+        part = -(-seq_len // parts)
+        local = max(0, min(part, seq_len - cp_rank * part)) if uneven else seq_len // cp_size
         rows, place = torch.arange(batch_size, device=device), torch.arange(local, device=device)
-        place = _zigzag(place, seq_len // parts, cp_size, cp_rank) if cp_layout == "zigzag" else place + cp_rank * local
+        place = _zigzag(place, part, cp_size, cp_rank) if cp_layout == "zigzag" else place + cp_rank * part
         lengths = torch.full((batch_size,), seq_len, device=device)
         return cls(
             shape=(batch_size, seq_len),
@@ -106,7 +108,7 @@ class SequenceLayout:
             offsets=torch.arange(batch_size + 1, device=device) * local,
             lengths=lengths,
             local_shape=(batch_size, local),
-            chunks=(torch.zeros_like(lengths), lengths // parts),
+            chunks=(torch.zeros_like(lengths), torch.full_like(lengths, part)),
             cp_size=cp_size,
         )
 

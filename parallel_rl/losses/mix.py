@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from parallel_rl.losses.coefficient import scheduled
-from parallel_rl.losses.core.component import Component, ComponentsLoss, DataView
+from parallel_rl.losses.core.component import Component, ComponentsLoss
+from parallel_rl.losses.core.data_view import DataView
 from parallel_rl.losses.nll import NLLLoss, NLLLossConfig
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import PolicyLossConfig

@@ -12,6 +12,7 @@ from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.validation import checks_values
+from parallel_rl.vocab.dtensor import is_dtensor, shard_of_dtensor
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.token_stats import stats_of_head
 from parallel_rl.vocab.shards import VocabShard
@@ -73,8 +74,8 @@ def token_logprobs(
     tensor([[ 0.0000, -1.3863, -1.3863]])
 
     Args:
-        next_token_logits: [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`; or an `LMHeadInput`, whose logits never
-            exist whole.
+        next_token_logits: [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`; a DTensor, as for the losses; or an
+            `LMHeadInput`, whose logits never exist whole.
         data: input_ids [B, S]; where it has token_mask and sample_mask too, masked ids are not looked at. A token
             with an id outside the vocabulary there has log-prob 0, and an `LMHeadInput` does not project its row; one with a
             bound on its `rows` projects no masked token at all, whose log-prob is 0 as well.
@@ -135,6 +136,12 @@ def token_scores(
     Raises:
         ValueError: see `token_logprobs`.
     """
+    cut_length = None
+    if is_dtensor(next_token_logits):
+        part = shard_of_dtensor(next_token_logits, vocab_parallel_group, context_parallel_group)  # type: ignore[arg-type]
+        next_token_logits, vocab_start = part.logits, part.vocab_start
+        vocab_size = part.vocab_size if vocab_size is None else vocab_size
+        cut_length = part.length if part.cut and layout is None else None
     head, logits = split_output(next_token_logits, vocab_parallel_group)
 
     def check() -> tuple[SequenceLayout, Tensor, VocabShard]:
@@ -149,8 +156,9 @@ def token_scores(
         check_rank(vocab_parallel_rank, vocab_parallel_group)
         cp = group_size(context_parallel_group), group_rank(context_parallel_group)
         of = layout or SequenceLayout.padded(
-            *ids.shape, cp_size=cp[0], cp_rank=cp[1], cp_layout=cp_layout, device=ids.device
-        )
+            *ids.shape, cp_size=cp[0], cp_rank=cp[1], cp_layout=cp_layout if cut_length is None else "contiguous",
+            uneven=cut_length is not None, device=ids.device,
+        )  # fmt: skip
         if of.cp_size != cp[0]:
             raise ValueError(f"the layout is of cp = {of.cp_size}, context_parallel_group has {cp[0]} ranks")
         if logits.dim() != 3 or tuple(logits.shape[:2]) != of.local_shape:
@@ -182,7 +190,10 @@ def token_scores(
         return of, targets, shard
 
     groups = [vocab_parallel_group, context_parallel_group]
-    of, targets, shard = raise_on_all_ranks(check, groups, logits, shape_facts(logits, vocab_size))
+    same = shape_facts(logits, vocab_size)
+    if cut_length is not None:  # of parts that need not be even
+        same["the number of local tokens"] = logits.shape[0] * cut_length
+    of, targets, shard = raise_on_all_ranks(check, groups, logits, same)
     valid = (targets >= 0) & (targets < shard.vocab_size)
     kept_ids = of.shard(data["kept_ids"], fill=-1) if kept_sets else None
     if head is not None:

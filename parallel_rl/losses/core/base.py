@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from parallel_rl.agreement import raise_on_all_ranks, shape_facts
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.config.strict import configure
 from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import check_rank
@@ -29,6 +30,7 @@ from parallel_rl.losses.core.checks import (
     check_values,
 )
 from parallel_rl.losses.core.counted import count_step
+from parallel_rl.losses.core.dtensor_call import on_shard
 from parallel_rl.losses.core.from_hidden_states import check_lm_head, project
 from parallel_rl.losses.core.from_logprobs import LogProbLossFunction
 from parallel_rl.losses.core.local_batch import LocalBatch
@@ -40,6 +42,7 @@ from parallel_rl.losses.core.truncated_policy import read_truncated_policy, with
 from parallel_rl.metrics import Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
+from parallel_rl.vocab.dtensor import is_dtensor
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.logits import whole_logits
 from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
@@ -48,6 +51,7 @@ from parallel_rl.vocab.truncation import Truncation
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Self
 
     from parallel_rl.vocab.backends.choice import Backend
 
@@ -148,6 +152,9 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         raise NotImplementedError(f"{type(self).__name__} requires `collected`, but has no collect_from")
 
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
+        if is_dtensor(call.output):
+            call, options = on_shard(call, self.options)
+            return self._with_options(options).run(call)
         batch, carrier = self._read(call)
         loss, metrics = self.compute(batch)
         if batch.local.dropped is not None:
@@ -186,6 +193,9 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
                 f"{type(self).__name__} in this configuration collects nothing from the model's output"
                 + ("; count(...) gives its statistics" if self.needs_statistics else "")
             )
+        if is_dtensor(call.output):
+            call, options = on_shard(call, self.options)
+            return self._with_options(options).run_collect(call)
         return self.collect_from(self._read(replace(call, statistics=Statistics({})))[0])
 
     def _read(self, call: LossCall) -> tuple[TokenBatch, Tensor | None]:
@@ -198,7 +208,7 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
             needs = needs.with_temperature()
         head, logits = split_output(call.output, group)
         call = replace(call, data=self._complete(logits, call.data))
-        same = shape_facts(logits, self.options.vocab_size)
+        same = call.facts(logits, self.options.vocab_size)
         layout = raise_on_all_ranks(
             lambda: self._check(call, needs, head, logits), [group, call.context_group], logits, same
         )
@@ -210,6 +220,12 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         if head is None:
             return self._read_output(local, logits, group), None
         return self._read_head(local, head, group)
+
+    def _with_options(self, options: VocabOptions) -> Self:
+        """The same loss, and the same state, on another shard of the vocabulary."""
+        loss = copy.copy(self)
+        loss.options = options
+        return loss
 
     def _needs(self, data: Mapping[str, object]) -> Requirements:
         """The requirements, with the optional fields that the data has; nothing shifts where its labels are shifted already."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from parallel_rl.agreement import shape_facts
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.vocab.linear.lm_head import split_fields
@@ -77,6 +78,7 @@ class LossCall:
     packed_sequences: PackedSequences | None = None
     heads: Mapping[str, LMHeadInput] = field(default_factory=dict)
     observe: Callable[[TokenBatch, Tensor, Metrics], None] | None = None
+    cut_length: int | None = None  # S, where `torch.chunk` cut the sequence of a DTensor over context ranks
 
     @classmethod
     def of(
@@ -91,6 +93,13 @@ class LossCall:
         """Make the call of an `LMHeadInput` in the data; a stand-in takes its place."""
         tensors, heads = split_fields(data, groups[0])
         return cls(output, tensors, *counts, tensor_rank, *groups, statistics, heads=heads)
+
+    def facts(self, logits: Tensor, vocab_size: int | None) -> dict[str, int]:
+        """Numbers in which the ranks of both groups must agree."""
+        facts = shape_facts(logits, vocab_size)
+        if self.cut_length is not None:  # of parts that need not be even
+            facts["the number of local tokens"] = logits.shape[0] * self.cut_length
+        return facts
 
     def layout(self, logits: Tensor, rows: int, width: int, cp_layout: CPLayout) -> SequenceLayout:
         """The layout of logits [B, S/cp, V/tp], or packed [1, T/cp, V/tp], for data [rows, width].
@@ -110,8 +119,9 @@ class LossCall:
             layout = self.packed_sequences.layout(width, total, cp_size, cp_rank, cp_layout, logits.device)
         else:
             layout = SequenceLayout.padded(
-                rows, width, cp_size=cp_size, cp_rank=cp_rank, cp_layout=cp_layout, device=logits.device
-            )
+                rows, width, cp_size=cp_size, cp_rank=cp_rank, cp_layout=cp_layout, uneven=self.cut_length is not None,
+                device=logits.device,
+            )  # fmt: skip
         if layout.shape[0] != rows:
             raise ValueError(f"cu_seqlens describes {layout.shape[0]} sequences, the data has {rows} rows")
         if tuple(logits.shape[:2]) != layout.local_shape:
@@ -195,8 +205,9 @@ class LossFunction(ABC):
         """This rank's share of the loss, and its metrics.
 
         Args:
-            next_token_logits: [B, S/cp, V/tp]; packed (through `SequencePackingLossWrapper`) [1, T/cp, V/tp]. Or an
-                `LMHeadInput`, hidden states and the LM head's weight: the same loss, logits never whole.
+            next_token_logits: [B, S/cp, V/tp]; packed (through `SequencePackingLossWrapper`) [1, T/cp, V/tp]. Or a DTensor
+                [B, S, V], Shard(-1) over the tensor group and Shard(1) over the context group (`cp_layout="contiguous"`), of
+                uneven shards too. Or an `LMHeadInput`, hidden states and the LM head's weight: logits are never whole.
             data: whole, token-aligned tensors: input_ids [B, S], token_mask [B, S], sample_mask [B], and the loss's
                 own fields. A field in the order of the logits (`teacher_logits`) may be an `LMHeadInput` as well. Pre-shifted
                 labels are `shift_labels` [B, S] in place of input_ids, −100 where nothing is scored (masks may then be left

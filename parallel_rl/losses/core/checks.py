@@ -16,6 +16,7 @@ from parallel_rl.losses.core.token_weights import check_token_weights
 from parallel_rl.losses.core.turns import check_segment_ids
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
+from parallel_rl.vocab.dtensor import check_plain
 
 if TYPE_CHECKING:
     from parallel_rl.layout import SequenceLayout
@@ -65,6 +66,7 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
             raise ValueError(f"data lacks the field {name!r}; this loss needs {', '.join(names)}")
         if not isinstance(data[name], Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(data[name]).__name__}")
+        check_plain(name, data[name])
         if data[name].device != output.device:
             raise ValueError(
                 f"{name} is on {data[name].device}, the model's output on {output.device}; they must be on one device"

@@ -17,6 +17,7 @@ from parallel_rl.counts import ValidCounts, check_zeros_and_ones
 from parallel_rl.losses.core.account import Account, AccountedLoss, account_of
 from parallel_rl.losses.core.base import ConfigT, LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.data_view import DataView
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.measures import count_true
 from parallel_rl.losses.core.requirements import Field, Requirements
@@ -27,46 +28,9 @@ from parallel_rl.vocab.stats import stats_of_shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from typing_extensions import Self
 
-_NOT = "not "
-
-
-@dataclass(frozen=True)
-class DataView:
-    """What a component sees of the data.
-
-    >>> data = {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1), "seen": torch.tensor([[True, False]])}
-    >>> DataView(mask="not seen").of(data)["token_mask"].tolist()
-    [[False, True]]
-
-    Attributes:
-        mask: name of a field [B, S] in the place of token_mask, or "not " and one; None: token_mask.
-        rows: name of a field [B] of the rows that it is on, or "not " and one; None: all.
-        fields: name of a field of the loss → name of the data's field that it reads instead.
-    """
-
-    mask: str | None = None
-    rows: str | None = None
-    fields: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def masks(self) -> tuple[Field, ...]:
-        """Fields of its tokens and rows."""
-        named = (self.mask, "token"), (self.rows, "sequence")
-        return tuple(Field(name.removeprefix(_NOT), per, "integer") for name, per in named if name is not None)  # type: ignore[arg-type]
-
-    def named(self, fields: tuple[Field, ...]) -> tuple[Field, ...]:
-        """A loss's fields under their names in the data."""
-        return tuple(replace(each, name=self.fields.get(each.name, each.name)) for each in fields)
-
-    def of(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The data under the names of the loss, with its masks."""
-        view = {**data, **{own: data[name] for own, name in self.fields.items() if name in data}}
-        if self.mask is not None:
-            view["token_mask"] = _chosen(data, self.mask)
-        if self.rows is not None:
-            view["sample_mask"] = data["sample_mask"].bool() & _chosen(data, self.rows)
-        return view
+    from parallel_rl.losses.core.options import VocabOptions
 
 
 def joint_requirements(parts: Mapping[str, tuple[Requirements, DataView]]) -> Requirements:
@@ -198,6 +162,16 @@ class ComponentsLoss(AccountedLoss[ConfigT]):
             "top_p": truncation.top_p, "kept_sets": truncation.kept_sets, "logit_scale": options.logit_scale,
         }  # fmt: skip
 
+    def _with_options(self, options: VocabOptions) -> Self:
+        loss = super()._with_options(options)
+
+        def on_columns(loss: LossFn) -> LossFn:
+            own = replace(loss.options, vocab_size=options.vocab_size, vocab_start=options.vocab_start)
+            return loss._with_options(own)
+
+        vars(loss)["components"] = tuple(replace(each, loss=on_columns(each.loss)) for each in self.components)
+        return loss
+
     @property
     def on_policy(self) -> bool:
         return any(component.loss.on_policy for component in self.components)
@@ -297,11 +271,6 @@ class ComponentsLoss(AccountedLoss[ConfigT]):
         return TokenBatch(
             local, ModelOutput(stats_of_shard(logits.flatten(0, -2), targets, local.mask, shard), parts=parts)
         )
-
-
-def _chosen(data: Mapping[str, Tensor], name: str) -> Tensor:
-    chosen = data[name.removeprefix(_NOT)].bool()
-    return ~chosen if name.startswith(_NOT) else chosen
 
 
 def _under(prefix: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel_rl.groups import group_size
 from parallel_rl.losses.core.log_prob_rows import Cut, Rows, Values, rows_of
+from parallel_rl.vocab.dtensor import check_plain
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -104,6 +105,7 @@ def rows_and_data(call: LogProbCall, needs: Requirements, options: VocabOptions)
             "data must have one mask: token_mask, of whole sequences, or response_mask, of responses alone; it has "
             f"{' and '.join(masks) or 'neither'}"
         )
+    check_plain("logprobs", call.like)
     if not call.like.is_floating_point():
         raise ValueError(f"log-probs must be floating point, got {call.like.dtype}")
     responses = _MASKS[masks[0]]

@@ -11,6 +11,7 @@ import torch
 from parallel_rl.groups import group_size
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.consumed import refuse_transforms
+from parallel_rl.vocab.dtensor import check_plain
 from parallel_rl.vocab.linear.plan import LinearMode, check_mode, columns_of_rank, make_plan
 from parallel_rl.vocab.shards import check_logit_scale
 
@@ -93,6 +94,8 @@ class LMHeadInput:
             ValueError: shapes or dtypes that disagree, an unknown mode, a budget that is too small for one row.
         """
         hidden, weight, bias = self.hidden, self.weight, self.bias
+        for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+            check_plain(name, x)
         refuse_transforms(hidden, weight)
         if not hidden.is_floating_point() or hidden.dim() < 2:
             raise ValueError(f"hidden must be floating point [..., D], got {hidden.dtype} {list(hidden.shape)}")

@@ -1,0 +1,57 @@
+"""What one of several losses on one batch sees of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from parallel_rl.losses.core.requirements import Field
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NOT = "not "
+
+
+@dataclass(frozen=True)
+class DataView:
+    """What a component sees of the data.
+
+    >>> data = {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1), "seen": torch.tensor([[True, False]])}
+    >>> DataView(mask="not seen").of(data)["token_mask"].tolist()
+    [[False, True]]
+
+    Attributes:
+        mask: name of a field [B, S] in the place of token_mask, or "not " and one; None: token_mask.
+        rows: name of a field [B] of the rows that it is on, or "not " and one; None: all.
+        fields: name of a field of the loss → name of the data's field that it reads instead.
+    """
+
+    mask: str | None = None
+    rows: str | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def masks(self) -> tuple[Field, ...]:
+        """Fields of its tokens and rows."""
+        named = (self.mask, "token"), (self.rows, "sequence")
+        return tuple(Field(name.removeprefix(_NOT), per, "integer") for name, per in named if name is not None)  # type: ignore[arg-type]
+
+    def named(self, fields: tuple[Field, ...]) -> tuple[Field, ...]:
+        """A loss's fields under their names in the data."""
+        return tuple(replace(each, name=self.fields.get(each.name, each.name)) for each in fields)
+
+    def of(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The data under the names of the loss, with its masks."""
+        view = {**data, **{own: data[name] for own, name in self.fields.items() if name in data}}
+        if self.mask is not None:
+            view["token_mask"] = _chosen(data, self.mask)
+        if self.rows is not None:
+            view["sample_mask"] = data["sample_mask"].bool() & _chosen(data, self.rows)
+        return view
+
+
+def _chosen(data: Mapping[str, Tensor], name: str) -> Tensor:
+    chosen = data[name.removeprefix(_NOT)].bool()
+    return ~chosen if name.startswith(_NOT) else chosen
