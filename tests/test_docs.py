@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from parallel_rl.experience import reward_function
 from parallel_rl.recipes import recipes
 from parallel_rl.testing import check_law
 from parallel_rl.testing.pool import run_world
@@ -56,6 +57,17 @@ def test_the_example_of_another_projects_loss_prints_what_it_says(capsys: pytest
     )
     exec(code, {})
     assert capsys.readouterr().out.strip() == code.rsplit("# ", 1)[1].strip()
+
+
+def test_the_example_of_a_checker_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    [code] = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"), re.M | re.S
+    )
+    (tmp_path / "rewards_of_the_page.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reward = reward_function("rewards_of_the_page:close")
+    texts = (["q"] * 3, ["7", "9", "x"], ["7"] * 3)
+    assert reward(*texts, [{"level": 3}, {}, {}]).tolist() == [3, 1 / 3, 0]
 
 
 def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:

@@ -45,11 +45,13 @@ def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> E
     mine = range(groups.dp_rank * count // groups.dp_size, (groups.dp_rank + 1) * count // groups.dp_size)
     size, most, rewards = ROWS_AT_A_TIME * groups.cp_size, -(-count // groups.dp_size), []
     shown: list[ShownSample] = []
+    sources: dict[int, str | None] = {}  # of this rank's prompts
     if session.served is not None:
         session.served.bring(engine.config.policy_version(at.step))
     for first in range(0, most, size):  # as often on every rank
         ids = mine[first : first + size]
         chosen = raise_on_all_ranks(partial(_each, prompts, [index // samples for index in ids]))
+        sources |= {index // samples: prompt.source for index, prompt in zip(ids, chosen, strict=True)}
         completions = _draw(session, chosen, ids)
         rewards.append(completion_rewards(session, chosen, completions))
         shown += _shown(session, config, ids, chosen, completions, rewards[-1])
@@ -58,7 +60,9 @@ def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> E
     whole[mine.start : mine.stop] = local.to(engine.device)
     if group_size(groups.data) > 1:
         dist.all_reduce(whole, group=groups.data)
-    metrics = evaluation_metrics(whole.cpu().view(-1, samples), [None] * len(prompts), config.passing)
+    everywhere = {number: source for part in gather_results(lambda: sources) for number, source in part.items()}
+    by_prompt = [everywhere[number] for number in range(len(prompts))]
+    metrics = evaluation_metrics(whole.cpu().view(-1, samples), by_prompt, config.passing)
     if config.show:
         found = {sample.number: sample for part in gather_results(lambda: shown) for sample in part}
         shown = [found[number] for number in sorted(found)]

@@ -23,6 +23,7 @@ from tests.training.helpers import LAYOUTS, run, train_rows
 from tests.training.tokenizer.folders import write_tokenizer
 
 QUESTIONS = [f"A farmer has {a} apples and gives {b} of them away. How many?" for a in (7, 8, 9, 12) for b in (2, 3)]
+HELD_OUT = ["How many apples are left?", "What is the sum of 12 and 30?"]
 CHARS = CharTokenizer("0123456789+=")
 
 
@@ -34,14 +35,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def level(prompt: str, completion: str, answer: str, extra: Mapping[str, Any]) -> float:
     """A checker that reads a column that is no field, and the text of the question."""
-    assert prompt in QUESTIONS and "#### " in answer and extra["source"] == "gsm8k"
+    assert prompt in QUESTIONS + HELD_OUT and "#### " in answer and extra["source"] == "gsm8k"
     return float(extra["meta"]["level"])
 
 
 def foreign(number: int) -> dict[str, object]:
     source = "gsm8k" if number % 2 else "other"
     return {
-        "question": QUESTIONS[number],
+        "question": (QUESTIONS + HELD_OUT)[number],
         "meta": {"level": number, "truth": f"so many\n#### {number}"},
         "data_source": source,
         "id": number,
@@ -172,15 +173,20 @@ def test_foreign_columns_train(folder: Path, tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    rows = [foreign(number) for number in range(8)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for name, numbers in (("train", range(8)), ("held_out", (8, 9))):
+        rows = [foreign(number) for number in numbers]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
     texts = [{"text": text, "url": "x"} for text in QUESTIONS]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
     by_source = {"gsm8k": f"{__name__}:level", "other": "exact_match"}
     one = partial(_config, folder, reward=by_source)
     runs = [
-        one(run__dir=tmp_path / kind, data={"train": str(tmp_path / f"a.{kind}"), "columns": COLUMNS})
+        one(
+            run__dir=tmp_path / kind,
+            data={name: str(tmp_path / f"{name}.{kind}") for name in ("train", "held_out")} | {"columns": COLUMNS},
+            evaluation={"samples": 2},
+        )
         for kind in ("jsonl", "parquet")
     ]
     sft = {"steps": 1, "batch_size": 8, "optimizer": {"lr": 1e-3}}
@@ -188,6 +194,7 @@ def test_foreign_columns_train(folder: Path, tmp_path: Path) -> None:
     runs.append(one(run__dir=tmp_path / "sft", rl="null", sft=sft, data=plain, reward="exact_match"))
     [[[first], [second], [text]]] = run_world(1, _train, runs)
     assert first == second and first["reward"] == sum(number for number in (1, 3, 5, 7)) / 8
+    assert (first["held_out_mean@2"], first["held_out_mean@2/gsm8k"], first["held_out_mean@2/other"]) == (4.5, 9, 0)
     tokenizer = load_config(*runs[0]).tokenizer.build()
     scored = sum(len(tokenizer.document(row)) - 1 for row in QUESTIONS)  # the first token has nothing before it
     assert text["tokens"] == scored and text["loss"] > 0
