@@ -60,7 +60,7 @@ def test_it_tells_which_target_is_missed() -> None:
     assert whole.name in line
     (line,) = linear.missed({**results, **quick, whole.name: results[whole.name]}, chosen, "cpu")
     assert whole.name in line and "2.00 x the time" in line  # peers of the other objective do not count
-    at_length = {m.name: linear.Figures(Seconds(0.04, 0.04), 6 * 10**8, errors) for m in chosen}
+    at_length = {m.name: linear.Figures(Seconds(0.04, 0.04), 4 * 10**9, errors) for m in chosen}
     lines = linear.missed(at_length, chosen, "cuda")
     assert [line.split(" takes")[0] for line in lines] == [ours, ours, again, chosen[2].name]
 

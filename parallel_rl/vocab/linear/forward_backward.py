@@ -97,9 +97,9 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
         if out.floor is not None:
             out.floor.index_copy_(0, indices, kept_floor(z, shard.at(indices)))
         _drop_(z, params, indices, out.floor)
-        if kept is not None and kept.top is not None:
-            _keep(z, kept.values, kept.top)
         parts = row_parts(z, params.spec(indices, whole), shard.entropy, shard.backend, shard.sum_pi_squared)
+        if kept is not None and kept.top is not None:
+            _keep(z, kept.values, kept.top, parts[:, :1])
         waiting.append(_Chunk(span, hidden, z, all_gather_start(parts, shard.group)))
         ready = len(waiting) - count + 1 if then is None else len(waiting) // count * count
         finish(waiting[:ready])
@@ -132,10 +132,8 @@ def _reserve(params: LinearParams, kept: list[KeptLogits | None], span: slice) -
     return KeptLogits(span, last.values[here], None if last.top is None else last.top[here])
 
 
-def _keep(z: Tensor, values: Tensor, top: Tensor) -> None:
-    if z.shape[1]:
-        torch.amax(z, 1, keepdim=True, out=top)
-        top.clamp_(min=torch.finfo(top.dtype).min)  # a row of −inf stays one
+def _keep(z: Tensor, values: Tensor, top: Tensor, largest: Tensor) -> None:
+    torch.clamp(largest, min=torch.finfo(top.dtype).min, out=top)  # a row of −inf stays one
     torch.sub(z, top, out=values)
 
 

@@ -45,13 +45,18 @@ def add_hidden_gradient(total: Tensor, dz: Tensor, weight: Tensor) -> None:
 def add_weight_gradient(total: Tensor, dz: Tensor, hidden: Tensor, blank: bool = False) -> None:
     """Add dz [n, W]ᵀ · hidden [n, D] to `total` [W, D]; a blank total may hold anything before.
 
-    Products and sums are at least float32; a narrower total, which must be blank, is rounded once.
+    Products and sums are at least float32; a narrower total, which must be blank, is rounded once. A device does so in one
+    product where the operands have the total's dtype.
     """
     dtype = math_dtype(total.dtype)
     if dz.dtype == hidden.dtype == total.dtype == dtype:
         total.addmm_(dz.t(), hidden, beta=0 if blank else 1)
         return
     on_host = dz.device.type == "cpu"
+    if not on_host and dz.dtype == hidden.dtype == total.dtype:
+        assert blank
+        torch.mm(dz.t(), hidden, out=total)
+        return
     raised = hidden.to(dtype) if on_host else hidden
     for columns in _blocks(total) if on_host or total.dtype != dtype else (slice(None),):
         part = dz[:, columns].t()

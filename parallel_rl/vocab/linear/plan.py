@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 LinearMode = Literal["auto", "in_forward", "resident", "recompute"]
 MODES: tuple[str, ...] = get_args(LinearMode)
 
-_DEFAULT_BUDGET = {"cpu": 1 << 26, "cuda": 448 << 20}
+_HOST_BUDGET, _DEVICE_BUDGET = 1 << 26, 1 << 31
+_OF_DEVICE = 0.015  # of a card's memory
 _MOST_ROWS = 4096  # beyond it a product gains nothing from more rows
 _LEAST_COLUMNS = 2048  # below it a product loses
-_ALIGN = 64
+_ALIGN, _WAVE = 64, 1024  # rows; at D 4096 a wave's fill the 132 multiprocessors of an H100 with tiles of a product
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,30 @@ def columns_of_rank(width: int, vocab_size: int | None, group: ProcessGroup | No
 
 
 def budget_bytes(budget: int | None, device: torch.device) -> int:
-    """Bytes that a call may take: the given ones, or the device's default."""
-    return _DEFAULT_BUDGET.get(device.type, _DEFAULT_BUDGET["cuda"]) if budget is None else budget
+    """Bytes that a call may take: the given ones, or the device's default.
+
+    That is 64 MiB on a host, and on a card 2 GiB or the largest power of two in 1.5 % of its memory: 2 GiB of an H200's, 1 GiB
+    of an H100's. A power, since cards of one kind report sizes that differ a little, and all ranks make the same plan.
+    """
+    if budget is not None:
+        return budget
+    if device.type == "cpu":
+        return _HOST_BUDGET
+    if device.type != "cuda":
+        return _DEVICE_BUDGET
+    part = int(_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)
+    return min(_DEVICE_BUDGET, 1 << (part.bit_length() - 1))
 
 
 def rows_at_once(total: int, cost: int, room: int) -> int:
-    """Rows of a chunk, each of which costs `cost` bytes: at least one, at most `total`."""
+    """Rows of a chunk, each of which costs `cost` bytes: at least one, at most `total`; chunks alike, of whole waves where one
+    fits."""
     most = max(1, min(total, _MOST_ROWS, room // cost))
-    return most - most % _ALIGN if _ALIGN < most < total else most
+    unit = _WAVE if most >= _WAVE else _ALIGN
+    if most <= unit or most == total:
+        return most
+    alike = -(-total // -(-total // most))
+    return min(-(-alike // unit) * unit, most - most % unit)
 
 
 def make_plan(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from parallel_rl import linear_token_stats
 from parallel_rl.vocab.backends import choice
 from parallel_rl.vocab.backends.choice import Backend
-from parallel_rl.vocab.linear.plan import LinearMode, make_plan
+from parallel_rl.vocab.linear.plan import LinearMode, budget_bytes, make_plan, rows_at_once
 
 N, D, V = 300, 64, 5000
 MODES: list[LinearMode] = ["in_forward", "resident", "recompute"]
@@ -83,7 +86,7 @@ def test_every_product_is_one_that_a_device_has(
 def test_a_float32_gradient_of_the_weight_is_made_only_where_it_is_a_sum(mode: LinearMode, backend: Backend) -> None:
     """At its default budget nothing else of a head is as large, and 8192 rows are one pass."""
     size, vocab = 4096, 131072
-    for rows in (8192, 32768) if backend == "triton" else (8192,):
+    for rows in (8192, 131072) if backend == "triton" else (8192,):
         made, _ = step(mode, torch.bfloat16, backend, None, shape=(rows, size, vocab))
         one = mode != "in_forward" and rows == 8192 and (mode, backend) != ("resident", "eager")  # restored by chunks
         assert (made.numbers[torch.float32] < vocab * size) == one
@@ -92,7 +95,7 @@ def test_a_float32_gradient_of_the_weight_is_made_only_where_it_is_a_sum(mode: L
 @pytest.mark.parametrize(("parts", "width"), [(1, 131072), (1, 16384), (8, 16384), (1, 18992)])
 def test_a_plan_keeps_to_its_budget(parts: int, width: int) -> None:
     hidden = torch.empty(8192 // parts, 4096, dtype=torch.bfloat16, device="meta")
-    for budget in (1 << 26, 1 << 28, 448 << 20):
+    for budget in (1 << 26, 1 << 28, 448 << 20, 1 << 31):
         plan = make_plan(hidden, width, False, parts, "recompute", budget, True)
         rows, columns = parts * plan.tile[0], plan.tile[1]
         assert parts * plan.size * width * 4 <= budget
@@ -101,3 +104,63 @@ def test_a_plan_keeps_to_its_budget(parts: int, width: int) -> None:
             assert plan.kept_together * 4096 * (2 + 4) <= budget
     assert rows == 8192, "the default writes the gradient of the weight once"
     assert make_plan(hidden, width, False, parts, "auto", 448 << 20).resident == (width < 20000)
+
+
+def test_chunks_are_alike_and_fill_waves() -> None:
+    """512 rows gave the hidden states' gradient 64 tiles of 128 × 256 for 132 multiprocessors; 3 · 2560 + 512 made 8192."""
+    for total, room, rows in (
+        (8192, 2600, 2048),
+        (8192, 1300, 1024),
+        (8192, 4096, 4096),
+        (5000, 2600, 2048),
+        (700, 512, 384),
+    ):
+        assert rows_at_once(total, 10, 10 * room) == rows
+    for budget, rows in ((1 << 31, 2048), (1 << 30, 1024)):  # the defaults of an H200 and an H100
+        hidden = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
+        assert make_plan(hidden, 131072, False, 1, "in_forward", budget).size == rows
+
+
+def test_the_default_is_a_power_of_two_that_cards_of_a_kind_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    for size, budget in ((139.8, 2 << 30), (139.7, 2 << 30), (79.1, 1 << 30), (93.1, 1 << 30), (23.6, 256 << 20)):
+        memory = mock.Mock(total_memory=int(size * (1 << 30)))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, memory=memory: memory)
+        assert budget_bytes(None, torch.device("cuda", 0)) == budget
+
+
+class Kernels(TorchDispatchMode):
+    """The products, and all operators that a card runs as kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.amax = self.all = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func._schema.name.split("::")[1]
+        if not func.is_view and name not in (
+            "empty",
+            "empty_like",
+            "empty_strided",
+            "new_empty",
+            "detach",
+            "_unsafe_view",
+        ):
+            self.all += 1
+            self.products += name in ("mm", "addmm", "addmm_")
+            self.amax += name == "amax"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize(
+    ("mode", "products", "kernels"), [("in_forward", 12, 230), ("resident", 6, 140), ("recompute", 16, 150)]
+)
+def test_a_step_has_few_products_and_kernels(
+    mode: LinearMode, products: int, kernels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of the weight was made in 128 products of 1024 rows each, where one gives the same sums; a third pass over
+    all logits found the row maximum that the statistics had."""
+    monkeypatch.setattr(choice, "_INTERPRETED", True)
+    with Kernels() as seen:
+        step(mode, torch.bfloat16, "triton", None, shape=(8192, 4096, 131072))
+    assert (seen.products, seen.amax) == (products, 0) and seen.all <= kernels
