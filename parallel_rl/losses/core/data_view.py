@@ -18,6 +18,7 @@ _NOT = "not "
 class DataView:
     """What a component sees of the data.
 
+    >>> import torch
     >>> data = {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1), "seen": torch.tensor([[True, False]])}
     >>> DataView(mask="not seen").of(data)["token_mask"].tolist()
     [[False, True]]
