@@ -24,6 +24,7 @@ class EngineServer:
         stays: tells the version that it began with, whatever it is given.
         tells: whether its completions tell their version.
         model: the folder that it says it was started from.
+        words: of its vocabulary.
     """
 
     engine: str = "vllm"
@@ -31,6 +32,7 @@ class EngineServer:
     stays: bool = False
     tells: bool = False
     model: str | None = None
+    words: int = 15
     mode: str = "processed_logprobs"
     version: str = "default"
     weights: int = 0
@@ -55,6 +57,8 @@ class EngineServer:
         if path in ("/v1/completions", "/generate"):
             if self.paused or self.dirty:
                 return 400, {"error": f"asked while paused = {self.paused}, dirty = {self.dirty}"}
+            if outside := [token for prompt in body.get("prompt", ()) for token in prompt if token >= self.words]:
+                return 400, {"error": f"token id {outside[0]} is out of vocabulary"}
             return 200, answer(Policy(weights=self.weights, version=self.version if self.tells else None), body)
         self.calls.append(path)
         match path:

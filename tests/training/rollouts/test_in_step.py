@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,7 +16,7 @@ import pytest
 from parallel_rl.testing.pool import WorldError, run_world
 from tests.experience.engine_server import EngineServer, serve_engine
 from tests.experience.server import Server
-from tests.training.helpers import DATA, cut, run, train_rows
+from tests.training.helpers import DATA, ROOT, cut, run, train_rows
 from tests.training.rollouts.test_remote import SAMPLES, SMALL, train
 
 pytest.importorskip("safetensors")
@@ -28,9 +34,10 @@ def in_step(
 
 @pytest.fixture
 def held_out(tmp_path: Path) -> dict[str, object]:
-    """An evaluation of four samples of each of three prompts, after each step."""
+    """An evaluation of four samples of each of three prompts of two sources, after each step."""
     path = tmp_path / "held_out.jsonl"
-    path.write_text("".join((DATA / "arithmetic_held_out.jsonl").read_text().splitlines(keepends=True)[:HELD_OUT]))
+    rows = map(json.loads, (DATA / "arithmetic_held_out.jsonl").read_text().splitlines()[:HELD_OUT])
+    path.write_text("".join(json.dumps({**row, "source": "ab"[number % 2]}) + "\n" for number, row in enumerate(rows)))
     return {"evaluation": "{samples: 4, every: 1, passing: 0.5}", "data__held_out": path}
 
 
@@ -120,8 +127,12 @@ def test_evaluations_go_through_the_server(layout: str, tmp_path: Path, held_out
         drawn = sum(path == COMPLETE for path in server.paths)
     assert drawn == 3 * SAMPLES + 4 * HELD_OUT * 4 + 1  # before, after each step; no sampler of the trainer's
     names = [name for name in rows[0] if name.startswith("held_out")]
-    assert names == ["held_out_reward", "held_out_mean@4", "held_out_pass@2", "held_out_pass@4"]
-    assert all(row["held_out_mean@4"] == pytest.approx(row["held_out_reward"]) for row in rows)
+    kinds = ["mean@4", "pass@2", "pass@4"]
+    assert names == ["held_out_reward", *(f"held_out_{kind}{source}" for source in ("", "/a", "/b") for kind in kinds)]
+    for row in rows:
+        assert row["held_out_mean@4"] == pytest.approx(row["held_out_reward"])
+        mean = (2 * row["held_out_mean@4/a"] + row["held_out_mean@4/b"]) / 3
+        assert mean == pytest.approx(row["held_out_reward"])
     assert len({row["held_out_reward"] for row in rows}) > 1
     with serve_engine(EngineServer()) as server:
         plain = in_step(tmp_path / "without", server, layout)
@@ -153,3 +164,95 @@ def test_students_rows_come_from_the_server(tmp_path: Path) -> None:
         asked = [body for body in requests if body.get("max_tokens", 1) > 1]
     assert len(results[0]) == 3 and results[0] == results[1] and len(asked) == 3 * 8
     assert sum("kwargs" in body for body in requests) == 3
+
+
+@contextmanager
+def own_server() -> Iterator[Server]:
+    """examples/serve_policy.py: a server that draws from the very weights that it was told to load, from its own before."""
+    config = run("grpo_from_server.yaml", run__seed=5, rl__server__model="tiny")
+    command = [sys.executable, str(ROOT / "examples" / "serve_policy.py"), "0", *config]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=environment, text=True, **quiet) as process:
+        try:
+            assert process.stdout is not None
+            yield Server(process.stdout.readline().split()[-1])
+        finally:
+            process.terminate()
+
+
+SEVENS = {
+    "model__hidden": 64,
+    "run__dtype": "float32",
+    "batch__micro_batch_size": 64,
+    "reward": "tests.training.helpers:sevens",
+    "rl__prompts": 16,
+    "rl__group_size": 8,
+    "rl__optimizer": "{lr: 1e-2}",
+}
+
+
+def drift(rows: list[dict]) -> list[float]:
+    """How far the trainer's log-probs are from the server's, by step: a missed update shows here and nowhere else."""
+    return [abs(row["sampling_importance_ratio"] - 1) for row in rows]
+
+
+def test_the_server_has_the_trainers_weights(tmp_path: Path) -> None:
+    """With real weights and log-probs, which come from another seed's model before the first update."""
+    with own_server() as server:
+        options = "update: vllm, batch_size: 16"
+        rows = in_step(tmp_path / "kept", server, "TP 2", options, **SEVENS)
+        assert max(drift(rows)) < 1e-5
+        options = "update: sglang, batch_size: 16, update_every: 9"
+        faster = {**SEVENS, "rl__optimizer": "{lr: 2e-2}"}
+        left_out = drift(in_step(tmp_path / "left_out", server, "one process", options, **faster))
+    assert left_out[0] < 1e-5 and min(left_out[1:]) > 0.05
+
+
+@pytest.mark.slow
+def test_a_policy_learns_from_its_own_server(tmp_path: Path) -> None:
+    options = "update: sglang, batch_size: 16"
+    with own_server() as server:
+        rows = in_step(tmp_path / "one", server, "one process", options, **{**SEVENS, "rl__steps": 12})
+        packed = in_step(tmp_path / "two", server, "TP 2 × CP 2 × SP packed", options, **{**SEVENS, "rl__steps": 12})
+        ahead = in_step(
+            tmp_path / "ahead", server, "one process", f"{options}, ahead: 1", **{**SEVENS, "rl__steps": 12}
+        )
+    assert max(drift(rows)) < 1e-5 and max(drift(packed)) < 1e-5 and max(drift(ahead)) > 1e-3
+    for row in (rows[-1], packed[-1], ahead[-1]):
+        assert row["reward"] >= 0.9 > rows[0]["reward"]
+    assert [row["staleness_max"] for row in ahead] == [0] + [2] * 11
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "message"),
+    [
+        (EngineServer(lacks=("/weight_info",)), {}, "vllm has no /weight_info: start it with VLLM_SERVER_DEV_MODE=1"),
+        (EngineServer(stays=True), {}, "was given the weights of version 0 and tells version 'default'"),
+        (EngineServer(lacks=(COMPLETE,)), {}, "status 404 Not Found"),
+        (EngineServer(lacks=("/collective_rpc",)), {}, "vllm has no /collective_rpc"),
+        (EngineServer(), {"rl__server__model": "other"}, "it has no model 'other'; it serves 'tiny'"),
+        (EngineServer(words=12), {}, "status 400 .*token id 14 is out of vocabulary"),
+    ],
+    ids=["no developer's mode", "another version", "no completions", "no load", "another model", "another vocabulary"],
+)
+def test_a_server_that_cannot_be_kept_in_step_is_an_error_on_every_rank(
+    engine: EngineServer, more: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    """Before the first sample is asked for; nothing is trained, and no rank waits for another."""
+    with serve_engine(engine) as server, pytest.raises(WorldError) as caught:
+        in_step(tmp_path, server, "TP 2", **more)
+    assert sorted(caught.value.errors) == [0, 1] and not (tmp_path / "checkpoints").exists()
+    for error in caught.value.errors.values():
+        assert re.search(message, error), error
+    assert not any(body.get("max_tokens", 1) > 1 for body in server.requests)
+
+
+def test_weights_that_cannot_be_written(tmp_path: Path) -> None:
+    """What stands in their place stays as it is."""
+    (tmp_path / "policy").write_text("mine")
+    with serve_engine(EngineServer()) as server, pytest.raises(WorldError) as caught:
+        in_step(tmp_path, server, "TP 2")
+    assert sorted(caught.value.errors) == [0, 1] and (tmp_path / "policy").read_text() == "mine"
+    assert all("policy" in error and "cannot be written" in error for error in caught.value.errors.values())
