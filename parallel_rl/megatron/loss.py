@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.layout import valid_tokens
 from parallel_rl.megatron.cpu import plain_torch
+from parallel_rl.megatron.model_input import ModelInput
 from parallel_rl.metrics import Metrics
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
@@ -23,6 +25,56 @@ class LossReport(TypedDict):
 
     loss: Tensor
     metrics: Metrics
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """Tokens that a router of this rank sees, prompts and padding among them.
+
+    Attributes:
+        here: of this micro-batch.
+        step: summed over the micro-batches of the step and the data ranks, a 0-dim integer tensor.
+    """
+
+    here: int
+    step: Tensor
+
+
+def count_routed(
+    inputs: Sequence[ModelInput], *, config: TransformerConfig, groups: ParallelGroups | None = None
+) -> list[RoutedTokens]:
+    """Count what the routers of a model with auxiliary losses will see in each micro-batch; one all-reduce over data ranks.
+
+    >>> count_routed([padded_input(data["input_ids"])], config=config)[0].here
+    8
+
+    Args:
+        inputs: of all micro-batches of this data rank's step.
+        config: the model's; under sequence parallelism tensor ranks share the tokens.
+    """
+    where = groups or ParallelGroups.from_megatron()
+    parts = where.tp_size if config.sequence_parallel else 1
+    here = [each.tokens.numel() // parts for each in inputs]
+    total = torch.tensor(sum(here), device=inputs[0].tokens.device)
+    if where.dp_size > 1:
+        dist.all_reduce(total, group=where.data)
+    return [RoutedTokens(count, total) for count in here]
+
+
+def has_auxiliary_loss(config: TransformerConfig) -> bool:
+    """Whether a model adds losses of its own in backward, beside what its output gives: of its routers, or of DSA's indexer.
+
+    >>> has_auxiliary_loss(config)
+    False
+    """
+    coefficients = [getattr(config, "dsa_indexer_loss_coeff", None)]
+    if config.num_moe_experts:
+        balance = getattr(config, "moe_aux_loss_coeff", None)
+        coefficients += [
+            *(balance if isinstance(balance, list) else [balance]),
+            getattr(config, "moe_z_loss_coeff", None),
+        ]
+    return any(coefficients)
 
 
 LossResult = tuple[Tensor, LossReport] | tuple[Tensor, Tensor, LossReport]
@@ -39,15 +91,17 @@ def megatron_loss_func(
     ddp: bool = True,
     groups: ParallelGroups | None = None,
     head: Callable[[Tensor], Tensor | LMHeadInput] | None = None,
+    routed: RoutedTokens | None = None,
 ) -> Callable[[Tensor], LossResult]:
     """Make the loss callback that a forward step returns to `get_forward_backward_func`, such that the law holds.
 
     The gradients that the optimizer sees are Σ over data and context ranks and micro-batches of ∇share = ∇L, whatever
     the number of micro-batches and ranks and whether `calculate_per_token_loss` is set:
 
-    - calculate_per_token_loss, a dense model: (L, 0, report); nothing is scaled.
-    - calculate_per_token_loss with experts: (L·N, n, report) with Σn = N, because their auxiliary losses rely on the division
-      by Σn in `finalize_model_grads`.
+    - calculate_per_token_loss: (L, 0, report); nothing is scaled.
+    - calculate_per_token_loss with auxiliary losses of experts: (L·R, r, report) with Σr = R, the tokens that routers see:
+      Megatron multiplies an auxiliary loss by those of the micro-batch and relies on the division by Σr in
+      `finalize_model_grads`. Each micro-batch's auxiliary loss so weighs as its tokens; otherwise each weighs the same.
     - otherwise: (L·M·DP, report) under Megatron's DDP, (L·M/CP, report) without; the schedule multiplies by CP/M and
       DDP by 1/(DP·CP).
 
@@ -67,12 +121,13 @@ def megatron_loss_func(
             are summed over data × context by `sum_gradients` or by the caller.
         groups: defaults to `ParallelGroups.from_megatron()`.
         head: of the model, where `fuse_head` installed one.
+        routed: this micro-batch's of `count_routed`; needed with auxiliary losses under calculate_per_token_loss.
 
     Returns:
         logits [B, S/cp, V/tp] → what the schedule expects. Its report holds the unscaled share.
 
     Raises:
-        ValueError: num_microbatches below 1; experts with calculate_per_token_loss and without DDP.
+        ValueError: num_microbatches below 1; auxiliary losses without DDP, or without `routed` where it is needed.
     """
     where = groups or ParallelGroups.from_megatron()
 
@@ -88,26 +143,32 @@ def megatron_loss_func(
         )
 
     return scaled_loss_func(
-        share, data, global_valid_toks, config=config, num_microbatches=num_microbatches, ddp=ddp, groups=where
+        share, config=config, num_microbatches=num_microbatches, ddp=ddp, groups=where, routed=routed
     )
 
 
 def scaled_loss_func(
     share: Callable[[Tensor], tuple[Tensor, Metrics]],
-    data: Mapping[str, Tensor],
-    global_valid_toks: Tensor,
     *,
     config: TransformerConfig,
     num_microbatches: int,
     ddp: bool,
     groups: ParallelGroups,
+    routed: RoutedTokens | None = None,
 ) -> Callable[[Tensor], LossResult]:
     """`megatron_loss_func` for any function from the model's output to this rank's share of the loss and its metrics."""
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches = {num_microbatches} must be at least 1")
-    auxiliary = bool(config.num_moe_experts)  # multi-token prediction is in the share, see `mtp_share`
-    if auxiliary and config.calculate_per_token_loss and not ddp:
-        raise ValueError("calculate_per_token_loss = True with experts needs Megatron's DDP (ddp=True)")
+    auxiliary = has_auxiliary_loss(config)  # multi-token prediction is in the share, see `mtp_share`
+    if auxiliary and not ddp:
+        raise ValueError(
+            "auxiliary losses (of experts) need Megatron's DDP (ddp=True), which takes part in their scaling"
+        )
+    if auxiliary and config.calculate_per_token_loss and routed is None:
+        raise ValueError(
+            "routed is missing: with calculate_per_token_loss = True auxiliary losses (of experts) are divided by the tokens "
+            "that routers see; pass this micro-batch's of `count_routed`"
+        )
 
     def loss_func(output: Tensor) -> LossResult:
         with plain_torch():
@@ -116,16 +177,14 @@ def scaled_loss_func(
         report = LossReport(loss=loss.detach().clone(), metrics=metrics)
         if not config.calculate_per_token_loss:
             return loss * (num_microbatches * groups.dp_size if ddp else num_microbatches / groups.cp_size), report
-        if not auxiliary:
+        if not auxiliary or routed is None:
             return loss, torch.zeros((), dtype=torch.int, device=loss.device), report
-        # finalize_model_grads multiplies by 1.0 / Σn, rounded to torch's default dtype; dividing by the same number
+        # finalize_model_grads multiplies by 1.0 / Σr, rounded to torch's default dtype; dividing by the same number
         # loses nothing.
-        scaling = (1.0 / global_valid_toks.to(torch.int)).to(loss)
-        return loss / scaling, _counted_tokens(data, groups, loss.device), report
+        scaling = (1.0 / routed.step.to(torch.int)).to(loss)
+        # Counted on one context rank only: Megatron sums over data × context, and a rank's routers see a part of the row, so
+        # that the ranks' parts of an auxiliary loss, each times that part, add up to all of it times the same part.
+        here = torch.tensor(routed.here if groups.cp_rank == 0 else 0, dtype=torch.int, device=loss.device)
+        return loss / scaling, here, report
 
     return loss_func
-
-
-def _counted_tokens(data: Mapping[str, Tensor], groups: ParallelGroups, device: torch.device) -> Tensor:
-    """This micro-batch's tokens, counted on one context rank only: Megatron sums them over data × context."""
-    return valid_tokens(data).sum().to(device=device, dtype=torch.int) * (groups.cp_rank == 0)

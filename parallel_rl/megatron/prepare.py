@@ -61,8 +61,14 @@ def prepare(
         _check_pipeline(models, [batch.input.tokens for batch in prepared])
         return prepared
 
+    sharing = {}
+    if parallel_state.get_expert_model_parallel_world_size() > 1:  # experts are asked by data ranks together
+        sharing = {"the number of micro-batches (with expert parallelism; add masked ones)": len(batches)}
+
     # First within what holds the same rows, then over the ranks with other rows, which agree in nothing but their health.
-    return raise_on_all_ranks(lambda: raise_on_all_ranks(check, layout, like, same), [groups.data], like)
+    return raise_on_all_ranks(
+        lambda: raise_on_all_ranks(check, layout, like, same), [groups.data], None if sharing else like, sharing
+    )
 
 
 def _masked(

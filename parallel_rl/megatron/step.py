@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -23,13 +24,15 @@ from parallel_rl.megatron.context import context_group
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead
-from parallel_rl.megatron.loss import LossReport, scaled_loss_func
+from parallel_rl.megatron.loss import LossReport, RoutedTokens, count_routed, has_auxiliary_loss, scaled_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch
 from parallel_rl.megatron.model_input import forward_logits
 from parallel_rl.megatron.mtp import mtp_share, split_heads
 from parallel_rl.megatron.prepare import prepare
 from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.statistics import Statistics
+
+Queue = Iterator[tuple[MicroBatch, RoutedTokens | None]]
 
 
 @dataclass(frozen=True)
@@ -122,20 +125,24 @@ def forward_backward(
         parts_of_all = {name: found.parts(name) for found in (metrics, of_heads) for name in found}
         return loss + more, Metrics(parts_of_all)
 
-    def step(queue: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
-        batch = next(queue)
+    inputs = [batch.input for batch in prepared]
+    routed = count_routed(inputs, config=config, groups=groups) if has_auxiliary_loss(config) else [None] * len(inputs)
+
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # a backward without a schedule leaves one of another shape
+
+    def step(queue: Queue, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
+        batch, routed_tokens = next(queue)
         loss_func = scaled_loss_func(
             lambda output: share(output, batch),
-            batch.data,
-            counts.toks,
             config=config,
             num_microbatches=len(prepared),
             ddp=ddp,
             groups=groups,
+            routed=routed_tokens,
         )
         return forward(model, batch, mtp_loss is not None), loss_func
 
-    iterators = [iter(prepared) for _ in models]
+    iterators = [iter(list(zip(prepared, routed, strict=True))) for _ in models]
     reports: list[LossReport] = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iterators if len(models) > 1 else iterators[0],

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from parallel_rl.losses.core.base import LossFn
     from parallel_rl.megatron import MicroBatch, StepReport
 
+AUX_COEFFICIENT, Z_COEFFICIENT = 0.5, 0.1
 VOCAB, WIDTH, MICRO_BATCHES = 31, 16, 6  # an odd vocabulary: the head is padded under tensor parallelism
 LENGTHS = (13, 16, 5, 9, 16, 3)
 
@@ -43,7 +44,9 @@ class Case:
     sharded: bool = False  # gradients as the distributed optimizer wants them
     data: What = "ragged"
     loss: Literal["nll", "pg", "cov"] = "nll"  # cov reads statistics of the whole step
-    experts: bool = False  # takes the branch of the callback that mixture-of-experts models need
+    experts: Literal["", "alltoall", "allgather"] = ""  # four of them with auxiliary losses, and how tokens reach them
+    ep: int = 1
+    etp: int = 1
     fused: bool = False  # the loss projects the hidden states itself
     wgrad_fusion: bool = False  # with it the weight's gradient goes straight to main_grad
     cut: Literal["zigzag", "contiguous"] = "zigzag"  # of rows over context ranks
@@ -51,8 +54,9 @@ class Case:
     mtp: Literal["", "token-mean", "seq-mean-token-mean"] = ""  # two heads of multi-token prediction, how they average
 
     @property
-    def model(self) -> tuple[str, bool, int, int]:
-        return self.position, self.tied, self.groups, self.layers
+    def model(self) -> tuple[str, bool, int, int, int]:
+        experts = self.micro_batches if self.experts else 0  # auxiliary losses are of a micro-batch
+        return self.position, self.tied, self.groups, self.layers, experts
 
     @property
     def layers(self) -> int:
@@ -102,8 +106,13 @@ def make_data(what: What) -> Batch:
 def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3, chunk: int | None = None) -> GPTModel:
     """A small model with grouped queries and biases where learned positions are asked for (a GPT-2), else a Llama."""
     import parallel_rl.megatron as M
+    from parallel_rl.config.architecture import Experts
 
     old = case.position == "learned_absolute"
+    overrides: dict[str, object] = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3} if case.mtp else {}
+    if case.experts:
+        overrides |= {"moe_token_dispatcher_type": case.experts, "moe_z_loss_coeff": Z_COEFFICIENT}
+        overrides |= {} if case.experts == "alltoall" else {"variable_seq_lengths": False}
     config = M.build_config(
         num_layers=case.layers,
         hidden_size=16,
@@ -119,7 +128,8 @@ def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3, ch
         init_std=0.3,
         virtual_pp=None if chunk is None else case.chunks,
         cp_layout=case.cut,
-        overrides={"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3} if case.mtp else None,
+        experts=Experts(4, ffn_hidden=8, aux_loss=AUX_COEFFICIENT) if case.experts else None,
+        overrides=overrides,
     )
     return M.build_model(
         config, VOCAB, WIDTH, position_embedding=case.position, tie_embeddings=case.tied, seed=seed, vp_stage=chunk
@@ -133,7 +143,8 @@ def oracle(rank: int, cases: list[Case]) -> list[Outcome]:
     M.initialize()
     outcomes = []
     for case in cases:
-        model = make_model(replace(case, sp=False))
+        model = make_model(replace(case, sp=False, ep=1, etp=1, experts="alltoall" if case.experts else ""))
+        model.config.moe_aux_loss_coeff, model.config.moe_z_loss_coeff = 0.0, None  # added by hand
         whole = make_data(case.data)
         n_tokens = (whole["token_mask"][:, 1:] * whole["sample_mask"][:, None]).sum()
         if case.loss == "nll":
@@ -145,6 +156,9 @@ def oracle(rank: int, cases: list[Case]) -> list[Outcome]:
                 loss = loss - (chosen * whole["token_mask"][i, 1:length] * whole["sample_mask"][i]).sum() / n_tokens
                 if case.mtp:
                     loss = loss + 0.3 / 2 * _heads_of_row(model, case, whole, i, n_tokens)
+            reported = loss.item()
+            if case.experts:
+                loss = loss + _auxiliary_losses(model, case, whole)
         else:
             from parallel_rl.testing.cases import step_statistics
 
@@ -152,10 +166,11 @@ def oracle(rank: int, cases: list[Case]) -> list[Outcome]:
             counts = whole["sample_mask"].sum(), n_tokens
             call = (logits, whole, *counts)
             loss, _ = fn(*call, statistics=step_statistics([(fn, call)]))
+            reported = loss.item()
         loss.backward()
         grads = {name: p.grad for name, p in M.global_parameters([model])}
         norm = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
-        outcomes.append(Outcome(loss.item(), norm.item(), {name: g.clone() for name, g in grads.items()}))
+        outcomes.append(Outcome(reported, norm.item(), {name: g.clone() for name, g in grads.items()}))
     M.destroy()
     return outcomes
 
@@ -174,6 +189,32 @@ def _heads_of_row(model: GPTModel, case: Case, whole: Batch, i: int, n_tokens: T
         count = n_tokens if case.mtp == "token-mean" else whole["sample_mask"].sum() * carries.sum().clamp(min=1)
         total = total - (chosen * carries).sum() / count
     return total
+
+
+def _auxiliary_losses(model: GPTModel, case: Case, whole: Batch) -> Tensor:
+    """The mean over micro-batches of the routers' losses on all of their rows' tokens, whichever carry loss:
+    E · Σ_e (share of the tokens' choices that e got) · (mean probability of e), and the mean of logsumexp².
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    import parallel_rl.megatron as M
+
+    logits: list[Tensor] = []
+    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+    for router in routers:
+        gating = TopKRouter.gating.__get__(router)
+        router.gating = lambda x, gating=gating: (logits.append(gating(x)), logits[-1])[1]
+    batches = split(whole, case.micro_batches)
+    for batch in batches:
+        M.forward_logits(model, M.padded_input(batch["input_ids"]))
+    assert len(logits) == case.micro_batches * case.layers
+    total = torch.zeros((), dtype=torch.float64)
+    for each in logits:
+        rows = each.flatten(0, -2)
+        chosen = torch.zeros_like(rows).scatter(1, rows.topk(2, dim=1).indices, 1.0)
+        balance = 4 * (chosen.mean(0) / 2 * rows.softmax(1).mean(0)).sum()
+        total = total + AUX_COEFFICIENT * balance + Z_COEFFICIENT * rows.logsumexp(1).square().mean()
+    return total / len(batches)
 
 
 def make_loss(case: Case) -> LossFn:
@@ -197,8 +238,6 @@ def step(case: Case, models: list[torch.nn.Module] | None = None) -> tuple[StepR
     if models is None:
         places = range(case.chunks) if case.chunks > 1 else [None]
         models = [M.wrap_model(make_model(case, chunk=place), ddp=wrapper(case)) for place in places]
-        for model in models:
-            model.config.num_moe_experts = 2 if case.experts else None
     head = M.fuse_head(models[-1], budget=1 << 13) if case.fused else None
     last = M.unwrap(models[-1])
     if case.wgrad_fusion and last.post_process:  # the other layers' kernels for it need Apex
@@ -270,9 +309,14 @@ def compare(rank: int, pairs: list[tuple[Case, Outcome]]) -> list[dict[str, floa
 
     errors, groups = [], None
     for case, reference in pairs:
-        if groups != (case.tp, case.cp, case.pp, case.chunks):
-            groups = (case.tp, case.cp, case.pp, case.chunks)
-            M.initialize(*groups[:3], virtual_pp=case.chunks if case.chunks > 1 else None)
+        if groups != (case.tp, case.cp, case.pp, case.ep, case.etp, case.chunks):
+            groups = (case.tp, case.cp, case.pp, case.ep, case.etp, case.chunks)
+            M.initialize(
+                *groups[:3],
+                ep=case.ep,
+                etp=case.etp if case.experts else None,
+                virtual_pp=case.chunks if case.chunks > 1 else None,
+            )
         report, models = step(case)
         found = report.floats()
         loss = found["loss"] + (0.3 / 2 * (found["mtp_1/loss"] + found["mtp_2/loss"]) if case.mtp else 0)

@@ -98,10 +98,14 @@ def _bad(rank: int, what: str) -> None:
         M.initialize(tp=2)
         model = make_model(Case(tp=2, sp=True))
         M.forward_logits(model, M.padded_input(torch.zeros(1, 5, dtype=torch.int64)))
-    elif what == "experts":
+    elif what in ("experts", "routed"):
         M.initialize()
-        config = SimpleNamespace(num_moe_experts=2, mtp_num_layers=None, calculate_per_token_loss=True)
-        M.megatron_loss_func(None, {}, None, None, config=config, num_microbatches=1, ddp=False)
+        config = SimpleNamespace(num_moe_experts=2, moe_aux_loss_coeff=0.01, calculate_per_token_loss=what == "routed")
+        M.megatron_loss_func(None, {}, None, None, config=config, num_microbatches=1, ddp=what == "routed")
+    elif what == "uneven experts":
+        M.initialize(ep=2)
+        model = M.wrap_model(make_model(Case(experts="alltoall", ep=2)))
+        M.forward_backward(model, NLLLoss(vocab_size=VOCAB), [_rows()] * (1 + rank))
     elif what == "micro-batches":
         M.initialize()
         M.megatron_loss_func(None, {}, None, None, config=SimpleNamespace(), num_microbatches=0)
@@ -164,7 +168,12 @@ def _rows() -> dict[str, torch.Tensor]:
         ("bounds", "padded lengths [6, 6] are not divisible by 4"),
         ("total", "total = 11 must be at least 12"),
         ("sequence parallel", "sequence_parallel splits the 5 local positions over tp = 2"),
-        ("experts", "needs Megatron's DDP"),
+        ("experts", "auxiliary losses (of experts) need Megatron's DDP"),
+        (
+            "routed",
+            "routed is missing: with calculate_per_token_loss = True auxiliary losses (of experts) are divided by",
+        ),
+        ("uneven experts", "differ in the number of micro-batches (with expert parallelism; add masked ones): it is 1"),
         ("micro-batches", "num_microbatches = 0 must be at least 1"),
         *_STEPS.items(),
         ("scalar head", "mtp_num_layers = 1 is incompatible with scalar_head = True"),
