@@ -203,9 +203,7 @@ def _not_drawn(config: TransformerConfig) -> Iterator[None]:
             setattr(config, name, method)
 
 
-def wrap_model(
-    model: GPTModel, *, ddp: bool | DistributedDataParallelConfig = True
-) -> GPTModel | Float16Module | DistributedDataParallel:
+def wrap_model(model: MegatronModule, *, ddp: bool | DistributedDataParallelConfig = True) -> MegatronModule:
     """Wrap a model in `Float16Module` if its config says bf16 or fp16, then in Megatron's data parallelism.
 
     With the wrapper the config gets `finalize_model_grads_func` (and `no_sync_func` where reductions overlap),
@@ -218,7 +216,7 @@ def wrap_model(
         ddp: True for gradient buffers in max(float32, dtype) without overlap, a config for anything else, False for
             none.
     """
-    module: MegatronModule = model
+    module = model
     if model.config.bf16 or model.config.fp16:
         module = Float16Module(model.config, module)
     if ddp is False:

@@ -61,7 +61,7 @@ def check_alone(rank: int, case: Subject, batch: Batch) -> Alone:
             empty=_empty(case, batch),
             claims=false_claims(loss_fn, batch) if isinstance(loss_fn, LossFn) else (),
         )
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Alone(None, describe(error))
 
 

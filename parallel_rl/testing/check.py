@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from parallel_rl.testing.subjects import SeedCall, sizes_of, subject_of
 
 WORLDS = (1, 2, 4)
 preload(__name__)
+_CONSEQUENCE = re.compile("Connection (closed|reset) by peer|Broken pipe")
 _TWICE = 2.0  # what sharding may add to the error of unsharded low precision
 
 DenseLoss = Callable[[Tensor, "dict[str, Tensor]"], Tensor]
@@ -170,10 +172,11 @@ def _finite(trial: Trial, seen: Sequence[Observation], runner: Runner, limits: L
 
 
 def first_line(error: WorldError) -> str:
-    """What the ranks said, in a line."""
-    said = sorted(set(error.errors.values()))
-    first = [text for text in said if "Connection closed by peer" not in text] or said  # those only saw another one go
-    return "; ".join(first) if first else str(error).splitlines()[0]
+    """What the ranks said, in a line; not what only saw another one go."""
+    own = {rank: text for rank, text in error.errors.items() if not _CONSEQUENCE.search(text)} or error.errors
+    of_text = {text: [rank for rank in sorted(own) if own[rank] == text] for text in own.values()}
+    said = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in sorted(of_text.items())]
+    return "; ".join(said) if said else str(error).splitlines()[0]
 
 
 def _referenced(reference: DenseLoss, batch: Batch, own: Expected) -> Expected:

@@ -22,11 +22,12 @@ class Layout(NamedTuple):
     packing: str  # padded, packed, packed+padding
     micro_batches: int
     cp_layout: CPLayout
+    pp: int = 1  # only through Megatron's schedule
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.tp * self.cp * self.dp
+        return self.tp * self.cp * self.dp * self.pp
 
     @property
     def axes(self) -> frozenset[str]:
@@ -42,7 +43,8 @@ class Layout(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"tp{self.tp}.cp{self.cp}.dp{self.dp}.{self.packing}.mb{self.micro_batches}.{self.cp_layout}"
+        stages = f".pp{self.pp}" if self.pp > 1 else ""
+        return f"tp{self.tp}.cp{self.cp}.dp{self.dp}{stages}.{self.packing}.mb{self.micro_batches}.{self.cp_layout}"
 
 
 # Of the layouts of a world: those that come first where a run takes only some. The first two have every dimension, every

@@ -13,7 +13,7 @@ from parallel_rl.testing.alone import Alone, check_alone
 from parallel_rl.testing.cases import Batch, Subject, Trial
 from parallel_rl.testing.layouts import Layout, Rank
 from parallel_rl.testing.pool import run_world
-from parallel_rl.testing.sharded import Outcome, attempt, check_world
+from parallel_rl.testing.sharded import Outcome, RunLayout, attempt, check_world, run_layout
 
 
 class Runner(Protocol):
@@ -51,17 +51,22 @@ class JobRunner:
 
     Attributes:
         place: this rank's groups on a layout.
-        counts: False on ranks that hold what others hold, such as those of another pipeline stage.
+        run_layout: one optimizer step's loss on them.
     """
 
     place: Callable[[Layout], Rank]
-    counts: bool = True
+    run_layout: RunLayout = run_layout
 
     def alone(self, subject: Subject, batch: Batch) -> Alone:
         return check_alone(0, subject, batch)
 
     def run(self, trial: Trial, layouts: Sequence[Layout], dtype: torch.dtype) -> list[list[Outcome]]:
-        mine = [attempt(layout, trial, self.place(layout), dtype) for layout in layouts]
+        mine = [attempt(layout, trial, self.place(layout), dtype, self.run_layout) for layout in layouts]
         of_ranks: list[list[Outcome]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(of_ranks, mine if self.counts else [])
-        return [list(outcomes) for outcomes in zip(*filter(None, of_ranks), strict=True)]
+        dist.all_gather_object(of_ranks, mine)
+        return [of_places(outcomes) for outcomes in zip(*of_ranks, strict=True)]
+
+
+def of_places(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """One outcome of each place, an error before others: pipeline stages of one place hold the same."""
+    return list({one.place: one for one in sorted(outcomes, key=lambda one: bool(one.error))}.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,7 +57,7 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
         metrics.append(parts)
         gradient = torch.zeros(leaf.shape) if leaf.grad is None else leaf.grad.cpu()
         truth = step.local(trial.want.gradient, piece, poison=False)
-        _add(maps, piece, gradient.double(), truth)
+        add_to_maps(maps, piece, gradient.double(), truth)
         if bool((gradient[truth == 0] != 0).any()):
             stray = f"{layout.name}: a masked place or a padding column has a gradient"
             padding_gradient |= bool((gradient[:, padding] != 0).any())
@@ -65,7 +65,11 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
     return Outcome(share, reduced, maps[2].sum().item(), stray, rank.place, maps, padding_gradient)
 
 
-def _add(maps: Tensor, piece: Piece, gradient: Tensor, truth: Tensor) -> None:
+RunLayout = Callable[[Layout, Trial, Rank, torch.dtype], Outcome]
+
+
+def add_to_maps(maps: Tensor, piece: Piece, gradient: Tensor, truth: Tensor) -> None:
+    """Add a piece's gradient, beside the true one, to `Outcome.maps`."""
     rows, columns, _ = piece.indices()  # padding has no place of its own: the first row takes its error
     numbers = torch.stack([gradient * truth, truth.square(), (gradient - truth).square()]).sum(-1)
     maps.view(3, -1).index_add_(1, rows * maps.shape[2] + columns, numbers)
@@ -91,15 +95,15 @@ def check_world(
     return outcomes
 
 
-def attempt(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> Outcome:
-    """`run_layout`, with an error as the outcome; afterwards all ranks know that each came out of it.
+def attempt(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype, run: RunLayout = run_layout) -> Outcome:
+    """`run`, with an error as the outcome; afterwards all ranks know that each came out of it.
 
     Raises:
         RuntimeError: another rank did not, in the world's timeout.
     """
     try:
-        outcome = run_layout(layout, trial, rank, dtype)
-    except Exception as error:
+        outcome = run(layout, trial, rank, dtype)
+    except (Exception, SystemExit) as error:
         maps = torch.zeros(3, trial.batch.rows, trial.batch.width, dtype=torch.float64)
         outcome = Outcome(torch.nan, {}, torch.nan, "", rank.place, maps, error=describe(error))
     arrived = dist.barrier(async_op=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,10 @@ from parallel_rl.testing.layouts import Layout
 
 # (next_token_logits, data, n_seqs, n_toks, tensor rank, tensor group, context group) to the loss, or the loss and its metrics
 SeedCall = Callable[..., "Tensor | tuple[Tensor, Mapping[str, float | Tensor]]"]
+_CALL = (
+    "next_token_logits", "data", "global_valid_seqs", "global_valid_toks",
+    "vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +70,28 @@ class SeedLoss:
         call: it may return the loss alone, or the loss and a mapping of metrics, numbers that are summed over ranks.
         fields: of the data, beside input_ids, token_mask and sample_mask.
         axes: that it can be run on; the call tells nothing of a contiguous context layout, packing and padding columns.
+
+    Raises:
+        ValueError: a function that does not take these arguments, such as an objective that is not registered.
     """
 
     call: SeedCall
     fields: tuple[str, ...] = ()
     axes: frozenset[str] = frozenset({"tensor", "context", "data", "micro-batches"})
+
+    def __post_init__(self) -> None:
+        try:
+            signature = inspect.signature(self.call)
+        except (TypeError, ValueError):  # of a builtin
+            return
+        try:
+            signature.bind(*_CALL)
+        except TypeError:
+            raise ValueError(
+                f"{self.name}({', '.join(signature.parameters)}) does not take the {len(_CALL)} arguments of a loss's call "
+                f"({', '.join(_CALL)}); an "
+                f'objective (logprobs, batch) becomes a loss by @register_objective("{self.name}", token_fields=(...)) above it'
+            ) from None
 
     @property
     def name(self) -> str:
@@ -97,7 +119,8 @@ class _Called(LossFunction):
         )  # fmt: skip
         loss, metrics = result if isinstance(result, tuple) else (result, {})
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(f"{self.subject.name} must return a scalar tensor, and metrics if any; got {loss!r}")
+            got = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise ValueError(f"{self.subject.name} must return a scalar tensor, and metrics if any; got {got}")
         numbers = {name: torch.as_tensor(value).double() for name, value in metrics.items()}
         return loss, Metrics({name: Metric("share", value) for name, value in {"loss": loss, **numbers}.items()})
 

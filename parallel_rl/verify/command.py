@@ -41,10 +41,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--config", metavar="CONFIG", help="the loss of this run, as `parallel-rl train CONFIG` builds it"
     )
     parser.add_argument(
+        "--through",
+        choices=("groups", "megatron"),
+        default="groups",
+        help="how the loss is run: by itself on process groups, or in megatron-core's schedule, with its pipeline, its loss "
+        "callback and its data parallelism (default: groups)",
+    )
+    parser.add_argument(
         "--layouts",
         nargs="+",
         metavar="AXIS=N,N",
-        help="tp=1,2 cp=1,2 dp=1,2 micro=1,3 packing=padded,packed: every combination (default: a choice on 1, 2 and 4 ranks)",
+        help="tp=1,2 cp=1,2 dp=1,2 micro=1,3 packing=padded,packed, and pp=1,2 through megatron: every combination (default: a "
+        "choice on 1, 2 and 4 ranks)",
     )
     parser.add_argument(
         "--fields", metavar="NAME,NAME", default="", help="fields of the data that a plain function reads"
@@ -71,21 +79,26 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
     """
     from parallel_rl.testing.check import Limits
     from parallel_rl.verify.layouts import of_words
-    from parallel_rl.verify.run import in_job, on_this_machine
+    from parallel_rl.verify.run import find_way, in_job, on_this_machine
     from parallel_rl.verify.show import html, table
 
     if not arguments.timeout > 0:
         raise ValueError(f"--timeout {arguments.timeout:g} is not valid; a positive number of seconds is needed")
     layouts = None if arguments.layouts is None else of_words(arguments.layouts)
+    if arguments.through == "groups" and any(layout.pp > 1 for layout in layouts or ()):
+        raise ValueError(
+            "--layouts pp=2 has no effect on process groups: stages are Megatron's; add --through megatron"
+        )
+    way = find_way(arguments.through)
     for path in (arguments.json, arguments.html):
         if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{path}: there is no folder {Path(path).absolute().parent}")
     subjects = _subjects(arguments, of_config)
     limits, quiet = Limits(timeout=arguments.timeout), arguments.json == "-"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        reports = in_job(subjects, layouts, limits)
+        reports = in_job(subjects, layouts, limits, way)
     else:
-        reports = on_this_machine(subjects, layouts, limits, show=not quiet)
+        reports = on_this_machine(subjects, layouts, limits, way, show=not quiet)
     if os.environ.get("RANK", "0") == "0":
         _write(arguments, reports, table, html)
     return 0 if all(report.ok for report in reports) else BROKEN

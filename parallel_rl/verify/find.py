@@ -5,13 +5,22 @@ from __future__ import annotations
 import importlib
 import sys
 
+from parallel_rl.config.strict import nearest
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import get_loss, losses
 from parallel_rl.testing.batches import PLACEHOLDER, REWARD_IDS
 from parallel_rl.testing.cases import Case, Subject
 from parallel_rl.testing.subjects import SeedLoss, subject_of
 
-_NEEDED = {"prm": {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": REWARD_IDS}}  # what has no default
+_NEEDED: dict[str, dict[str, object]] = {  # what has no default
+    "prm": {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": REWARD_IDS},
+    "components": {
+        "components": {
+            "policy": {"loss": {"name": "policy"}},
+            "nll": {"loss": {"name": "nll"}, "coefficient": 0.1, "mask": "observation_mask"},
+        }
+    },
+}
 
 
 def every_loss() -> list[Subject]:
@@ -53,7 +62,7 @@ def find_loss(text: str, options: dict[str, object], fields: tuple[str, ...] = (
 def _imported(module: str, name: str) -> object:
     try:
         imported = importlib.import_module(module)
-    except Exception as error:  # whatever a user's module does
+    except (Exception, SystemExit) as error:  # whatever a user's module does
         raise ValueError(
             f"--loss {module}:{name}: {module} cannot be imported: {type(error).__name__}: {error}"
         ) from None
@@ -62,4 +71,5 @@ def _imported(module: str, name: str) -> object:
     known = losses()
     if name in known:
         return known[name]
-    raise ValueError(f"--loss {module}:{name}: {module} has no {name!r}, and none is registered")
+    own = [key for key, value in vars(imported).items() if isinstance(value, type) and issubclass(value, LossFn)]
+    raise ValueError(f"--loss {module}:{name}: {module} has no {name!r}, and none is registered; {nearest(name, own)}")

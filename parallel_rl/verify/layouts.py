@@ -11,7 +11,7 @@ from parallel_rl.testing.layouts import Layout
 
 _PACKINGS = ("padded", "packed", "packed+padding")
 _CP_LAYOUTS: tuple[CPLayout, ...] = ("zigzag", "contiguous")
-_AXES = ("tp", "cp", "dp", "micro", "packing", "cp_layout")
+_AXES = ("tp", "cp", "dp", "pp", "micro", "packing", "cp_layout")
 
 
 def of_words(words: Sequence[str]) -> list[Layout]:
@@ -30,11 +30,12 @@ def of_words(words: Sequence[str]) -> list[Layout]:
             why = "is given twice" if name in given else f"is not AXIS=VALUE,VALUE; {nearest(name, _AXES)}"
             raise ValueError(f"--layouts {word} {why}")
         given[name] = values.split(",")
-    tps, cps, dps, micros = ([_size(name, value) for value in given.get(name, ["1"])] for name in _AXES[:4])
+    sizes = [[_size(name, value) for value in given.get(name, ["1"])] for name in _AXES[:5]]
     packings, of_context = _listed(given, "packing", _PACKINGS), _listed(given, "cp_layout", _CP_LAYOUTS)
     return [
-        Layout(tp, cp, dp, packing, micro, cp_layout)
-        for tp, cp, dp, micro, packing in itertools.product(tps, cps, dps, micros, packings)
+        Layout(tp, cp, dp, packing, micro, cp_layout, pp)
+        for tp, cp, dp, pp, micro in itertools.product(*sizes)
+        for packing in packings
         for cp_layout in _CP_LAYOUTS
         if (cp_layout in of_context if cp > 1 else cp_layout == "zigzag")
     ]

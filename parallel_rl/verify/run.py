@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from parallel_rl.testing.alone import Alone
 from parallel_rl.testing.cases import Batch, Subject, Trial
-from parallel_rl.testing.check import WORLDS, Limits, by_world, check_subject, layouts_of, runs_on
-from parallel_rl.testing.layouts import Layout, Rank, layouts, make_groups
+from parallel_rl.testing.check import WORLDS, Limits, by_world, check_subject, runs_on
+from parallel_rl.testing.layouts import Layout, Rank, default_layouts, layouts, make_groups
 from parallel_rl.testing.pool import MAX_WORLD, close
 from parallel_rl.testing.report import Report
 from parallel_rl.testing.runners import JobRunner, PoolRunner, Runner
@@ -37,15 +37,54 @@ class _Shown:
         return self.runner.run(trial, layouts, dtype)
 
 
+@dataclass(frozen=True)
+class Way:
+    """How a loss is run on ranks: by itself on plain process groups, or inside megatron-core's schedule.
+
+    Attributes:
+        default, of_job: layouts of so many ranks, of this machine and of a job.
+        pool: ranks of this machine that run it in so many seconds.
+        in_job: ranks of the job under way.
+    """
+
+    default: Callable[[int], list[Layout]]
+    of_job: Callable[[int], list[Layout]]
+    pool: Callable[[float], Runner]
+    in_job: Callable[[float], Runner]
+
+
+def find_way(through: str) -> Way:
+    """ "groups" or "megatron".
+
+    >>> [layout.name for layout in find_way("groups").default(8)]
+    ['tp2.cp2.dp2.packed+padding.mb3.zigzag']
+
+    Raises:
+        ValueError: megatron-core is not installed.
+    """
+    if through == "groups":
+        return Way(default_layouts, lambda world: layouts(world, 6), PoolRunner, lambda _: JobRunner(_places()))
+    try:
+        import parallel_rl.megatron  # noqa: F401  before megatron itself: it silences what a machine without a GPU knows
+        from parallel_rl.verify import schedule
+    except ModuleNotFoundError as error:
+        raise ValueError(f"--through megatron: {error}; pip install 'parallel-rl[megatron]'") from None
+
+    def in_job(timeout: float) -> JobRunner:
+        return JobRunner(lambda layout: schedule.place(layout, timeout), schedule.run_layout)
+
+    return Way(schedule.schedule_layouts, schedule.schedule_layouts, schedule.SchedulePool, in_job)
+
+
 def on_this_machine(
-    subjects: Sequence[Subject], chosen: Sequence[Layout] | None, limits: Limits, show: bool = True
+    subjects: Sequence[Subject], chosen: Sequence[Layout] | None, limits: Limits, way: Way, show: bool = True
 ) -> list[Report]:
     """Check each loss on gloo ranks that are started here and ended again.
 
     Raises:
         ValueError: a layout of more ranks than this machine starts, or that a loss cannot be run on.
     """
-    plans = [_plan(subject, chosen) for subject in subjects]
+    plans = [_plan(subject, chosen, way) for subject in subjects]
     most = max(world for plan in plans for world in plan)
     if most > MAX_WORLD:
         raise ValueError(
@@ -58,16 +97,16 @@ def on_this_machine(
         with Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
             bar.add_task("starting ranks", total=len(subjects))
             for subject, plan in zip(subjects, plans, strict=True):
-                reports.append(check_subject(subject, plan, _Shown(PoolRunner(limits.timeout), bar), limits))
+                reports.append(check_subject(subject, plan, _Shown(way.pool(limits.timeout), bar), limits))
                 bar.advance(bar.task_ids[0])
     finally:
         close()
     return reports
 
 
-def _plan(subject: Subject, chosen: Sequence[Layout] | None) -> dict[int, list[Layout]]:
+def _plan(subject: Subject, chosen: Sequence[Layout] | None, way: Way) -> dict[int, list[Layout]]:
     if chosen is None:
-        return layouts_of(WORLDS, subject)
+        return {world: [one for one in way.default(world) if runs_on(subject, one)] for world in WORLDS}
     for layout in chosen:
         if not runs_on(subject, layout):
             raise ValueError(
@@ -76,35 +115,41 @@ def _plan(subject: Subject, chosen: Sequence[Layout] | None) -> dict[int, list[L
     return by_world(chosen)
 
 
-def in_job(subjects: Sequence[Subject], chosen: Sequence[Layout] | None, limits: Limits) -> list[Report]:
+def in_job(subjects: Sequence[Subject], chosen: Sequence[Layout] | None, limits: Limits, way: Way) -> list[Report]:
     """Check each loss on the ranks of torchrun's or srun's job, all of them on NCCL where there are GPUs.
 
     Raises:
         ValueError: a layout of another number of ranks than the job's.
     """
     world = int(os.environ["WORLD_SIZE"])
-    mine = layouts(world, 6) if chosen is None else [one for one in chosen if one.world == world]
+    mine = way.of_job(world) if chosen is None else [one for one in chosen if one.world == world]
     if not mine:
         asked = f"none of the layouts has {world} ranks" if chosen else "no default layout has so many; give --layouts"
         raise ValueError(f"the job has {world} ranks: {asked}")
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=limits.timeout))
-    groups: dict[tuple[int, int], Rank] = {}
-
-    def place(layout: Layout) -> Rank:
-        key = layout.tp, layout.cp
-        if key not in groups:
-            groups[key] = Rank(*make_groups(dist.get_rank(), world, *key), device)
-        return groups[key]
-
     try:
+        runner = way.in_job(limits.timeout)
         plan = [[one for one in mine if runs_on(subject, one)] for subject in subjects]
         return [
-            check_subject(subject, {world: of_this}, JobRunner(place), limits)
+            check_subject(subject, {world: of_this}, runner, limits)
             for subject, of_this in zip(subjects, plan, strict=True)
         ]
     finally:
         dist.destroy_process_group()
+
+
+def _places() -> Callable[[Layout], Rank]:
+    """This rank's groups on a layout, made once."""
+    groups: dict[tuple[int, int], Rank] = {}
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+    def place(layout: Layout) -> Rank:
+        key = layout.tp, layout.cp
+        if key not in groups:
+            groups[key] = Rank(*make_groups(dist.get_rank(), dist.get_world_size(), *key), device)
+        return groups[key]
+
+    return place

@@ -6,10 +6,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from parallel_rl.testing import Limits, check_law, hugging_face, law_test, verl
+from parallel_rl.testing import Limits, check_law, hugging_face, law_test, slime, verl
 from parallel_rl.testing.report import LawBroken
 from tests.testing import broken_losses
 from tests.testing.planted import LocalTokens, Planted
@@ -115,6 +116,56 @@ def trainer_loss(outputs, labels, num_items_in_batch=None):  # type: ignore[no-u
     z = torch.where((y >= 0)[..., None], z, 0).to(torch.promote_types(z.dtype, torch.float32))
     total = torch.nn.functional.cross_entropy(z.flatten(0, 1), y.flatten(), reduction="sum")
     return total / num_items_in_batch
+
+
+def _of_slime(batch, logits):  # type: ignore[no-untyped-def]
+    """Per-token terms of all rows in a row."""
+    import torch
+
+    picked = [
+        z.log_softmax(-1)[-1 - n : -1].gather(-1, y[-n:, None])[:, 0]
+        for z, y, n in zip(
+            logits[0].split(batch["total_lengths"]), batch["unconcat_tokens"], batch["response_lengths"], strict=True
+        )
+    ]
+    ratio = (torch.cat(picked) - torch.cat(batch["log_probs"])).exp()
+    return -ratio * torch.cat(batch["advantages"])
+
+
+def slime_loss(args, batch, logits, sum_of_sample_mean):  # type: ignore[no-untyped-def]
+    loss = sum_of_sample_mean(_of_slime(batch, logits))
+    return loss, {"pg_loss": loss.detach()}
+
+
+def slime_local(args, batch, logits, sum_of_sample_mean):  # type: ignore[no-untyped-def]
+    """A mean over the micro-batch's tokens, which what slime divides by later does not mend."""
+    import torch
+
+    mask = torch.cat(batch["loss_masks"])
+    return (_of_slime(batch, logits) * mask).sum() / mask.sum().clamp(min=1), {}
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_losses_in_the_manner_of_slime(per_token: bool) -> None:
+    """slime gives no counts: who divides by what the micro-batch holds is found, who uses its reducer is right."""
+    import torch
+
+    from parallel_rl.testing.batches import carries_loss, make_batch
+    from parallel_rl.testing.cases import alone
+
+    fields, args = ("advantages", "prev_logprobs"), SimpleNamespace(calculate_per_token_loss=per_token)
+    subject = slime(slime_loss, args, fields)
+    assert check_law(subject, worlds=(1,)).ok
+    assert not check_law(slime(slime_local, args, fields), worlds=(1,)).ok
+    batch = make_batch(5, False, "nll", torch.float64)
+    mask = carries_loss(batch.data, subject.build())[:, :-1]
+    picked = batch.logits[:, :-1].log_softmax(-1).gather(-1, batch.data["input_ids"][:, 1:, None])[..., 0]
+    terms = -(picked - batch.data["prev_logprobs"][:, 1:]).exp() * batch.data["advantages"][:, 1:] * mask
+    sums, counts = terms.sum(1), mask.sum(1)
+    rows = (batch.data["sample_mask"] != 0).sum()
+    want = sums.sum() / counts.sum() if per_token else (sums / counts.clamp(min=1)).sum() / rows
+    loss, _ = alone(subject, batch.logits, batch.data)
+    torch.testing.assert_close(loss, want)
 
 
 def test_losses_in_the_manner_of_other_frameworks() -> None:

@@ -66,8 +66,7 @@ def check_losses(config: TrainConfig) -> list[str]:
     layouts = [Layout(sizes.tensor, sizes.context, data, packing, number, "zigzag") for number in (1, 3)]
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     rank = Rank(groups, (groups.tp_rank, groups.cp_rank, groups.dp_rank), device)
-    stage, last = parallel_state.get_pipeline_model_parallel_rank(), sizes.pipeline - 1
-    runner = JobRunner(lambda layout: rank, counts=stage == last)
+    runner = JobRunner(lambda layout: rank)
     names = []
     for subject in own_losses(config):
         report = check_subject(subject, {layouts[0].world: layouts}, runner)

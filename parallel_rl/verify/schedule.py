@@ -1,0 +1,212 @@
+"""One optimizer step's loss inside megatron-core's schedule: its pipeline, its loss callback, its data parallelism.
+
+The model is a table of logits, one row for each place of the batch: the first pipeline stage looks them up, each later one adds
+a bias, so that what the optimizer would see is the gradient of the logits themselves and can be compared place by place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parallel_rl.groups import ParallelGroups
+from parallel_rl.losses.core.call import LossCall, LossFunction, PackedSequences
+from parallel_rl.losses.core.requirements import Requirements
+from parallel_rl.megatron import (
+    MicroBatch,
+    build_config,
+    forward_backward,
+    gradient,
+    initialize,
+    packed_input,
+    padded_input,
+    wrap_model,
+)
+from parallel_rl.megatron.context import Context
+from parallel_rl.metrics import Metrics
+from parallel_rl.statistics import Statistics
+from parallel_rl.testing.alone import Alone
+from parallel_rl.testing.cases import Batch, Subject, Trial
+from parallel_rl.testing.layouts import Layout, Piece, Rank
+from parallel_rl.testing.pool import preload, run_world
+from parallel_rl.testing.runners import PoolRunner, of_places
+from parallel_rl.testing.sharded import Outcome, add_to_maps, attempt
+from parallel_rl.testing.step import cut_step
+
+_EXACT = 1e-9  # relative, in float64
+_GRIDS = {  # tensor, context, data, pipeline; packing
+    1: ((1, 1, 1, 1, "padded"), (1, 1, 1, 1, "packed")),
+    2: ((1, 1, 1, 2, "padded"), (1, 1, 1, 2, "packed+padding"), (1, 1, 2, 1, "padded")),
+    4: ((2, 1, 1, 2, "packed+padding"), (1, 2, 1, 2, "padded"), (1, 1, 2, 2, "padded")),
+    8: ((2, 2, 1, 2, "packed+padding"), (1, 2, 2, 2, "padded"), (2, 1, 2, 2, "packed")),
+}
+preload("parallel_rl.megatron", __name__)
+
+
+@dataclass(frozen=True)
+class SchedulePool:
+    """Ranks of this machine, each of which joins Megatron's groups; `timeout` seconds a call."""
+
+    timeout: float
+
+    def alone(self, subject: Subject, batch: Batch) -> Alone:
+        return PoolRunner(self.timeout).alone(subject, batch)
+
+    def run(self, trial: Trial, layouts: Sequence[Layout], dtype: torch.dtype) -> list[list[Outcome]]:
+        of_ranks = run_world(layouts[0].world, _rank, layouts, trial, dtype, self.timeout, timeout=self.timeout)
+        return [of_places(outcomes) for outcomes in zip(*of_ranks, strict=True)]
+
+
+def _rank(rank: int, layouts: Sequence[Layout], trial: Trial, dtype: torch.dtype, timeout: float) -> list[Outcome]:
+    return [attempt(layout, trial, place(layout, timeout), dtype, run_layout) for layout in layouts]
+
+
+def schedule_layouts(world: int) -> list[Layout]:
+    """Default layouts of so many ranks, three micro-batches in each; none where there is no choice of ours.
+
+    >>> [layout.name for layout in schedule_layouts(4)][0]
+    'tp2.cp1.dp1.pp2.packed+padding.mb3.zigzag'
+    """
+    return [Layout(tp, cp, dp, packing, 3, "zigzag", pp) for tp, cp, dp, pp, packing in _GRIDS.get(world, ())]
+
+
+def place(layout: Layout, timeout: float) -> Rank:
+    """This rank on Megatron's groups of a layout; those of the last one are kept where its sizes are the same."""
+    initialize(layout.tp, layout.cp, layout.pp, timeout=timeout)
+    groups = ParallelGroups.from_megatron()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return Rank(groups, (groups.tp_rank, groups.cp_rank, groups.dp_rank), device)
+
+
+def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> Outcome:
+    """One optimizer step through `forward_backward` on this rank; all stages of a pipeline return what they found together.
+
+    Padded rows run with `calculate_per_token_loss`, packed ones without: Megatron scales the loss by other factors then.
+    """
+    step = cut_step(trial, layout, rank, dtype, consume=layout.micro_batches > 1)
+    rows, width = trial.batch.rows, trial.batch.width
+    places: list[tuple[int, int] | None] = [(row, column) for row in range(rows) for column in range(width)]
+    whole = Piece(list(range(rows)), [*places, None], None, None)  # and a row that padding looks up
+    config = build_config(
+        num_layers=layout.pp, hidden_size=8 * layout.tp, num_attention_heads=layout.tp, dtype=dtype,
+        cp_layout=layout.cp_layout, calculate_per_token_loss=layout.packing == "padded",
+    )  # fmt: skip
+    model = wrap_model(_Stage(config, step.local(trial.batch.logits, whole).to(rank.device, dtype)))
+    model.zero_grad_buffer()
+    loss_fn, context = _Shares(step.loss_fn), Context.present(layout.cp_layout)
+    batches = [_micro_batch(*one, context) for one in zip(step.pieces, step.datas, strict=True)]
+    report = forward_backward(model, loss_fn, batches, groups=rank.groups)
+    [parameter] = model.parameters()
+    found = gradient(parameter)
+    assert found is not None
+    found, truth = found.cpu().double(), step.local(trial.want.gradient, whole, poison=False).double()
+    outcome = Outcome(
+        sum(loss_fn.shares), report.floats(), 0.0, "", rank.place, torch.zeros(3, rows, width, dtype=torch.float64)
+    )
+    if found.dim() == 1:  # a later stage
+        truth = truth.sum(0)
+    else:
+        padding = torch.tensor([column is None for column in step.columns])
+        if bool((found[truth == 0] != 0).any()):
+            text = f"{layout.name}: a masked place or a padding column has a gradient"
+            outcome = outcome._replace(stray=text, padding_gradient=bool((found[:, padding] != 0).any()))
+        for piece in step.pieces:  # of the sum over ranks, this one answers for its own places
+            at = _places(piece, width)
+            add_to_maps(outcome.maps, piece, found[at], truth[at])
+        outcome = outcome._replace(squared_error=outcome.maps[2].sum().item())
+    return _joined(layout, outcome, float((found - truth).norm() / truth.norm().clamp(min=1e-300)))
+
+
+def _joined(layout: Layout, mine: Outcome, off: float) -> Outcome:
+    """The first stage's gradient with the last one's loss; `off` is each stage's relative error of its parameter's gradient."""
+    of_stages = [(mine, off)] * layout.pp
+    if layout.pp > 1:
+        dist.all_gather_object(of_stages, (mine, off), group=parallel_state.get_pipeline_model_parallel_group())
+    (first, right), (last, _) = of_stages[0], of_stages[-1]
+    wrong = [stage for stage, (_, error) in enumerate(of_stages) if not error <= _EXACT]
+    if right <= _EXACT and wrong:
+        first = first._replace(
+            error=f"the gradient of pipeline stage {wrong[0]} is off by {of_stages[wrong[0]][1]:.1e}"
+        )
+    return first._replace(share=last.share, metrics=last.metrics)
+
+
+def _places(piece: Piece, width: int) -> Tensor:
+    """[T_local] rows of the table; the last one for padding."""
+    rows, columns, there = piece.indices()
+    return torch.where(there, rows * width + columns, -1)
+
+
+def _micro_batch(piece: Piece, data: Mapping[str, Tensor], context: Context) -> MicroBatch:
+    ids = data["input_ids"]
+    if piece.cu_seqlens is None:
+        packed, made = None, padded_input(ids, context)
+    else:
+        bounds = piece.cu_seqlens if piece.cu_seqlens_padded is None else piece.cu_seqlens_padded
+        packed = PackedSequences(piece.cu_seqlens.to(ids.device), bounds.to(ids.device))
+        made = packed_input(ids, piece.cu_seqlens, bounds, context)
+    tokens = _places(piece, ids.shape[1]).view(piece.shape).to(ids.device)
+    return MicroBatch(replace(made, tokens=tokens), data, packed)
+
+
+class _Stage(MegatronModule):
+    """One pipeline stage: the first looks its tokens up in the table, each other one adds a bias of zeros."""
+
+    model_type, share_embeddings_and_output_weights = ModelType.encoder_or_decoder, False  # the schedule asks
+
+    def __init__(self, config: TransformerConfig, table: Tensor) -> None:
+        super().__init__(config)
+        self.pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        self.post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        self.table = torch.nn.Parameter(table if self.pre_process else torch.zeros_like(table[0]))
+        self.output_layer = torch.nn.Identity()  # a row of the table is logits already
+        self.received: Tensor | None = None
+
+    def set_input_tensor(self, input_tensor: Tensor | list[Tensor | None] | None) -> None:
+        """Take what the stage before sent, as Megatron's schedule hands it over."""
+        self.received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: None, packed_seq_params: object = None) -> Tensor:
+        """[S/cp, B, V/tp] for the next stage, [B, S/cp, V/tp] for the loss."""
+        if self.pre_process:
+            out = self.table[tokens.t().contiguous()]
+        else:
+            assert self.received is not None
+            out = self.received + self.table
+        return out.transpose(0, 1).contiguous() if self.post_process else out
+
+
+class _Shares(LossFunction):
+    """A loss that remembers its shares."""
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self.loss_fn, self.shares = loss_fn, [0.0]
+
+    @property
+    def requirements(self) -> Requirements:
+        return self.loss_fn.requirements
+
+    def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
+        loss, metrics = self.loss_fn.run(call)
+        self.shares.append(loss.item())
+        return loss, metrics
+
+    def count(
+        self,
+        batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        data_parallel_group: ProcessGroup | None = None,
+    ) -> Statistics:
+        return self.loss_fn.count(batches, data_parallel_group)
+
+    def run_collect(self, call: LossCall) -> Statistics:
+        return self.loss_fn.run_collect(call)
