@@ -5,6 +5,7 @@ Not of `SequenceLayout`, so that an error there cannot cancel itself.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -104,15 +105,20 @@ class Rank(NamedTuple):
     device: torch.device = torch.device("cpu")
 
 
-def make_groups(rank: int, world: int, tp: int, cp: int) -> tuple[ParallelGroups, tuple[int, int, int]]:
-    """Tensor ranks are neighbours, then context, then data; returns the groups and this rank's (tp, cp, dp) place."""
+def make_groups(
+    rank: int, world: int, tp: int, cp: int, timeout: timedelta | None = None
+) -> tuple[ParallelGroups, tuple[int, int, int]]:
+    """Tensor ranks are neighbours, then context, then data; returns the groups and this rank's (tp, cp, dp) place.
+
+    `timeout` is of their collectives; None is the backend's half an hour, not the world's.
+    """
     place = (rank % tp, rank // tp % cp, rank // (tp * cp))
     ranks = torch.arange(world).view(-1, cp, tp)
 
     def group_of(lists: Tensor) -> dist.ProcessGroup | None:
         mine = None
         for members in lists.tolist():
-            group = dist.new_group(members) if len(members) > 1 else None
+            group = dist.new_group(members, timeout=timeout) if len(members) > 1 else None
             mine = group if rank in members else mine
         return mine
 

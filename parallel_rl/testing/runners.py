@@ -58,7 +58,14 @@ class JobRunner:
     run_layout: RunLayout = run_layout
 
     def alone(self, subject: Subject, batch: Batch) -> Alone:
-        return check_alone(0, subject, batch)
+        """One process's findings; every rank's error is everyone's, so that all go on or none does."""
+        found = check_alone(0, subject, batch)
+        errors: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(errors, found.error)
+        wrong = {text: errors.index(text) for text in errors if text}
+        if wrong and not found.error:
+            return Alone(None, "; ".join(f"rank {rank}: {text}" for text, rank in wrong.items()))
+        return found
 
     def run(self, trial: Trial, layouts: Sequence[Layout], dtype: torch.dtype) -> list[list[Outcome]]:
         mine = [attempt(layout, trial, self.place(layout), dtype, self.run_layout) for layout in layouts]

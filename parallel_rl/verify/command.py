@@ -96,10 +96,9 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
     subjects = _subjects(arguments, of_config)
     limits, quiet = Limits(timeout=arguments.timeout), arguments.json == "-"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        reports = in_job(subjects, layouts, limits, way)
+        reports = in_job(subjects, layouts, limits, way, lambda found: _write(arguments, found, table, html))
     else:
         reports = on_this_machine(subjects, layouts, limits, way, show=not quiet)
-    if os.environ.get("RANK", "0") == "0":
         _write(arguments, reports, table, html)
     return 0 if all(report.ok for report in reports) else BROKEN
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,8 @@ from parallel_rl.testing.pool import MAX_WORLD, close
 from parallel_rl.testing.report import Report
 from parallel_rl.testing.runners import JobRunner, PoolRunner, Runner
 from parallel_rl.testing.sharded import Outcome
+
+_GRACE = 5.0  # seconds in which a collective's own timeout may say more
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,9 @@ def find_way(through: str) -> Way:
         ValueError: megatron-core is not installed.
     """
     if through == "groups":
-        return Way(default_layouts, lambda world: layouts(world, 6), PoolRunner, lambda _: JobRunner(_places()))
+        return Way(
+            default_layouts, lambda world: layouts(world, 6), PoolRunner, lambda timeout: JobRunner(_places(timeout))
+        )
     try:
         import parallel_rl.megatron  # noqa: F401  before megatron itself: it silences what a machine without a GPU knows
         from parallel_rl.verify import schedule
@@ -115,8 +123,50 @@ def _plan(subject: Subject, chosen: Sequence[Layout] | None, way: Way) -> dict[i
     return by_world(chosen)
 
 
-def in_job(subjects: Sequence[Subject], chosen: Sequence[Layout] | None, limits: Limits, way: Way) -> list[Report]:
+@dataclass(frozen=True)
+class _Bounded:
+    """Ranks of a job that end themselves where one of them does not come back: nobody else would."""
+
+    runner: Runner
+    seconds: float
+
+    def alone(self, subject: Subject, batch: Batch) -> Alone:
+        with self._limit(f"{subject.name} on one process"):
+            return self.runner.alone(subject, batch)
+
+    def run(self, trial: Trial, layouts: Sequence[Layout], dtype: torch.dtype) -> list[list[Outcome]]:
+        with self._limit(f"{trial.case.name} on {layouts[0].world} ranks"):
+            return self.runner.run(trial, layouts, dtype)
+
+    @contextlib.contextmanager
+    def _limit(self, what: str) -> Iterator[None]:
+        text = f"{what} did not come back in {self.seconds:g} s"
+        timer = threading.Timer(self.seconds + _GRACE, _end, (text,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except RuntimeError as error:  # a rank is gone or hangs, and so may what closes the groups
+            _end(f"{what}: {error}")
+        finally:
+            timer.cancel()
+
+
+def _end(text: str) -> NoReturn:
+    print(f"parallel-rl: error (rank {os.environ['RANK']}): {text}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def in_job(
+    subjects: Sequence[Subject],
+    chosen: Sequence[Layout] | None,
+    limits: Limits,
+    way: Way,
+    show: Callable[[Sequence[Report]], None],
+) -> list[Report]:
     """Check each loss on the ranks of torchrun's or srun's job, all of them on NCCL where there are GPUs.
+
+    Rank 0 shows the reports before any rank returns: a launcher ends all of them with the first that fails.
 
     Raises:
         ValueError: a layout of another number of ranks than the job's.
@@ -131,17 +181,21 @@ def in_job(subjects: Sequence[Subject], chosen: Sequence[Layout] | None, limits:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=limits.timeout))
     try:
-        runner = way.in_job(limits.timeout)
+        runner = _Bounded(way.in_job(limits.timeout), limits.timeout)
         plan = [[one for one in mine if runs_on(subject, one)] for subject in subjects]
-        return [
+        reports = [
             check_subject(subject, {world: of_this}, runner, limits)
             for subject, of_this in zip(subjects, plan, strict=True)
         ]
+        if dist.get_rank() == 0:
+            show(reports)
+        dist.barrier()
+        return reports
     finally:
         dist.destroy_process_group()
 
 
-def _places() -> Callable[[Layout], Rank]:
+def _places(timeout: float) -> Callable[[Layout], Rank]:
     """This rank's groups on a layout, made once."""
     groups: dict[tuple[int, int], Rank] = {}
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
@@ -149,7 +203,8 @@ def _places() -> Callable[[Layout], Rank]:
     def place(layout: Layout) -> Rank:
         key = layout.tp, layout.cp
         if key not in groups:
-            groups[key] = Rank(*make_groups(dist.get_rank(), dist.get_world_size(), *key), device)
+            made = make_groups(dist.get_rank(), dist.get_world_size(), *key, timedelta(seconds=timeout))
+            groups[key] = Rank(*made, device)
         return groups[key]
 
     return place

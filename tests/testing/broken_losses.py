@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 
 import torch.distributed as dist
@@ -39,6 +40,19 @@ class Hangs(Planted):
     def total(self, batch: TokenBatch) -> Tensor:
         if _rank() == 1:
             time.sleep(1000)
+        return super().total(batch)
+
+
+class ExitsOnOneRank(Planted):
+    def total(self, batch: TokenBatch) -> Tensor:
+        if _rank() == 1:
+            sys.exit(0)
+        return super().total(batch)
+
+
+class HangsAlone(Planted):
+    def total(self, batch: TokenBatch) -> Tensor:
+        time.sleep(1000)
         return super().total(batch)
 
 

@@ -51,6 +51,7 @@ def test_the_loss_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--loss", "nlll"], "'nlll'"),
         (["--loss", "no_such_module:Loss"], "no_such_module cannot be imported"),
+        (["--loss", "tests.testing.exits:Loss"], "cannot be imported: SystemExit: 0"),
         (["--loss", "tests.testing.planted:Nothing"], "has no 'Nothing'"),
         (["--loss", "tests.testing.planted:LocalToken"], "did you mean 'LocalTokens'?"),
         (["--loss", "tests.testing.broken_losses:not_a_loss"], "3 is not a loss"),
@@ -100,18 +101,43 @@ def _with_environment(marker: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("loss", "status"),
-    [pytest.param("nll", 0, marks=pytest.mark.slow), ("tests.testing.planted:ContextAveraged", 1)],
-)
-def test_inside_torchrun(loss: str, status: int) -> None:
-    """The job's own ranks and groups; every rank exits alike."""
+def _in_torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, "-m", "parallel_rl.cli", "verify", "--loss", loss, "--layouts", "cp=2", "tp=1"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=240)
+    command = [*launcher, "-m", "parallel_rl.cli", "verify", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=env, text=True, capture_output=True, timeout=240)
+
+
+@pytest.mark.parametrize(
+    ("loss", "status", "through"),
+    [
+        pytest.param("nll", 0, "groups", marks=pytest.mark.slow),
+        ("tests.testing.planted:ContextAveraged", 1, "groups"),
+        pytest.param("tests.testing.planted:ContextAveraged", 1, "megatron", marks=pytest.mark.slow),
+    ],
+)
+def test_inside_torchrun(loss: str, status: int, through: str) -> None:
+    """The job's own ranks and groups, or Megatron's; every rank exits alike, and not before the report is out."""
+    done = _in_torchrun("--loss", loss, "--layouts", "cp=2", "tp=1", "--through", through)
     assert (done.returncode != 0) == bool(status), done.stderr
     assert ("gradient averaged over context ranks" in done.stdout) == bool(status)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("ExitsOnOneRank", "rank 1: SystemExit: 0"),  # that status 0 is no success
+        ("Hangs", "Hangs on one process: "),
+        ("HangsAlone", "HangsAlone on one process did not come back in 12 s"),
+    ],
+)
+def test_a_job_ends_in_time(loss: str, said: str) -> None:
+    """Collectives of every group end with the timeout, and a rank that none waits for ends itself."""
+    began = time.monotonic()
+    done = _in_torchrun("--loss", f"tests.testing.broken_losses:{loss}", "--timeout", "12", "--layouts", "dp=2")
+    assert time.monotonic() - began < 90 and done.returncode == 1
+    assert said in done.stdout + done.stderr
 
 
 def test_layouts_are_every_combination() -> None:
