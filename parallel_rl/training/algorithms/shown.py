@@ -32,13 +32,18 @@ def shown_text(samples: Sequence[ShownSample]) -> str:
     for sample in samples:
         lines.append(f"held-out prompt {sample.number}, reward {sample.reward:.3f}")
         for name in ("prompt", "completion", "answer"):
-            first, *others = _printable(getattr(sample, name)).split("\n")
+            text = getattr(sample, name)
+            if (more := len(text) - _MOST) > 0:
+                text = f"{text[:_MOST]} … ({more:,} more characters)"
+            first, *others = printable(text).split("\n")
             lines += [f"  {name:<12}{first}".rstrip(), *(f"{'':14}{line}" for line in others)]
     return "\n".join(lines)
 
 
-def _printable(text: str) -> str:
-    """A text without what would steer a terminal, and not longer than a reader wants."""
-    more = len(text) - _MOST
-    text = text if more <= 0 else f"{text[:_MOST]} … ({more:,} more characters)"
+def printable(text: str) -> str:
+    """A text without what would steer a terminal.
+
+    >>> printable("bold \x1b[1m")
+    'bold \\\\x1b[1m'
+    """
     return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)

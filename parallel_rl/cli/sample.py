@@ -1,0 +1,69 @@
+"""The command that shows what a checkpoint's policy answers."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from parallel_rl.cli.runs import check_world, refuse, say
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "sample",
+        help="answers of a checkpoint's policy to prompts, alone or under torchrun",
+        usage="parallel-rl sample CHECKPOINT --prompt TEXT [--prompt TEXT ...] [--samples N] [--temperature T] "
+        "[--max-new-tokens N] [--seed S] [--config FILE] [--section.key value ...]",
+        description="Draws from runs/.../checkpoints/step_N with the tokenizer and the sampling of its run. One process holds "
+        "the model unless a layout is given, as in torchrun ... sample CHECKPOINT --parallel.tensor 2 --prompt TEXT",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="may be given again")
+    parser.add_argument("--samples", metavar="N", type=int, default=1, help="answers to each prompt (1)")
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, help="else the run's; 0: the likeliest token each time"
+    )
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, help="else the run's")
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the draws (0)")
+    parser.add_argument("--config", metavar="FILE", help="of the run; else the config.yaml in its folder")
+    return parser
+
+
+def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    try:
+        if not known.prompt:
+            raise ValueError("there is no prompt: write --prompt TEXT, once for each")
+        if known.samples < 1:
+            raise ValueError(f"--samples {known.samples} is not valid; at least 1 is needed")
+        if not 0 <= known.seed < 2**31:
+            raise ValueError(f"--seed {known.seed} is not valid; an integer from 0 to {2**31 - 1} is needed")
+        from parallel_rl.training.config.load import load_config
+
+        checkpoint = Path(known.checkpoint).absolute()
+        path = Path(known.config) if known.config else checkpoint.parent.parent / "config.yaml"
+        config = load_config(str(path), ["--parallel={}", *rest])
+        greedy = known.temperature == 0
+        asked = {"temperature": None if greedy else known.temperature, "max_new_tokens": known.max_new_tokens}
+        sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})
+        check_world(config.parallel)
+        warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+        import torch.distributed as dist
+
+        from parallel_rl.training.algorithms.sampling import sample_prompts
+        from parallel_rl.training.algorithms.shown import printable
+
+        answers = sample_prompts(
+            config, checkpoint, known.prompt, sampling, samples=known.samples, seed=known.seed, greedy=greedy
+        )
+        for prompt, texts in zip(known.prompt, answers, strict=True):
+            say(printable(prompt))
+            for text in texts:
+                say("\n".join(f"  {line}" for line in printable(text).split("\n")))
+        dist.destroy_process_group()
+    except (ValueError, OSError) as error:
+        return refuse(error)
+    return 0

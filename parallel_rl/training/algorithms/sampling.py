@@ -1,0 +1,65 @@
+"""Answers of a checkpoint's policy to prompts that someone types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from parallel_rl.agreement import gather_results, raise_on_all_ranks
+from parallel_rl.training.checkpointing.checkpoint import load_weights
+from parallel_rl.training.checkpointing.contents import same_weights
+from parallel_rl.training.config.sections import SamplingConfig
+from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.models.engine import build_engine, start_world
+from parallel_rl.training.rollouts.sampler import ROWS_AT_A_TIME, sample
+
+
+def sample_prompts(
+    config: TrainConfig,
+    checkpoint: Path,
+    prompts: Sequence[str],
+    sampling: SamplingConfig,
+    *,
+    samples: int,
+    seed: int,
+    greedy: bool,
+) -> list[list[str]]:
+    """`samples` answers to each prompt, on every rank; any layout draws the same ones.
+
+    Args:
+        config: of the run that wrote the checkpoint, on the layout to sample with.
+        prompts: texts of a user.
+        greedy: the likeliest token each time.
+
+    Raises:
+        ValueError: no checkpoint there, a damaged one, one of another model, a model without logits, a prompt that cannot be
+            written or has no room; on all ranks.
+    """
+    start_world(config)
+    tokenizer = raise_on_all_ranks(config.tokenizer.build)
+    most = config.model.max_positions
+
+    def render() -> list[list[int]]:
+        if config.scalar_head:
+            raise ValueError(f"{checkpoint} is of a reward model, which has no logits to sample from")
+        tokens = [tokenizer.render([{"role": "user", "content": text}]) for text in prompts]
+        for text, ids in zip(prompts, tokens, strict=True):
+            if len(ids) + sampling.max_new_tokens > most:
+                raise ValueError(
+                    f"the prompt {text[:40]!r} has {len(ids)} tokens; with {sampling.max_new_tokens} new ones these are more "
+                    f"than model.max_positions = {most}; lower --max-new-tokens"
+                )
+        return tokens
+
+    rendered = raise_on_all_ranks(render)
+    engine = build_engine(config, tokenizer.vocabulary, most)
+    load_weights(checkpoint, engine.model, same_weights(config, "the checkpoint"))
+    groups, count = engine.groups, len(prompts) * samples
+    mine = range(groups.dp_rank * count // groups.dp_size, (groups.dp_rank + 1) * count // groups.dp_size)
+    texts: dict[int, str] = {}
+    for first in range(mine.start, mine.stop, ROWS_AT_A_TIME):
+        ids = mine[first - mine.start : first - mine.start + ROWS_AT_A_TIME]
+        drawn = sample(engine, [rendered[number // samples] for number in ids], ids, seed, sampling, greedy=greedy)
+        texts |= zip(ids, map(tokenizer.decode, drawn.responses()), strict=True)
+    whole = {number: text for part in gather_results(lambda: texts) for number, text in part.items()}
+    return [[whole[number * samples + k] for k in range(samples)] for number in range(len(prompts))]
