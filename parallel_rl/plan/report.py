@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_rl.plan.bounds import CARDS, Bound, bounds
 from parallel_rl.plan.memory import Stage, loss_stages, states
+from parallel_rl.vocab.linear.plan import card_budget
 
 if TYPE_CHECKING:
     from parallel_rl.plan.memory import Layout
@@ -86,7 +87,8 @@ def plan_run(
         raise ValueError(f"micro_batches = {micro_batches} must be at least 1")
     room = int(CARDS[card].memory) if memory is None else memory
     vocab = -(-model.vocab // layout.tensor) * layout.tensor
-    stages = loss_stages(model.hidden, vocab, layout)
+    budget = card_budget(room) if layout.budget is None and layout.device == "cuda" else layout.budget
+    stages = loss_stages(model.hidden, vocab, replace(layout, budget=budget))
     return RunPlan(room, states(model, layout), stages, list(bounds(model, layout, CARDS[card], micro_batches)))
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 LinearMode = Literal["auto", "in_forward", "resident", "recompute"]
 MODES: tuple[str, ...] = get_args(LinearMode)
 
-_HOST_BUDGET, _DEVICE_BUDGET = 1 << 26, 1 << 31
-_OF_DEVICE = 0.015  # of a card's memory
+_HOST_BUDGET = 1 << 26
+_MOST_OF_CARD, _OF_CARD = 1 << 31, 0.015
 _MOST_ROWS = 4096  # beyond it a product gains nothing from more rows
 _LEAST_COLUMNS = 2048  # below it a product loses
 _ALIGN, _WAVE = 64, 1024  # rows; at D 4096 a wave's fill the 132 multiprocessors of an H100 with tiles of a product
@@ -65,19 +65,25 @@ def columns_of_rank(width: int, vocab_size: int | None, group: ProcessGroup | No
 
 
 def budget_bytes(budget: int | None, device: torch.device) -> int:
-    """Bytes that a call may take: the given ones, or the device's default.
-
-    That is 64 MiB on a host, and on a card 2 GiB or the largest power of two in 1.5 % of its memory: 2 GiB of an H200's, 1 GiB
-    of an H100's. A power, since cards of one kind report sizes that differ a little, and all ranks make the same plan.
-    """
+    """Bytes that a call may take: the given ones, or the device's default, 64 MiB on a host and `card_budget` on a card."""
     if budget is not None:
         return budget
     if device.type == "cpu":
         return _HOST_BUDGET
     if device.type != "cuda":
-        return _DEVICE_BUDGET
-    part = int(_OF_DEVICE * torch.cuda.get_device_properties(device).total_memory)
-    return min(_DEVICE_BUDGET, 1 << (part.bit_length() - 1))
+        return _MOST_OF_CARD
+    return card_budget(torch.cuda.get_device_properties(device).total_memory)
+
+
+def card_budget(memory: int) -> int:
+    """The largest power of two in 1.5 % of a card's memory, at most 2 GiB: 2 GiB of an H200's, 1 GiB of an H100's.
+
+    A power, since cards of one kind report sizes that differ a little, and all ranks make the same plan.
+
+    >>> card_budget(80 * 2**30) == 2**30
+    True
+    """
+    return min(_MOST_OF_CARD, 1 << (int(_OF_CARD * memory).bit_length() - 1))
 
 
 def rows_at_once(total: int, cost: int, room: int) -> int:
