@@ -29,7 +29,8 @@ demo: $(STAMP)  ## GRPO learns arithmetic on RANKS=4 CPU ranks (TP 2 x CP 2, seq
 test: $(STAMP)  ## every module in four minutes: each loss and feature on one layout that stands for the others
 	$(PYTEST) -m "not slow and not gpu and not slurm"
 
-test-slow: $(STAMP)  ## the other layouts, dtypes and backends
+test-slow: $(STAMP)  ## the other layouts, dtypes and backends, and a page in a browser
+	tools/install_chromium.sh || echo "no Chromium: the test of the page in a browser will be skipped" >&2
 	$(PYTEST) -m "slow and not gpu and not slurm"
 
 test-all: $(STAMP)  ## both

@@ -27,6 +27,8 @@ def test_a_wheel_brings_the_recipes(tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
     for path in (ROOT / "slurm").glob("*.*"):
         assert (tmp_path / "installed" / "parallel_rl" / "slurm" / path.name).is_file()
+    for name in ("html.j2", "css", "js"):
+        assert (tmp_path / "installed" / "parallel_rl" / "explain" / f"page.{name}").is_file()
     code = (
         "from pathlib import Path\n"
         "from parallel_rl.recipes import find_recipe, recipes\n"

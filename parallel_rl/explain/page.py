@@ -48,7 +48,12 @@ def page(steps: Sequence[Step], *, most_samples: int = 8, version: str = "") -> 
         raise ValueError(f"{what} have nothing to lay side by side; give two steps of one kind")
     sides, root = Sides(tuple(steps)), files(_ROOM)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"short": _short, "exact": repr, "compact": lambda x: Markup(_compact(x))}
+    environment.filters |= {
+        "short": _short,
+        "whole": lambda x: f"{x:,}".replace("-", "−"),
+        "exact": repr,
+        "compact": lambda x: Markup(_compact(x)),
+    }
     chosen = [
         sample
         for step, label in zip(steps, sides.labels, strict=True)

@@ -66,7 +66,9 @@ def _bins(sides: Sides, parts: Sequence[measures.LogHistogram], what: str) -> Ta
         if any(counts):
             rows.append((f"{edges[index]:.4g} to {edges[index + 1]:.4g}", *counts))
     rows.append((f"above {edges[-1]:.4g}", *(part.above for part in parts)))
-    return Table(f"{what}: tokens in each bin that is not empty", sides.head("bin", "tokens"), tuple(rows))
+    return Table(
+        f"{what}: tokens in each bin that is not empty", sides.head("bin", "tokens"), tuple(rows), on_paper=False
+    )
 
 
 def clip(sides: Sides) -> Section | None:

@@ -94,7 +94,12 @@ def _sample(
     tokens, numbers = [], []
     for place in range(first, last):
         token = int(ids[place])
-        tokens.append(Token(texts.get(token) or f"⟨{token}⟩", _mark(gradient[place], scale, bool(step.scored[place]))))
+        tokens.append(
+            Token(
+                (texts.get(token) or f"⟨{token}⟩").replace("\n", "↵\n"),
+                _mark(gradient[place], scale, bool(step.scored[place])),
+            )
+        )
         values = [_short(x[place]) if step.scored[place] else None for _, x in columns]
         numbers.append([token, *values, reasons[place]])
     order = np.argsort(-np.abs(gradient[first:last]), kind="stable")[:_TOP]

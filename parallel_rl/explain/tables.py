@@ -12,11 +12,12 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers under a caption; the first column names the row."""
+    """Numbers under a caption; the first column names the row. One that is long and drawn as well stays off paper."""
 
     caption: str
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    on_paper: bool = True
 
 
 @dataclass(frozen=True)
