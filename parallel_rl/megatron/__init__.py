@@ -6,7 +6,8 @@ In the order in which a training script needs them:
 - micro-batches: `padded_batch`, `packed_batch`
 - one step: `forward_backward`, then `grad_norm`, `clip_grads_`; with `fuse_head` the loss projects hidden states itself
 - forward passes without gradient: `forward_only`, `forward_logits`, `broadcast_from_last_stage`; `replicas` for sampling
-- for a loop that calls Megatron's schedules by itself: `megatron_loss_func`, `count_routed`, `ModelInput`, `sum_gradients`
+- for a loop that calls Megatron's schedules by itself: `megatron_loss_func`, `numerator_denominator`, `count_routed`,
+  `ModelInput`, `sum_gradients`
 - parts of models, weights by name: `layer_spec`, `ScalarHead`, `global_parameters`, ...
 
 The examples in this package start from
@@ -38,6 +39,7 @@ from parallel_rl.megatron.cpu import enable_cpu
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import clip_grads_, grad_norm, gradient, sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead, fuse_head
+from parallel_rl.megatron.logged import numerator_denominator
 from parallel_rl.megatron.loss import LossReport, RoutedTokens, count_routed, megatron_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch, packed_batch, padded_batch
 from parallel_rl.megatron.model import (
@@ -83,6 +85,7 @@ __all__ = [  # in the order of the docstring
     "Context",
     "ALONE",
     "megatron_loss_func",
+    "numerator_denominator",
     "count_routed",
     "RoutedTokens",
     "LossReport",
