@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from parallel_rl import __version__
-from parallel_rl.cli import explain, runs, sample, submit, tools
+from parallel_rl.cli import explain, export, runs, sample, submit, tools
 from parallel_rl.cluster import preemption
 from parallel_rl.doctor import command as doctor_command
 from parallel_rl.plan import command as plan_command
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     data.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
     data.add_argument("--steps", metavar="N", type=int, help="steps of each phase, in place of the config's")
+    export.add_parser(commands)
     sampled = sample.add_parser(commands)
     for command in (train, check, submitted, data, sampled):
         command.add_argument(
@@ -103,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return runs.check(known.recipe, known.world, f"{known.world} ranks", rest)
     if known.command == "sample":
         return sample.sample(known, rest)
+    if known.command == "export":
+        return export.export(known, rest)
     if known.command == "submit":
         return submit.submit(known, rest)
     if known.command == "data":

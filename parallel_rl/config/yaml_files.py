@@ -14,6 +14,7 @@ Tree = dict[str, object]
 _PATHS = (
     *(("data", source) for source in ("train", "held_out", "examples", "pairs", "rollouts")),
     ("tokenizer", "hf"),
+    ("model", "hf"),
     ("run", "init_from"),
     ("rl", "teacher"),
     ("distillation", "teacher"),

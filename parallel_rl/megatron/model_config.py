@@ -53,6 +53,7 @@ def build_config(
     qkv_bias: bool = False,
     qk_norm: bool = False,
     experts: Experts | None = None,
+    aux_loss: float = 0.0,
     norm_epsilon: float = 1e-5,
     init_std: float = 0.02,
     recompute: bool = False,
@@ -75,7 +76,7 @@ def build_config(
         calculate_per_token_loss: Megatron's flag; `megatron_loss_func` obeys the law with either.
         gated: SwiGLU instead of GELU.
         bias: biases in the linear layers. qkv_bias: of queries, keys and values alone.
-        experts: a mixture of them in place of every MLP.
+        experts: a mixture of them in place of every MLP. aux_loss: coefficient of the auxiliary loss that balances them.
         recompute: full activation recomputation, layer by layer.
         deterministic: Megatron's `deterministic_mode`.
         dropout: must be 0; the law does not hold otherwise.
@@ -127,7 +128,7 @@ def build_config(
         "recompute_granularity": "full" if recompute else None,
         "recompute_method": "uniform" if recompute else None,
         "recompute_num_layers": 1 if recompute else None,
-        **_expert_fields(experts, dtype),
+        **_expert_fields(experts, aux_loss, dtype),
         **_fusions(gated, bias, dtype),
         **(overrides or {}),
     }
@@ -143,7 +144,7 @@ def build_config(
     return config
 
 
-def _expert_fields(experts: Experts | None, dtype: torch.dtype) -> dict[str, object]:
+def _expert_fields(experts: Experts | None, aux_loss: float, dtype: torch.dtype) -> dict[str, object]:
     sizes: dict[str, object] = {
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
@@ -158,7 +159,7 @@ def _expert_fields(experts: Experts | None, dtype: torch.dtype) -> dict[str, obj
         "moe_router_topk": experts.per_token,
         "moe_router_pre_softmax": not experts.normalised,  # a softmax over all experts, or over those of the token
         "moe_router_dtype": "fp32" if dtype.itemsize < 4 else None,
-        "moe_aux_loss_coeff": experts.aux_loss,
+        "moe_aux_loss_coeff": aux_loss,
     }
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_rl.config.architecture import Architecture, Keys, read_architecture, read_json
+from parallel_rl.config.architecture import Architecture
+from parallel_rl.config.hf_config import Keys, read_architecture, read_json
 from parallel_rl.config.yaml_files import read_tree
 
 _MEGATRON = ("num_layers", "hidden_size", "num_attention_heads")

@@ -28,7 +28,7 @@ from parallel_rl.training.config.load import as_mapping
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
-from parallel_rl.training.models.engine import build_engine, start_world
+from parallel_rl.training.models.engine import build_engine, load_first_weights, start_world
 from parallel_rl.training.models.step_dump import StepDump
 from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary, length_check
 from parallel_rl.training.progress import TrainProgress
@@ -72,8 +72,9 @@ def train(config: TrainConfig, dump_step: int | None = None) -> Result:
     check_layout(config, dist.get_world_size())
     config = settle_alphabet(config, files)
     tokenizer = raise_on_all_ranks(config.tokenizer.build)
-    check_vocabulary(config, tokenizer.vocabulary)
-    check_servers(config, tokenizer.vocabulary)
+    vocabulary = config.model.vocabulary(tokenizer.vocabulary)
+    check_vocabulary(config, vocabulary)
+    check_servers(config, vocabulary)
     data = read_datasets(config, tokenizer, files, length_check(config))
     with only_run(Path(config.run.dir)):
         run = _Run(config, tokenizer, data, dump_step)
@@ -104,7 +105,7 @@ class _Run:
             self.progress, values = metadata.progress, metadata.values
             self.saved = path, self.progress  # the newest checkpoint
         self.before, self.after = (_number(values.get(name)) for name in _HELD_OUT)
-        engine = build_engine(config, tokenizer.vocabulary, config.model.max_positions)
+        engine = build_engine(config, config.model.vocabulary(tokenizer.vocabulary), config.model.max_positions)
         if self._steps_done() < sum(steps.values()):
             begin_random_state(config.run.seed, engine.groups.dp_rank)
         old = resume.outputs(config) if self.starts_over else ()
@@ -178,6 +179,9 @@ class _Run:
                 check = same_weights(config, "run.init_from", scalar_head=config.scalar_head)
                 path = Path(config.run.init_from)
                 checkpoint.load_weights(path, engine.model, check, scalar_head=config.scalar_head)
+            else:
+                load_first_weights(engine)
+            if config.run.init_from is not None or config.model.hf is not None:
                 self.session = replace(self.session, policy=phase.learner(engine))  # master weights of the loaded ones
             return None
         path, metadata = self.latest

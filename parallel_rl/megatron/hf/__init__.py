@@ -2,12 +2,23 @@
 
 - `load_hf(folder)` gives this rank's model; `save_hf(model, out)` writes a folder
 - `export_tensors(model)` iterates over whole tensors for an inference engine
-- `read_hf`, `build_hf`: config.json alone, and a model that waits for its weights
+- `fill_hf`, `build_hf`, `read_hf`: weights into a model that is there, a model that waits for them, config.json alone
 """
 
+from parallel_rl.config.hf_config import HFModel, read_hf
 from parallel_rl.megatron.hf.describe import describe_model
 from parallel_rl.megatron.hf.export import export_tensors
-from parallel_rl.megatron.hf.load import HFModel, build_hf, load_hf, read_hf
+from parallel_rl.megatron.hf.load import build_hf, check_hf, fill_hf, load_hf
 from parallel_rl.megatron.hf.save import save_hf
 
-__all__ = ["load_hf", "save_hf", "export_tensors", "read_hf", "build_hf", "describe_model", "HFModel"]
+__all__ = [
+    "load_hf",
+    "save_hf",
+    "export_tensors",
+    "fill_hf",
+    "build_hf",
+    "check_hf",
+    "read_hf",
+    "describe_model",
+    "HFModel",
+]

@@ -6,7 +6,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from parallel_rl.config.architecture import OTHER_CONVERTERS, Architecture, Experts
-from parallel_rl.megatron.hf.load import HFModel
+from parallel_rl.config.hf_config import HFModel
 from parallel_rl.megatron.model import unwrap
 
 # fields of TransformerConfig that no family here has, with the value that they must have
@@ -69,7 +69,6 @@ def _architecture(model: GPTModel) -> Architecture:
             config.moe_ffn_hidden_size,
             config.moe_router_topk,
             normalised=not config.moe_router_pre_softmax,
-            aux_loss=config.moe_aux_loss_coeff,
         )
     if config.qk_layernorm:
         family = "qwen3" if experts is None else "qwen3_moe"
@@ -92,4 +91,5 @@ def _architecture(model: GPTModel) -> Architecture:
         qkv_bias=config.add_qkv_bias,
         qk_norm=config.qk_layernorm,
         experts=experts,
+        aux_loss=config.moe_aux_loss_coeff if experts else 0.0,
     )

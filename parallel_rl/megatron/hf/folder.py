@@ -11,7 +11,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from parallel_rl.config.architecture import read_json
+from parallel_rl.config.hf_config import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

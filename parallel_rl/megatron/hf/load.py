@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -13,27 +12,15 @@ from megatron.core.models.gpt import GPTModel
 from torch.nn import Parameter
 
 from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
-from parallel_rl.config.architecture import OTHER_CONVERTERS, Architecture, read_architecture, read_json
+from parallel_rl.config.hf_config import HFModel, read_hf
 from parallel_rl.megatron.hf.folder import Folder, Reader, check_names, read_folder
 from parallel_rl.megatron.hf.table import Source, spelled_locally, table
-from parallel_rl.megatron.model import build_model
+from parallel_rl.megatron.model import build_model, unwrap
 from parallel_rl.megatron.model_config import build_config
 from parallel_rl.megatron.weights import EMBEDDING, cut_of, global_parameters
 
-CONFIG = "config.json"
 _TIED_HEAD, _SCORE = "lm_head.weight", "score.weight"
 _IGNORED = (".rotary_emb.inv_freq",)  # old checkpoints hold what is computed
-
-
-@dataclass(frozen=True)
-class HFModel:
-    """What config.json says of a model: its architecture, and every entry as it was read.
-
-    A `GPTModel` that was built from a folder keeps it in its attribute `hf`.
-    """
-
-    architecture: Architecture
-    config: Mapping[str, object]
 
 
 def load_hf(
@@ -65,7 +52,7 @@ def load_hf(
         ValueError: no weights; a family or an option of config.json that is not supported; a tensor that is missing, has
             another shape or is not used; a file that is cut short; sizes that the layout does not divide. On all ranks.
     """
-    described, found = on_first_rank(partial(_read, Path(folder), scalar_head), f"{folder} cannot be read")
+    described, found = _open(folder, scalar_head)
     models = build_hf(
         described,
         dtype=dtype,
@@ -74,22 +61,34 @@ def load_hf(
         vocab_multiple=vocab_multiple,
         overrides=overrides,
     )
-    raise_on_all_ranks(partial(_fill, models, found, scalar_head))
+    raise_on_all_ranks(partial(_fill, models, found))
     return models
 
 
-def read_hf(folder: str | Path) -> HFModel:
-    """Read config.json, on this rank alone.
+def fill_hf(models: Sequence[torch.nn.Module], folder: str | Path) -> None:
+    """Load the weights of a folder into this rank's part of a model that is there already, wrapped or not.
 
     Raises:
-        ValueError: it is missing or malformed, or describes a model that is not supported.
+        ValueError: as `load_hf`; on all ranks.
     """
-    path = Path(folder) / CONFIG
-    config = read_json(path)
-    architecture = read_architecture(config, str(path))
-    if architecture.obstacles:
-        raise ValueError(f"{path}: {architecture.obstacles[0]} is not supported; {OTHER_CONVERTERS}")
-    return HFModel(architecture, config)
+    bare = [unwrap(model) for model in models]
+    described, found = _open(folder, bare[0].scalar_head)
+    for model in bare:
+        model.hf = described
+    raise_on_all_ranks(partial(_fill, bare, found))
+
+
+def check_hf(folder: str | Path, *, scalar_head: bool = False) -> None:
+    """Look at config.json and the headers of a folder's weights, alone: all that can be wrong but the numbers.
+
+    Raises:
+        ValueError: `load_hf` would refuse it.
+    """
+    _read(Path(folder), scalar_head)
+
+
+def _open(folder: str | Path, scalar_head: bool) -> tuple[HFModel, Folder]:
+    return on_first_rank(partial(_read, Path(folder), scalar_head), f"{folder} cannot be read")
 
 
 def build_hf(
@@ -115,7 +114,7 @@ def build_hf(
         sequence_parallel=sequence_parallel,
         qkv_bias=sizes.qkv_bias,
         qk_norm=sizes.qk_norm,
-        experts=None if sizes.experts is None else replace(sizes.experts, aux_loss=0.0),
+        experts=sizes.experts,
         norm_epsilon=sizes.norm_epsilon,
         virtual_pp=chunks,
         overrides=overrides,
@@ -156,10 +155,10 @@ def _read(path: Path, scalar_head: bool) -> tuple[HFModel, Folder]:
 
 
 @torch.no_grad()
-def _fill(models: list[GPTModel], folder: Folder, scalar_head: bool) -> None:
+def _fill(models: Sequence[GPTModel], folder: Folder) -> None:
     with Reader(folder.path) as reader:
         for model in models:
-            sources = table(model.hf.architecture, scalar_head=scalar_head)
+            sources = table(model.hf.architecture, scalar_head=model.scalar_head)
             for name, parameter in global_parameters([model]):
                 source = sources.get(spelled_locally(name))
                 if source is None:
@@ -168,7 +167,12 @@ def _fill(models: list[GPTModel], folder: Folder, scalar_head: bool) -> None:
                     parameter.zero_()
                     continue
                 read_parameter(reader, folder, source, parameter)
-                if name == EMBEDDING and not scalar_head and _TIED_HEAD in folder.files and model.hf.architecture.tied:
+                if (
+                    name == EMBEDDING
+                    and not model.scalar_head
+                    and _TIED_HEAD in folder.files
+                    and model.hf.architecture.tied
+                ):
                     _check_tied(reader, folder, source, parameter)
 
 

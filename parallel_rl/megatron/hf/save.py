@@ -17,10 +17,10 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from parallel_rl.agreement import gather_results, on_first_rank, raise_on_all_ranks
+from parallel_rl.config.hf_config import CONFIG
 from parallel_rl.megatron.hf.describe import describe_model
 from parallel_rl.megatron.hf.export import Held, Models, held_parameters, split
 from parallel_rl.megatron.hf.folder import INDEX, SINGLE, check_names, read_folder, require_safetensors
-from parallel_rl.megatron.hf.load import CONFIG
 from parallel_rl.megatron.hf.table import Source
 from parallel_rl.megatron.model import unwrap
 from parallel_rl.megatron.weights import whole_tensor
@@ -34,7 +34,12 @@ MAX_FILE_BYTES = 5 * 10**9
 
 
 def save_hf(
-    model: Models, out: str | Path, *, companions: str | Path | None = None, max_file_bytes: int = MAX_FILE_BYTES
+    model: Models,
+    out: str | Path,
+    *,
+    companions: str | Path | None = None,
+    entries: Mapping[str, object] | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
     """Write a model as config.json and safetensors, which `load_hf`, transformers and vLLM load.
 
@@ -45,6 +50,7 @@ def save_hf(
         model: a model, wrapped or not, or the chunks of this rank.
         out: a folder that is not there yet, or is empty, on a file system that all ranks share.
         companions: a folder whose tokenizer's files and generation_config.json are copied beside the weights.
+        entries: further ones of config.json, such as eos_token_id; those of the folder that the model came from stay.
         max_file_bytes: of one file; a rank that writes holds as much on the host.
 
     Raises:
@@ -61,7 +67,7 @@ def save_hf(
         error = _write(made, held, sources, mine)
         raise_on_all_ranks(partial(_raise, error), what=f"{out} could not be written")
         chunk = unwrap(model if isinstance(model, torch.nn.Module) else model[0])
-        config = _config(chunk)
+        config = {**(entries or {}), **_config(chunk)}
         end = partial(_finish, made, out, [part for rank in files for part in rank], sources, config, companions)
         on_first_rank(end, f"{out} could not be finished")
     except BaseException:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from parallel_rl.config.hf_config import is_hf
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.training.algorithms.distillation import distillation_step
 from parallel_rl.training.algorithms.preference import preference_step
@@ -17,7 +18,7 @@ from parallel_rl.training.checkpointing.contents import same_weights
 from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.models.engine import Engine, build_critic, freeze_copy
+from parallel_rl.training.models.engine import Engine, build_critic, freeze_copy, load_frozen
 from parallel_rl.training.models.learner import Learner, build_loss
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
@@ -59,8 +60,11 @@ class Phase:
         teacher, rl = None, config.rl
         reference = freeze_copy(engine) if config.needs_reference else None
         if config.teacher is not None:
-            teacher = freeze_copy(engine)
-            load_weights(Path(config.teacher), teacher, same_weights(config, "teacher"))
+            if is_hf(config.teacher):
+                teacher = load_frozen(engine, config.teacher)
+            else:
+                teacher = freeze_copy(engine)
+                load_weights(Path(config.teacher), teacher, same_weights(config, "teacher"))
         served = None if config.server is None else RemoteRollouts(engine, config.server)
         session = replace(session, reference=reference, teacher=teacher, served=served)
         if rl is None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from parallel_rl.agreement import on_first_rank
+from parallel_rl.config.hf_config import is_hf
+from parallel_rl.megatron.hf import check_hf
 from parallel_rl.training.checkpointing import storage
 from parallel_rl.training.checkpointing.contents import same_run, same_weights
 from parallel_rl.training.checkpointing.manifest import CheckpointMetadata, fault, read_manifest, verify_checksums
@@ -22,12 +24,19 @@ _BEGUN_BY = ".begun_by"
 
 
 def check_sources(config: TrainConfig) -> None:
-    """Looks at the checkpoints that the config names, alone and before any model is built: the model they are of, and their
-    files' sizes.
+    """Looks at the checkpoints and folders that the config names, alone and before any model is built: the model they are of,
+    and their files' sizes.
 
     Raises:
         ValueError: one that is not there, is damaged, is of another model, or would be removed by run.resume = 'never'.
     """
+    teacher = config.teacher if config.teacher is not None and is_hf(config.teacher) else None
+    for key, folder, has_head in (("model.hf", config.model.hf, config.scalar_head), ("teacher", teacher, False)):
+        if folder is not None:
+            try:
+                check_hf(folder, scalar_head=has_head)
+            except ValueError as error:
+                raise ValueError(f"{key} = {folder!r} cannot be used: {error}") from None
     mine = (Path(config.run.dir) / "checkpoints").resolve()
     for key, name, scalar_head in _sources(config):
         path = Path(name)
@@ -163,4 +172,4 @@ def _sources(config: TrainConfig) -> list[tuple[str, str, bool]]:
     """Each checkpoint that the config names: its key, its folder, and whether it may have a scalar head."""
     teacher = ("distillation" if config.distillation is not None else "rl") + ".teacher"
     named = [("run.init_from", config.run.init_from, config.scalar_head), (teacher, config.teacher, False)]
-    return [(key, name, scalar_head) for key, name, scalar_head in named if name is not None]
+    return [(key, name, head) for key, name, head in named if name is not None and not (key == teacher and is_hf(name))]

@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-from parallel_rl.training.config.recompute import RecomputeConfig
 from parallel_rl.vocab.truncation import Truncation
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -23,6 +22,8 @@ class ParallelConfig:
         sequence_parallel: tensor ranks split the hidden states between matrix products.
         use_distributed_optimizer: data × context ranks each hold a part of the optimizer's moments and master weights
             (ZeRO-1), and of the reduced gradients; the weights after a step are the same ones. Checkpoints are the same, too.
+        expert, expert_tensor: ranks of a pipeline stage that share a layer's experts out, and those that share each expert's
+            matrices (None: `tensor`).
         overlap_grad_reduce: gradients are reduced over them while the backward goes on.
     """
 
@@ -33,9 +34,13 @@ class ParallelConfig:
     sequence_parallel: bool = False
     use_distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
+    expert: int = 1
+    expert_tensor: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(self, tensor=1, context=1, pipeline=1)
+        at_least(self, tensor=1, context=1, pipeline=1, expert=1)
+        if self.expert_tensor is not None:
+            at_least(self, expert_tensor=1)
         if self.data is not None:
             at_least(self, data=1)
         if self.sequence_parallel and self.tensor == 1:
@@ -56,6 +61,12 @@ def data_parallel_size(config: ParallelConfig, world_size: int) -> int:
         )
     if world_size % model:
         raise ValueError(f"the world has {world_size} ranks; {text} needs {model} or a multiple of it")
+    experts = (config.expert_tensor or config.tensor) * config.expert * config.pipeline
+    if world_size % experts:
+        raise ValueError(
+            f"the world has {world_size} ranks; parallel.expert_tensor {config.expert_tensor or config.tensor} × expert "
+            f"{config.expert} × pipeline {config.pipeline} needs {experts} or a multiple of it"
+        )
     data = world_size // model
     for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
         if getattr(config, name) and data * config.context == 1:
@@ -63,42 +74,6 @@ def data_parallel_size(config: ParallelConfig, world_size: int) -> int:
                 f"parallel.{name} = True has no effect on one data × context rank; set it to false, or raise the ranks"
             )
     return data
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A decoder of megatron-core.
-
-    Attributes:
-        layers, hidden, heads, query_groups, ffn_hidden: sizes; None is Megatron's default.
-        max_positions: the longest sequence, padding for the layout included.
-        position: rotary, or a learned table of `max_positions` rows.
-        gated: SwiGLU instead of GELU.
-        recompute: activations that are computed again in the backward; null keeps them all.
-        init_std: of the drawn weights.
-        vocab_multiple: the vocabulary is padded to a multiple of this × tensor.
-        fused_head: losses and log-probs come from hidden states, projected to the vocabulary a chunk at a time: logits never
-            exist whole.
-    """
-
-    layers: int = 2
-    hidden: int = 64
-    heads: int = 4
-    query_groups: int | None = None
-    ffn_hidden: int | None = None
-    max_positions: int = 64
-    position: Literal["rope", "learned_absolute"] = "learned_absolute"
-    gated: bool = False
-    tie_embeddings: bool = False
-    recompute: RecomputeConfig | None = None
-    init_std: float = 0.02
-    vocab_multiple: int = 1
-    fused_head: bool = False
-
-    def __post_init__(self) -> None:
-        at_least(self, layers=1, hidden=1, heads=1, max_positions=2, vocab_multiple=1)
-        if self.hidden % self.heads:
-            raise ValueError(f"hidden = {self.hidden} is not divisible by heads = {self.heads}")
 
 
 @dataclass(frozen=True)

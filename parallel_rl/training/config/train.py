@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.config.data import DataConfig
+from parallel_rl.training.config.model import ModelConfig, check_model_layout
 from parallel_rl.training.config.run import RunConfig
 from parallel_rl.training.config.sections import (
     BatchConfig,
     EvaluationConfig,
-    ModelConfig,
     ParallelConfig,
     SamplingConfig,
 )
@@ -175,18 +175,7 @@ class TrainConfig:
 
     def _check_model(self) -> None:
         model = self.model
-        sizes = {
-            "heads": model.heads,
-            "query_groups": model.query_groups or model.heads,
-            "ffn_hidden": model.ffn_hidden or 0,
-        }
-        for name, size in sizes.items():
-            if size % self.parallel.tensor:
-                raise ValueError(f"model.{name} = {size} is not divisible by parallel.tensor = {self.parallel.tensor}")
-        if self.model.layers % self.parallel.pipeline:
-            raise ValueError(
-                f"model.layers = {self.model.layers} is not divisible by parallel.pipeline = {self.parallel.pipeline}"
-            )
+        check_model_layout(model, self.parallel)
         if (
             self.server is not None
             and self.server.update is not None
@@ -211,7 +200,7 @@ class TrainConfig:
         if self.preference is not None and self.batch.sequences % 2:
             raise ValueError(f"batch.micro_batch_size = {self.batch.sequences} must be even: a pair is two rows")
         has_critic = self.rl is not None and self.rl.critic is not None
-        if self.model.tie_embeddings and (self.scalar_head or has_critic):
+        if self.model.hf is None and self.model.tie_embeddings and (self.scalar_head or has_critic):
             raise ValueError(
                 "model.tie_embeddings = True is incompatible with a scalar head (a critic, a reward model)"
             )

@@ -41,7 +41,7 @@ def parsers(config: TrainConfig, tokenizer: Tokenizer) -> Parsers:
         partial(_rewarded_prompt, form=form["held_out"], reward=config.reward),
         partial(parse_example, form=form["examples"]),
         partial(parse_pair, form=form["pairs"]),
-        partial(parse_rollout, vocab_size=tokenizer.vocabulary.size),
+        partial(parse_rollout, vocab_size=config.model.vocabulary(tokenizer.vocabulary).size),
     )
 
 

@@ -16,7 +16,8 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.megatron import build_config, build_model, copy_trunk, initialize, unwrap, wrap_model
-from parallel_rl.training.config.sections import DTYPES, OptimizerConfig, data_parallel_size
+from parallel_rl.megatron.hf import fill_hf, load_hf, read_hf
+from parallel_rl.training.config.sections import DTYPES, OptimizerConfig, ParallelConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.tokenizer.protocol import Vocabulary
 from parallel_rl.vocab.backends.torch_backend import math_dtype
@@ -92,27 +93,77 @@ def _backend(devices: int, ranks: int) -> str:
     return asked
 
 
+def start_groups(sizes: ParallelConfig, seed: int, timeout: float) -> None:
+    """Create Megatron's process groups for a layout."""
+    initialize(
+        sizes.tensor,
+        sizes.context,
+        sizes.pipeline,
+        ep=sizes.expert,
+        etp=sizes.expert_tensor,
+        seed=seed,
+        timeout=timeout,
+    )
+
+
 def build_engine(config: TrainConfig, vocabulary: Vocabulary, max_length: int) -> Engine:
-    """The model with its first weights, which depend on the seed alone, wrapped in Megatron's data parallelism."""
-    sizes = config.parallel
-    initialize(sizes.tensor, sizes.context, sizes.pipeline, seed=config.run.seed, timeout=config.run.timeout)
+    """The model wrapped in Megatron's data parallelism, with weights drawn by the seed alone.
+
+    With `model.hf` nothing is drawn: the weights come from its folder, see `load_first_weights`, or from a checkpoint.
+    """
+    start_groups(config.parallel, config.run.seed, config.run.timeout)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     model = _wrap(config, _build(config, vocabulary.size, max_length, config.scalar_head))
     return Engine(config, ParallelGroups.from_megatron(), model, vocabulary, max_length, device)
 
 
+def build_frozen(config: TrainConfig, vocabulary: Vocabulary) -> GPTModel:
+    """The model of a run alone, which waits for a checkpoint's weights and never trains."""
+    start_groups(config.parallel, config.run.seed, config.run.timeout)
+    model = _build(config, vocabulary.size, config.model.max_positions, config.scalar_head, draw=False)
+    return model.requires_grad_(False)
+
+
 def freeze_copy(engine: Engine) -> torch.nn.Module:
     """A second model with the present weights, which never trains: the reference policy."""
-    copy = _build(engine.config, engine.vocab_size, engine.max_length, engine.config.scalar_head)
+    copy = _build(engine.config, engine.vocab_size, engine.max_length, engine.config.scalar_head, draw=False)
     with torch.no_grad():
         for target, source in zip(copy.parameters(), engine.bare.parameters(), strict=True):
             target.copy_(source)
     return wrap_model(copy.requires_grad_(False), ddp=False)
 
 
+def load_first_weights(engine: Engine) -> None:
+    """Load the weights of the folder `model.hf`, if the run has one.
+
+    Raises:
+        ValueError: it is not whole, or not of the sizes that its config.json says; on all ranks.
+    """
+    if engine.config.model.hf is not None:
+        fill_hf([engine.model], engine.config.model.hf)
+
+
+def load_frozen(engine: Engine, folder: str) -> torch.nn.Module:
+    """A model of its own sizes from a Hugging Face folder, which never trains: a teacher.
+
+    Raises:
+        ValueError: `load_hf` refuses it, or its vocabulary is not the policy's; on all ranks.
+    """
+    config = engine.config
+    [model] = load_hf(
+        folder,
+        dtype=DTYPES[config.run.dtype],
+        sequence_parallel=config.parallel.sequence_parallel,
+        vocab_multiple=config.model.vocab_multiple,
+    )
+    if model.true_vocab_size != engine.vocab_size:
+        raise ValueError(f"{folder} has {model.true_vocab_size} words and the policy has {engine.vocab_size}")
+    return wrap_model(model.requires_grad_(False), ddp=False)
+
+
 def build_critic(engine: Engine) -> Engine:
     """A second model to train, with a scalar head on a copy of the policy's present trunk."""
-    critic = _build(engine.config, engine.vocab_size, engine.max_length, scalar_head=True)
+    critic = _build(engine.config, engine.vocab_size, engine.max_length, scalar_head=True, draw=False)
     copy_trunk(engine.bare, critic)
     return replace(engine, model=_wrap(engine.config, critic))
 
@@ -144,7 +195,9 @@ def _wrap(config: TrainConfig, model: GPTModel) -> DistributedDataParallel:
     return wrap_model(model, ddp=settings)
 
 
-def _build(config: TrainConfig, vocab_size: int, max_length: int, scalar_head: bool = False) -> GPTModel:
+def _build(
+    config: TrainConfig, vocab_size: int, max_length: int, scalar_head: bool = False, draw: bool = True
+) -> GPTModel:
     model = config.model
     settings = build_config(
         num_layers=model.layers,
@@ -152,19 +205,31 @@ def _build(config: TrainConfig, vocab_size: int, max_length: int, scalar_head: b
         num_attention_heads=model.heads,
         num_query_groups=model.query_groups,
         ffn_hidden_size=model.ffn_hidden,
+        kv_channels=model.head_dim,
         dtype=DTYPES[config.run.dtype],
         sequence_parallel=config.parallel.sequence_parallel,
         gated=model.gated,
+        qkv_bias=model.qkv_bias,
+        qk_norm=model.qk_norm,
+        experts=model.experts,
+        aux_loss=model.aux_loss,
+        norm_epsilon=model.norm_epsilon,
         init_std=model.init_std,
         overrides=None if model.recompute is None else model.recompute.fields,
     )
-    return build_model(
+    built = build_model(
         settings,
         vocab_size,
         max_length,
         position_embedding=model.position,
-        tie_embeddings=model.tie_embeddings,
+        rotary_base=model.rope_base,
+        rope_scaling=model.rope_scaling,
+        tie_embeddings=model.tie_embeddings and not scalar_head,
         vocab_multiple=model.vocab_multiple,
         scalar_head=scalar_head,
         seed=config.run.seed,
+        draw_weights=draw and model.hf is None,
     )
+    if model.hf is not None:
+        built.hf = read_hf(model.hf)
+    return built

@@ -18,10 +18,9 @@ from torch import Tensor
 from parallel_rl.agreement import describe, raise_on_all_ranks
 from parallel_rl.cluster.heartbeat import doing, tick
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.megatron import initialize
 from parallel_rl.training.config.sections import ParallelConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.models.engine import start_world
+from parallel_rl.training.models.engine import start_groups, start_world
 from parallel_rl.training.preflight.own_losses import check_losses
 
 _GRACE = 2.0  # seconds in which rank 0 tells the others, and each says where it hangs before one ends
@@ -96,7 +95,7 @@ def check_groups(config: ParallelConfig, seed: int = 0, timeout: float = 1800.0)
         RuntimeError: a rank found a group of another size, or a neighbour that it cannot exchange with; on all ranks.
     """
     tick("forming the groups")
-    initialize(config.tensor, config.context, config.pipeline, seed=seed, timeout=timeout)
+    start_groups(config, seed, timeout)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     groups, ranks = ParallelGroups.from_megatron(), data_parallel_size(config, dist.get_world_size())
     pipeline = parallel_state.get_pipeline_model_parallel_group()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from parallel_rl.config.architecture import Architecture, Experts, RopeScaling, read_architecture
+from parallel_rl.config.architecture import Architecture, Experts, RopeScaling
+from parallel_rl.config.hf_config import read_architecture
 from parallel_rl.testing.pool import run_world
 from tests.megatron.hf.cases import Layout, layout
 
 pytest.importorskip("megatron.core")
 
 LLAMA31 = Architecture("llama", 2, 64, 4, 2, 16, 96, 61, rope_theta=5e5, rope_scaling=RopeScaling(8.0), tied=True)
-MOE = Architecture("qwen3_moe", 2, 64, 4, 2, 32, 96, 61, qk_norm=True, experts=Experts(4, 48, 2, False, 0.01))
+MOE = Architecture("qwen3_moe", 2, 64, 4, 2, 32, 96, 61, qk_norm=True, experts=Experts(4, 48, 2, False), aux_loss=0.01)
 
 
 @pytest.mark.parametrize("model", [LLAMA31, MOE])
@@ -41,7 +42,7 @@ def _described(rank: int) -> None:
             positions={"rotary_base": 5e5, "rope_scaling": RopeScaling(8.0), "tie_embeddings": True}, norm_epsilon=1e-6
         )
         assert found == LLAMA31
-        assert describe(kv_channels=32, norm_epsilon=1e-6, qk_norm=True, experts=MOE.experts) == MOE
+        assert describe(kv_channels=32, norm_epsilon=1e-6, qk_norm=True, experts=MOE.experts, aux_loss=0.01) == MOE
         assert describe(qkv_bias=True).family == "qwen2" and describe(qk_norm=True).family == "qwen3"
         refused = {
             "gated_linear_unit = False": {"gated": False},

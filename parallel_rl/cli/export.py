@@ -1,0 +1,50 @@
+"""The command `export`: a checkpoint as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parallel_rl.cli.runs import check_world, refuse, say
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+
+def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """Add the command and return its parser."""
+    parser = commands.add_parser(
+        "export",
+        help="write a checkpoint as a Hugging Face folder, which transformers and vLLM load",
+        usage="parallel-rl export CHECKPOINT OUT [--section.key value ...]",
+        description="Reads the run's config.yaml two folders above CHECKPOINT (.../checkpoints/step_000100). One process holds "
+        "the whole model on the host; under torchrun give a layout: --parallel.pipeline 4",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("out", metavar="OUT", help="a folder that is not there yet")
+    return parser
+
+
+def export(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    from parallel_rl.training.config.load import load_config
+
+    checkpoint, out = Path(known.checkpoint), Path(known.out)
+    try:
+        run = checkpoint.absolute().parent.parent
+        config = load_config(str(run / "config.yaml"), ["--parallel={}", *rest], say)
+        check_world(config.parallel)
+        warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+        import torch.distributed as dist
+
+        from parallel_rl.training.checkpointing.export import export_checkpoint
+
+        export_checkpoint(checkpoint, out, config)
+        say(f"wrote {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
+        dist.destroy_process_group()
+    except (ValueError, OSError) as error:
+        return refuse(error)
+    return 0

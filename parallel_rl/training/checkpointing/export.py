@@ -1,0 +1,40 @@
+"""A checkpoint of a run as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.megatron.hf import describe_model, save_hf
+from parallel_rl.training.checkpointing.checkpoint import load_weights
+from parallel_rl.training.checkpointing.contents import same_weights
+from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.models.engine import build_frozen, start_world
+
+
+def export_checkpoint(checkpoint: Path, out: Path, config: TrainConfig) -> None:
+    """Write the trained model of a checkpoint to `out`, with the tokenizer's files; on every rank of the world.
+
+    Args:
+        checkpoint: any of the run's, written on any layout.
+        out: a folder that is not there yet.
+        config: of the run, on the layout to export with.
+
+    Raises:
+        ValueError: no checkpoint there, a damaged one, one of another model, a model that is none of Hugging Face's families,
+            or an `out` that holds something; on all ranks.
+    """
+    start_world(config)
+    tokens = raise_on_all_ranks(config.tokenizer.build).vocabulary
+    vocabulary = config.model.vocabulary(tokens)
+    model = build_frozen(config, vocabulary)
+    raise_on_all_ranks(lambda: describe_model(model))  # before tensors are read
+    load_weights(
+        checkpoint,
+        model,
+        same_weights(config, "the checkpoint", scalar_head=config.scalar_head),
+        scalar_head=config.scalar_head,
+    )
+    ends = sorted(vocabulary.ends)
+    entries = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": vocabulary.pad}
+    save_hf(model, out, companions=config.tokenizer.hf or config.model.hf, entries=entries)

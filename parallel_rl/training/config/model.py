@@ -1,0 +1,175 @@
+"""The section `model`: sizes, or a Hugging Face folder that says them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from parallel_rl.config.architecture import Experts, RopeScaling
+from parallel_rl.config.hf_config import HFModel, read_hf
+from parallel_rl.training.config.recompute import RecomputeConfig
+from parallel_rl.training.config.sections import ParallelConfig, at_least
+from parallel_rl.training.tokenizer.protocol import Vocabulary
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder of megatron-core: from a Hugging Face folder, or drawn in the sizes that are given.
+
+    Attributes:
+        hf: a folder with config.json and safetensors (llama, mistral, qwen2, qwen3, qwen3_moe); relative to the config file.
+            The run starts from its weights, and its config.json says everything up to `aux_loss`.
+        layers, hidden, heads, query_groups, ffn_hidden, head_dim: sizes; None is Megatron's default.
+        vocab_size: words of the model, at least those of the tokenizer; None: as many.
+        max_positions: the longest sequence, padding for the layout included.
+        position: rotary, or a learned table of `max_positions` rows.
+        rope_base, rope_scaling: of rotary positions; the scaling is Llama 3.1's.
+        gated: SwiGLU instead of GELU.
+        qk_norm: norms of queries and keys. qkv_bias: biases of queries, keys and values.
+        norm_epsilon: in the root of every norm.
+        experts: a mixture of them in place of every MLP.
+        tie_embeddings: the LM head is the embedding.
+        aux_loss: coefficient of the auxiliary loss that balances experts.
+        recompute: activations that are computed again in the backward; null keeps them all.
+        init_std: of the drawn weights.
+        vocab_multiple: the vocabulary is padded to a multiple of this × tensor.
+        fused_head: losses and log-probs come from hidden states, projected to the vocabulary a chunk at a time: logits never
+            exist whole.
+    """
+
+    hf: str | None = None
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    query_groups: int | None = None
+    ffn_hidden: int | None = None
+    head_dim: int | None = None
+    vocab_size: int | None = None
+    max_positions: int = 64
+    position: Literal["rope", "learned_absolute"] = "learned_absolute"
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    gated: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    norm_epsilon: float = 1e-5
+    experts: Experts | None = None
+    tie_embeddings: bool = False
+    aux_loss: float = 0.0
+    recompute: RecomputeConfig | None = None
+    init_std: float = 0.02
+    vocab_multiple: int = 1
+    fused_head: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hf is not None:
+            self._take(read_hf(self.hf))
+        at_least(self, layers=1, hidden=1, heads=1, max_positions=2, vocab_multiple=1, aux_loss=0)
+        for name in ("head_dim", "vocab_size"):
+            if getattr(self, name) is not None:
+                at_least(self, **{name: 1})
+        for name in ("rope_base", "norm_epsilon"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} = {getattr(self, name)} must be a finite number above 0")
+        if self.head_dim is None and self.hidden % self.heads:
+            raise ValueError(
+                f"hidden = {self.hidden} is not divisible by heads = {self.heads}; set head_dim to their width"
+            )
+        if self.heads % (self.query_groups or self.heads):
+            raise ValueError(f"heads = {self.heads} is not divisible by query_groups = {self.query_groups}")
+        if self.position != "rope":
+            for name in ("rope_base", "rope_scaling"):
+                self._refuse(name, f"has no effect with position = {self.position!r}")
+        if self.experts is None:
+            self._refuse("aux_loss", "has no effect without experts")
+
+    def _take(self, described: HFModel) -> None:
+        """Set the fields that a folder's config.json says."""
+        model = described.architecture
+        said = {
+            "layers": model.layers,
+            "hidden": model.hidden,
+            "heads": model.heads,
+            "query_groups": model.groups,
+            "ffn_hidden": model.ffn,
+            "head_dim": model.head_dim,
+            "vocab_size": model.vocab,
+            "position": "rope",
+            "rope_base": model.rope_theta,
+            "rope_scaling": model.rope_scaling,
+            "gated": True,
+            "qk_norm": model.qk_norm,
+            "qkv_bias": model.qkv_bias,
+            "norm_epsilon": model.norm_epsilon,
+            "experts": model.experts,
+            "tie_embeddings": model.tied,
+        }
+        for name, value in said.items():
+            if getattr(self, name) != value:
+                self._refuse(name, f"contradicts hf = {self.hf!r}, whose config.json means {value!r}; leave it out")
+            object.__setattr__(self, name, value)
+        self._refuse("init_std", f"has no effect with hf = {self.hf!r}, whose weights are not drawn")
+        if self.max_positions == _DEFAULTS["max_positions"]:
+            object.__setattr__(self, "max_positions", model.max_positions)
+        elif self.max_positions > model.max_positions:
+            raise ValueError(
+                f"max_positions = {self.max_positions} is above the {model.max_positions} of hf = {self.hf!r}"
+            )
+
+    def _refuse(self, name: str, why: str) -> None:
+        value = getattr(self, name)
+        if value != _DEFAULTS[name]:
+            raise ValueError(f"{name} = {value!r} {why}")
+
+    def vocabulary(self, tokenizer: Vocabulary) -> Vocabulary:
+        """The token ids that this model draws from, with a tokenizer's end tokens.
+
+        Raises:
+            ValueError: the tokenizer has more words than the model.
+        """
+        if self.vocab_size is None:
+            return tokenizer
+        if tokenizer.size > self.vocab_size:
+            where = "model.vocab_size" if self.hf is None else f"the vocabulary of model.hf = {self.hf!r}"
+            raise ValueError(f"{where}, {self.vocab_size}, is too small for the tokenizer, which has {tokenizer.size}")
+        return replace(tokenizer, size=self.vocab_size)
+
+
+_DEFAULTS = {field.name: field.default for field in fields(ModelConfig)}
+
+
+def check_model_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Check that the layout's ranks divide the model's sizes.
+
+    Raises:
+        ValueError: they do not, or an option for experts has no effect.
+    """
+    groups, experts = model.query_groups or model.heads, model.experts
+    parts = [
+        ("model.heads", model.heads, "tensor", parallel.tensor),
+        ("model.layers", model.layers, "pipeline", parallel.pipeline),
+    ]
+    if experts is None:
+        parts += [("model.ffn_hidden", model.ffn_hidden or 0, "tensor", parallel.tensor)]
+        for name, default in (("expert", 1), ("expert_tensor", None)):
+            if (value := getattr(parallel, name)) != default:
+                raise ValueError(f"parallel.{name} = {value} has no effect without model.experts")
+    else:
+        parts += [
+            ("model.experts.number", experts.number, "expert", parallel.expert),
+            (
+                "model.experts.ffn_hidden",
+                experts.ffn_hidden,
+                "expert_tensor",
+                parallel.expert_tensor or parallel.tensor,
+            ),
+        ]
+        if parallel.tensor > 1 and not parallel.sequence_parallel:
+            raise ValueError(
+                f"parallel.tensor = {parallel.tensor} with model.experts needs parallel.sequence_parallel = true"
+            )
+    if groups > parallel.tensor or parallel.tensor % groups:  # Megatron shares a group out among several ranks
+        parts += [("model.query_groups", groups, "tensor", parallel.tensor)]
+    for name, size, what, ranks in parts:
+        if size % ranks:
+            raise ValueError(f"{name} = {size} is not divisible by parallel.{what} = {ranks}")

@@ -1,0 +1,84 @@
+"""A run from a Hugging Face folder: the same rows on every layout, resumed after a kill, and a folder back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel_rl.testing.pool import run_world
+from tests.megatron.hf.golden import write_folder
+from tests.training.helpers import DATA, cut, run, train_rows
+
+pytest.importorskip("safetensors")
+
+STEPS = 2
+
+
+def arguments(folder: Path, hf: Path, **overrides: object) -> list[str]:
+    given: dict[str, object] = {
+        "run__dir": folder,
+        "run__checkpoint_every": 1,
+        "parallel": {},
+        "model": {"hf": str(hf)},
+        "data": {"rollouts": str(DATA / "arithmetic_rollouts.jsonl")},
+        "warmup": "null",
+        "evaluation": "null",
+        "batch__micro_batch_size": 4,
+        "rl__steps": STEPS,
+        "rl__prompts": 4,
+        "rl__group_size": 4,
+        "rl__updates": 1,
+        "rl__optimizer": {"lr": 1e-3},
+    }
+    return run("grpo_arithmetic.yaml", **{**given, **overrides})
+
+
+def export(rank: int, given: list[str], checkpoint: str, out: str) -> tuple[list[str], bool]:
+    """Exports a checkpoint; returns what lies there, and whether its logits have the bits of the checkpoint's model."""
+    from parallel_rl.megatron.hf import load_hf
+    from parallel_rl.training.checkpointing.checkpoint import load_weights
+    from parallel_rl.training.checkpointing.export import export_checkpoint
+    from parallel_rl.training.config.load import load_config
+    from parallel_rl.training.models.engine import build_frozen
+    from tests.megatron.hf.cases import whole_logits
+
+    config = load_config(given[0], given[1:])
+    export_checkpoint(Path(checkpoint), Path(out), config)
+    model = build_frozen(config, config.model.vocabulary(config.tokenizer.build().vocabulary))
+    load_weights(Path(checkpoint), model, lambda path, metadata: None, scalar_head=config.scalar_head)
+    loaded = load_hf(out, sequence_parallel=config.parallel.sequence_parallel, scalar_head=config.scalar_head)
+    same = torch.equal(whole_logits([model]), whole_logits(loaded))
+    return sorted(path.name for path in Path(out).iterdir()), same
+
+
+def test_a_run_from_a_folder(tmp_path: Path) -> None:
+    """Two steps are the same on one process, on tensor ranks and after a kill; the folder given back has their bits."""
+    hf = write_folder("qwen3", tmp_path / "qwen3", eos_token_id=[2, 7])
+    one, two = (
+        arguments(tmp_path / "one", hf),
+        arguments(tmp_path / "two", hf, parallel={"tensor": 2, "sequence_parallel": True}),
+    )
+    [rows] = run_world(1, train_rows, one)
+    assert len(rows) == STEPS and rows[0]["grad_norm"] > 0
+    for other in run_world(2, train_rows, two):
+        for row, expected in zip(other, rows, strict=True):
+            assert row.pop("phase") == expected["phase"]
+            assert row == pytest.approx({key: expected[key] for key in row}, rel=1e-6, abs=1e-6)
+    cut(tmp_path / "two", tmp_path / "killed", 1)
+    resumed = run_world(2, train_rows, [*two, f"--run.dir={tmp_path / 'killed'}"])
+    assert resumed[0] == resumed[1] == run_rows(tmp_path / "two")[1:]
+    checkpoint = tmp_path / "two/checkpoints/step_000002"
+    [(files, same)] = run_world(1, export, one, str(checkpoint), str(tmp_path / "out"))
+    assert same and files == ["config.json", "model.safetensors"]
+    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [2, 7]
+    for answer in run_world(2, export, two, str(checkpoint), str(tmp_path / "out 2")):
+        assert answer == (files, True)
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "out 2/model.safetensors").read_bytes()
+
+
+def run_rows(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in row.items() if key not in ("seconds", "tokens_per_second")} for row in rows]
