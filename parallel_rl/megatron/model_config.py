@@ -132,6 +132,8 @@ def build_config(
         **_fusions(gated, bias, dtype),
         **(overrides or {}),
     }
+    if fields.get("num_moe_experts") is None:
+        fields["expert_model_parallel_size"] = 1  # a dense model, a teacher for instance, beside one with experts
     known = CUT in TransformerConfig.__dataclass_fields__
     if known:
         fields[CUT] = cp_layout

@@ -82,3 +82,50 @@ def test_a_run_from_a_folder(tmp_path: Path) -> None:
 def run_rows(folder: Path) -> list[dict]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in row.items() if key not in ("seconds", "tokens_per_second")} for row in rows]
+
+
+@pytest.mark.slow
+def test_experts_and_a_teacher_of_another_size(tmp_path: Path) -> None:
+    """Expert ranks give one process's rows; the teacher is a folder of its own."""
+    hf, teacher = (write_folder(name, tmp_path / name) for name in ("qwen3_moe", "llama"))
+    shared = {
+        "rl__teacher": str(teacher),
+        "rl__advantages": {"name": "grpo", "teacher_kl": {"coefficient": 1.0}},
+    }
+    [rows] = run_world(1, train_rows, arguments(tmp_path / "one", hf, **shared))
+    parallel = {"expert": 2}
+    for other in run_world(2, train_rows, arguments(tmp_path / "two", hf, parallel=parallel, **shared)):
+        for row, expected in zip(other, rows, strict=True):
+            assert row.pop("phase") == expected["phase"]
+            assert row == pytest.approx({key: expected[key] for key in row}, rel=1e-5, abs=1e-6)
+    checkpoint = str(tmp_path / "two/checkpoints/step_000002")
+    [(_, same)] = run_world(1, export, arguments(tmp_path / "one", hf, **shared), checkpoint, str(tmp_path / "out"))
+    assert same
+
+
+def test_folders_that_cannot_be_trained(tmp_path: Path) -> None:
+    """Found by `parallel-rl check`, and by every rank of a run before a model is built."""
+    hf = write_folder("qwen3", tmp_path / "qwen3")
+    other = write_folder("qwen2", tmp_path / "qwen2")
+    (hf / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    first, second = run_world(2, refused, arguments(tmp_path / "run", hf))
+    assert first == second and "model.hf = " in first and "lacks model.layers.0.self_attn.k_norm.weight" in first
+    assert not (tmp_path / "run/checkpoints").exists()
+    learned = {"layers": 1, "hidden": 16, "heads": 2, "position": "learned_absolute"}
+    run_arguments = arguments(tmp_path / "learned", hf, model=learned)
+    run_world(1, train_rows, run_arguments)
+    checkpoint = str(tmp_path / "learned/checkpoints/step_000002")
+    [message] = run_world(1, refused, run_arguments, checkpoint, str(tmp_path / "out"))
+    assert "none of Hugging Face's llama" in message and not (tmp_path / "out").exists()
+
+
+def refused(rank: int, given: list[str], checkpoint: str | None = None, out: str = "") -> str:
+    """The message with which a run, or the export of a checkpoint, is refused."""
+    try:
+        if checkpoint is None:
+            train_rows(rank, given)
+        else:
+            export(rank, given, checkpoint, out)
+    except ValueError as error:
+        return str(error)
+    return "was taken"
