@@ -72,8 +72,7 @@ def train(config: TrainConfig, dump_step: int | None = None) -> Result:
     check_layout(config, dist.get_world_size())
     config = settle_alphabet(config, files)
     tokenizer = raise_on_all_ranks(config.tokenizer.build)
-    vocabulary = config.model.vocabulary(tokenizer.vocabulary)
-    check_vocabulary(config, vocabulary)
+    vocabulary = check_vocabulary(config, tokenizer.vocabulary)
     check_servers(config, vocabulary)
     data = read_datasets(config, tokenizer, files, length_check(config))
     with only_run(Path(config.run.dir)):
@@ -106,6 +105,8 @@ class _Run:
             self.saved = path, self.progress  # the newest checkpoint
         self.before, self.after = (_number(values.get(name)) for name in _HELD_OUT)
         engine = build_engine(config, config.model.vocabulary(tokenizer.vocabulary), config.model.max_positions)
+        if self.latest is None and config.run.init_from is None:
+            load_first_weights(engine)
         if self._steps_done() < sum(steps.values()):
             begin_random_state(config.run.seed, engine.groups.dp_rank)
         old = resume.outputs(config) if self.starts_over else ()
@@ -179,9 +180,6 @@ class _Run:
                 check = same_weights(config, "run.init_from", scalar_head=config.scalar_head)
                 path = Path(config.run.init_from)
                 checkpoint.load_weights(path, engine.model, check, scalar_head=config.scalar_head)
-            else:
-                load_first_weights(engine)
-            if config.run.init_from is not None or config.model.hf is not None:
                 self.session = replace(self.session, policy=phase.learner(engine))  # master weights of the loaded ones
             return None
         path, metadata = self.latest

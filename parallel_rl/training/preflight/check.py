@@ -37,7 +37,7 @@ def check_run(config: TrainConfig, world_size: int) -> str:
     files = find_data(config.data)
     config = settle_alphabet(config, files)
     tokenizer = config.tokenizer.build()
-    check_vocabulary(config, config.model.vocabulary(tokenizer.vocabulary))
+    check_vocabulary(config, tokenizer.vocabulary)
     check_first_records(config, tokenizer, files)
     check_sources(config)
     sizes, data = config.parallel, data_parallel_size(config.parallel, world_size)

@@ -33,16 +33,18 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
             raise ValueError(f"{name} = {size} is not divisible by the {ranks} data parallel ranks")
 
 
-def check_vocabulary(config: TrainConfig, vocabulary: Vocabulary) -> None:
-    """Check that sampling keeps words that the tokenizer has.
+def check_vocabulary(config: TrainConfig, tokenizer: Vocabulary) -> Vocabulary:
+    """Return the token ids that the model draws from; those of the tokenizer are among them, and sampling keeps no more.
 
     Raises:
-        ValueError: it would keep more than there are.
+        ValueError: the model has too few, or sampling would keep more than there are.
     """
+    vocabulary = config.model.vocabulary(tokenizer)
     try:
         config.sampling.truncation.check(vocabulary.size)
     except ValueError as error:
         raise ValueError(f"sampling: {error}") from None
+    return vocabulary
 
 
 def length_check(config: TrainConfig) -> Callable[[int], None]:
