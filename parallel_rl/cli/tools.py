@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -51,6 +52,8 @@ def verify(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
 def _loss_of_config(path: str) -> Subject:
     from parallel_rl.training.config.load import load_config
+
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")  # of optional packages that are not there
     from parallel_rl.training.preflight.own_losses import own_loss
 
     return own_loss(load_config(path, []))

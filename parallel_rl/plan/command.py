@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +59,7 @@ def run(known: argparse.Namespace, read: Callable[[str], ModelShape]) -> int:
     from parallel_rl.plan.memory import Layout
     from parallel_rl.plan.report import draw, plan_run, table
 
-    if known.memory is not None and not known.memory > 0:
+    if known.memory is not None and not 0 < known.memory < math.inf:
         raise ValueError(f"--memory {known.memory} must be a positive number of GiB")
     layout = Layout(
         known.tokens, known.tensor, known.context, known.pipeline, known.data, known.sequence_parallel,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
     from parallel_rl.verify.run import find_way, in_job, on_this_machine
     from parallel_rl.verify.show import html, table
 
-    if not arguments.timeout > 0:
+    if not 0 < arguments.timeout < math.inf:
         raise ValueError(f"--timeout {arguments.timeout:g} is not valid; a positive number of seconds is needed")
     layouts = None if arguments.layouts is None else of_words(arguments.layouts)
     if arguments.through == "groups" and any(layout.pp > 1 for layout in layouts or ()):
@@ -91,6 +92,8 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
         )
     way = find_way(arguments.through)
     for path in (arguments.json, arguments.html):
+        if path not in (None, "-") and Path(path).is_dir():
+            raise ValueError(f"{path} is a folder; a file's name is needed")
         if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{path}: there is no folder {Path(path).absolute().parent}")
     subjects = _subjects(arguments, of_config)

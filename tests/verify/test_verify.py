@@ -66,6 +66,8 @@ def test_the_loss_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
         (["--loss", "nll", "--layouts", "pp=2"], "add --through megatron"),
         (["--loss", "nll", "--layouts", "tp=0"], "positive number"),
         (["--loss", "nll", "--timeout", "0"], "--timeout 0"),
+        (["--loss", "nll", "--timeout", "inf"], "--timeout inf"),
+        (["--loss", "nll", "--html", "/"], "/ is a folder"),
         (["--loss", "nll", "--html", "/no/such/folder/x.html"], "there is no folder"),
         (["--config", "none.yaml"], "none.yaml"),
         (["surplus"], "'surplus'"),
