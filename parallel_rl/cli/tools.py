@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_rl.cli.runs import refuse
 
 if TYPE_CHECKING:
-    from parallel_rl.doctor.findings import Finding
+    from parallel_rl.doctor.command import OfConfig
     from parallel_rl.plan.models import ModelShape
     from parallel_rl.testing.cases import Subject
 
@@ -70,12 +70,29 @@ def doctor(known: argparse.Namespace, rest: Sequence[str]) -> int:
         return refuse(error)
 
 
-def _choices(path: str) -> Iterable[Finding]:
+def _choices(path: str) -> OfConfig:
+    from parallel_rl.doctor.command import OfConfig
     from parallel_rl.doctor.findings import Finding
-    from parallel_rl.training.config.load import load_config
+    from parallel_rl.training.config.load import as_mapping, load_config
     from parallel_rl.training.preflight.choices import choices
 
-    return [
+    config = load_config(path)
+    findings = [
         Finding(choice.part, "warning" if choice.advice else "ok", choice.text, choice.advice)
-        for choice in choices(load_config(path))
+        for choice in choices(config)
     ]
+    parallel = config.parallel
+    sizes = (parallel.tensor, parallel.context, parallel.pipeline)
+    return OfConfig(findings, sizes, sorted(set(_urls(as_mapping(config)))))
+
+
+def _urls(value: object) -> Iterator[str]:
+    """The addresses of servers, wherever they stand."""
+    if isinstance(value, Mapping):
+        for item in value.values():
+            yield from _urls(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _urls(item)
+    elif isinstance(value, str) and value.startswith(("http://", "https://")):
+        yield value

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,35 +20,59 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="look at the installed stack: packages, megatron-core's contracts, a job's ranks",
         description="Says what is installed and which known faults it has, from tiny cases that are run against the installed "
         "megatron-core on CPU; with --config what layers, attention, backend and optimizer that run would get, and why; with "
-        "--world, under torchrun or srun, hosts, clocks and the speed of collectives. Exit status: 0, 1 where something is an "
+        "--world, under torchrun or srun, hosts, clocks and the speed of each group. Exit status: 0, 1 where something is an "
         "error, 2 for bad input.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="CONFIG", help="a run's YAML file")
     parser.add_argument("--world", action="store_true", help="probe the ranks of this job")
+    for name in ("tensor", "context", "pipeline"):
+        parser.add_argument(
+            f"--{name}", metavar="N", type=int, help=f"{name} ranks of --world's groups; else the config's"
+        )
     parser.add_argument("--json", action="store_true", help="findings as JSON")
 
 
-def run(known: argparse.Namespace, of_config: Callable[[str], Iterable[Finding]]) -> int:
+@dataclass(frozen=True)
+class OfConfig:
+    """What a config tells the doctor.
+
+    Attributes:
+        findings: about what the run would get. sizes: of its tensor, context and pipeline groups. urls: of its servers.
+    """
+
+    findings: Sequence[Finding] = ()
+    sizes: tuple[int, int, int] = (1, 1, 1)
+    urls: Sequence[str] = ()
+
+
+def run(known: argparse.Namespace, of_config: Callable[[str], OfConfig]) -> int:
     """Print the findings, on rank 0 of a job; the exit status.
 
     Args:
-        of_config: findings about a run's config.
+        of_config: what a run's config tells.
 
     Raises:
-        ValueError: a config that does not load, --world outside a job.
+        ValueError: a config that does not load, --world outside a job, sizes without --world or that do not divide it.
     """
     from parallel_rl.doctor.contracts import ask_contracts
     from parallel_rl.doctor.findings import as_text, exit_status
+    from parallel_rl.doctor.links import Sizes
     from parallel_rl.doctor.packages import packages, settings
+    from parallel_rl.doctor.ports import ask_ports
     from parallel_rl.doctor.world import ask_world
 
     first = os.environ.get("RANK", "0") == "0"
-    found = [*packages(), *settings(), *(of_config(known.config) if known.config is not None else ())]
+    given = [known.tensor, known.context, known.pipeline]
+    if any(size is not None for size in given) and not known.world:
+        raise ValueError("--tensor, --context and --pipeline have no effect without --world")
+    config = OfConfig() if known.config is None else of_config(known.config)
+    sizes = Sizes(*(own if size is None else size for size, own in zip(given, config.sizes, strict=True)))
+    found = [*packages(), *settings(), *config.findings, *ask_ports(config.urls)]
     if first and any(each.subject == "megatron-core" and each.severity in ("ok", "warning") for each in found):
         found += ask_contracts()
     if known.world:
-        found += ask_world()
+        found += ask_world(sizes)
     if first:
         print(json.dumps([asdict(each) for each in found], indent=1) if known.json else as_text(found))
     return exit_status(found)

@@ -12,20 +12,21 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl.doctor.findings import Finding
+from parallel_rl.doctor.links import Sizes, ask_groups, ask_world_speed
 
-_SMALL, _LARGE = 50, 5  # calls that are timed
-_BYTES = 1 << 24
 MOST_SKEW = 1.0  # seconds between clocks, beyond which logs and time limits mislead
 
 
-def ask_world(timeout: float = 120.0) -> Iterator[Finding]:
-    """Join the job's ranks and probe them; yields on rank 0 what all ranks found.
+def ask_world(sizes: Sizes, timeout: float = 120.0) -> Iterator[Finding]:
+    """Join the job's ranks and probe them, and each group of a layout; every rank yields what all found.
 
     Raises:
-        ValueError: no job: neither torchrun nor srun with torch's variables started this process.
+        ValueError: sizes that do not divide the world; no job: neither torchrun nor srun with torch's variables started this
+            process.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError("RANK and WORLD_SIZE are not set: start it by torchrun or srun, or leave --world out")
+    sizes.groups(int(os.environ["WORLD_SIZE"]))  # before any rank waits for another
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -36,7 +37,8 @@ def ask_world(timeout: float = 120.0) -> Iterator[Finding]:
         dist.all_gather_object(hosts, socket.gethostname())
         yield _hosts(hosts)
         yield _clocks(device)
-        yield from _speed(device)
+        yield ask_world_speed(device)
+        yield from ask_groups(sizes, hosts, device, timeout)
     finally:
         dist.destroy_process_group()
 
@@ -65,31 +67,3 @@ def _clocks(device: torch.device) -> Finding:
         f"{1e3 * apart:.1f} ms apart",
         advice if apart > MOST_SKEW else "",
     )
-
-
-def _speed(device: torch.device) -> Iterator[Finding]:
-    small, large = torch.zeros(1, device=device), torch.zeros(_BYTES // 4, device=device)
-    for tensor in (small, large):
-        dist.all_reduce(tensor)  # the first one makes connections
-    latency, seconds = _timed(small, _SMALL), _timed(large, _LARGE)
-    ranks = dist.get_world_size()
-    yield Finding("all-reduce of 4 bytes", "ok", f"{1e6 * latency:.0f} µs over {ranks} ranks")
-    moved = 2 * (ranks - 1) / max(ranks, 1) * _BYTES / seconds
-    yield Finding(
-        "all-reduce of 16 MiB", "ok", f"{1e3 * seconds:.1f} ms, {moved / 1e9:.2f} GB/s a rank over {ranks} ranks"
-    )
-
-
-def _timed(tensor: torch.Tensor, calls: int) -> float:
-    _wait(tensor)
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        dist.all_reduce(tensor)
-    _wait(tensor)
-    return (time.perf_counter() - start) / calls
-
-
-def _wait(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)

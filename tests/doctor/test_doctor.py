@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,10 @@ from parallel_rl.cli import main
 from parallel_rl.doctor import packages as doctor_packages
 from parallel_rl.doctor.contracts import ask_contracts
 from parallel_rl.doctor.findings import Finding, exit_status
+from parallel_rl.doctor.links import Sizes
 from parallel_rl.doctor.packages import apex_kind, packages, settings
+from parallel_rl.doctor.ports import ask_ports
+from parallel_rl.doctor.world import ask_world
 
 pytest.importorskip("megatron.core")
 ROOT = Path(__file__).parents[2]
@@ -71,6 +75,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--tensor", "2"], "have no effect without --world"),
         (["--world"], "RANK and WORLD_SIZE are not set"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--confg", "x"], "'--confg' is not an argument of `parallel-rl doctor`"),
@@ -85,13 +90,42 @@ def test_bad_input(
     assert message in capsys.readouterr().err
 
 
+def test_sizes_that_do_not_divide_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank, before any waits for another."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    for sizes in (Sizes(3), Sizes(-2), Sizes(0), Sizes(16)):
+        with pytest.raises(ValueError, match="8 ranks cannot be laid out as tensor"):
+            next(ask_world(sizes))
+
+
+def test_addresses() -> None:
+    """A port of ours, listening and closed again: who answers, who is free, who is taken."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        url, job = f"http://127.0.0.1:{port}", {"MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1"}
+        assert [one.severity for one in ask_ports([url], {**job, "RANK": "1"})] == ["ok", "ok"]
+        [taken] = ask_ports([], job)
+        assert taken.severity == "error" and "is taken" in taken.text
+    assert [one.severity for one in ask_ports([url], {**job, "RANK": "1"})] == ["error", "warning"]
+    assert [one.severity for one in ask_ports([], job)] == ["ok"]
+    [unknown] = ask_ports([], {"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29500"})
+    assert unknown.severity == "error" and "has no address" in unknown.text
+
+
 @pytest.mark.slow
 def test_the_ranks_of_a_job() -> None:
-    """Under a real torchrun: one host, two ranks, two timed collectives, told once."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "parallel_rl.cli", "doctor", "--world", "--json"]
+    """Under a real torchrun: one host, four ranks, each group timed, told once."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["-m", "parallel_rl.cli", "doctor", "--world", "--json", "--tensor", "2", "--pipeline", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = {each["subject"]: each for each in json.loads(done.stdout)}
-    assert "(2 ranks)" in found["hosts"]["text"] and found["clocks"]["severity"] == "ok"
-    assert "2 ranks" in found["all-reduce of 16 MiB"]["text"]
+    assert "(4 ranks)" in found["hosts"]["text"] and found["clocks"]["severity"] == "ok"
+    assert found["rendezvous"]["severity"] == "ok"
+    assert (
+        "all-reduce over 4 ranks" in found["world"]["text"]
+        and "all-reduce over 2 ranks" in found["tensor group"]["text"]
+    )
+    assert "neighbours' messages over 2 ranks" in found["pipeline group"]["text"]
+    assert "data group" not in found and "context group" not in found
