@@ -10,6 +10,7 @@ from parallel_rl.training.checkpointing.checkpoint import load_weights
 from parallel_rl.training.checkpointing.contents import same_weights
 from parallel_rl.training.config.sections import SamplingConfig
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.data.format import conversation
 from parallel_rl.training.models.engine import build_engine, start_world
 from parallel_rl.training.rollouts.sampler import ROWS_AT_A_TIME, sample
 
@@ -28,7 +29,7 @@ def sample_prompts(
 
     Args:
         config: of the run that wrote the checkpoint, on the layout to sample with.
-        prompts: texts of a user.
+        prompts: texts of a user; before them comes the run's system text.
         greedy: the likeliest token each time.
 
     Raises:
@@ -42,7 +43,7 @@ def sample_prompts(
     def render() -> list[list[int]]:
         if config.scalar_head:
             raise ValueError(f"{checkpoint} is of a reward model, which has no logits to sample from")
-        tokens = [tokenizer.render([{"role": "user", "content": text}]) for text in prompts]
+        tokens = [tokenizer.render(conversation({"prompt": text}, config.data.system)) for text in prompts]
         for text, ids in zip(prompts, tokens, strict=True):
             if len(ids) + sampling.max_new_tokens > most:
                 raise ValueError(

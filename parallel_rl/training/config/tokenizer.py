@@ -60,7 +60,11 @@ class TokenizerConfig:
             ValueError: an alphabet that is not known yet, see `settle_alphabet`; a folder that is no tokenizer's.
         """
         if self.hf is None:
-            assert self.alphabet is not None and self.alphabet != AUTO
+            assert self.alphabet is not None
+            if self.alphabet == AUTO:
+                raise ValueError(
+                    "tokenizer.alphabet = 'auto' is known when a run has seen its data; give the config.yaml of its folder"
+                )
             return CharTokenizer(self.alphabet)
         folder, options = Path(self.hf), ChatOptions(self.template, self.variables, self.date)
         asked = options != ChatOptions() if self.chat is None else self.chat

@@ -86,7 +86,7 @@ def text_of(fields: Row, key: str, row: Row | None = None) -> str:
     return value
 
 
-def conversation(fields: Row, system: str | None, row: Row) -> list[Message]:
+def conversation(fields: Row, system: str | None, row: Row | None = None) -> list[Message]:
     """The messages of a record: those of its field `messages`, or its `prompt` as one of the user; before them a system text.
 
     Raises:

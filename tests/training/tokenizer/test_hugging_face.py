@@ -153,6 +153,11 @@ def test_options_that_contradict(section: dict[str, object], message: str) -> No
         configure(TokenizerConfig, section, "tokenizer")
 
 
+def test_an_alphabet_that_is_not_known_yet_is_told() -> None:
+    with pytest.raises(ValueError, match=r"'auto' is known when a run has seen its data; give the config.yaml"):
+        TokenizerConfig("auto").build()
+
+
 def test_the_weights_of_a_checkpoint_rest_on_tokenizer_json(folders: dict[str, Path], tmp_path: Path) -> None:
     """A run must not go on with ids of another meaning; another template does not change them."""
     first = TokenizerConfig(hf=str(folders["qwen3"])).identity
