@@ -60,7 +60,9 @@ print("children:", len(multiprocessing.active_children()))
 """
 
 
-@pytest.mark.parametrize("from_file", [True, False], ids=["script without a guard", "notebook"])
+@pytest.mark.parametrize(
+    "from_file", [pytest.param(True, marks=pytest.mark.slow), False], ids=["script without a guard", "notebook"]
+)
 def test_losses_of_a_script_and_of_a_notebook_reach_the_ranks(tmp_path: Path, from_file: bool) -> None:
     """A notebook's `__main__` has no file: nothing can be imported from it, so its ranks are forked."""
     (tmp_path / "script.py").write_text(SCRIPT)
