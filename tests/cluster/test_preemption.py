@@ -148,8 +148,7 @@ def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing befell."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    with Launch(folder, arguments(folder)) as launch:
-        assert launch.wait() == 0, launch.said()
+    run_world(2, train_rows, arguments(folder))
     assert len(rows(folder)) == 9
     return folder
 
@@ -205,18 +204,19 @@ def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 
 
 def goes_on(folder: Path, whole: Path) -> None:
-    """The same command goes on to the same rows and the same weights, to the bit."""
-    (folder.parent / "job" / "REQUEUE").unlink(missing_ok=True)
-    with launch(folder) as again:
-        assert again.wait() == 0, again.said()
+    """The same run goes on to the same rows and the same weights, to the bit."""
+    job = folder.parent / "job"
+    (job / "REQUEUE").unlink(missing_ok=True)
+    run_world(2, _train_for_a_job, arguments(folder), str(job))
     assert rows(folder) == rows(whole)
     assert tensors(folder) == tensors(whole)
-    assert list((folder.parent / "job").iterdir()) == []
+    assert list(job.iterdir()) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
 def test_a_signal_stops_a_run_at_any_moment(name: str, whole: Path, tmp_path: Path, chance: random.Random) -> None:
+    """May take half a minute: torchrun starts two ranks, which import all before a signal can find them at work."""
     folder, rank, number = tmp_path / "run", chance.randrange(2), signal.Signals[name]
     with launch(folder) as run:
         at_some_moment(run, chance, rank)
@@ -239,6 +239,7 @@ def test_a_signal_stops_a_run_at_any_moment(name: str, whole: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_run_goes_on(whole: Path, tmp_path: Path, chance: random.Random) -> None:
+    """May take half a minute: torchrun starts two ranks, and the one that is left must notice."""
     folder, rank = tmp_path / "run", chance.randrange(2)
     with launch(folder) as run:
         at_some_moment(run, chance, rank, from_row=1)
@@ -254,6 +255,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(whole: Path, tmp_path: Path,
 def test_a_rank_that_stands_still_is_named_within_the_timeout(
     whole: Path, tmp_path: Path, chance: random.Random
 ) -> None:
+    """Takes half a minute: torchrun starts two ranks, and 15 seconds of waiting tell a rank that hangs from a slow one."""
     folder, rank = tmp_path / "run", chance.randrange(2)
     with launch(folder, timeout=15) as run:
         at_some_moment(run, chance, rank, from_row=1)

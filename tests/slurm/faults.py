@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.slurm.cluster import ENDED, Cluster
-from tests.slurm.runs import arguments, submit
+from tests.slurm.runs import arguments, submit, words
 
 STEPS = 14
 WAIT = 900.0  # seconds, for a busy machine
@@ -128,6 +128,7 @@ class Fault:
         says: what stands in the job's logs then, as a regular expression: who, and the cause.
         options: of sbatch. timeout: run.timeout. disk: MB of the run's own file system.
         first: the step that it may happen after, or after a later one.
+        held_by: what else shows it in `make test-slurm`, where there is something; `make soak` does it all the same.
     """
 
     name: str
@@ -139,6 +140,7 @@ class Fault:
     timeout: int = 300
     disk: int | None = None
     first: int = 1
+    held_by: str = ""
 
 
 def _usr1(case: Case) -> None:
@@ -205,6 +207,7 @@ def _damage(case: Case) -> None:
     _rank(case)
     case.release()
     case.wait()
+    assert "rank 1 was killed by SIGKILL" in words(case.logs)
     newest = max((case.run / "checkpoints").glob("step_*"))
     largest = max(newest.rglob("*"), key=lambda path: path.stat().st_size)
     with largest.open("r+b") as file:
@@ -233,6 +236,7 @@ FAULTS = (
         "PENDING",
         rf"stopped by the file STOP {_SAVED}",
         options=("--time=60",),
+        held_by="asked to stop: the same signal; Slurm sends it in test_restarts",
     ),
     Fault(
         "preemption",
@@ -241,8 +245,22 @@ FAULTS = (
         "PENDING",
         rf"stopped by SIGTERM {_SAVED}",
     ),
-    Fault("cancelled", "`scancel JOB`", _scancel, "CANCELLED", rf"stopped by SIGTERM {_SAVED}"),
-    Fault("a rank is killed", "`kill -9` of rank 1", _rank, "FAILED", r"rank 1 was killed by SIGKILL"),
+    Fault(
+        "cancelled",
+        "`scancel JOB`",
+        _scancel,
+        "CANCELLED",
+        rf"stopped by SIGTERM {_SAVED}",
+        held_by="preemption: the same signal; test_restarts cancels",
+    ),
+    Fault(
+        "a rank is killed",
+        "`kill -9` of rank 1",
+        _rank,
+        "FAILED",
+        r"rank 1 was killed by SIGKILL",
+        held_by="damaged checkpoint, which begins with it",
+    ),
     Fault(
         "torchrun is killed",
         "`kill -9` of node2's agent",
@@ -264,6 +282,7 @@ FAULTS = (
         _node_down,
         "PENDING",
         _DOWN.format("node2"),
+        held_by="a node loses its power; test_restarts sets one down",
     ),
     Fault("a node loses its power", "`kill -9` of all that runs on node2", _power, "PENDING", _DOWN.format("node2")),
     Fault(

@@ -29,23 +29,31 @@ def assert_same(found: Rows, expected: Rows) -> None:
         assert row == pytest.approx({name: wanted[name] for name in row}, rel=1e-8, abs=1e-12)
 
 
-@pytest.mark.parametrize("nodes, parallel", [(2, "{tensor: 2, sequence_parallel: true}"), (4, "{context: 2}")])
-def test_nodes_give_the_curve_of_one_process(
-    cluster: Cluster, nodes: int, parallel: str, expected: Rows, tmp_path: Path
-) -> None:
-    """Takes half a minute: a job of several nodes starts torchrun, its ranks and their imports on each."""
-    given = arguments(tmp_path / "run", STEPS, parallel, run__dtype="float64")
-    said = checked(cluster, submit(cluster, tmp_path / "logs", nodes, given), tmp_path / "logs")
-    assert len(list((tmp_path / "logs").rglob("stdout.log"))) == nodes, said  # one a rank
+def test_nodes_give_the_curve_of_one_process(cluster: Cluster, expected: Rows, tmp_path: Path) -> None:
+    """Data and context ranks on four nodes; tensor ranks on two are those of the pair below.
+
+    Takes half a minute: a job of several nodes starts torchrun, its ranks and their imports on each.
+    """
+    given = arguments(tmp_path / "run", STEPS, "{context: 2}", run__dtype="float64")
+    said = checked(cluster, submit(cluster, tmp_path / "logs", 4, given), tmp_path / "logs")
+    assert len(list((tmp_path / "logs").rglob("stdout.log"))) == 4, said  # one a rank
     assert_same(curve(tmp_path / "run"), expected)
 
 
 def test_an_array_and_another_job_side_by_side_do_not_meet(cluster: Cluster, expected: Rows, tmp_path: Path) -> None:
-    """Three jobs of one node on four at the same time: each has the port of its own id, its own run and its own logs."""
+    """Three jobs on four nodes at the same time: each has the port of its own id, its own run and its own logs.
+
+    Takes half a minute, as every job of several nodes: torchrun, its ranks and their imports start on each.
+    """
     logs = tmp_path / "logs"
     sweep = arguments(tmp_path / "task-{task}", STEPS, run__dtype="float64")
     tasks = submit(cluster, logs, 1, sweep, "--array=0-1")
-    number = submit(cluster, logs, 2, arguments(tmp_path / "pair", STEPS, "{tensor: 2}", run__dtype="float64"))
+    number = submit(
+        cluster,
+        logs,
+        2,
+        arguments(tmp_path / "pair", STEPS, "{tensor: 2, sequence_parallel: true}", run__dtype="float64"),
+    )
     cluster.until(lambda: cluster.count("RUNNING") == 3, 300, "three jobs at the same time")
     cluster.until(lambda: cluster.count("RUNNING") == 0, 400, "their end")
     checked(cluster, number, logs)

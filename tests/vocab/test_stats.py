@@ -230,6 +230,8 @@ def shard_case(rank: int, split: str, dtype: torch.dtype, shift: float, backend:
 
 def shard_cases(rank: int, backend: Backend) -> dict[tuple, dict[str, Tensor]]:
     dtypes = [(torch.float64, 0.0), (torch.float32, 300.0), (torch.bfloat16, 0.0)]
+    if backend == "compiled":  # both ranks build each width and dtype; one process above builds each dtype
+        dtypes = dtypes[1:2]
     return {
         (split, dtype, shift): {name: t.detach() for name, t in shard_case(rank, split, dtype, shift, backend).items()}
         for split in SPLITS
@@ -239,6 +241,7 @@ def shard_cases(rank: int, backend: Backend) -> dict[tuple, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_two_ranks_give_what_one_gives(backend: Backend) -> None:
+    """Compiled, it may take half a minute where nothing is cached: two ranks build C++ for every width."""
     first, second = run_world(2, shard_cases, backend, timeout=300)
     for (split, dtype, shift), mine in first.items():
         other = second[split, dtype, shift]
