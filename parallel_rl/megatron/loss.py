@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
@@ -41,7 +42,11 @@ class RoutedTokens:
 
 
 def count_routed(
-    inputs: Sequence[ModelInput], *, config: TransformerConfig, groups: ParallelGroups | None = None
+    inputs: Sequence[ModelInput],
+    *,
+    config: TransformerConfig,
+    groups: ParallelGroups | None = None,
+    made_up: bool = False,
 ) -> list[RoutedTokens]:
     """Count what the routers of a model with auxiliary losses will see in each micro-batch; one all-reduce over data ranks.
 
@@ -51,10 +56,11 @@ def count_routed(
     Args:
         inputs: of all micro-batches of this data rank's step.
         config: the model's; under sequence parallelism tensor ranks share the tokens.
+        made_up: they stand for no data, and count as no token.
     """
     where = groups or ParallelGroups.from_megatron()
     parts = where.tp_size if config.sequence_parallel else 1
-    here = [each.tokens.numel() // parts for each in inputs]
+    here = [0 if made_up else each.tokens.numel() // parts for each in inputs]
     total = torch.tensor(sum(here), device=inputs[0].tokens.device)
     if where.dp_size > 1:
         dist.all_reduce(total, group=where.data)
@@ -75,6 +81,19 @@ def has_auxiliary_loss(config: TransformerConfig) -> bool:
             getattr(config, "moe_z_loss_coeff", None),
         ]
     return any(coefficients)
+
+
+@contextlib.contextmanager
+def without_auxiliary_losses(config: TransformerConfig) -> Iterator[None]:
+    """Inside, routers add no loss of their own; one over the data ranks (global_aux_loss) stays, as all take part in it."""
+    before = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
+    if "global_aux_loss" not in (config.moe_router_load_balancing_type or ""):
+        config.moe_aux_loss_coeff = [0.0 for _ in before[0]] if isinstance(before[0], list) else 0.0
+    config.moe_z_loss_coeff = None
+    try:
+        yield
+    finally:
+        config.moe_aux_loss_coeff, config.moe_z_loss_coeff = before
 
 
 LossResult = tuple[Tensor, LossReport] | tuple[Tensor, Tensor, LossReport]

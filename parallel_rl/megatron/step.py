@@ -24,7 +24,14 @@ from parallel_rl.megatron.context import context_group
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead
-from parallel_rl.megatron.loss import LossReport, RoutedTokens, count_routed, has_auxiliary_loss, scaled_loss_func
+from parallel_rl.megatron.loss import (
+    LossReport,
+    RoutedTokens,
+    count_routed,
+    has_auxiliary_loss,
+    scaled_loss_func,
+    without_auxiliary_losses,
+)
 from parallel_rl.megatron.micro_batch import MicroBatch
 from parallel_rl.megatron.model_input import forward_logits
 from parallel_rl.megatron.mtp import mtp_share, split_heads
@@ -126,7 +133,9 @@ def forward_backward(
         return loss + more, Metrics(parts_of_all)
 
     inputs = [batch.input for batch in prepared]
-    routed = count_routed(inputs, config=config, groups=groups) if has_auxiliary_loss(config) else [None] * len(inputs)
+    routed: Sequence[RoutedTokens | None] = [None] * len(inputs)
+    if has_auxiliary_loss(config):
+        routed = count_routed(inputs, config=config, groups=groups, made_up=not batches)
 
     MoEAuxLossAutoScaler.main_loss_backward_scale = None  # a backward without a schedule leaves one of another shape
 
@@ -143,15 +152,16 @@ def forward_backward(
         return forward(model, batch, mtp_loss is not None), loss_func
 
     iterators = [iter(list(zip(prepared, routed, strict=True))) for _ in models]
-    reports: list[LossReport] = get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iterators if len(models) > 1 else iterators[0],
-        model=models,
-        num_microbatches=len(prepared),
-        seq_length=prepared[0].width,
-        micro_batch_size=prepared[0].input.tokens.shape[0],
-        forward_only=False,
-    )
+    with nullcontext() if batches or not config.num_moe_experts else without_auxiliary_losses(config):
+        reports: list[LossReport] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if len(models) > 1 else iterators[0],
+            model=models,
+            num_microbatches=len(prepared),
+            seq_length=prepared[0].width,
+            micro_batch_size=prepared[0].input.tokens.shape[0],
+            forward_only=False,
+        )
     if not ddp:
         sum_gradients(models)
     metrics = [report["metrics"] for report in reports]

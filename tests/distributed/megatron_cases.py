@@ -45,6 +45,7 @@ class Case:
     data: What = "ragged"
     loss: Literal["nll", "pg", "cov"] = "nll"  # cov reads statistics of the whole step
     experts: Literal["", "alltoall", "allgather"] = ""  # four of them with auxiliary losses, and how tokens reach them
+    idle: bool = False  # all data ranks but the first have no micro-batch
     ep: int = 1
     etp: int = 1
     fused: bool = False  # the loss projects the hidden states itself
@@ -246,7 +247,9 @@ def step(case: Case, models: list[torch.nn.Module] | None = None) -> tuple[StepR
         batches = _on_groups(case)
         return M.forward_backward(models, make_loss(case), batches, head=head), models
     size = parallel_state.get_data_parallel_world_size()
-    batches = split(make_data(case.data), case.micro_batches)[parallel_state.get_data_parallel_rank() :: size]
+    rank = parallel_state.get_data_parallel_rank()
+    batches = split(make_data(case.data), case.micro_batches)
+    batches = batches[rank::size] if not case.idle else [] if rank else batches
     if case.rows != "padded":
         multiple = 8 if case.rows == "padding" else 1
         batches = [M.packed_batch(b, b["lengths"], multiple=multiple, cp_layout=case.cut) for b in batches]

@@ -93,6 +93,7 @@ EXPERTS = {
         Case(experts="alltoall", ep=2, cp=2, pp=2, **FULL),  # type: ignore[arg-type]
         Case(experts="alltoall", ep=4, micro_batches=6, tp=2, sp=True, sharded=True, overlap=True),
         Case(experts="alltoall", ep=2, tp=2, cp=2, sp=True, fused=True, **FULL),  # type: ignore[arg-type]
+        Case(experts="alltoall", cp=2, idle=True),
     ],
     8: [Case(experts="alltoall", ep=2, tp=2, cp=2, pp=2, sp=True, per_token=per_token) for per_token in (True, False)],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -78,6 +79,18 @@ def test_a_logger_of_ones_own_gets_config_and_rows_and_never_ends_the_run(own: s
     again = ["begin first 0 {'sft': 2}", "sft 3 ['grad_norm']", "end"]
     assert (stopped / "own.txt").read_text().splitlines() == [*first, *again]
     assert (whole / "tensorboard" / "sft").is_dir()
+
+
+def test_the_logger_of_the_page_works(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "watching.md").read_text(encoding="utf-8")
+    [code] = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    exec(code, {})
+    said: list[str] = []
+    loggers = Loggers(["lines"], RunInfo(tmp_path, {"run": {"seed": 3}}), said.append)
+    loggers.log("sft", 1, {"loss": 0.5})
+    loggers.text("sft", 1, "samples", "two\nlines")
+    loggers.close()
+    assert said == [] and (tmp_path / "lines.txt").read_text() == "3 a new run\nsft 1 0.5\ntwo\nlines\n"
 
 
 class Broken:
