@@ -12,7 +12,7 @@ REPORT ?= runs/faults.jsonl
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh slurm/*.sbatch slurm/*.sh slurm/*.conf)
 
-.PHONY: help install demo test test-slow test-all test-slurm soak lint types format docs bench clean
+.PHONY: help install demo test test-slow test-all test-slurm test-vllm soak lint types format docs bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -27,18 +27,22 @@ demo: $(STAMP)  ## GRPO learns arithmetic on RANKS=4 CPU ranks (TP 2 x CP 2, seq
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m parallel_rl.cli train $(CONFIG) --run.resume never
 
 test: $(STAMP)  ## every module in four minutes: each loss and feature on one layout that stands for the others
-	$(PYTEST) -m "not slow and not gpu and not slurm"
+	$(PYTEST) -m "not slow and not gpu and not slurm and not vllm"
 
 test-slow: $(STAMP)  ## the other layouts, dtypes and backends, and a page in a browser
 	tools/install_chromium.sh || echo "no Chromium: the test of the page in a browser will be skipped" >&2
-	$(PYTEST) -m "slow and not gpu and not slurm"
+	$(PYTEST) -m "slow and not gpu and not slurm and not vllm"
 
 test-all: $(STAMP)  ## both
-	$(PYTEST) -m "not gpu and not slurm"
+	$(PYTEST) -m "not gpu and not slurm and not vllm"
 
 test-slurm: $(STAMP)  ## the tests on a private Slurm cluster; skipped where its packages cannot be had
 	tools/install_slurm.sh || echo "no Slurm packages: its tests will be skipped" >&2
 	$(PYTEST) -m slurm tests/slurm
+
+test-vllm: $(STAMP)  ## GRPO with a real vLLM on the CPU, in a virtual environment of its own; skipped where it cannot be had
+	PYTHON="$(PYTHON)" tools/install_vllm.sh || echo "no vLLM: its tests will be skipped" >&2
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -m vllm tests/training/rollouts/test_vllm.py
 
 soak: $(STAMP)  ## each fault of docs/reliability.md three times, and its table anew (half an hour)
 	tools/install_slurm.sh

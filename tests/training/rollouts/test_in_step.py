@@ -193,6 +193,16 @@ SEVENS = {
 }
 
 
+def random_llama(rank: int, folder: Path, layers: int = 2) -> None:
+    """Writes a folder on this rank of the pool, of the demo's vocabulary and with a head_dim that vLLM has on a CPU."""
+    from parallel_rl.megatron import build_config, build_model, initialize
+    from parallel_rl.megatron.hf import save_hf
+
+    initialize()
+    config = build_config(num_layers=layers, hidden_size=64, num_attention_heads=2, gated=True)
+    save_hf(build_model(config, 15, 64, position_embedding="rope", seed=3), folder)
+
+
 def drift(rows: list[dict]) -> list[float]:
     """How far the trainer's log-probs are from the server's, by step: a missed update shows here and nowhere else."""
     return [abs(row["sampling_importance_ratio"] - 1) for row in rows]
