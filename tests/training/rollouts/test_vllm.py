@@ -17,7 +17,7 @@ import pytest
 from parallel_rl.testing.pool import WorldError, run_world
 from tests.experience.server import Server
 from tests.training.helpers import ROOT
-from tests.training.rollouts.test_in_step import LLAMA, SEVENS, drift, random_llama
+from tests.training.rollouts.test_in_step import SEVENS, drift, random_llama
 from tests.training.rollouts.test_remote import train
 
 pytestmark = pytest.mark.vllm
@@ -88,7 +88,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM]:
 
 
 def learn(folder: Path, vllm: VLLM, layout: str = "one process", options: str = "update: vllm", **more: object) -> list:
-    return train(folder, vllm.server, layout, options, **{**SEVENS, **LLAMA, **more})
+    return train(folder, vllm.server, layout, options, **{**SEVENS, "model__hf": vllm.folder, **more})
 
 
 def test_a_policy_learns_from_it_on_every_layout(vllm: VLLM, tmp_path: Path) -> None:
@@ -104,7 +104,8 @@ def test_a_policy_learns_from_it_on_every_layout(vllm: VLLM, tmp_path: Path) -> 
 
 
 def test_an_update_that_is_left_out_shows(vllm: VLLM, tmp_path: Path) -> None:
-    first, *others = drift(learn(tmp_path, vllm, options="update: vllm, update_every: 9"))
+    options, faster = "update: vllm, update_every: 9", "{lr: 2e-2}"
+    first, *others = drift(learn(tmp_path, vllm, options=options, rl__optimizer=faster))
     assert first < 1e-5 and min(others) > 0.05
 
 
@@ -127,7 +128,9 @@ def test_it_is_started_again_in_the_middle_of_a_run(vllm: VLLM, tmp_path: Path) 
 
 def test_it_serves_another_model(vllm: VLLM, tmp_path: Path) -> None:
     """vLLM would load a folder with fewer layers and only warn, and end where a width differs."""
+    shallow = tmp_path / "shallow"
+    run_world(1, random_llama, shallow, 1)
     with pytest.raises(WorldError, match=r"it serves another model, .* with num_hidden_layers 2; the policy has .* 1"):
-        learn(tmp_path / "run", vllm, model__layers=1)
+        learn(tmp_path / "run", vllm, model__hf=shallow)
     with pytest.raises(WorldError, match="it has no model 'other'; it serves 'tiny'"):
         learn(tmp_path / "run", vllm, rl__server__model="other")
