@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -41,8 +42,11 @@ def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[di
     if not columns:
         for key in row:
             if key not in known:
-                near = nearest(key, [name for name in known if name not in row])
-                raise ValueError(f"unknown field {key!r}; {near if near.startswith('did') else nearest(key, known)}")
+                meant = difflib.get_close_matches(
+                    key, row.keys() & {*known}, n=1, cutoff=0.8
+                )  # a slip, not another word
+                near = nearest(key, meant or [name for name in known if name not in row] or known)
+                raise ValueError(f"unknown field {key!r}; {near}")
         return dict(row), {}
     fields = {name: _value(row, name, columns[name]) for name in known if name in columns}
     if not fields.keys().isdisjoint(_ASKED):  # a foreign column of another such name is another matter
