@@ -12,7 +12,7 @@ REPORT ?= runs/faults.jsonl
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh slurm/*.sbatch slurm/*.sh slurm/*.conf)
 
-.PHONY: help install demo test test-slow test-all test-slurm test-vllm soak lint types format docs bench clean
+.PHONY: help install demo demo-hf test test-slow test-all test-slurm test-vllm soak lint types format docs bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -25,6 +25,11 @@ $(STAMP): pyproject.toml constraints.txt tools/install.sh
 
 demo: $(STAMP)  ## GRPO learns arithmetic on RANKS=4 CPU ranks (TP 2 x CP 2, sequence parallel, packed)
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m parallel_rl.cli train $(CONFIG) --run.resume never
+
+demo-hf: $(STAMP)  ## SFT and GRPO on word problems from a tiny random Qwen3 folder, and a folder back, on two CPU ranks (TP 2)
+	$(BIN)/python examples/word_problems/make.py runs/word_problems
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m parallel_rl.cli train examples/word_problems/grpo.yaml --run.resume never
+	CUDA_VISIBLE_DEVICES= $(BIN)/parallel-rl export $$(ls -d runs/word_problems/grpo/checkpoints/step_* | tail -1) runs/word_problems/trained
 
 test: $(STAMP)  ## every module in four minutes: each loss and feature on one layout that stands for the others
 	$(PYTEST) -m "not slow and not gpu and not slurm and not vllm"

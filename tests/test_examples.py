@@ -5,11 +5,12 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from parallel_rl.testing.pool import preload, run_world
-from tests.training.helpers import ROOT
+from tests.training.helpers import ROOT, train_rows
 
 preload("parallel_rl.megatron")
 
@@ -48,6 +49,37 @@ def test_the_reward_of_megatron_grpo_rises() -> None:
     pytest.importorskip("megatron.core")
     for found in run_world(4, train, "megatron_grpo.py", 2, 2, 25):
         assert sum(found[:3]) / 3 < 0.2 and sum(found[-3:]) / 3 > 0.6
+
+
+def train_and_export(rank: int, folder: str) -> list[dict[str, float | int | str]]:
+    """A step of each phase of the demo's run from the folder that the demo makes, and a folder back."""
+    from parallel_rl.training.checkpointing.export import export_checkpoint
+    from parallel_rl.training.config.load import load_config
+
+    model, run = f"{folder}/model", f"{folder}/grpo"
+    files = {name: f"{folder}/{name}.jsonl" for name in ("train", "held_out")}
+    data = {**files, "examples": f"{folder}/careless.jsonl", "columns": {"prompt": "question"}}
+    small = {"model": {"hf": model}, "tokenizer": {"hf": model}, "data": data, "parallel": {}, "evaluation": "null"}
+    given = {**small, "warmup.steps": 1, "rl.steps": 1, "run.dir": run}
+    del data["held_out"]
+    overrides = [f"--{key}={value}" for key, value in given.items()]
+    config = load_config(str(ROOT / "examples" / "word_problems" / "grpo.yaml"), overrides)
+    rows = train_rows(rank, [str(ROOT / "examples" / "word_problems" / "grpo.yaml"), *overrides])
+    export_checkpoint(Path(run) / "checkpoints" / "step_000002", Path(folder) / "trained", config)
+    return rows
+
+
+def test_the_demo_of_a_folder_trains_and_gives_one_back(tmp_path: Path) -> None:
+    """What is exported is a folder that the same run would begin with, with the tokenizer's files as they were."""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("safetensors")
+    runpy.run_path(str(ROOT / "examples" / "word_problems" / "make.py"))["main"](tmp_path)
+    [rows] = run_world(1, train_and_export, str(tmp_path))
+    assert [row["phase"] for row in rows] == ["warmup", "rl"] and all(row["grad_norm"] for row in rows[:1])
+    before, after = tmp_path / "model", tmp_path / "trained"
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        assert (after / name).read_bytes() == (before / name).read_bytes()
+    assert (after / "config.json").exists() and list(after.glob("*.safetensors"))
 
 
 def test_megatron_grpo_is_short() -> None:

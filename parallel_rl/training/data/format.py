@@ -114,7 +114,7 @@ def conversation(fields: Row, system: str | None, row: Row | None = None) -> lis
 
 def asked_text(messages: Sequence[Message]) -> str:
     """What is asked, as one text: all but the system text."""
-    return "\n\n".join(str(message.get("content")) for message in messages if message["role"] != "system")
+    return "\n\n".join(str(message.get("content") or "") for message in messages if message["role"] != "system")
 
 
 def split_answer(messages: Sequence[Message]) -> tuple[list[Message], str]:
