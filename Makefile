@@ -29,6 +29,7 @@ demo: $(STAMP)  ## GRPO learns arithmetic on RANKS=4 CPU ranks (TP 2 x CP 2, seq
 demo-hf: $(STAMP)  ## SFT and GRPO on word problems from a tiny random Qwen3 folder, and a folder back, on two CPU ranks (TP 2)
 	$(BIN)/python examples/word_problems/make.py runs/word_problems
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m parallel_rl.cli train examples/word_problems/grpo.yaml --run.resume never
+	rm -rf runs/word_problems/trained
 	CUDA_VISIBLE_DEVICES= $(BIN)/parallel-rl export $$(ls -d runs/word_problems/grpo/checkpoints/step_* | tail -1) runs/word_problems/trained
 
 test: $(STAMP)  ## every module in four minutes: each loss and feature on one layout that stands for the others
