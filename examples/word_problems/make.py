@@ -3,7 +3,7 @@
     python examples/word_problems/make.py runs/word_problems
 
 FOLDER/model is what transformers' `save_pretrained` writes: config.json, model.safetensors, tokenizer.json, a chat template.
-FOLDER/{train,held_out,careless}.jsonl have the columns question and answer; in the last the answer is right one time in four.
+FOLDER/{train,held_out,careless}.jsonl have the columns question and answer; in the last every other answer is wrong.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def write_data(folder: Path, dice: random.Random) -> list[str]:
     """Writes the three files; all questions."""
     found = list(problems())
     dice.shuffle(found)
-    careless = [(question, answer + dice.choice((0, 1, -1, 2))) for question, answer in found[:4000]]
+    careless = [(question, answer + dice.choice((0, 0, 1, -1))) for question, answer in found[:4000]]
     for name, rows in (("held_out", found[-64:]), ("train", found[:-64]), ("careless", careless)):
         lines = [json.dumps({"question": question, "answer": str(answer)}) + "\n" for question, answer in rows]
         (folder / f"{name}.jsonl").write_text("".join(lines))
