@@ -104,7 +104,7 @@ class _Run:
             self.progress, values = metadata.progress, metadata.values
             self.saved = path, self.progress  # the newest checkpoint
         self.before, self.after = (_number(values.get(name)) for name in _HELD_OUT)
-        engine = build_engine(config, config.model.vocabulary(tokenizer.vocabulary), config.model.max_positions)
+        engine = build_engine(config, tokenizer.vocabulary, config.model.max_positions)
         if self.latest is None and config.run.init_from is None:
             load_first_weights(engine)
         if self._steps_done() < sum(steps.values()):

@@ -106,12 +106,13 @@ def start_groups(sizes: ParallelConfig, seed: int, timeout: float) -> None:
     )
 
 
-def build_engine(config: TrainConfig, vocabulary: Vocabulary, max_length: int) -> Engine:
-    """The model wrapped in Megatron's data parallelism, with weights drawn by the seed alone.
+def build_engine(config: TrainConfig, tokenizer: Vocabulary, max_length: int) -> Engine:
+    """The model for a tokenizer's vocabulary, wrapped in Megatron's data parallelism, with weights drawn by the seed alone.
 
     With `model.hf` nothing is drawn: the weights come from its folder, see `load_first_weights`, or from a checkpoint.
     """
     start_groups(config.parallel, config.run.seed, config.run.timeout)
+    vocabulary = config.model.vocabulary(tokenizer)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     model = _wrap(config, _build(config, vocabulary.size, max_length, config.scalar_head))
     return Engine(config, ParallelGroups.from_megatron(), model, vocabulary, max_length, device)

@@ -171,3 +171,28 @@ def _in_bfloat16(rank: int, folder: str, out: str) -> None:
     with layout(Layout()):
         [model] = load_hf(folder, dtype=torch.bfloat16)
         save_hf(wrap_model(model), out, companions=folder)
+
+
+def test_a_scalar_head_in_place_of_logits(tmp_path: Path) -> None:
+    """A critic and a reward model start from a policy's folder, tied or not; a reward model's own folder has its head."""
+    for name in ("qwen3", "qwen3_tied"):
+        run_world(2, _reward_model, name, str(write_folder(name, tmp_path / name)), str(tmp_path / f"{name} reward"))
+        config = json.loads((tmp_path / f"{name} reward/config.json").read_text())
+        assert config["architectures"] == ["Qwen3ForSequenceClassification"] and len(config["id2label"]) == 1
+
+
+def _reward_model(rank: int, name: str, folder: str, out: str) -> None:
+    from parallel_rl.megatron.hf import export_tensors, load_hf, save_hf
+
+    with layout(Layout(pp=2)):
+        models = load_hf(folder, scalar_head=True)
+        tensors = {key: tensor.clone() for key, tensor in export_tensors(models)}
+        right = weights(name)
+        right.pop("lm_head.weight", None)
+        assert not tensors.pop("score.weight").any()
+        assert tensors.keys() == right.keys() and all(torch.equal(tensors[key], right[key]) for key in right)
+        if rank == 1:
+            with torch.no_grad():
+                models[0].output_layer.weight.fill_(0.5)
+        save_hf(models, out)
+        assert (dict(export_tensors(load_hf(out, scalar_head=True)))["score.weight"] == 0.5).all()

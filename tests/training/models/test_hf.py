@@ -10,6 +10,7 @@ import torch
 
 from parallel_rl.testing.pool import run_world
 from tests.megatron.hf.golden import write_folder
+from tests.test_cli import command
 from tests.training.helpers import DATA, cut, run, train_rows
 
 pytest.importorskip("safetensors")
@@ -129,3 +130,17 @@ def refused(rank: int, given: list[str], checkpoint: str | None = None, out: str
     except ValueError as error:
         return str(error)
     return "was taken"
+
+
+@pytest.mark.slow
+def test_the_command_exports_what_was_drawn_here(tmp_path: Path) -> None:
+    """A model of the trainer's own that is a llama; its end token is told to engines."""
+    sizes = {"layers": 2, "hidden": 16, "heads": 2, "position": "rope", "gated": True}
+    run_world(1, train_rows, arguments(tmp_path / "run", tmp_path, model=sizes))
+    checkpoint, out = tmp_path / "run/checkpoints/step_000002", tmp_path / "out"
+    done = command("export", str(checkpoint), str(out), "--parallel.tensor", "2", ranks=2)
+    assert done.returncode == 0 and "wrote" in done.stdout, done.stderr
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["eos_token_id"], config["vocab_size"]) == ("llama", 2, 15)
+    again = command("export", str(checkpoint), str(out))
+    assert again.returncode == 2 and "is there already; nothing is overwritten" in again.stderr
