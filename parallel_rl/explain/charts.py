@@ -113,8 +113,8 @@ def _plain_ticks(axes: Axes, low: float, high: float) -> None:
 
     if high / low < 100:
         places = np.exp(np.linspace(np.log(low), np.log(high), 7))
-        axes.xaxis.set_major_locator(FixedLocator([float(f"{x:.3g}") for x in places]))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}"))
+        axes.xaxis.set_major_locator(FixedLocator(sorted({float(f"{x:.4g}") for x in places})))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.4g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 

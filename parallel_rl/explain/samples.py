@@ -69,7 +69,9 @@ def choose(step: Step, most: int) -> dict[int, str]:
 def samples(step: Step, chosen: Mapping[int, str], label: str) -> list[Sample]:
     """The chosen sequences of a step; colours have one scale for all of it."""
     gradient = step.tokens.get("gradient", np.zeros(len(step.row))).astype(np.float64)
-    sizes = np.abs(gradient[gradient != 0])
+    read = step.tokens.get("logprobs", step.tokens.get("head", gradient))
+    gradient = np.where(np.isfinite(read), gradient, np.nan)  # a clamp may give NaN the gradient 0
+    sizes = np.abs(gradient[(gradient != 0) & np.isfinite(gradient)])
     scale = float(np.quantile(sizes, 0.99)) if len(sizes) else 1.0
     why = _reason_of_each(step)
     columns = [(words, step.tokens[name]) for name, words in _SHOWN if name in step.tokens]
@@ -132,7 +134,9 @@ def _mark(gradient: float, scale: float, scored: bool) -> str:
     """The size on a square-root scale, so that small contributions still show."""
     if not scored:
         return "m"
-    if gradient == 0 or not math.isfinite(gradient):
+    if not math.isfinite(gradient):
+        return "x"
+    if gradient == 0:
         return "z"
     level = min(LEVELS, 1 + int(LEVELS * math.sqrt(min(abs(gradient) / scale, 1.0)) * 0.999))
     return f"{'p' if gradient > 0 else 'n'}{level}"

@@ -111,6 +111,15 @@ def test_the_colours_are_of_the_gradient(step: Step) -> None:
         assert row[column] is None or row[column] == pytest.approx(of_row[place], rel=1e-3)
 
 
+def test_a_step_that_is_not_finite_shows_where(tmp_path: Path) -> None:
+    """The step that one most wants to see; numbers that are none must not end in the page's data or break a chart."""
+    logits, data = policy_batch()
+    logits[1, 6] = torch.nan
+    text = page([dumped(tmp_path, PolicyLossFn(PPO), logits, data)], most_samples=10**6)
+    [row] = [part for part in text.split('class="sample"') if '<span class="t x">' in part and "Sample 101" in part]
+    assert row.count('class="t x"') == 1 and not re.search(r"[:,\[](NaN|-?Infinity)", row)
+
+
 def test_text_of_samples_is_text(tmp_path: Path) -> None:
     """Whatever a sample, a title or an option holds: none of it is markup or ends a script."""
     texts = ["<script>alert(1)</script>", "</script><b>", "&amp;", "<!--", "\"'", "\n", " ", "", "\u2028", "𝛑", "ok"]
