@@ -232,6 +232,7 @@ def test_a_run_for_many_ranks_started_as_one_process_says_how_to_start_it(capsys
 
 @pytest.mark.slow
 def test_torchrun_with_data_parallel_ranks(tmp_path: Path) -> None:
+    """May take twenty seconds: torchrun and its ranks import torch and Megatron."""
     small = [
         "--batch.micro_batch_size",
         "8",

@@ -150,6 +150,7 @@ def test_truncation_compares_methods_that_agree() -> None:
 
 @pytest.mark.slow
 def test_token_stats_runs_to_its_report(tmp_path: Path) -> None:
+    """Takes half a minute: two processes import torch and Megatron, and compile the peers that are compiled."""
     pytest.importorskip("megatron.core")
     report = tmp_path / "stats.json"
     assert (

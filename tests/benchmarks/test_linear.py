@@ -151,6 +151,7 @@ def test_it_runs_to_its_report(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_runs_to_its_report_on_two_ranks(tmp_path: Path) -> None:
+    """May take twenty seconds: two processes import torch and Megatron, and compile for each of their shards."""
     pytest.importorskip("megatron.core")
     target = tmp_path / "linear.json"
     sizes = ["--tokens", "64", "--vocab", "256", "--hidden", "16", "--repeats", "1"]
