@@ -129,7 +129,8 @@ def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3, ch
         init_std=0.3,
         virtual_pp=None if chunk is None else case.chunks,
         cp_layout=case.cut,
-        experts=Experts(4, ffn_hidden=8, aux_loss=AUX_COEFFICIENT) if case.experts else None,
+        experts=Experts(4, ffn_hidden=8) if case.experts else None,
+        aux_loss=AUX_COEFFICIENT if case.experts else 0.0,
         overrides=overrides,
     )
     return M.build_model(
