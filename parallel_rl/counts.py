@@ -32,6 +32,30 @@ Aggregation = Literal[
 ]
 
 
+_UNITS: dict[Aggregation, str | None] = {
+    "token-mean": "tokens",
+    "seq-mean-token-mean": "sequences",
+    "seq-mean-token-sum": "sequences",
+    "constant-length": "sequences",
+    "token-sum": None,
+    "turn-mean": "turns",
+    "prompt-mean": "prompts",
+    "trajectory-mean": "trajectories",
+}
+
+
+def unit_of(mode: Aggregation, weights: WeightedBy | None = None) -> str | None:
+    """Whose count an aggregation divides by, for `Metric.per`.
+
+    >>> unit_of("constant-length"), unit_of("token-mean", "sum"), unit_of("token-mean", "count")
+    ('sequences', 'token weights', 'weighted tokens')
+    """
+    unit = _UNITS[mode]
+    return (
+        unit if weights is None or unit != "tokens" else {"sum": "token weights", "count": "weighted tokens"}[weights]
+    )
+
+
 class ValidCounts(NamedTuple):
     """Normalisers of one optimizer step: int64 scalars, at least 1."""
 

@@ -21,6 +21,9 @@ class Metric(NamedTuple):
     kind: Literal["share", "count", "min", "max", "ratio", "square-ratio"]
     value: Tensor  # 0-dim; the numerator of a ratio, which a square-ratio squares last
     denominator: Tensor | None = None
+    per: str | None = (
+        None  # whose global count divided the value: "tokens", "sequences", "pairs", "turns", ...; None: none
+    )
 
 
 class Mean(NamedTuple):
@@ -68,7 +71,7 @@ class Metrics(Mapping[str, "Tensor"]):
 
     def __init__(self, metrics: Mapping[str, Metric]) -> None:
         self._metrics = {
-            name: Metric(m.kind, _constant(m.value), None if m.denominator is None else _constant(m.denominator))
+            name: Metric(m.kind, _constant(m.value), None if m.denominator is None else _constant(m.denominator), m.per)
             for name, m in metrics.items()
         }
 
@@ -84,6 +87,18 @@ class Metrics(Mapping[str, "Tensor"]):
 
     def __repr__(self) -> str:
         return f"Metrics({', '.join(f'{name}: {self._metrics[name].kind} {float(self[name]):.6g}' for name in self)})"
+
+    @property
+    def divided_by(self) -> dict[str, str | None]:
+        """By each metric's name whose count of the step its parts are divided by already; None: by none, or by several.
+
+        "tokens" is global_valid_toks, "sequences" global_valid_seqs, "pairs" half of it; others ("turns", "kept tokens", ...)
+        are among the statistics.
+
+        >>> Metrics({"loss": Metric("share", torch.tensor(0.5), per="tokens")}).divided_by
+        {'loss': 'tokens'}
+        """
+        return {name: metric.per for name, metric in self._metrics.items()}
 
     def parts(self, name: str) -> Metric:
         """Return the kind and the raw parts of one metric."""

@@ -69,7 +69,7 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         shares = self.shares(batch)
-        zero = Metric("share", torch.zeros_like(shares.loss))
+        zero = Metric("share", torch.zeros_like(shares.loss), per=shares.metrics["policy_loss"].per)
         metrics = {"kl_penalty": zero, "positive_nll_loss": zero, **shares.metrics}
         del metrics["policy_loss"]
         return shares.loss, Metrics({**metrics, **self._diagnostics(batch, shares.terms)})

@@ -101,7 +101,7 @@ class KTOLossFn(LossFn[KTOLossConfig]):
         )
         loss = batch.sequence_sum(losses, good | bad, labelled.clamp(min=1)).to(batch.logprobs.dtype)
         metrics = {
-            "loss": Metric("share", loss),
+            "loss": Metric("share", loss, per="labelled sequences"),
             "kl_desirable": Metric("max", z_good),  # the same everywhere
             "kl_undesirable": Metric("max", z_bad),
         }
@@ -110,7 +110,7 @@ class KTOLossFn(LossFn[KTOLossConfig]):
             metrics[f"num_{side}"] = number = count_true(batch, rows)
             if side != "mismatched":
                 total = sequence_mean(batch, ratios, rows, one).value
-                metrics[f"rewards_{side}_mean"] = Metric("ratio", total, number.value)
+                metrics[f"rewards_{side}_mean"] = Metric("ratio", total, number.value, f"{side} sequences")
         return loss, Metrics(metrics)
 
     def _baselines(self, statistics: Statistics) -> tuple[Tensor, Tensor]:

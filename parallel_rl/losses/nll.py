@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
+from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation, unit_of
 from parallel_rl.functional.supervised import NLLWeighting, weighted_nll
 from parallel_rl.losses.core.aggregation import UNIT_FIELDS, aggregate, count_units, with_units
 from parallel_rl.losses.core.base import LossFn
@@ -84,7 +84,7 @@ class NLLLoss(LossFn[NLLLossConfig]):
         losses = weighted_nll(batch.logprobs, cfg.weighting, cfg.cutoff_prob)
         loss = aggregate(batch, losses, cfg.aggregation, cfg.max_length)
         metrics = {
-            "loss": Metric("share", loss),
+            "loss": Metric("share", loss, per=unit_of(cfg.aggregation, cfg.token_weights)),
             "num_unmasked_tokens": Metric("count", batch.mask.sum(dtype=torch.float64)),
             "num_valid_samples": count_true(batch, batch.sequence_mask),
         }

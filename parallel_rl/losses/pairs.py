@@ -35,9 +35,9 @@ def pair_metrics(batch: TokenBatch, chosen: Tensor, rejected: Tensor) -> dict[st
     mask, count = pair_mask(batch), batch.counts.seqs / 2
     samples = count_true(batch, batch.sequence_mask)
     return {
-        "accuracy": sequence_mean(batch, chosen > rejected, mask, count),
-        "rewards_chosen_mean": sequence_mean(batch, chosen, mask, count),
-        "rewards_rejected_mean": sequence_mean(batch, rejected, mask, count),
+        "accuracy": sequence_mean(batch, chosen > rejected, mask, count, "pairs"),
+        "rewards_chosen_mean": sequence_mean(batch, chosen, mask, count, "pairs"),
+        "rewards_rejected_mean": sequence_mean(batch, rejected, mask, count, "pairs"),
         "num_valid_samples": samples._replace(value=samples.value / 2),
     }
 

@@ -30,7 +30,7 @@ from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.losses.policy_metrics import clip_fractions, mismatch_metrics, mismatch_values
 from parallel_rl.losses.policy_shares import MaskedSurrogate, PolicyShares
 from parallel_rl.losses.registry import register_loss
-from parallel_rl.losses.survivors import count_survivors, policy_weights
+from parallel_rl.losses.survivors import count_survivors, policy_unit, policy_weights
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 
@@ -145,19 +145,22 @@ class PolicyLoss(AccountedLoss[ConfigT]):
         sums = batch.token_sum(stacked, policy_weights(batch, kept, cfg)).unbind()
         factors = {name: factor for name, (factor, _) in parts.items()}
         shares = {name: x if factors[name] == 1 else factors[name] * x for name, x in zip(parts, sums, strict=True)}
-        metrics |= {name: Metric("share", x) for name, x in zip(parts, sums, strict=True) if name != "entropy_bonus"}
+        per = policy_unit(cfg)
+        metrics |= {
+            name: Metric("share", x, per=per) for name, x in zip(parts, sums, strict=True) if name != "entropy_bonus"
+        }
         if cfg.positive_nll_weight:
             assert batch.statistics is not None
             count = batch.statistics["positive_tokens"].clamp(min=1)
             nll = batch.weighted_sum(-batch.logprobs, (batch.per_sequence("rewards") > 0) / count)
             shares["positive_nll_loss"] = cfg.positive_nll_weight * nll
-            metrics["positive_nll_loss"] = Metric("share", nll)
+            metrics["positive_nll_loss"], per = Metric("share", nll, per="positive tokens"), None
         loss = reduce(add, shares.values())
         if isinstance(cfg.entropy_bonus, EntropyBonus):
             value = torch.full_like(loss, self.entropy_bonus.value, requires_grad=False)
             metrics["entropy_coef"] = Metric("max", value)
         passed = masked.passed if kept is batch.mask else {"rejection": kept, **masked.passed}
-        return PolicyShares(loss, {"loss": Metric("share", loss), **metrics}, terms, shares, passed, values)
+        return PolicyShares(loss, {"loss": Metric("share", loss, per=per), **metrics}, terms, shares, passed, values)
 
     def account(self, batch: TokenBatch) -> Account:
         shares, surrogate = self.shares(batch), self.policy.surrogate

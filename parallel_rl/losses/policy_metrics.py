@@ -94,6 +94,6 @@ def mismatch_metrics(means: Mapping[str, Metric]) -> dict[str, Metric]:
     """The metrics of trainer against sampler that follow from means of `mismatch_values`, and the other means."""
     metrics = {name: metric for name, metric in means.items() if name not in (_WEIGHT, _SQUARE)}
     trainer, sampler = means["training_log_ppl"].value, means["rollout_log_ppl"].value
-    metrics["log_ppl_diff"] = Metric("share", trainer - sampler)
+    metrics["log_ppl_diff"] = Metric("share", trainer - sampler, per=means["rollout_log_ppl"].per)
     metrics["rollout_is_eff_sample_size"] = Metric("square-ratio", means[_WEIGHT].value, means[_SQUARE].value)
     return metrics

@@ -141,9 +141,9 @@ class DPOLossFn(LossFn[DPOLossConfig]):
             sft = chosen_nll(batch, cfg.sft_average_log_probs)
             loss = loss + cfg.sft_loss_weight * sft
         shares = {
-            "loss": Metric("share", loss),
-            "preference_loss": Metric("share", preferred),
-            "sft_loss": Metric("share", sft),
+            "loss": Metric("share", loss, per="pairs"),
+            "preference_loss": Metric("share", preferred, per="pairs"),
+            "sft_loss": Metric("share", sft, per="pairs"),
         }
         return loss, Metrics(shares | pair_metrics(batch, chosen, rejected))
 

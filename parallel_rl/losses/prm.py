@@ -111,8 +111,8 @@ class PRMLossFn(LossFn[PRMLossConfig]):
         loss = batch.weighted_sum(losses, (1 / steps).expand(batch.local.layout.shape[0]))
         accuracy = torch.where(batch.mask, correct, False).sum(dtype=torch.float64) / steps
         metrics = {
-            "loss": Metric("share", loss),
-            "accuracy": Metric("share", accuracy),
+            "loss": Metric("share", loss, per="steps"),
+            "accuracy": Metric("share", accuracy, per="steps"),
             "num_steps": Metric("count", batch.mask.sum(dtype=torch.float64)),
         }
         return loss, Metrics(metrics)

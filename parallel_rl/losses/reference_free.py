@@ -63,7 +63,7 @@ class SimPOLossFn(LossFn[SimPOLossConfig]):
         cfg, means = self.config, response_sum(batch, batch.logprobs, average=True)
         chosen, rejected = means[::2], means[1::2]
         loss = pair_mean(batch, simpo(chosen, rejected, cfg.beta, cfg.gamma, cfg.label_smoothing))
-        return loss, Metrics({"loss": Metric("share", loss)} | pair_metrics(batch, chosen, rejected))
+        return loss, Metrics({"loss": Metric("share", loss, per="pairs")} | pair_metrics(batch, chosen, rejected))
 
 
 @dataclass(frozen=True)
@@ -169,5 +169,5 @@ def _with_nll(
     sft = chosen_nll(batch, sft_average)
     loss = preferred + sft_weight * sft
     shares = {"loss": loss, "preference_loss": preferred, "sft_loss": sft}
-    metrics = {name: Metric("share", value) for name, value in shares.items()}
+    metrics = {name: Metric("share", value, per="pairs") for name, value in shares.items()}
     return loss, Metrics(metrics | pair_metrics(batch, chosen, rejected))

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
+from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation, unit_of
 from parallel_rl.functional.kl import KLType, kl_estimate, straight_through
 from parallel_rl.functional.ratio import exp_or_zero
 from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
@@ -97,4 +97,5 @@ class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
             estimate = straight_through(estimate, clamped("k2"))
         loss = aggregate(batch, estimate, cfg.aggregation, cfg.max_length)
         number = count_true(batch, batch.sequence_mask)
-        return loss, Metrics({"loss": Metric("share", loss), "num_valid_samples": number})
+        per = unit_of(cfg.aggregation, cfg.token_weights)
+        return loss, Metrics({"loss": Metric("share", loss, per=per), "num_valid_samples": number})

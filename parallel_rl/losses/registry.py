@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from torch import Tensor
 
 from parallel_rl.config.strict import nearest
-from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
+from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation, unit_of
 from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
@@ -180,11 +180,13 @@ def register_objective(
             if level == "token":
                 cfg = self.config
                 loss = aggregate(batch, values, cfg.aggregation, cfg.max_length)
+                per = unit_of(cfg.aggregation, cfg.token_weights)
                 metrics = measured_tokens(batch, measures)
             else:
                 loss = batch.sequence_sum(values, mask, number)
-                metrics = measured_entries(batch, measures, mask, number)
-            own = {"loss": Metric("share", loss), "num_valid_samples": count_true(batch, batch.sequence_mask)}
+                per = "pairs" if level == "pair" else "sequences"
+                metrics = measured_entries(batch, measures, mask, number, per)
+            own = {"loss": Metric("share", loss, per=per), "num_valid_samples": count_true(batch, batch.sequence_mask)}
             return loss, Metrics({**own, **metrics})
 
         fields = [*(Field(each) for each in token_fields), *(Field(each, per="sequence") for each in sequence_fields)]

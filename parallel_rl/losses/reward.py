@@ -80,7 +80,7 @@ class PreferenceLoss(PooledHeadLoss[PreferenceLossConfig]):
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         chosen, rejected = batch.head[::2], batch.head[1::2]
         loss = pair_mean(batch, self._per_pair(batch, chosen, rejected))
-        return loss, Metrics({"loss": Metric("share", loss)} | pair_metrics(batch, chosen, rejected))
+        return loss, Metrics({"loss": Metric("share", loss, per="pairs")} | pair_metrics(batch, chosen, rejected))
 
     def _per_pair(self, batch: TokenBatch, chosen: Tensor, rejected: Tensor) -> Tensor:
         cfg = self.config

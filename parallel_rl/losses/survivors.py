@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from parallel_rl.counts import ValidCounts, token_weights
+from parallel_rl.counts import ValidCounts, token_weights, unit_of
 from parallel_rl.losses.core.aggregation import UNIT_FIELDS, aggregation_weights, count_units, unit_weights
 from parallel_rl.losses.core.measures import count_true
 from parallel_rl.losses.off_policy import importance_weight, kept_of_step, kept_tokens, rejection_samples
@@ -49,3 +49,10 @@ def policy_weights(batch: TokenBatch, kept: Tensor, config: PolicyLossConfig) ->
     counts = ValidCounts(*(n.clamp(min=1) for n in number))
     rows = batch.segment_sum(kept.to(batch.output.dtype))
     return batch.expand(token_weights(config.aggregation, rows, counts, config.max_length))
+
+
+def policy_unit(config: PolicyLossConfig) -> str | None:
+    """Whose count `policy_weights` divides by."""
+    if config.rejection is None or not config.counts_kept:
+        return unit_of(config.aggregation, config.token_weights)
+    return f"kept {unit_of(config.aggregation)}"

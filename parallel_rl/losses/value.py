@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation, check_aggregation
+from parallel_rl.counts import Aggregation, check_aggregation, unit_of
 from parallel_rl.functional.value import clipped_squared_error, squared_error
 from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
 from parallel_rl.losses.core.batch import TokenBatch
@@ -96,5 +96,8 @@ class ValueLossFn(ScalarHeadLoss[ValueLossConfig]):
             "residual_sq_mean": plain,
         }
         metrics = token_means(batch, means) | token_ranges(batch, {"values": values})
-        metrics |= {"loss": Metric("share", loss), "num_valid_samples": count_true(batch, batch.sequence_mask)}
+        metrics |= {
+            "loss": Metric("share", loss, per=unit_of(cfg.aggregation)),
+            "num_valid_samples": count_true(batch, batch.sequence_mask),
+        }
         return loss, Metrics(metrics)

@@ -219,4 +219,4 @@ class TokenBatch:
     def token_mean(self, x: Tensor) -> Metric:
         """Metric: the mean of [T_local] over all valid tokens of the step; its `value` is this rank's share."""
         mean = self.local.masked(x.detach().to(self.output.dtype)[None], self.output.dtype).sum(-1, dtype=torch.float64)
-        return Metric("share", (mean / self.counts.toks)[0])
+        return Metric("share", (mean / self.counts.toks)[0], per=self.local.token_unit)

@@ -80,6 +80,12 @@ class LocalBatch:
             return self.layout.segment_sum(self.mask.double(), self.context_group).to(torch.int64)
         return self.row_sum(self.valid)
 
+    @property
+    def token_unit(self) -> str:
+        """What the tokens' count of the step counts."""
+        counted = self.weights is not None and self.statistics is not None and self.requirements.counted
+        return "weighted tokens" if counted else "tokens"
+
     @cached_property
     def scale(self) -> Tensor | None:
         """[T_local] float64 weights of the local tokens, for a loss that reads them."""

@@ -21,7 +21,8 @@ def token_means(batch: TokenBatch, values: Mapping[str, Tensor]) -> dict[str, Me
         return {}
     stacked = torch.stack(list(values.values())).detach().to(batch.output.dtype)
     means = batch.local.masked(stacked, batch.output.dtype).sum(-1, dtype=torch.float64) / batch.counts.toks
-    return {name: Metric("share", mean) for name, mean in zip(values, means.unbind(), strict=True)}
+    per = batch.local.token_unit
+    return {name: Metric("share", mean, per=per) for name, mean in zip(values, means.unbind(), strict=True)}
 
 
 def token_ranges(batch: TokenBatch, values: Mapping[str, Tensor]) -> dict[str, Metric]:
@@ -29,12 +30,18 @@ def token_ranges(batch: TokenBatch, values: Mapping[str, Tensor]) -> dict[str, M
     return _ranges(values, batch.mask) if values else {}
 
 
-def sequence_mean(batch: TokenBatch, x: Tensor, mask: Tensor | None = None, count: Tensor | None = None) -> Metric:
-    """Mean of [B] over all valid sequences of the step; of other entries with their mask and global count."""
+def sequence_mean(
+    batch: TokenBatch,
+    x: Tensor,
+    mask: Tensor | None = None,
+    count: Tensor | None = None,
+    per: str | None = "sequences",
+) -> Metric:
+    """Mean of [B] over all valid sequences of the step; of other entries with their mask, global count and name."""
     mask = batch.sequence_mask if mask is None else mask
     count = batch.counts.seqs if count is None else count
     total = torch.where(mask, x.detach(), 0).sum(dtype=torch.float64) / count
-    return Metric("share", batch.local.once(total, of_tokens=False))
+    return Metric("share", batch.local.once(total, of_tokens=False), per=per)
 
 
 def count_true(batch: TokenBatch, mask: Tensor) -> Metric:
@@ -56,18 +63,18 @@ def measured_tokens(batch: TokenBatch, measures: Mapping[str, Measure]) -> dict[
 
 
 def measured_entries(
-    batch: TokenBatch, measures: Mapping[str, Measure], mask: Tensor, number: Tensor
+    batch: TokenBatch, measures: Mapping[str, Measure], mask: Tensor, number: Tensor, per: str
 ) -> dict[str, Metric]:
-    """Metrics of an objective's measures, one value a sequence or pair: `mask` says which are valid, `number` how many."""
+    """Metrics of measures, one value a sequence or pair (`per`): `mask` says which are valid, `number` how many."""
     metrics: dict[str, Metric] = {}
     for name, measure in measures.items():
         x = measure.values
         if isinstance(measure, MinMax):
             metrics |= _ranges({name: x}, mask)
         else:
-            metrics[name] = sequence_mean(
-                batch, x, mask, number if isinstance(measure, Mean) else torch.ones_like(number)
-            )
+            mean = isinstance(measure, Mean)
+            count = number if mean else torch.ones_like(number)
+            metrics[name] = sequence_mean(batch, x, mask, count, per if mean else None)
     return metrics
 
 

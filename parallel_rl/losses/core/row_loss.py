@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import Aggregation
+from parallel_rl.counts import Aggregation, unit_of
 from parallel_rl.losses.core.aggregation import aggregate
 from parallel_rl.losses.core.base import ConfigT, LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
@@ -38,7 +38,10 @@ def mean_of_values(
     """Aggregate the value of each row; metrics loss, num_valid_samples and the means of what is measured beside it."""
     values = batch.head[:, 0] if measured else batch.head
     loss = aggregate(batch, values, mode, max_length)
-    metrics = {"loss": Metric("share", loss), "num_valid_samples": count_true(batch, batch.sequence_mask)}
+    metrics = {
+        "loss": Metric("share", loss, per=unit_of(mode, batch.local.requirements.token_weights)),
+        "num_valid_samples": count_true(batch, batch.sequence_mask),
+    }
     if measured:
         metrics |= token_means(batch, dict(zip(measured, batch.head[:, 1:].unbind(1), strict=True)))
     return loss, Metrics(metrics)
