@@ -18,7 +18,7 @@ FLOORS = (
     ("counts", "metrics", "statistics", "vocab"),
     ("advantages", "losses"),
     ("experience", "explain", "packing", "plan", "recipes"),
-    ("compat", "megatron", "testing"),
+    ("compat", "hosts", "megatron", "testing"),
     ("doctor", "training", "verify"),
     ("cli",),
 )

@@ -136,7 +136,7 @@ class PolicyLoss(AccountedLoss[ConfigT]):
         values = {} if masked.importance is None else {"importance": masked.importance}
         parts = {"policy_loss": (1.0, masked.surrogate)}
         if cfg.kl is not None:
-            values["kl"] = self._kl(batch, prev)
+            values["kl"] = self._kl(batch, prev, terms)
             parts["kl_penalty"] = (cfg.kl.coefficient, values["kl"])
         if cfg.entropy_bonus:
             parts["entropy_bonus"] = (-self.entropy_bonus.value, batch.entropy)
@@ -223,7 +223,7 @@ class PolicyLoss(AccountedLoss[ConfigT]):
         surrogate = torch.where(reduce(and_, passed.values(), kept), surrogate, 0) if passed else surrogate
         return MaskedSurrogate(surrogate, metrics, passed, omega)
 
-    def _kl(self, batch: TokenBatch, prev: Tensor) -> Tensor:
+    def _kl(self, batch: TokenBatch, prev: Tensor, terms: PolicyTerms) -> Tensor:
         kl = self.policy.kl
         assert kl is not None
         output = batch.output
@@ -236,6 +236,8 @@ class PolicyLoss(AccountedLoss[ConfigT]):
             weight = exp_or_zero(logprobs - logprobs.detach())
         elif kl.gradient == "generation":
             weight = exp_or_zero(logprobs - batch["generation_logprobs"])
+        elif kl.gradient == "ratio":
+            weight = terms.ratio
         elif kl.gradient == "old":
             weight = exp_or_zero(batch.logprobs - prev)
             weight = weight if kl.weight_clamp is None else weight.clamp(0, kl.weight_clamp)

@@ -26,8 +26,9 @@ class KLConfig:
     """A KL penalty in the loss, aggregated as the surrogate is; the table in `parallel_rl.functional.kl` says which gradient.
 
     coefficient: β. estimator: k1, k2, k3, abs, or low_var_kl (k3 with its field's clamps).
-    gradient: "plain" autograd; "score-function" weighs by exp(l − sg l), "generation" by π/π_generation, "old" by π/π_prev, all
-        with gradient; "straight-through" has the value of the estimator and the gradient of k2.
+    gradient: "plain" autograd; "score-function" weighs by exp(l − sg l), "generation" by π/π_generation, "old" by π/π_prev,
+        "ratio" by the surrogate's ratio at its level (TRL), all with gradient; "straight-through" has the value of the
+        estimator and the gradient of k2.
     weight_clamp: upper bound on the weight of "old" (corrected k3 of DeepSeek-V3.2 in Trinity-RFT: 2).
     against: the reference policy, or the one that the step began with (`prev`).
     input_clamp, output_clamp: bounds on |d| and on the estimate; None is off.
@@ -35,7 +36,7 @@ class KLConfig:
 
     coefficient: float
     estimator: KLType = "k3"
-    gradient: Literal["plain", "score-function", "generation", "old", "straight-through"] = "score-function"
+    gradient: Literal["plain", "score-function", "generation", "old", "ratio", "straight-through"] = "score-function"
     against: Literal["reference", "prev"] = "reference"
     weight_clamp: float | None = None
     input_clamp: float | None = None
@@ -113,7 +114,7 @@ class PolicyLossConfig:
             or self.importance is not None
             or self.rejection is not None
             or (mask is not None and mask.behaviour == "prev")
-            or (kl is not None and (kl.against == "prev" or kl.gradient == "old"))
+            or (kl is not None and (kl.against == "prev" or kl.gradient in ("old", "ratio")))
         )
 
     @property
@@ -223,7 +224,7 @@ class PolicyLossConfig:
                 "log_ratio_clamp": self.log_ratio_clamp is not None,
                 "ratio_level": level != "token",
                 "off_policy_mask": self.off_policy_mask is not None and self.off_policy_mask.behaviour == "prev",
-                "kl": self.kl is not None and (self.kl.against == "prev" or self.kl.gradient == "old"),
+                "kl": self.kl is not None and (self.kl.against == "prev" or self.kl.gradient in ("old", "ratio")),
             }
             for key, is_wrong in wrong.items():
                 if is_wrong:

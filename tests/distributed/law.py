@@ -260,6 +260,7 @@ MORE = [
     Case("policy", {"surrogate": "vespo", "importance": {"mode": "tis", "high": 1.1, "normalize": True}}),
     Case("policy", {"surrogate": {"name": "topr"}, "ratio_level": "sequence-sum", "aggregation": "seq-mean-token-sum"}),
     Case("policy", {"ratio_level": "sequence-mean", "ratio_gradient": "token", "log_ratio_clamp": 0.1}),
+    Case("policy", {"ratio_level": "sequence-mean", "kl": {"coefficient": 0.3, "gradient": "ratio"}}),
     Case("policy", {"surrogate": {"name": "rec", "clip_mode": "gspo-one-side", "weight": "gspo_importance_sampling"}}),
     Case(
         "policy",

@@ -1,0 +1,81 @@
+"""What hosts do to a loss behind the caller's back, undone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.groups import group_sum
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.metrics import Metrics
+
+
+def averaged(share: Tensor, ranks: int, micro_batches: int = 1) -> Tensor:
+    """A share for a host that averages gradients over ranks (DDP, FSDP) and losses over micro-batches: times both.
+
+    >>> averaged(torch.tensor(0.25), ranks=2, micro_batches=4).item()
+    2.0
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    for name, number in (("ranks", ranks), ("micro_batches", micro_batches)):
+        if number < 1:
+            raise ValueError(f"{name} = {number} must be at least 1")
+    return share * (ranks * micro_batches)
+
+
+def whole_over_context(share: Tensor, group: ProcessGroup | None) -> Tensor:
+    """The sum of the context ranks' shares on each of them, for a host that logs or compares it; the gradient is the share's.
+
+    >>> whole_over_context(torch.tensor(0.25), None).item()
+    0.25
+    """
+    return share + (group_sum(share.detach(), group) - share.detach())
+
+
+def floats(metrics: Metrics) -> dict[str, float]:
+    """This rank's numbers on the host, with one copy from the device.
+
+    >>> from parallel_rl.metrics import Metric, Metrics
+    >>> floats(Metrics({"loss": Metric("share", torch.tensor(0.5))}))
+    {'loss': 0.5}
+    """
+    if not metrics:
+        return {}
+    return dict(zip(metrics, torch.stack([x.double() for x in metrics.values()]).tolist(), strict=True))
+
+
+def numerator_denominator(metrics: Metrics, calls: int) -> dict[str, Tensor]:
+    """name → [numerator, denominator] for a host that sums both over ranks and micro-batches, then divides (Megatron-LM).
+
+    A share or a count is summed as the law wants it: its numerator is `calls` times as large, its denominator 1. Extrema cannot
+    be said so, and are left out.
+
+    >>> from parallel_rl.metrics import Metric, Metrics
+    >>> pair = numerator_denominator(Metrics({"loss": Metric("share", torch.tensor(0.5))}), calls=4)["loss"]
+    >>> pair.tolist()
+    [2.0, 1.0]
+
+    Args:
+        calls: how many of them are summed: micro-batches × data ranks × context ranks.
+
+    Raises:
+        ValueError: `calls` below 1.
+    """
+    if calls < 1:
+        raise ValueError(f"calls = {calls} must be at least 1")
+    pairs = {}
+    for name in metrics:
+        part = metrics.parts(name)
+        value = part.value.double()
+        if part.kind == "ratio" and part.denominator is not None:
+            pairs[name] = torch.stack([value, part.denominator.double()])
+        elif part.kind in ("share", "count"):
+            pairs[name] = torch.stack([calls * value, torch.ones_like(value)])
+    return pairs

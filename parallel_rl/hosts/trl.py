@@ -1,0 +1,242 @@
+"""Losses inside TRL's own trainers (1.16): GRPO's and DPO's, of the options that the trainer's config has.
+
+    class Trainer(DPOLossMixin, trl.DPOTrainer): ...
+
+TRL's hidden factors: DDP averages over processes, and accumulation over micro-batches, by GRPOTrainer itself or by Hugging
+Face's Trainer for DPO. Its losses are means of means, one a micro-batch, but for dapo, cispo and vespo, whose token count is
+that of the whole step. The mixins divide by the same counts, so that a run gives TRL's numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from parallel_rl.losses.policy import PolicyLossFn
+from parallel_rl.losses.preference import DPOLossFn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.metrics import Metrics
+
+#: TRL's kinds of DPO by ours; of IPO a response's mean counts
+DPO_KINDS = {
+    "sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo", "exo_pair": "exo", "nca_pair": "nca", "robust": "robust",
+    "bco_pair": "bco", "sppo_hard": "sppo-hard", "apo_zero": "apo-zero", "apo_down": "apo-down", "discopop": "discopop",
+}  # fmt: skip
+_AGGREGATIONS = {
+    "grpo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "bnpo": "token-mean", "dr_grpo": "constant-length",
+    "luspo": "seq-mean-token-sum", "dapo": "token-mean", "cispo": "token-mean", "vespo": "token-mean",
+}  # fmt: skip
+
+
+def _refuse(options: Mapping[str, object], supported: str) -> None:
+    for name, value in options.items():
+        if value:
+            raise ValueError(f"{name} = {value!r} is not supported here; supported are {supported}")
+
+
+class DPOLossMixin:
+    """A `trl.DPOTrainer` whose loss is `DPOLossFn`: eleven kinds, and weighted sums of them.
+
+    Raises:
+        ValueError: in the first step, another kind, divergence or option.
+    """
+
+    def _compute_loss(self, model, inputs, return_outputs=False):  # type: ignore[no-untyped-def]
+        trainer: Any = self
+        _refuse(
+            {
+                "f_divergence_type": trainer.f_divergence_type not in ("reverse_kl",) and trainer.f_divergence_type,
+                "ld_alpha": trainer.ld_alpha,
+                "use_weighting": trainer.use_weighting,
+                "return_outputs": return_outputs,
+            },
+            "reverse_kl without length desensitization, weighting and outputs",
+        )
+        own = {"completion_mask", "ref_chosen_logps", "ref_rejected_logps"}
+        kwargs = {name: x for name, x in inputs.items() if name not in own} | {"use_cache": False}
+        if trainer.aux_loss_enabled:
+            kwargs["output_router_logits"] = True
+        mask = inputs["completion_mask"][:, 1:]
+        labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
+        outputs = model(**kwargs, labels=labels, fused_lm_head=True)
+        if trainer.precompute_ref_logps:
+            reference = inputs["ref_chosen_logps"], inputs["ref_rejected_logps"]
+        else:
+            reference = trainer.compute_ref_log_probs(
+                trainer.model if trainer.ref_model is None else trainer.ref_model, inputs
+            )
+        config = {name: getattr(trainer, name) for name in ("beta", "label_smoothing")}
+        kinds = dict(zip(trainer.loss_types, trainer.loss_weights, strict=True))
+        logprobs = outputs.log_probs[:, -mask.shape[1] :]
+        loss, metrics = dpo_loss(logprobs, mask, torch.cat(list(reference)), kinds, **config)
+        if trainer.aux_loss_enabled:
+            loss = loss + trainer.router_aux_loss_coef * outputs.aux_loss
+        _log(trainer, {
+            "rewards/chosen": trainer.beta * metrics["rewards_chosen_mean"],
+            "rewards/rejected": trainer.beta * metrics["rewards_rejected_mean"],
+            "rewards/accuracies": metrics["accuracy"],
+        })  # fmt: skip
+        return loss
+
+
+def dpo_loss(
+    logprobs: Tensor,
+    mask: Tensor,
+    reference: Tensor,
+    kinds: Mapping[str, float],
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Metrics]:
+    """The loss of TRL's DPO, a mean over the call's pairs, from rows [chosen; rejected], and the metrics of its last kind.
+
+    >>> logprobs, mask = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1)
+    >>> loss, _ = dpo_loss(logprobs, mask, torch.tensor([-2.0, -2.0]), {"hinge": 1.0}, beta=0.1)
+    >>> round(loss.item(), 4)
+    0.8
+
+    Args:
+        logprobs, mask: [2P, A] of completions.
+        reference: [2P] sums of the reference's log-probs.
+        kinds: TRL's names of what is summed, with their weights.
+
+    Raises:
+        ValueError: another kind than those of `DPO_KINDS`.
+    """
+    order = torch.arange(len(mask), device=mask.device).view(2, -1).T.flatten()  # pairs are (even, odd) rows here
+    logprobs, mask, reference = logprobs[order], mask[order], reference[order]
+    first = (mask.cumsum(1) == 1) & (mask != 0)
+    data = {
+        "response_mask": mask,
+        # a sum over the response is all that is read of it, so that one token may carry it
+        "reference_policy_logprobs": torch.where(first, reference[:, None], 0).to(logprobs.dtype),
+    }
+    total: Tensor | None = None
+    metrics: Metrics | None = None
+    for kind, weight in kinds.items():
+        if kind not in DPO_KINDS:
+            raise ValueError(f"loss_type = {kind!r} is not supported here; supported are {', '.join(DPO_KINDS)}")
+        smoothed = {"label_smoothing": label_smoothing} if kind in ("robust", "exo_pair") else {}
+        loss_fn = DPOLossFn({
+            "kind": DPO_KINDS[kind], "reference_policy_kl_penalty": beta, "preference_average_log_probs": kind == "ipo",
+            **smoothed,
+        })  # fmt: skip
+        seqs = torch.tensor(len(mask), device=mask.device)
+        share, metrics = loss_fn.from_logprobs(logprobs, data=data, global_valid_seqs=seqs, global_valid_toks=seqs)
+        total = weight * share if total is None else total + weight * share
+    assert total is not None and metrics is not None
+    return total, metrics
+
+
+class GRPOLossMixin:
+    """A `trl.GRPOTrainer` whose loss is `PolicyLossFn`: grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo and vespo.
+
+    Raises:
+        ValueError: in the first step, another kind or option.
+    """
+
+    def _compute_loss(self, model, inputs):  # type: ignore[no-untyped-def]
+        trainer: Any = self
+        _refuse(
+            {
+                "top_entropy_quantile": trainer.top_entropy_quantile < 1 and trainer.top_entropy_quantile,
+                "off_policy_mask_threshold": trainer.off_policy_mask_threshold,
+                "entropy_coef": trainer._entropy_bonus_enabled,
+                "vllm_importance_sampling_correction": trainer.use_vllm and trainer.vllm_importance_sampling_correction,
+                "router_aux_loss_coef": trainer.aux_loss_enabled,
+            },
+            "the losses without entropy filter and bonus, off-policy mask, vLLM's correction and router loss",
+        )
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        attention = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        mask = inputs["completion_mask"]
+        mask = mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+        logprobs, entropy, _ = trainer._get_per_token_logps_and_entropies(
+            model, ids, attention, mask.shape[1], compute_entropy=True
+        )
+        steps = trainer.current_gradient_accumulation_steps if trainer.model.training else 1
+        data = {"response_mask": mask, "advantages": inputs["advantages"]}
+        data["prev_logprobs"] = inputs.get("old_per_token_logps")
+        if trainer.beta:
+            data["reference_policy_logprobs"] = inputs["ref_per_token_logps"]
+        tokens = mask.sum().clamp(min=1) * steps
+        if trainer.loss_type in ("cispo", "dapo", "vespo"):
+            tokens = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+            if trainer.model.training:
+                tokens = tokens * steps / trainer.args.steps_per_generation
+        counts = torch.tensor(len(mask) * steps, device=mask.device), tokens
+        loss, metrics = grpo_loss(logprobs, entropy, data, counts, grpo_options(trainer))
+        named = {"kl": "kl_penalty", "policy_loss": "policy_loss"}
+        _log(trainer, {name: metrics[ours] * steps for name, ours in named.items() if ours in metrics})
+        with torch.no_grad():
+            _log(trainer, {"entropy": (entropy * mask).sum() / mask.sum().clamp(min=1)})
+        return loss
+
+
+def grpo_options(trainer: object) -> dict[str, object]:
+    """Options of `PolicyLossFn` for the arguments of a `trl.GRPOTrainer`.
+
+    Raises:
+        ValueError: a kind that is not supported.
+    """
+    args = trainer.args  # type: ignore[attr-defined]
+    kind = args.loss_type
+    if kind not in _AGGREGATIONS:
+        raise ValueError(f"loss_type = {kind!r} is not supported here; supported are {', '.join(_AGGREGATIONS)}")
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    surrogate: dict[str, object] = {"name": "ppo", "clip_low": args.epsilon, "clip_high": high, "dual_clip": args.delta}
+    if kind == "cispo":
+        surrogate = {"name": "cispo", "clip_low": 1.0, "clip_high": high - 1}  # TRL's bound is of the ratio itself
+    elif kind == "sapo":
+        surrogate = {"name": "sapo", "tau_pos": args.sapo_temperature_pos, "tau_neg": args.sapo_temperature_neg}
+    elif kind == "vespo":
+        names = ("k_pos", "lambda_pos", "k_neg", "lambda_neg")
+        surrogate = {"name": "vespo"} | {name: getattr(args, f"vespo_{name}") for name in names}
+    options: dict[str, object] = {"surrogate": surrogate, "aggregation": _AGGREGATIONS[kind]}
+    if kind == "dr_grpo":
+        options["max_length"] = trainer.max_completion_length  # type: ignore[attr-defined]
+    if args.importance_sampling_level == "sequence" and kind != "vespo":
+        options["ratio_level"] = "sequence-mean"
+    if args.beta:
+        corrected = "ratio" if args.importance_sampling_level == "sequence" else "old"
+        options["kl"] = {
+            "coefficient": args.beta, "estimator": "k3", "gradient": corrected if args.use_bias_correction_kl else "plain",
+        }  # fmt: skip
+    return options
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    data: Mapping[str, Tensor | None],
+    counts: tuple[Tensor, Tensor],
+    options: Mapping[str, object],
+) -> tuple[Tensor, Metrics]:
+    """TRL's GRPO loss of completions [B, A], divided by the counts of the call.
+
+    Args:
+        data: response_mask and the fields of `PolicyLossFn`; advantages may be [B], prev_logprobs None (on policy).
+        counts: sequences and tokens.
+        options: see `grpo_options`.
+    """
+    fields = {name: x for name, x in data.items() if x is not None}
+    advantages = fields["advantages"]
+    if advantages.dim() == 1:
+        fields["advantages"] = advantages[:, None].expand(logprobs.shape)
+    fields.setdefault("prev_logprobs", logprobs.detach())
+    return PolicyLossFn(options).from_logprobs(
+        logprobs, data=fields, global_valid_seqs=counts[0], global_valid_toks=counts[1], entropy=entropy
+    )
+
+
+def _log(trainer: object, numbers: Mapping[str, Tensor]) -> None:
+    """Append the mean over processes of each number to the trainer's metrics."""
+    mode = "train" if trainer.model.training else "eval"  # type: ignore[attr-defined]
+    for name, x in numbers.items():
+        mean = trainer.accelerator.gather(x.detach().double().reshape(1)).mean().item()  # type: ignore[attr-defined]
+        trainer._metrics[mode][name].append(mean)  # type: ignore[attr-defined]
