@@ -137,7 +137,8 @@ def main(port: int, arguments: list[str]) -> None:
     name = None if config.server is None else config.server.model
     start_world(config)
     policy = Policy(
-        build_engine(config, config.tokenizer.build().vocabulary, config.model.max_positions), name or "policy"
+        build_engine(config, config.model.vocabulary(config.tokenizer.build().vocabulary), config.model.max_positions),
+        name or "policy",
     )
     server = Server(("127.0.0.1", port), handler(policy))
     print(f"serving {arguments[0]} on http://127.0.0.1:{server.server_address[1]}", flush=True)

@@ -53,7 +53,7 @@ def sample_prompts(
         return tokens
 
     rendered = raise_on_all_ranks(render)
-    engine = build_engine(config, tokenizer.vocabulary, most)
+    engine = build_engine(config, config.model.vocabulary(tokenizer.vocabulary), most)
     load_weights(checkpoint, engine.model, same_weights(config, "the checkpoint"))
     groups, count = engine.groups, len(prompts) * samples
     mine = range(groups.dp_rank * count // groups.dp_size, (groups.dp_rank + 1) * count // groups.dp_size)

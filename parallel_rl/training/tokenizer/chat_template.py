@@ -6,17 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from parallel_rl.training.tokenizer.protocol import Message
 
 if TYPE_CHECKING:
     from jinja2.nodes import Node
     from jinja2.parser import Parser
+    from jinja2.runtime import Context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # what `render` gives a template itself
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+_LARGEST = 1 << 24  # product of numbers, or characters of a repeated text
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,14 @@ def _environment(today: date | None) -> ImmutableSandboxedEnvironment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Sandbox(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"*", "**"})
+
+        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+            sizes = [len(side) if isinstance(side, (str, list, tuple)) else abs(side) for side in (left, right)]
+            if operator == "**" or sizes[0] * sizes[1] > _LARGEST:
+                raise SecurityError(f"a {operator} that may fill the memory")
+            return super().call_binop(context, operator, left, right)
+
         def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
             raise SecurityError(f"the attribute {attribute!r} of a {type(obj).__name__}")
 

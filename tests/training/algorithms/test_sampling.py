@@ -16,7 +16,7 @@ from tests.training.helpers import run, train_rows
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a policy that a few steps have taught to say something."""
+    """Of a policy that a few steps have taught to say something, with more words than its tokenizer."""
     folder = tmp_path_factory.mktemp("sampled") / "run"
     given = run(
         "sft_arithmetic.yaml",
@@ -24,6 +24,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         parallel="{}",
         model__layers=2,
         model__hidden=16,
+        model__vocab_size=20,
         sft="{steps: 6, batch_size: 16, optimizer: {lr: 3e-2}}",
         evaluation="null",
         data__held_out="null",

@@ -87,7 +87,9 @@ def test_one_of_several_templates(folders: dict[str, Path], tmp_path: Path) -> N
         ("{{ messages.append(1) }}", "tries what the sandbox forbids"),
         ("{{ raise_exception.__globals__ }}", "tries what the sandbox forbids"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "tries what the sandbox forbids"),
-        ("{% for i in range(10**9) %}{% endfor %}", "fails: OverflowError"),
+        ("{% for i in range(1000000000) %}{% endfor %}", "fails: OverflowError"),
+        ("{{ 'a' * 100000000000 }}", "tries what the sandbox forbids: a \\* that may fill the memory"),
+        ("{{ 9 ** 9 ** 9 }}", "tries what the sandbox forbids: a \\*\\* that may"),
         ("{% include '/etc/passwd' %}", "fails: TypeError"),
         ("{{ messages | random }}", "is no Jinja template: No filter named 'random'"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails: RecursionError"),
@@ -100,6 +102,7 @@ def test_a_template_that_fails_or_breaks_out_is_an_error(source: str, message: s
 
 def test_what_a_template_reads() -> None:
     options = ChatOptions(variables={"mood": "ö"}, today=date(2026, 1, 31))
+    assert ChatTemplate("{{ '=' * 3 }}{{ 2 * 3 }}", "").render(USER, answered=True) == "===6"
     source = "{{ strftime_now('%d %b %Y') }} {{ mood | tojson }} {{ bos_token }}{% if tools is none %}!{% endif %}"
     assert ChatTemplate(source, "", {"bos_token": "<s>"}, options).render(USER, answered=True) == '31 Jan 2026 "ö" <s>!'
 
