@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.testing.pool import WorldError, run_world
+from parallel_rl.training.config.load import load_config
+from parallel_rl.training.config.server import ServerConfig
 from tests.experience.engine_server import EngineServer, serve_engine
 from tests.experience.server import Server
 from tests.training.helpers import DATA, ROOT, cut, run, train_rows
@@ -266,3 +268,25 @@ def test_weights_that_cannot_be_written(tmp_path: Path) -> None:
         in_step(tmp_path, server, "TP 2")
     assert sorted(caught.value.errors) == [0, 1] and (tmp_path / "policy").read_text() == "mine"
     assert all("policy" in error and "cannot be written" in error for error in caught.value.errors.values())
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("rl.server", "update = 'vllm' is incompatible with api = 'sglang', which vLLM does not speak"),
+        ("rows: examples", "'server' has no effect with rows = 'examples', of which none is drawn"),
+        ("ahead: 1", "server.ahead = 1 has no effect in distillation"),
+        ("max_staleness: 2", "server.max_staleness = 2 has no effect in distillation"),
+    ],
+)
+def test_options_that_contradict_each_other(section: str, message: str, tmp_path: Path) -> None:
+    if section == "rl.server":
+        with pytest.raises(ValueError, match=message):
+            ServerConfig(url="http://x", api="sglang", update="vllm")
+        return
+    rows, option = ("examples", "") if section.startswith("rows") else ("policy", f", {section}")
+    server = f"{{url: 'http://x', model: tiny{option}}}"
+    given = f"{{steps: 1, batch_size: 8, optimizer: {{lr: 1e-3}}, teacher: {tmp_path}, rows: {rows}, server: {server}}}"
+    arguments = run("grpo_arithmetic.yaml", rl="null", warmup="null", distillation=given)
+    with pytest.raises(ValueError, match=message):
+        load_config(arguments[0], arguments[1:])
