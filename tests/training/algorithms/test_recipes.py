@@ -286,7 +286,7 @@ def test_a_teacher_that_nothing_reads_is_refused() -> None:
 @pytest.mark.parametrize(
     "layout", ["TP 2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("TP 2 × CP 2 × SP packed", "PP 2"))]
 )
-@pytest.mark.parametrize("name", [pytest.param("gkd", marks=pytest.mark.slow), "distillation_topk"])
+@pytest.mark.parametrize("name", ["gkd", "distillation_topk"])
 def test_distillation_from_hidden_states_of_both(name: str, layout: str, tmp_path: Path) -> None:
     """With a fused head neither model makes logits, and the numbers stay those of whole logits in one process."""
     run_world(1, train_rows, tiny("sft", tmp_path / "teacher"))
