@@ -86,7 +86,7 @@ def _runs(*fast: Run, slow: tuple[Run, ...] = ()) -> pytest.MarkDecorator:
 
 
 @_runs(
-    Run("core", 4, 2), Run("more", 4, 1), Run("truncated", 4, 1), Run("recipes", 4, 1),
+    Run("core", 4, 2), Run("more", 4, 1), Run("truncated", 4, 1), Run("recipes", 1, 6, skipped=5),
     slow=(
         Run("core", 1), Run("core", 4), Run("core", 8, 3), Run("more", 4, 6), Run("truncated", 4, 6), Run("recipes", 4, 6)
     ),
