@@ -140,7 +140,7 @@ def _tiny() -> tuple[object, object]:
         num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).float(), transformers.LlamaForCausalLM(config).float()
+    return transformers.LlamaForCausalLM(config).double(), transformers.LlamaForCausalLM(config).double()
 
 
 def _same(
@@ -218,7 +218,7 @@ def test_the_installed_grpo_trainer() -> None:
     theirs = trl.GRPOTrainer._compute_loss
     model = _fused(_tiny()[0], "log_probs", "entropy")
     g = torch.Generator().manual_seed(2)
-    data = {name: x.float() if x.is_floating_point() else x for name, x in completions(2).items()}
+    data = completions(2)
     inputs = {
         "prompt_ids": torch.randint(3, 40, (B, 3), generator=g), "prompt_mask": torch.ones(B, 3, dtype=torch.int64),
         "completion_ids": torch.randint(3, 40, (B, A), generator=g), "completion_mask": data["mask"],
