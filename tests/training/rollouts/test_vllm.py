@@ -104,9 +104,8 @@ def test_a_policy_learns_from_it_on_every_layout(vllm: VLLM, tmp_path: Path) -> 
 
 
 def test_an_update_that_is_left_out_shows(vllm: VLLM, tmp_path: Path) -> None:
-    options, faster = "update: vllm, update_every: 9", "{lr: 2e-2}"
-    first, *others = drift(learn(tmp_path, vllm, options=options, rl__optimizer=faster))
-    assert first < 1e-5 and min(others) > 0.05
+    first, *others = drift(learn(tmp_path, vllm, options="update: vllm, update_every: 9"))
+    assert first < 1e-5 and others[0] > 1e-3 and others[-1] > 0.05
 
 
 def test_it_is_started_again_in_the_middle_of_a_run(vllm: VLLM, tmp_path: Path) -> None:
