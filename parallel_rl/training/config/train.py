@@ -53,6 +53,7 @@ class TrainConfig:
         self._check_rl()
         self._check_sampling()
         self._check_model()
+        self._check_experts()
 
     @property
     def objective(self) -> str:
@@ -210,3 +211,26 @@ class TrainConfig:
                     raise ValueError(
                         f"the section {name!r} has no effect on a reward model, which has no logits; remove it"
                     )
+
+    def _check_experts(self) -> None:
+        """With expert parallelism data ranks ask the experts together, so each runs as many forwards as the others."""
+        experts = self.parallel.expert
+        if experts == 1:
+            return
+        if self.batch.tokens is not None:
+            raise ValueError(
+                f"batch.tokens = {self.batch.tokens} with parallel.expert = {experts} may give data ranks different numbers of "
+                "micro-batches; set batch.micro_batch_size"
+            )
+        on_policy = self.distillation is not None and self.distillation.rows == "policy"
+        draws = (self.rl is not None and self.data.rollouts is None) or on_policy
+        served = self.server is not None
+        for name, own in (
+            (self.objective, draws and not served),
+            ("evaluation", self.evaluation is not None and (self.server is None or self.server.update is None)),
+        ):
+            if own:
+                raise ValueError(
+                    f"the section {name!r} with parallel.expert = {experts} would draw by the trainer's own sampler, whose "
+                    f"data ranks end at different tokens; set {self.objective}.server with update, or parallel.expert to 1"
+                )

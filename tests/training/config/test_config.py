@@ -201,3 +201,27 @@ def test_held_out_prompts_of_the_file_are_left_out_where_an_override_ends_the_ev
     ):
         load_config(path, ["--evaluation=null", "--data.held_out=mine.jsonl"], said.append)
     assert len(said) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, r"the section 'rl' with parallel.expert = 2 would draw by the trainer's own sampler"),
+        (
+            {"rl__server": "{url: 'http://x', model: m}"},
+            r"the section 'evaluation' with parallel.expert = 2 would draw",
+        ),
+        (
+            {"batch": "{tokens: 64, packing: true}"},
+            r"batch.tokens = 64 with parallel.expert = 2 may give data ranks different",
+        ),
+    ],
+)
+def test_experts_are_not_spread_over_ranks_that_would_wait_for_each_other(
+    change: dict[str, object], words: str
+) -> None:
+    """Data ranks that ask experts together hung where one of them ended first."""
+    experts = {"model__experts": "{number: 4, ffn_hidden: 16}", "parallel": "{expert: 2}", **change}
+    given = run("grpo_arithmetic.yaml", **experts)
+    with pytest.raises(ValueError, match=words):
+        load_config(given[0], given[1:])
