@@ -16,7 +16,7 @@ from parallel_rl.training.checkpointing.manifest import MANIFEST, read_manifest,
 _NAME = re.compile(r"step_(\d{6,})")
 # what a run makes in its folders: checkpoints, whole, half and damaged ones; rollouts; weights for servers; TensorBoard's files
 _MADE = re.compile(
-    r"(\.(partial|replaced|pruned)_)?step_\d{6,}(\.damaged\d*|_\d+\.jsonl)?"
+    r"(\.(partial|replaced|pruned)_|[a-z]+_)?step_\d{6,}(\.damaged\d*|_\d+\.jsonl)?"
     r"|\.?version_\d{6,}_\d+(\.\d+\.partial)?|events\.out\.tfevents\..*|\.nfs.*"
 )
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

@@ -193,7 +193,7 @@ def test_starting_over_removes_only_what_a_run_made(tmp_path: Path) -> None:
 
 def test_the_names_that_a_run_gives(tmp_path: Path) -> None:
     names = ("step_000001", "step_1000000", "step_000002.damaged", "step_000002.damaged2", ".partial_step_000003")
-    for name in (*names, ".replaced_step_000001", ".pruned_step_000001", "step_000004_3.jsonl"):
+    for name in (*names, ".replaced_step_000001", ".pruned_step_000001", "step_000004_3.jsonl", "rl_step_000003"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert storage.foreign(tmp_path, ["checkpoints", "absent"]) is None
     (tmp_path / "link").symlink_to(tmp_path / "checkpoints")
