@@ -4,11 +4,18 @@
 
 site=${SITE_CONF:-$JOB_FILES/site.conf}
 [ -r "$site" ] || [ -z "${SITE_CONF:-}" ] || fail "SITE_CONF = $SITE_CONF is not there or cannot be read"
-# shellcheck source=slurm/site.conf
-[ ! -e "$site" ] || source "$(realpath "$site")" # a bare name would be looked for in PATH
+if [ -e "$site" ]; then
+  set +euo pipefail # `module load` reads names that are not set, and stumbles over its own tests
+  trap 'status=$? line=$LINENO; fail "$site, line $line: $(sed -n "${line}p" "$site") ended with status $status"' ERR
+  # shellcheck source=slurm/site.conf
+  source "$(realpath "$site")" # a bare name would be looked for in PATH
+  trap - ERR
+  set -euo pipefail
+fi
 
 # logs and markers: shared by all nodes, the same at each restart of a job
 export PARALLEL_RL_JOB_DIR=${LOG_DIR:-$PWD/runs/slurm}/$SLURM_JOB_ID
+[ -z "${CONTAINER_IMAGE:-}" ] || PYTHON=${PYTHON:-python} # the image's
 export PYTHON=${PYTHON:-$PWD/.venv/bin/python}
 MAX_RESTARTS=${MAX_RESTARTS:-50} # its own and those by Slurm
 NOTICE_SECONDS=${NOTICE_SECONDS:-600} # before the time limit: what --signal says, where it says another than the script

@@ -18,6 +18,15 @@ run() { # srun, in the background: bash runs no trap before a foreground command
     [ -n "$signal" ] || break
   done
 }
+show() { # copies the lines of rank 0 from its node's log as they come
+  touch "$folder/node-0$log"
+  tail -n +1 -s 0.5 -f "$folder/node-0$log" > >(sed -un 's/^0: \[default0\]://p') 2>/dev/null &
+  shows=$!
+}
+shown() { # ends that, once the last lines are through
+  sleep 1 || :
+  kill "$shows" 2>/dev/null || :
+}
 too_soon() { # what to add where the time limit is nearer than Slurm's notice of it
   local end left
   end=${SLURM_JOB_END_TIME:-$(squeue -h -j "$job" -o %e | date -f - +%s 2>/dev/null)} || return 0 # no limit

@@ -92,6 +92,24 @@ def test_the_environment_comes_from_the_job_and_the_site(tmp_path: Path) -> None
     assert container == f"--container-image=image.sqsh --no-container-mount-home --container-workdir={ROOT} {mounts}"
 
 
+def test_a_site_may_load_modules(tmp_path: Path) -> None:
+    """As Lmod's and Tcl's do: they read names that are not set, and test by commands that fail; what fails itself is told."""
+    modules = 'module() { [ -n "$LOADEDMODULES" ]; false; [ "$2" != nowhere ]; }\n'
+    site = tmp_path / "site.conf"
+    site.write_text(f'{modules}module load cuda\n[ -n "$NOT_SET" ] && true\nNPROC_PER_NODE=2\n')
+    assert _environment(tmp_path, 1, SITE_CONF=str(site)).split()[2] == "2"
+    site.write_text(f"{modules}module load nowhere\nNPROC_PER_NODE=2\n")
+    done = _in_job(tmp_path, ["slurm/train.sbatch", CONFIG], 7, SITE_CONF=str(site))
+    assert done.returncode == 1 and "line 2: module load nowhere ended with status 1" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("image", "python"), [("image.sqsh", "python"), ("", f"{ROOT}/.venv/bin/python")])
+def test_a_container_has_its_own_python(tmp_path: Path, image: str, python: str) -> None:
+    code = 'set -euo pipefail; source slurm/env.sh; echo "$PYTHON"'
+    assert _in_job(tmp_path, ["-c", code], 1, CONTAINER_IMAGE=image).stdout.strip() == python
+    assert _in_job(tmp_path, ["-c", code], 1, CONTAINER_IMAGE=image, PYTHON="/p").stdout.strip() == "/p"
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [

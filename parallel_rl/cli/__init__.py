@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -79,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor_command.add_parser(commands)
     explain.add_parser(commands)
     commands.add_parser("recipes", help="list the recipes")
-    known, rest = parser.parse_known_args(arguments)
+    known, rest = parser.parse_known_args(submit.joined(sys.argv[1:] if arguments is None else arguments))
     if known.command == "plan":
         return tools.plan(known, rest)
     if known.command == "explain":

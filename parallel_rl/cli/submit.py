@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,7 +19,7 @@ _SHORT = {"A": "account", "C": "constraint", "J": "job-name", "N": "nodes", "c":
 _SHORT |= {"o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude"}
 # what people write for ours
 _SYNONYMS = {"gres": "gpus-per-node", "gpus": "gpus-per-node", "ntasks-per-node": "ranks-per-node"}
-_SUBMIT = ("recipe", "nodes", "gpus-per-node", "ranks-per-node", "time", *_SBATCH, "dry-run", "import")
+_SUBMIT = ("recipe", "nodes", "gpus-per-node", "ranks-per-node", "time", *_SBATCH, "sbatch", "dry-run", "import")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -42,8 +43,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     for name in _SBATCH:
         submit.add_argument(f"--{name}", metavar=name[0].upper(), help="as sbatch has it; else the site's")
+    submit.add_argument(
+        "--sbatch", metavar="WORDS", help="more for sbatch, as it has them: '--gres=gpu:8 --mail-type=END'"
+    )
     submit.add_argument("--dry-run", action="store_true", help="only show the command")
     return submit
+
+
+def joined(words: Sequence[str]) -> list[str]:
+    """`--sbatch --gres=gpu:8` as one word: argparse would take its value for an option."""
+    found = list(words)
+    if found[:1] == ["submit"] and "--sbatch" in found[:-1]:
+        at = found.index("--sbatch")
+        found[at : at + 2] = [f"--sbatch={found[at + 1]}"]
+    return found
 
 
 def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -56,7 +69,8 @@ def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
         check_options(rest)
         if known.nodes is None:
             raise ValueError("--nodes N is needed: the whole nodes of the job")
-        resources = cluster.Resources(known.nodes, known.gpus_per_node, known.ranks_per_node, known.time, more)
+        words = _words(known.sbatch)
+        resources = cluster.Resources(known.nodes, known.gpus_per_node, known.ranks_per_node, known.time, more, words)
         job = cluster.plan(resources, arguments)
         ranks = f"{known.nodes} nodes × {job.world // known.nodes} = {job.world} ranks"
         if status := check(known.recipe, job.world, ranks, rest, "submit"):
@@ -75,6 +89,13 @@ def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
     except ValueError as error:
         return refuse(error)
     return 0
+
+
+def _words(text: str | None) -> list[str]:
+    try:
+        return shlex.split(text or "")
+    except ValueError as error:  # a quotation that does not end
+        raise ValueError(f"--sbatch {text!r}: {error}") from None
 
 
 def check_options(rest: Sequence[str]) -> None:

@@ -20,6 +20,7 @@ _RECORDED = (_SCRIPT, "env.sh", "job.sh", "site.conf", "torchrun.py")
 # what env.sh takes from the shell, ${NAME:-...}, and what sbatch and the libraries of the ranks do
 _SETTING = re.compile(r"\$\{([A-Z_]+):?[-+]")
 _LIBRARIES = ("SBATCH_", "NCCL_", "GLOO_", "TORCH_NCCL_")
+_GRES = re.compile(r"^--gres=(?:.*,)?gpu(?::[A-Za-z]\w*)?(?::(\d+))?(?:,|$)")
 _SHORT = 40 * 60  # seconds: below, the script's ten minutes would be more than a quarter of the limit
 _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?(?::(\d+))?)")
 
@@ -34,6 +35,7 @@ class Resources:
         ranks_per_node: processes on each; one a GPU where it is None.
         time: the limit, as sbatch takes it ("8:00:00").
         options: more of sbatch's, by their long names.
+        words: for sbatch as they are, such as "--mail-type=END".
     """
 
     nodes: int
@@ -41,6 +43,7 @@ class Resources:
     ranks_per_node: int | None = None
     time: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    words: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ranks_per_node", 1)):
@@ -53,6 +56,22 @@ class Resources:
         cpus = self.options.get("cpus-per-task")
         if cpus is not None and not re.fullmatch("[1-9][0-9]*", cpus):
             raise ValueError(f"--cpus-per-task {cpus} is not valid; a number of cores, at least 1, is needed")
+        names = {word.lstrip("-").partition("=")[0] for word in self.words if word.startswith("-")}
+        if self.words and not self.words[0].startswith("-"):
+            raise ValueError(
+                f"--sbatch {shlex.join(self.words)} must begin with an option of sbatch, such as --gres=gpu:8"
+            )
+        for name in ("nodes", "N", "time", "t", "gpus-per-node", *self.options):
+            if name in names:
+                raise ValueError(f"--sbatch has {name}, which `submit` reads itself; give it beside --sbatch, and once")
+
+    @property
+    def gpus(self) -> int | None:
+        """GPUs of a node, as --gpus-per-node or as --gres=gpu[:TYPE]:N among `words` says."""
+        found = [match for word in self.words if (match := _GRES.search(word))]
+        if self.gpus_per_node is None and found:
+            return int(found[-1][1] or 1)
+        return self.gpus_per_node
 
 
 @dataclass(frozen=True)
@@ -90,14 +109,15 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
         raise ValueError(
             f"SBATCH_EXPORT = {export} keeps the settings from the job; unset it, or let it begin with ALL"
         )
-    options = {"nodes": resources.nodes, "gpus-per-node": resources.gpus_per_node, "time": resources.time}
+    options = {"nodes": resources.nodes, "gpus-per-node": resources.gpus, "time": resources.time}
     flags = {**{name: str(value) for name, value in options.items() if value is not None}, **resources.options}
     limit = seconds(resources.time or site.get("SBATCH_TIMELIMIT") or "24:00:00")
     if limit is not None and limit < _SHORT and "signal" not in flags and "SBATCH_SIGNAL" not in site:
         flags["signal"] = f"B:USR1@{limit // 4}"
     if notice := re.search(r"@(\d+)$", flags.get("signal") or site.get("SBATCH_SIGNAL", "")):
         given["NOTICE_SECONDS"] = notice[1]
-    command = ("sbatch", *(f"--{name}={value}" for name, value in flags.items()), str(files / _SCRIPT), *arguments)
+    options_of_sbatch = (*(f"--{name}={value}" for name, value in flags.items()), *resources.words)
+    command = ("sbatch", *options_of_sbatch, str(files / _SCRIPT), *arguments)
     environment = given | {name: value for name, value in site.items() if name.startswith("SBATCH_")}
     return Job(command, environment, resources.nodes * _ranks(resources, site, path), _logs(flags, site))
 
@@ -211,8 +231,8 @@ def _ranks(resources: Resources, site: Mapping[str, str], path: Path) -> int:
 
 def _gpus(resources: Resources, site: Mapping[str, str]) -> int:
     """Count the GPUs of a node, as sbatch would: from its options, the environment or the script."""
-    if resources.gpus_per_node is not None:
-        return resources.gpus_per_node
+    if resources.gpus is not None:
+        return resources.gpus
     match = re.search(r"^#SBATCH --gpus-per-node=(\S+)$", (_FILES / _SCRIPT).read_text(encoding="utf-8"), re.MULTILINE)
     assert match is not None
     text = site.get("SBATCH_GPUS_PER_NODE") or match[1]
@@ -234,7 +254,8 @@ def _site(path: Path, given: Mapping[str, str]) -> dict[str, str]:
         if os.environ.get("SITE_CONF"):
             raise ValueError(f"SITE_CONF = {path} is not there")
         return environment
-    shell = 'set -aeu; source "$1" >&2; exec env -0'
+    # as env.sh does it, `module load` included; a name that is not set is none of ours to refuse
+    shell = """set -a; trap 'echo "line $LINENO: status $?" >&2; exit 1' ERR; source "$1" >&2; exec env -0"""
     words = ["bash", "-c", shell, "bash", str(path.absolute())]
     done = subprocess.run(words, env=environment, capture_output=True, text=True)
     if done.returncode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -50,6 +51,17 @@ def test_submit_shows_the_command_and_writes_nothing(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("shell")
+@pytest.mark.parametrize("words", ["--gres=gpu:h100:4", "--mail-type=END --gres=nvme,gpu:4 --comment='two words'"])
+def test_anything_of_sbatch_is_handed_on(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """GPUs among it count the ranks, and hold against the eight of the script."""
+    assert main(["submit", CONFIG, "--nodes", "1", "--sbatch", words, "--dry-run"]) == 0
+    checked, command = capsys.readouterr().out.splitlines()
+    assert "1 nodes × 4 = 4 ranks" in checked
+    given = shlex.split(command)
+    assert given[3 : given.index("slurm/train.sbatch")] == ["--gpus-per-node=4", *shlex.split(words)]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -63,6 +75,9 @@ def test_submit_shows_the_command_and_writes_nothing(
         ([CONFIG, "--nodes", "1", "--partion", "x"], "--partion is not an option .* did you mean '--partition'"),
         ([CONFIG, "--node", "1"], "--node is not an option .* did you mean '--nodes'"),
         ([CONFIG, "-p", "x"], "-p is not an option .* did you mean '--partition'"),
+        ([CONFIG, "--nodes", "1", "--sbatch", "--nodes=3"], "--sbatch has nodes, which `submit` reads itself"),
+        ([CONFIG, "--nodes", "1", "--sbatch", "gres=gpu:8"], "--sbatch gres=gpu:8 must begin with an option of sbatch"),
+        ([CONFIG, "--nodes", "1", "--sbatch", "--comment='x"], "No closing quotation"),
         (["configs/none.yaml", "--nodes", "1"], "does not exist"),
         ([CONFIG, "--nodes", "1", "--data.train", "none.jsonl"], "none.jsonl"),
     ],
@@ -95,6 +110,9 @@ def test_the_job_has_the_ranks_that_its_nodes_give(tmp_path: Path, monkeypatch: 
     assert plan(Resources(2), ["c.yaml"]).world == 4
     site.write_text("((\n")
     with pytest.raises(ValueError, match=r"site.conf cannot be read"):
+        plan(Resources(2), ["c.yaml"])
+    site.write_text("true\nmodule_that_is_not_there load x\ntrue\n")
+    with pytest.raises(ValueError, match=r"line 2: status 127"):
         plan(Resources(2), ["c.yaml"])
     # what the site says holds in the job
     site.write_text("NPROC_PER_NODE=8\n")

@@ -37,6 +37,8 @@ def test_nodes_give_the_curve_of_one_process(cluster: Cluster, expected: Rows, t
     given = arguments(tmp_path / "run", STEPS, "{context: 2}", run__dtype="float64")
     said = checked(cluster, submit(cluster, tmp_path / "logs", 4, given), tmp_path / "logs")
     assert len(list((tmp_path / "logs").rglob("stdout.log"))) == 4, said  # one a rank
+    batch = (tmp_path / "logs" / "batch.out").read_text()
+    assert "gate: 4 ranks are up" in batch and "rl step     reward" in batch, batch  # what rank 0 prints
     assert_same(curve(tmp_path / "run"), expected)
 
 
