@@ -1,6 +1,6 @@
 # The environment of a job: read by train.sbatch on the first node, inherited by every rank. A name holds what slurm/site.conf
 # gives it, else what was set at sbatch (NPROC_PER_NODE=4 sbatch ...), else the value below.
-# shellcheck shell=bash disable=SC2034
+# shellcheck shell=bash disable=SC2034,SC2154
 
 site=${SITE_CONF:-$JOB_FILES/site.conf}
 [ -r "$site" ] || [ -z "${SITE_CONF:-}" ] || fail "SITE_CONF = $SITE_CONF is not there or cannot be read"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from parallel_rl.cli.loop import read
 from parallel_rl.cli.runs import check, refuse, source
 
 # what `submit` hands on by the same name
@@ -19,20 +20,35 @@ _SHORT = {"A": "account", "C": "constraint", "J": "job-name", "N": "nodes", "c":
 _SHORT |= {"o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude"}
 # what people write for ours
 _SYNONYMS = {"gres": "gpus-per-node", "gpus": "gpus-per-node", "ntasks-per-node": "ranks-per-node"}
-_SUBMIT = ("recipe", "nodes", "gpus-per-node", "ranks-per-node", "time", *_SBATCH, "sbatch", "dry-run", "import")
+_SUBMIT = (
+    "recipe",
+    "script",
+    "nodes",
+    "gpus-per-node",
+    "ranks-per-node",
+    "time",
+    *_SBATCH,
+    "sbatch",
+    "dry-run",
+    "import",
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     submit = commands.add_parser(
         "submit",
         help="check a run and submit it to Slurm",
-        usage="parallel-rl submit (CONFIG | --recipe NAME) --nodes N [--gpus-per-node G] [--ranks-per-node R] [--time T] "
-        "[--account A] [--partition P] [--SBATCH-OPTION ...] [--dry-run] [--section.key value ...]",
+        usage="parallel-rl submit (CONFIG | --recipe NAME | --script LOOP.py) --nodes N [--gpus-per-node G] "
+        "[--ranks-per-node R] [--time T] [--account A] [--partition P] [--SBATCH-OPTION ...] [--dry-run] "
+        "[--section.key value ...]",
         description="Checks the config against nodes × GPUs, then runs `sbatch slurm/train.sbatch` with the settings of "
         "slurm/site.conf. Prints the command; its copy and the config's go to the run's folder.",
         allow_abbrev=False,
     )
     submit.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
+    submit.add_argument(
+        "--script", metavar="LOOP.py", help="a loop of your own in place of a config; its arguments behind --"
+    )
     submit.add_argument("--nodes", metavar="N", type=int, help="whole nodes")
     submit.add_argument("--gpus-per-node", metavar="G", type=int, help="else the site's, or 8")
     submit.add_argument("--ranks-per-node", metavar="R", type=int, help="else one a GPU")
@@ -62,33 +78,55 @@ def joined(words: Sequence[str]) -> list[str]:
 def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
     from parallel_rl.cluster import submit as cluster
 
-    modules = [word for module in known.modules for word in ("--import", module)]
-    arguments = [*([] if known.recipe is None else ["--recipe", known.recipe]), *rest, *modules]
     more = {name: value for name in _SBATCH if (value := getattr(known, name.replace("-", "_"))) is not None}
     try:
-        check_options(rest)
+        arguments = _arguments(known, rest)
         if known.nodes is None:
             raise ValueError("--nodes N is needed: the whole nodes of the job")
         words = _words(known.sbatch)
         resources = cluster.Resources(known.nodes, known.gpus_per_node, known.ranks_per_node, known.time, more, words)
         job = cluster.plan(resources, arguments)
         ranks = f"{known.nodes} nodes × {job.world // known.nodes} = {job.world} ranks"
-        if status := check(known.recipe, job.world, ranks, rest, "submit"):
+        if known.script is not None:
+            script = Path(known.script)
+            folder, texts = Path("runs") / script.stem, {script.name: read(known.script)}
+            print(f"ok: {script}, {ranks}", flush=True)
+        elif status := check(known.recipe, job.world, ranks, rest, "submit"):
             return status
         print(job, flush=True)
         if known.dry_run:
             return 0
-        import yaml
-
-        from parallel_rl.training.config.load import as_mapping, load_config
-
-        path, overrides = source(known.recipe, rest, "submit")
-        config = load_config(path, overrides)
-        text = yaml.safe_dump(as_mapping(config), sort_keys=False)
-        print(cluster.submit(job, Path(config.run.dir), text))
+        if known.script is None:
+            folder, texts = _record(*source(known.recipe, rest, "submit"))
+        print(cluster.submit(job, folder, texts))
     except ValueError as error:
         return refuse(error)
     return 0
+
+
+def _arguments(known: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    """Those of train.sbatch."""
+    if known.script is None:
+        check_options(rest)
+        modules = [word for module in known.modules for word in ("--import", module)]
+        return [*([] if known.recipe is None else ["--recipe", known.recipe]), *rest, *modules]
+    if known.recipe is not None or known.modules:
+        raise ValueError(f"--script {known.script} takes the place of a config, --recipe and --import; leave those out")
+    if rest and rest[0] != "--":
+        raise ValueError(
+            f"{rest[0]!r} is not an option of `parallel-rl submit`; what is for {known.script} stands behind --"
+        )
+    return ["--script", known.script, *rest[1:]]
+
+
+def _record(path: str, overrides: Sequence[str]) -> tuple[Path, dict[str, str]]:
+    """A run's folder, and its whole config."""
+    import yaml
+
+    from parallel_rl.training.config.load import as_mapping, load_config
+
+    config = load_config(path, overrides)
+    return Path(config.run.dir), {"config.yaml": yaml.safe_dump(as_mapping(config), sort_keys=False)}
 
 
 def _words(text: str | None) -> list[str]:

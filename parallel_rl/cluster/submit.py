@@ -122,13 +122,13 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
     return Job(command, environment, resources.nodes * _ranks(resources, site, path), _logs(flags, site))
 
 
-def submit(job: Job, folder: Path, config: str) -> str:
-    """Submit the job, and keep its command, its script's files and its config in a new folder below the run's. The record is
+def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
+    """Submit the job, and keep its command, its script's files and what it runs in a new folder below the run's. The record is
     there before the job is: none runs without.
 
     Args:
         folder: the run's, `run.dir`.
-        config: the whole config in YAML, for the record.
+        texts: for the record, by their files' names: the whole config in YAML, or a loop.
 
     Returns:
         what sbatch said, and where the record is and the logs will be.
@@ -142,7 +142,8 @@ def submit(job: Job, folder: Path, config: str) -> str:
     record.mkdir(parents=True)
     try:
         (record / "command.sh").write_text(f"cd {shlex.quote(os.getcwd())}\n{job}\n", encoding="utf-8")
-        (record / "config.yaml").write_text(config, encoding="utf-8")
+        for name, text in texts.items():
+            (record / name).write_text(text, encoding="utf-8")
         for name in _RECORDED:
             (record / name).write_bytes((_FILES / name).read_bytes())
         answer = _sbatch(job)
@@ -154,7 +155,7 @@ def submit(job: Job, folder: Path, config: str) -> str:
         raise
     number = "".join(re.findall(r"\d+", answer)[:1])
     record = record.rename(f"{when}-{number}")
-    return f"{answer}; {job.logs.replace('%j', number)}; its command, config and script are in {record}"
+    return f"{answer}; {job.logs.replace('%j', number)}; its command and what it runs are in {record}"
 
 
 def seconds(time: str) -> int | None:

@@ -52,6 +52,15 @@ def test_submit_shows_the_command_and_writes_nothing(
 
 
 @pytest.mark.usefixtures("shell")
+def test_a_loop_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--script", "tests/launch.py", "--nodes", "2", "--gpus-per-node", "4", "--dry-run", "--", "--lr", "1"]
+    assert main(["submit", *given]) == 0
+    checked, command = capsys.readouterr().out.splitlines()
+    assert checked == "ok: tests/launch.py, 2 nodes × 4 = 8 ranks"
+    assert command.endswith("sbatch --nodes=2 --gpus-per-node=4 slurm/train.sbatch --script tests/launch.py --lr 1")
+
+
+@pytest.mark.usefixtures("shell")
 @pytest.mark.parametrize("words", ["--gres=gpu:h100:4", "--mail-type=END --gres=nvme,gpu:4 --comment='two words'"])
 def test_anything_of_sbatch_is_handed_on(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     """GPUs among it count the ranks, and hold against the eight of the script."""
@@ -78,6 +87,10 @@ def test_anything_of_sbatch_is_handed_on(words: str, capsys: pytest.CaptureFixtu
         ([CONFIG, "--nodes", "1", "--sbatch", "--nodes=3"], "--sbatch has nodes, which `submit` reads itself"),
         ([CONFIG, "--nodes", "1", "--sbatch", "gres=gpu:8"], "--sbatch gres=gpu:8 must begin with an option of sbatch"),
         ([CONFIG, "--nodes", "1", "--sbatch", "--comment='x"], "No closing quotation"),
+        (["--script", "none.py", "--nodes", "1"], "--script none.py cannot be run: .*No such file"),
+        (["--script", "slurm/env.sh", "--nodes", "1"], "--script slurm/env.sh cannot be run: invalid syntax"),
+        (["--script", "tests/launch.py", "--nodes", "1", "--lr", "1"], "'--lr' is not .* stands behind --"),
+        (["--script", "tests/launch.py", "--nodes", "1", "--recipe", "grpo"], "takes the place of a config"),
         (["configs/none.yaml", "--nodes", "1"], "does not exist"),
         ([CONFIG, "--nodes", "1", "--data.train", "none.jsonl"], "none.jsonl"),
     ],
@@ -187,4 +200,4 @@ def test_the_record_of_a_job_is_there_before_the_job_is(
     _, command, said = capsys.readouterr().out.splitlines()
     assert (record / "command.sh").read_text() == f"cd {ROOT}\n{command}\n"
     logs = "its log comes to slurm-mine-17.out, those of the ranks to runs/slurm/17"
-    assert said == f"Submitted batch job 17; {logs}; its command, config and script are in {record}"
+    assert said == f"Submitted batch job 17; {logs}; its command and what it runs are in {record}"

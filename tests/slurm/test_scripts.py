@@ -135,6 +135,44 @@ def test_submit_puts_the_same_job_on_the_queue(cluster: Cluster, tmp_path: Path)
     assert "hidden: 32" in (record / "config.yaml").read_text()
 
 
+LOOP = """
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from parallel_rl.cluster import preemption
+dist.init_process_group("gloo")
+done = Path(sys.argv[1])
+step = int(done.read_text()) if done.exists() else 0
+print(f"from step {step}, {dist.get_world_size()} ranks", flush=True)
+if step == 0 and dist.get_rank() == 0:
+    Path(os.environ["PARALLEL_RL_JOB_DIR"], "STOP").touch()  # as the script does at USR1
+while step < 300:
+    step += 1
+    time.sleep(0.01)
+    if preemption.agree(torch.device("cpu"), failed=False).stop:
+        break
+dist.barrier()
+if dist.get_rank() == 0:
+    done.write_text(str(step))
+    if step < 300:
+        preemption.ask_for_restart(f"saved step {step}")
+dist.destroy_process_group()
+"""
+
+
+def test_a_loop_of_ones_own_stops_and_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """Takes half a minute: a job of two nodes, queued again once, that trains by a file of its own."""
+    (tmp_path / "loop.py").write_text(LOOP)
+    given = ["--script", str(tmp_path / "loop.py"), str(tmp_path / "done")]
+    number = submit(cluster, tmp_path / "logs", 2, given, env={"MAX_RESTARTS": "2"})
+    checked(cluster, number, tmp_path / "logs")
+    batch = (tmp_path / "logs" / "batch.out").read_text()
+    assert batch.count("gate: 2 ranks are up") == 2 and "queued again: saved step 1" in batch, batch
+    assert "from step 0, 2 ranks" in batch and "from step 1, 2 ranks" in batch
+    assert (tmp_path / "done").read_text() == "300" and _end(tmp_path).endswith("completed")
+
+
 @pytest.mark.parametrize(
     ("given", "what"),
     [
