@@ -36,6 +36,7 @@ def checked(*arguments: str) -> list[str]:
         (["data"], "there is no config: write parallel-rl data CONFIG, or parallel-rl data --recipe NAME"),  # train
         (checked(), "write parallel-rl check CONFIG, or parallel-rl check --recipe NAME"),
         (["submit", "--nodes", "2", "--gpus-per-node", "2"], "write parallel-rl submit CONFIG, or"),
+        (["export", "there", "out", "--import", "no_module_of_mine"], "no_module_of_mine"),  # refused as no option
         # the file
         (checked("folder"), "/folder is a folder; a config file is needed"),  # "does not exist"
         (checked("."), " is a folder; a config file is needed"),

@@ -64,9 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     data.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
     data.add_argument("--steps", metavar="N", type=int, help="steps of each phase, in place of the config's")
-    export.add_parser(commands)
-    sampled = sample.add_parser(commands)
-    for command in (train, check, submitted, data, sampled):
+    exported, sampled = export.add_parser(commands), sample.add_parser(commands)
+    for command in (train, check, submitted, data, exported, sampled):
         command.add_argument(
             "--import",
             dest="modules",
