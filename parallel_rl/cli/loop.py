@@ -10,7 +10,6 @@ from pathlib import Path
 
 from parallel_rl.cli.runs import refuse
 from parallel_rl.cluster import preemption
-from parallel_rl.cluster.exit import failed
 
 
 def read(path: str) -> str:
@@ -49,6 +48,8 @@ def main(words: Sequence[str]) -> int:
         sys.path.insert(0, str(Path(path).absolute().parent))
         runpy.run_path(path, run_name="__main__")
     except Exception as error:
+        from parallel_rl.cluster.exit import failed  # and torch with it
+
         return failed(error)
     return 0
 

@@ -1,14 +1,50 @@
-"""Parts of losses on (even, odd) pairs of rows: sums over responses, the mean over pairs, the chosen's likelihood."""
+"""Losses on (even, odd) pairs of rows: sums over responses, the mean over pairs, a preference and the chosen's likelihood."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_rl.counts import Aggregation, token_weights
+from parallel_rl.losses.core.account import Account, AccountedLoss
+from parallel_rl.losses.core.base import ConfigT
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, sequence_mean
-from parallel_rl.metrics import Metric
+from parallel_rl.metrics import Metric, Metrics
+
+
+class PairTerms(NamedTuple):
+    """Shares of the preference and of the chosen responses' NLL, their weights (0: not in the loss), and the pairs' rewards."""
+
+    preference: Tensor
+    sft: Tensor
+    weights: tuple[float, float]
+    chosen: Tensor
+    rejected: Tensor
+
+
+class PreferenceWithNLL(AccountedLoss[ConfigT]):
+    """Base of losses that are a preference of pairs and an NLL of the chosen responses."""
+
+    @abstractmethod
+    def terms(self, batch: TokenBatch) -> PairTerms:
+        """The two terms."""
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        terms = self.terms(batch)
+        first, second = terms.weights
+        loss = first * terms.preference + second * terms.sft if second else first * terms.preference
+        shares = {"loss": loss, "preference_loss": terms.preference, "sft_loss": terms.sft}
+        metrics = {name: Metric("share", value, per="pairs") for name, value in shares.items()}
+        return loss, Metrics(metrics | pair_metrics(batch, terms.chosen, terms.rejected))
+
+    def account(self, batch: TokenBatch) -> Account:
+        terms = self.terms(batch)
+        shares = zip(("preference_loss", "sft_loss"), terms.weights, terms[:2], strict=True)
+        return Account({name: weight * share for name, weight, share in shares if weight})
 
 
 def response_sum(batch: TokenBatch, x: Tensor, average: bool = False) -> Tensor:

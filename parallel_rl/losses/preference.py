@@ -11,12 +11,10 @@ import torch
 from torch import Tensor
 
 from parallel_rl.functional import preference
-from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.requirements import Alignment, Field, Requirements
-from parallel_rl.losses.pairs import chosen_nll, pair_mean, pair_metrics, response_sum
+from parallel_rl.losses.pairs import PairTerms, PreferenceWithNLL, chosen_nll, pair_mean, response_sum
 from parallel_rl.losses.registry import register_loss
-from parallel_rl.metrics import Metric, Metrics
 
 PairKind = Literal[
     "sigmoid", "robust", "ipo", "hinge", "exo", "nca", "bco", "sppo-hard", "apo-zero", "apo-down", "discopop"
@@ -97,7 +95,7 @@ def check_smoothing(label_smoothing: float) -> None:
 
 
 @register_loss("dpo")
-class DPOLossFn(LossFn[DPOLossConfig]):
+class DPOLossFn(PreferenceWithNLL[DPOLossConfig]):
     """Direct preference optimization with a supervised term on the chosen responses; this rank's share.
 
         L = Σ_pairs [w_p·f(D_chosen, D_rejected) + w_s·NLL_chosen] / (N_seq / 2),    D = Σ_t log π − log π_ref
@@ -128,7 +126,7 @@ class DPOLossFn(LossFn[DPOLossConfig]):
         reference = Field("reference_policy_logprobs", alignment=self.config.reference_logprobs_alignment)
         return Requirements((reference,), paired=True, ordered=self.config.length_desensitization is not None)
 
-    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+    def terms(self, batch: TokenBatch) -> PairTerms:
         cfg = self.config
         log_ratio = batch.logprobs - batch["reference_policy_logprobs"]
         if cfg.length_desensitization is not None:
@@ -136,16 +134,8 @@ class DPOLossFn(LossFn[DPOLossConfig]):
         ratios = response_sum(batch, log_ratio, cfg.preference_average_log_probs)
         chosen, rejected = ratios[::2], ratios[1::2]
         preferred = pair_mean(batch, self._per_pair(chosen, rejected))
-        loss, sft = cfg.preference_loss_weight * preferred, torch.zeros_like(preferred)
-        if cfg.sft_loss_weight > 0:
-            sft = chosen_nll(batch, cfg.sft_average_log_probs)
-            loss = loss + cfg.sft_loss_weight * sft
-        shares = {
-            "loss": Metric("share", loss, per="pairs"),
-            "preference_loss": Metric("share", preferred, per="pairs"),
-            "sft_loss": Metric("share", sft, per="pairs"),
-        }
-        return loss, Metrics(shares | pair_metrics(batch, chosen, rejected))
+        sft = chosen_nll(batch, cfg.sft_average_log_probs) if cfg.sft_loss_weight else torch.zeros_like(preferred)
+        return PairTerms(preferred, sft, (cfg.preference_loss_weight, cfg.sft_loss_weight), chosen, rejected)
 
     def _per_pair(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         cfg = self.config

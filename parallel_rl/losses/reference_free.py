@@ -11,7 +11,14 @@ from parallel_rl.functional.preference import dpo, orpo_odds_ratio, simpo
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.requirements import Requirements
-from parallel_rl.losses.pairs import chosen_nll, pair_mean, pair_metrics, response_sum
+from parallel_rl.losses.pairs import (
+    PairTerms,
+    PreferenceWithNLL,
+    chosen_nll,
+    pair_mean,
+    pair_metrics,
+    response_sum,
+)
 from parallel_rl.losses.preference import check_smoothing
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
@@ -89,7 +96,7 @@ class CPOLossConfig:
 
 
 @register_loss("cpo")
-class CPOLossFn(LossFn[CPOLossConfig]):
+class CPOLossFn(PreferenceWithNLL[CPOLossConfig]):
     """Contrastive preference optimization; this rank's share.
 
         L = Σ_pairs [−log σ(β·(S_chosen − S_rejected)) + w_s·NLL_chosen] / (N_seq / 2),    S = Σ_t log π
@@ -112,11 +119,12 @@ class CPOLossFn(LossFn[CPOLossConfig]):
     config_class = CPOLossConfig
     requirements = Requirements(paired=True)
 
-    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+    def terms(self, batch: TokenBatch) -> PairTerms:
         cfg, sums = self.config, response_sum(batch, batch.logprobs)
         chosen, rejected = sums[::2], sums[1::2]
         preferred = pair_mean(batch, dpo(chosen, rejected, cfg.beta, cfg.label_smoothing))
-        return _with_nll(batch, preferred, chosen, rejected, cfg.sft_loss_weight, cfg.sft_average_log_probs)
+        sft = chosen_nll(batch, cfg.sft_average_log_probs)
+        return PairTerms(preferred, sft, (1.0, cfg.sft_loss_weight), chosen, rejected)
 
 
 @dataclass(frozen=True)
@@ -130,7 +138,7 @@ class ORPOLossConfig:
 
 
 @register_loss("orpo")
-class ORPOLossFn(LossFn[ORPOLossConfig]):
+class ORPOLossFn(PreferenceWithNLL[ORPOLossConfig]):
     """Odds ratio preference optimization; this rank's share.
 
         L = Σ_pairs [NLL_chosen − λ·log σ(log odds(a_chosen) − log odds(a_rejected))] / (N_seq / 2)
@@ -154,20 +162,10 @@ class ORPOLossFn(LossFn[ORPOLossConfig]):
     config_class = ORPOLossConfig
     requirements = Requirements(paired=True)
 
-    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+    def terms(self, batch: TokenBatch) -> PairTerms:
         means = response_sum(batch, batch.logprobs, average=True)
         chosen, rejected = means[::2], means[1::2]
         # 1 − e^a of a near 0 has the digits of the log-probs, not those of their float64 means
         eps = torch.finfo(batch.output.dtype).eps
         preferred = pair_mean(batch, orpo_odds_ratio(chosen, rejected, self.config.beta, eps))
-        return _with_nll(batch, preferred, chosen, rejected, sft_weight=1.0, sft_average=True)
-
-
-def _with_nll(
-    batch: TokenBatch, preferred: Tensor, chosen: Tensor, rejected: Tensor, sft_weight: float, sft_average: bool
-) -> tuple[Tensor, Metrics]:
-    sft = chosen_nll(batch, sft_average)
-    loss = preferred + sft_weight * sft
-    shares = {"loss": loss, "preference_loss": preferred, "sft_loss": sft}
-    metrics = {name: Metric("share", value, per="pairs") for name, value in shares.items()}
-    return loss, Metrics(metrics | pair_metrics(batch, chosen, rejected))
+        return PairTerms(preferred, chosen_nll(batch, average=True), (1.0, 1.0), chosen, rejected)

@@ -180,3 +180,16 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
     assert {x.dtype.kind for x in arrays.values()} <= set("biuf")
     meta = json.loads(arrays["meta"].tobytes())
     assert meta["texts"]["3"] == "3" and meta["loss"] == "nll"
+
+
+def test_a_preference_and_its_nll_are_two_parts(tmp_path: Path) -> None:
+    """They were one, "loss", from which nobody sees which of the two pulls at a token."""
+    both = {"preference_loss_weight": 0.5, "sft_loss_weight": 0.3}
+    for name, options, weights in (
+        ("dpo", both, (0.5, 0.3)),
+        ("cpo", {"sft_loss_weight": 0.2}, (1, 0.2)),
+        ("orpo", None, (1, 1)),
+    ):
+        step = of_loss(tmp_path / name, name, options)
+        for part, weight in zip(("preference_loss", "sft_loss"), weights, strict=True):
+            assert step.shares[f"part/{part}"] == pytest.approx(weight * step.meta["metrics"][part], rel=1e-10), name
