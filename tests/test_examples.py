@@ -69,6 +69,7 @@ def train_and_export(rank: int, folder: str) -> list[dict[str, float | int | str
     return rows
 
 
+@pytest.mark.slow
 def test_the_demo_of_a_folder_trains_and_gives_one_back(tmp_path: Path) -> None:
     """What is exported is a folder that the same run would begin with, with the tokenizer's files as they were."""
     pytest.importorskip("tokenizers")

@@ -49,6 +49,7 @@ def on_a_rank(rank: int) -> Tensor:
     return clip_by_batch(advantages, entropy_signal(logprobs, entropy, mask), mask, 1.0, dist.group.WORLD)
 
 
+@pytest.mark.slow
 def test_two_ranks_choose_what_one_chooses() -> None:
     assert torch.equal(torch.cat(run_world(2, on_a_rank)), by_loops(1.0))
 

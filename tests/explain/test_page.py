@@ -140,6 +140,7 @@ def test_nothing_is_loaded(step: Step) -> None:
     assert len(ids) == len(set(ids)), "every id once"
 
 
+@pytest.mark.slow
 def test_thirty_two_thousand_tokens_take_five_megabytes(tmp_path: Path) -> None:
     logits, data = policy_batch(rows=32, width=1024, vocab=5)
     data["lengths"][:] = 1024

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
     ("loss", "said"),
     [
         (broken_losses.Raises, "KeyError"),
-        (broken_losses.RaisesOnOneRank, "only rank 1 is wrong"),
+        pytest.param(broken_losses.RaisesOnOneRank, "only rank 1 is wrong", marks=pytest.mark.slow),
         (broken_losses.Dies, "exit code 7"),
         pytest.param(broken_losses.Hangs, "gave no answer", marks=pytest.mark.slow),
     ],

@@ -113,11 +113,12 @@ def _in_torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("loss", "status", "through"),
     [
-        pytest.param("nll", 0, "groups", marks=pytest.mark.slow),
+        ("nll", 0, "groups"),
         ("tests.testing.planted:ContextAveraged", 1, "groups"),
-        pytest.param("tests.testing.planted:ContextAveraged", 1, "megatron", marks=pytest.mark.slow),
+        ("tests.testing.planted:ContextAveraged", 1, "megatron"),
     ],
 )
+@pytest.mark.slow
 def test_inside_torchrun(loss: str, status: int, through: str) -> None:
     """The job's own ranks and groups, or Megatron's; every rank exits alike, and not before the report is out."""
     done = _in_torchrun("--loss", loss, "--layouts", "cp=2", "tp=1", "--through", through)

@@ -93,6 +93,7 @@ def test_against_sorted_rows(rule: dict, dtype: torch.dtype, tolerance: float) -
 @pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
 )
+@pytest.mark.slow
 def test_the_compiled_search_finds_the_same_floors(dtype: torch.dtype) -> None:
     z, _, _ = make(dtype)
     read = VocabShard(0, V, V, temperature=0.8, truncation=Truncation(9, 0.8), backend="eager")

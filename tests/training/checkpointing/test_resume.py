@@ -63,6 +63,7 @@ def test_a_stopped_run_continues_the_same_curve(dtype: str, tmp_path: Path) -> N
     assert run_world(1, train_rows, arguments(whole, dtype)) == [[]]
 
 
+@pytest.mark.slow
 def test_another_layout_continues_the_same_curve(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     [rows] = run_world(1, train_rows, arguments(whole, "float64"))
