@@ -64,8 +64,9 @@ def _holding(folder: Path) -> Iterator[None]:
         time.sleep(0.5)
     with file:
         who = f"{f'job {job} ' if job else ''}process {os.getpid()} on {socket.gethostname()}"
-        file.truncate(0)
-        file.write(f"{who}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode())
+        with contextlib.suppress(OSError):  # a full disk is for the run to tell
+            file.truncate(0)
+            file.write(f"{who}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode())
         try:
             yield
         finally:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -68,4 +69,11 @@ def test_a_requeued_job_waits_for_what_its_last_start_left(tmp_path: Path, monke
     (tmp_path / ".lock").write_text("job 18 process 1 on node1, since yesterday")
     monkeypatch.setattr(run_lock, "_locked", lambda path: None)
     with pytest.raises(ValueError, match="job 18 process 1 on node1"), run_lock._holding(tmp_path):
+        pass
+
+
+def test_a_full_disk_does_not_keep_a_run_from_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run tells how much room it needs; the lock only lacks its holder's name."""
+    monkeypatch.setattr(run_lock, "_locked", lambda path: FileIO("/dev/full", "r+"))
+    with run_lock._holding(tmp_path):
         pass
