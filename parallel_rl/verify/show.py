@@ -26,8 +26,11 @@ def table(reports: Sequence[Report]) -> None:
     console = Console(highlight=False, soft_wrap=True, width=max(get_terminal_size().columns, _WIDTH))
     several = len(reports) > 1
     lines = Table(box=None, pad_edge=False)
-    for name in ("loss" if several else "layout", "loss error", "gradient error", "metric error", "verdict"):
-        lines.add_column(name, no_wrap=True)
+    lines.add_column(
+        "loss" if several else "layout", overflow="fold"
+    )  # a name with its options may be as wide as the screen
+    for name in ("loss error", "gradient error", "metric error", "verdict"):
+        lines.add_column(name, no_wrap=True, min_width=len(name))
     for report in reports:
         for row in [_worst(report)] if several else report.rows:
             verdict = "[green]ok[/]" if row.verdict == "ok" else f"[red]{row.verdict}[/]"
