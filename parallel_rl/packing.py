@@ -5,21 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from parallel_rl.losses.core.call import LossCall, LossFunction, PackedSequences
+from parallel_rl.losses.core.call import LossCall, LossWrapper, PackedSequences
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
     from parallel_rl.losses.core.base import LossFn
-    from parallel_rl.losses.core.requirements import Requirements
     from parallel_rl.metrics import Metrics
     from parallel_rl.statistics import Statistics
 
 
-class SequencePackingLossWrapper(LossFunction):
+class SequencePackingLossWrapper(LossWrapper):
     """A loss on packed logits [1, T/cp, V/tp] with whole, unpacked `data` [B, S]; the numbers are those of the padded batch.
 
     Sequence i is row i of the data. Its positions are `[cu_seqlens_q_padded[i], cu_seqlens_q_padded[i + 1])` of the
@@ -53,19 +49,8 @@ class SequencePackingLossWrapper(LossFunction):
         self.loss_fn = loss_fn
         self.packed_sequences = PackedSequences(cu_seqlens_q, cu_seqlens_q_padded, tail)
 
-    @property
-    def requirements(self) -> Requirements:
-        return self.loss_fn.requirements
-
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
         return self.loss_fn.run(replace(call, packed_sequences=self.packed_sequences))
-
-    def count(
-        self,
-        batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
-        data_parallel_group: ProcessGroup | None = None,
-    ) -> Statistics:
-        return self.loss_fn.count(batches, data_parallel_group)
 
     def run_collect(self, call: LossCall) -> Statistics:
         return self.loss_fn.run_collect(replace(call, packed_sequences=self.packed_sequences))

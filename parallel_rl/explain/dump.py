@@ -21,17 +21,13 @@ from parallel_rl.explain.tokens import observe
 from parallel_rl.groups import ParallelGroups, group_rank
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses import registry
-from parallel_rl.losses.core.call import LossCall, LossFunction
+from parallel_rl.losses.core.call import LossCall, LossFunction, LossWrapper
 from parallel_rl.metrics import Metrics, reduce_metrics
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from parallel_rl.losses.core.base import LossFn
     from parallel_rl.losses.core.batch import TokenBatch
     from parallel_rl.losses.core.options import VocabOptions
-    from parallel_rl.losses.core.requirements import Requirements
-    from parallel_rl.statistics import Statistics
 
 FORMAT, VERSION = "parallel_rl.explain", 1
 PIECE = "piece_{:05d}_of_{:05d}.npz"
@@ -110,7 +106,7 @@ class _Rows:
 
 
 @dataclass(eq=False)
-class _Recorder(LossFunction):
+class _Recorder(LossWrapper):
     """A loss that remembers what each call was made of."""
 
     loss_fn: LossFunction
@@ -122,28 +118,14 @@ class _Recorder(LossFunction):
 
     @property
     def inner(self) -> LossFn:
-        return cast("LossFn", getattr(self.loss_fn, "loss_fn", self.loss_fn))  # of a wrapper for packing
+        return cast("LossFn", self.loss_fn.loss_fn if isinstance(self.loss_fn, LossWrapper) else self.loss_fn)
 
     @property
     def options(self) -> VocabOptions:
         return self.inner.options
 
-    @property
-    def requirements(self) -> Requirements:
-        return self.loss_fn.requirements
-
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
         return self.loss_fn.run(replace(call, observe=partial(self._observe, call)))
-
-    def count(
-        self,
-        batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
-        data_parallel_group: ProcessGroup | None = None,
-    ) -> Statistics:
-        return self.loss_fn.count(batches, data_parallel_group)
-
-    def run_collect(self, call: LossCall) -> Statistics:
-        return self.loss_fn.run_collect(call)
 
     def _observe(self, call: LossCall, batch: TokenBatch, loss: Tensor, metrics: Metrics) -> None:
         self.called = True

@@ -16,11 +16,9 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.losses.core.call import LossCall, LossFunction, PackedSequences
-from parallel_rl.losses.core.requirements import Requirements
+from parallel_rl.losses.core.call import LossCall, LossFunction, LossWrapper, PackedSequences
 from parallel_rl.megatron import (
     MicroBatch,
     build_config,
@@ -33,7 +31,6 @@ from parallel_rl.megatron import (
 )
 from parallel_rl.megatron.context import Context
 from parallel_rl.metrics import Metrics
-from parallel_rl.statistics import Statistics
 from parallel_rl.testing.alone import Alone
 from parallel_rl.testing.cases import Batch, Subject, Trial
 from parallel_rl.testing.layouts import Layout, Piece, Rank
@@ -186,27 +183,13 @@ class _Stage(MegatronModule):
         return out.transpose(0, 1).contiguous() if self.post_process else out
 
 
-class _Shares(LossFunction):
+class _Shares(LossWrapper):
     """A loss that remembers its shares."""
 
     def __init__(self, loss_fn: LossFunction) -> None:
         self.loss_fn, self.shares = loss_fn, [0.0]
 
-    @property
-    def requirements(self) -> Requirements:
-        return self.loss_fn.requirements
-
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
         loss, metrics = self.loss_fn.run(call)
         self.shares.append(loss.item())
         return loss, metrics
-
-    def count(
-        self,
-        batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
-        data_parallel_group: ProcessGroup | None = None,
-    ) -> Statistics:
-        return self.loss_fn.count(batches, data_parallel_group)
-
-    def run_collect(self, call: LossCall) -> Statistics:
-        return self.loss_fn.run_collect(call)

@@ -248,3 +248,26 @@ class LossFunction(ABC):
                 vocab_parallel_rank, (vocab_parallel_group, context_parallel_group),
             )
         )  # fmt: skip
+
+
+class LossWrapper(LossFunction):
+    """Base of what stands around a loss and is called like it: all is asked of `loss_fn`, unless it is overridden."""
+
+    loss_fn: LossFunction
+
+    @property
+    def requirements(self) -> Requirements:
+        return self.loss_fn.requirements
+
+    def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
+        return self.loss_fn.run(call)
+
+    def count(
+        self,
+        batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
+        data_parallel_group: ProcessGroup | None = None,
+    ) -> Statistics:
+        return self.loss_fn.count(batches, data_parallel_group)
+
+    def run_collect(self, call: LossCall) -> Statistics:
+        return self.loss_fn.run_collect(call)
