@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel_rl.config.strict import at_least
+
 #: families (model_type) that are read and written, and the class of each
 FAMILIES = {
     "llama": "Llama",
@@ -54,9 +56,7 @@ class Experts:
     normalised: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("number", "ffn_hidden", "per_token"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        at_least(self, number=1, ffn_hidden=1, per_token=1)
         if self.per_token > self.number:
             raise ValueError(f"per_token = {self.per_token} is more than number = {self.number} experts")
 
@@ -95,9 +95,7 @@ class Architecture:
     obstacles: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "groups", "head_dim", "ffn", "vocab", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        at_least(self, layers=1, hidden=1, heads=1, groups=1, head_dim=1, ffn=1, vocab=1, max_positions=1)
         if self.heads % self.groups:
             raise ValueError(f"heads = {self.heads} is not divisible by key-value heads = {self.groups}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -186,3 +187,15 @@ def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
         else ""
     )
     raise ValueError(f"{path} = {value!r} is not valid; a value of type {hint.__name__} is needed{quotes}")
+
+
+def at_least(config: object, **bounds: float) -> None:
+    """Refuses the named fields where they lie below their bounds, or are infinite or no number.
+
+    >>> at_least(types.SimpleNamespace(steps=0), steps=1)
+    Traceback (most recent call last):
+    ValueError: steps = 0 must be at least 1
+    """
+    for name, bound in bounds.items():
+        if not bound <= getattr(config, name) < math.inf:
+            raise ValueError(f"{name} = {getattr(config, name)} must be at least {bound}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from parallel_rl.config.strict import at_least
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.plan import LinearMode, Plan, kept_dtype, make_plan
 
@@ -52,11 +53,7 @@ class Layout:
     budget: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "tensor", "context", "pipeline", "data"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        if self.frozen < 0:
-            raise ValueError(f"frozen = {self.frozen} must be at least 0")
+        at_least(self, tokens=1, tensor=1, context=1, pipeline=1, data=1, frozen=0)
         parts = self.context * (self.tensor if self.sequence_parallel else 1)
         if self.tokens % parts:
             raise ValueError(f"tokens = {self.tokens} is not divisible by the {parts} ranks that share a row")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from parallel_rl.config.architecture import Architecture
 from parallel_rl.config.hf_config import Keys, read_architecture, read_json
+from parallel_rl.config.strict import at_least
 from parallel_rl.config.yaml_files import read_tree
 
 _MEGATRON = ("num_layers", "hidden_size", "num_attention_heads")
@@ -48,9 +49,7 @@ class ModelShape:
     experts_per_token: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "groups", "head_dim", "vocab"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        at_least(self, layers=1, hidden=1, heads=1, groups=1, head_dim=1, vocab=1)
         if self.heads % self.groups:
             raise ValueError(f"heads = {self.heads} is not divisible by key-value heads = {self.groups}")
 

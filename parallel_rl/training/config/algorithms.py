@@ -7,6 +7,7 @@ from typing import Literal
 
 from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.advantages.grouped import GRPO
+from parallel_rl.config.strict import at_least
 from parallel_rl.experience import AdaptiveKLController, DynamicSampling, Overlong
 from parallel_rl.functional.kl import KLType
 from parallel_rl.losses.choice import LossConfig
@@ -19,7 +20,7 @@ from parallel_rl.training.config.fields import (
     RECORDED_FIELDS,
     check_fields_available,
 )
-from parallel_rl.training.config.sections import OptimizerConfig, at_least
+from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.config.server import ServerConfig
 
 

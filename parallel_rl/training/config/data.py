@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from parallel_rl.config.strict import nearest
-from parallel_rl.training.config.sections import at_least
+from parallel_rl.config.strict import at_least, nearest
 
 Paths = str | tuple[str, ...] | None
 

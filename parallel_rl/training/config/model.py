@@ -7,8 +7,9 @@ from typing import Literal
 
 from parallel_rl.config.architecture import Experts, RopeScaling
 from parallel_rl.config.hf_config import HFModel, read_hf
+from parallel_rl.config.strict import at_least
 from parallel_rl.training.config.recompute import RecomputeConfig
-from parallel_rl.training.config.sections import ParallelConfig, at_least
+from parallel_rl.training.config.sections import ParallelConfig
 from parallel_rl.training.tokenizer.protocol import Vocabulary
 
 

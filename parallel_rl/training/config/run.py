@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from parallel_rl.training.config.sections import at_least
+from parallel_rl.config.strict import at_least
 from parallel_rl.training.reporting.loggers import check_loggers
 
 

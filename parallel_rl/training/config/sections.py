@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from parallel_rl.config.strict import at_least
 from parallel_rl.vocab.truncation import Truncation
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -208,10 +209,3 @@ class EvaluationConfig:
             raise ValueError(
                 f"passing = {self.passing} has no effect with samples = 1, which gives no pass@k; raise samples"
             )
-
-
-def at_least(config: object, **bounds: float) -> None:
-    """Refuses the named fields where they lie below their bounds, or are infinite or no number."""
-    for name, bound in bounds.items():
-        if not bound <= getattr(config, name) < math.inf:
-            raise ValueError(f"{name} = {getattr(config, name)} must be at least {bound}")

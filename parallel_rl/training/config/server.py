@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel_rl.config.strict import at_least
 from parallel_rl.experience.completion_server import CompletionServerConfig
 from parallel_rl.experience.server_weights import EngineName
-from parallel_rl.training.config.sections import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
