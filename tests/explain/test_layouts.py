@@ -15,7 +15,7 @@ from parallel_rl.cli import main
 from parallel_rl.explain import read_step
 from parallel_rl.explain.read import Step
 from parallel_rl.testing.pool import run_world
-from tests.training.helpers import DATA, LAYOUTS, run
+from tests.training.helpers import LAYOUTS, recorded_grpo
 
 EXACT = ("token_mask", "input_ids", "scored", "sample_ids", "group_ids")
 _dumps: dict[str, Step] = {}
@@ -23,27 +23,7 @@ _dumps: dict[str, Step] = {}
 
 def arguments(folder: Path, parallel: dict, packing: bool, **more: object) -> list[str]:
     rows = {"batch__micro_batch_size": "null" if "batch__tokens" in more else 8}
-    return run(
-        "grpo_arithmetic.yaml",
-        run__dir=folder,
-        run__dtype="float64",
-        parallel=parallel,
-        batch__packing=packing,
-        data={"rollouts": str(DATA / "arithmetic_rollouts.jsonl")},
-        warmup="null",
-        evaluation="null",
-        model__hidden=32,
-        model__position="rope",
-        rl__steps=2,
-        rl__prompts=8,
-        rl__group_size=4,
-        rl__updates=2,
-        rl__optimizer={"lr": 3e-3},
-        rl__loss__options__ratio_clip_min=0.1,
-        rl__loss__options__ratio_clip_max=0.1,
-        **rows,
-        **more,
-    )
+    return recorded_grpo(folder, parallel, packing, "float64", 2, **rows, **more)
 
 
 def trained(rank: int, given: list[str], dump_step: int | None) -> tuple[list[dict[str, float | int | str]], str]:

@@ -30,6 +30,30 @@ def run(config: str, **overrides: object) -> list[str]:
     return [str(CONFIGS / config), *(f"--{key.replace('__', '.')}={value}" for key, value in overrides.items())]
 
 
+def recorded_grpo(folder: Path, parallel: object, packing: bool, dtype: str, steps: int, **more: object) -> list[str]:
+    """GRPO with the reference KL on recorded rollouts, two updates a step, whose ratios meet their bounds."""
+    return run(
+        "grpo_arithmetic.yaml",
+        run__dir=folder,
+        run__dtype=dtype,
+        parallel=parallel,
+        batch__packing=packing,
+        data={"rollouts": str(DATA / "arithmetic_rollouts.jsonl")},
+        warmup="null",
+        evaluation="null",
+        model__hidden=32,
+        model__position="rope",
+        rl__steps=steps,
+        rl__prompts=8,
+        rl__group_size=4,
+        rl__updates=2,
+        rl__optimizer={"lr": 3e-3},
+        rl__loss__options__ratio_clip_min=0.1,
+        rl__loss__options__ratio_clip_max=0.1,
+        **more,
+    )
+
+
 def long_answers(prompt: str, completion: str, answer: str) -> float:
     """A checker under which even an untrained policy's samples differ."""
     return len(completion) / 4

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.testing.pool import run_world
-from tests.training.helpers import DATA, LAYOUTS, run, train_rows
+from tests.training.helpers import LAYOUTS, recorded_grpo, train_rows
 
 # two minutes; in seconds, three small steps are the same in config/test_algorithms.py
 pytestmark = pytest.mark.slow
@@ -20,27 +20,7 @@ def twenty_steps(layout: str, dtype: str, folder: Path, **overrides: object) -> 
     key = (layout, dtype, str(sorted(overrides.items())))
     if key not in _rows:
         world, parallel, packing = LAYOUTS[layout]
-        arguments = run(
-            "grpo_arithmetic.yaml",
-            run__dir=folder,
-            run__dtype=dtype,
-            parallel=parallel,
-            batch__packing=packing,
-            batch__micro_batch_size=8,
-            data={"rollouts": str(DATA / "arithmetic_rollouts.jsonl")},
-            warmup="null",
-            evaluation="null",
-            model__hidden=32,
-            model__position="rope",
-            rl__steps=20,
-            rl__prompts=8,
-            rl__group_size=4,
-            rl__updates=2,
-            rl__optimizer={"lr": 3e-3},
-            rl__loss__options__ratio_clip_min=0.1,
-            rl__loss__options__ratio_clip_max=0.1,
-            **overrides,
-        )
+        arguments = recorded_grpo(folder, parallel, packing, dtype, 20, batch__micro_batch_size=8, **overrides)
         results = run_world(world, train_rows, arguments, timeout=240)
         assert all(rows == results[0] for rows in results)
         _rows[key] = results[0]
