@@ -51,12 +51,13 @@ def train_step(
             engine.model, loss_fn, batches, head=head, groups=engine.groups, before_forward=partial(tick, "training")
         )
     norm = grad_norm([engine.model])
-    if not float(norm) <= (math.inf if spike is None else spike) or not bool(norm.isfinite()):  # the same on every rank
-        return StepResult({}, float(norm), int(report.counts.toks), skipped=True)
+    size = float(norm)  # the same on every rank
+    if not math.isfinite(size) or (spike is not None and size > spike):
+        return StepResult({}, size, int(report.counts.toks), skipped=True)
     if clip is not None:
         clip_grads_([engine.model], clip, norm)
     for group in optimizer.param_groups:
         group["lr"] = lr
         group["weight_decay"] = optimizer.config.weight_decay * group.get("wd_mult", 1.0)
     optimizer.step()
-    return StepResult(report.floats(), float(norm), int(report.counts.toks))
+    return StepResult(report.floats(), size, int(report.counts.toks))
