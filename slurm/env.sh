@@ -21,11 +21,12 @@ MAX_RESTARTS=${MAX_RESTARTS:-50} # its own and those by Slurm
 NOTICE_SECONDS=${NOTICE_SECONDS:-600} # before the time limit: what --signal says, where it says another than the script
 export GATE_SECONDS=${GATE_SECONDS:-300} # for what is left to do once the last rank is up
 
-# rendezvous: two jobs that share a host do not meet; below the ports that the system gives out by itself
+# rendezvous: two jobs that share a host do not meet, nor a job's start and what its last one has left behind there; below the ports
+# that the system gives out by itself
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export PARALLEL_RL_HOSTS="${hosts[*]}" # names for ranks that do not come up
 export MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
-export MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 12000))}
+export MASTER_PORT=${MASTER_PORT:-$((20000 + (SLURM_JOB_ID + 997 * ${SLURM_RESTART_COUNT:-0}) % 12000))}
 gpus=${SLURM_GPUS_ON_NODE:-0}
 export NPROC_PER_NODE=${NPROC_PER_NODE:-$gpus}
 [[ $NPROC_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "NPROC_PER_NODE = $NPROC_PER_NODE is not a number of ranks (a node has $gpus GPUs here):\

@@ -188,7 +188,8 @@ def _power(case: Case) -> None:
 
 
 def _slurmd(case: Case) -> None:
-    """The ranks of node1, which nobody ends, go on beside the job's next start."""
+    """What ran on node1, which nobody ends, stays beside the job's next start: its ranks, and an agent that keeps its port."""
+    os.kill(case.cluster.processes(case.job, AGENT, "node1")[0], signal.SIGSTOP)
     case.cluster.kill_slurmd("node1")
     case.wait()
 
