@@ -1,7 +1,7 @@
 """A fault on one rank is an error on all, so that none waits for another: the one implementation.
 
-The error is the same on every rank: a ValueError where `work` refused what it was given, else a RuntimeError. It names
-the ranks with their causes: "rank 1: sequence length 10 is not divisible by 4".
+The error is the same on every rank: a ValueError where `work` refused what it was given, `Unavailable` where something outside
+did not answer, else a RuntimeError. It names the ranks with their causes: "rank 1: sequence length 10 is not divisible by 4".
 """
 
 from __future__ import annotations
@@ -25,6 +25,14 @@ ResultT = TypeVar("ResultT")
 _ROUNDING = 1e-4  # what nondeterministic sums on a GPU may differ in
 _CAUSES = 4  # different ones in a message
 _AGREED = "_faults_of_ranks"  # an attribute of errors that ranks agreed on, for an agreement around theirs
+
+
+class Unavailable(RuntimeError):
+    """Something outside that the work needs does not answer, and may later: what was begun can be done then.
+
+    >>> issubclass(Unavailable, RuntimeError)
+    True
+    """
 
 
 def raise_on_all_ranks(
@@ -52,6 +60,7 @@ def raise_on_all_ranks(
 
     Raises:
         ValueError: raised by `work` on any rank, or a number in which ranks differ.
+        Unavailable: raised by `work` on all ranks that failed.
         RuntimeError: any other failure.
     """
     groups = [dist.group.WORLD] if groups is None else groups
@@ -64,8 +73,8 @@ def raise_on_all_ranks(
     for group in real:
         faults |= _faults_of_group(faults, group, torch.device("cpu") if like is None else like.device, same or {})
     if any(faults.values()):
-        refused = all(fault is None or fault.refused for fault in faults.values())
-        agreed = (ValueError if refused else RuntimeError)(_message(what, faults))
+        kinds = {fault.kind for fault in faults.values() if fault is not None}
+        agreed = (kinds.pop() if len(kinds) == 1 else RuntimeError)(_message(what, faults))
         if not what:
             vars(agreed)[_AGREED] = faults
         raise agreed from error
@@ -92,11 +101,11 @@ def on_first_rank(work: Callable[[], ResultT], what: str) -> ResultT:
     """Return `work()` of rank 0, where alone it runs, on every rank of the world (pickled); one broadcast.
 
     Raises:
-        ValueError: the one that `work` raised, as it is.
+        ValueError, Unavailable: the one that `work` raised, as it is.
         RuntimeError: `what` and any other cause.
     """
     result, error = _attempt(work) if dist.get_rank() == 0 else (None, None)
-    refusal = error if isinstance(error, ValueError) else None
+    refusal = error if isinstance(error, ValueError | Unavailable) else None
     outcome = [(result, refusal, None if error is None else describe(error))]
     dist.broadcast_object_list(outcome, src=0)
     result, refusal, cause = outcome[0]
@@ -167,12 +176,12 @@ def describe(error: BaseException) -> str:
 @dataclass(frozen=True)
 class _Fault:
     cause: str
-    refused: bool  # by a ValueError
+    kind: type[Exception]
 
     @classmethod
     def of(cls, error: BaseException) -> _Fault:
-        refused = isinstance(error, ValueError)
-        return cls(str(error) if refused else describe(error), refused)
+        kind = next((kind for kind in (ValueError, Unavailable) if isinstance(error, kind)), RuntimeError)
+        return cls(describe(error) if kind is RuntimeError else str(error), kind)
 
 
 _Faults = Mapping[int, _Fault | None]  # of each rank that was heard of
@@ -214,7 +223,7 @@ def _faults_of_group(faults: _Faults, group: ProcessGroup, home: torch.device, s
     for name, high, low in zip(same, bounds, bounds[len(same) :], strict=False):
         if high != -low:
             text = f"the ranks of a group differ in {name}: it is {-low} on one and {high} on another"
-            return dict.fromkeys(dist.get_process_group_ranks(group), _Fault(text, True))
+            return dict.fromkeys(dist.get_process_group_ranks(group), _Fault(text, ValueError))
     return {}
 
 

@@ -53,6 +53,15 @@ def ignore_signals() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
+def asked() -> bool:
+    """Whether this rank knows of a stop that was asked for.
+
+    >>> asked()
+    False
+    """
+    return bool(_seen) or _asked_by_file()
+
+
 def agree(device: torch.device, failed: bool) -> Boundary:
     """Share what the ranks know with every rank; one all-reduce.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
 import threading
@@ -15,18 +16,27 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from parallel_rl.agreement import Unavailable
+
 ResultT = TypeVar("ResultT")
 
+_AWAY = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)  # not started yet, or ended
+_LOOK, _TELL = 5.0, 60.0  # seconds between looks at a server that is away, and between lines on it
 _PASSING = (408, 425, 429)  # the server asks to come again; so does every 5xx
 
 
 class ServerError(RuntimeError):
     """A server did not give what it was asked for: the message names its URL, the attempt and what came back.
 
-    `status` is that of the last answer; None: there was none, or what it held was refused.
+    `status` is that of the last answer; None: there was none, or what it held was refused. `lost`: the connection was.
     """
 
     status: int | None = None
+    lost: bool = False
+
+
+class ServerAwayError(ServerError, Unavailable):
+    """A server refused connections for as long as one waits for it."""
 
 
 class PassingError(Exception):
@@ -39,8 +49,10 @@ class PostingConfig:
 
     Attributes:
         timeout: seconds for one attempt, from the connection to the last byte.
-        retries: attempts after a first that failed in passing: no connection, too slow, status 408, 425, 429 or 5xx.
+        retries: attempts after a first that failed in passing: connection lost, too slow, status 408, 425, 429 or 5xx.
         backoff: seconds before the first of them; doubled for each that follows.
+        wait: seconds for a server that refuses connections, as one does that is started (again) and loads its model; no
+            attempt is counted meanwhile. 0: it counts as one.
         batch_size: samples in a request.
         concurrency: requests at a time.
     """
@@ -48,11 +60,12 @@ class PostingConfig:
     timeout: float = 60.0
     retries: int = 3
     backoff: float = 1.0
+    wait: float = 1200.0
     batch_size: int = 64
     concurrency: int = 8
 
     def __post_init__(self) -> None:
-        for name, bound in (("retries", 0), ("backoff", 0), ("batch_size", 1), ("concurrency", 1)):
+        for name, bound in (("retries", 0), ("backoff", 0), ("wait", 0), ("batch_size", 1), ("concurrency", 1)):
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least {bound}")
         if not self.timeout > 0:
@@ -104,17 +117,21 @@ class Poster:
 
         Raises:
             ServerError: of the class `error`: the last attempt failed, or an answer was refused.
+            ServerAwayError: it refused connections for `wait` seconds.
         """
         attempts, raw = self.config.retries + 1, None if body is None else json.dumps(body).encode()
         status: int | None = None
-        for attempt in range(1, attempts + 1):
+        attempt, away_since = 1, None
+        while True:
             address = url if isinstance(url, str) else url(attempt)
             where = f"{self.name} {address}, attempt {attempt} of {attempts}"
             if stop.is_set():
                 raise self._failure(f"{where}: not asked, for another request has failed")
-            status = None
+            status, lost, away = None, False, False
             try:
-                return read(self._once(address, raw))
+                answer = self._once(address, raw)
+                _waiting.ends(f"{self.name} {address}", answers=True)
+                return read(answer)
             except urllib.error.HTTPError as error:
                 what, status = f"status {error.code} {error.reason}: {_start(error)}", error.code
                 if status < 500 and status not in _PASSING:
@@ -124,19 +141,39 @@ class Poster:
             except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
                 reason = getattr(error, "reason", error)
                 slow = isinstance(reason, TimeoutError)
+                lost = not slow
                 what = f"no answer in {self.config.timeout:g} s" if slow else f"no connection: {reason}"
+                away = self.config.wait > 0 and getattr(reason, "errno", None) in _AWAY
             except PassingError as error:
                 what = str(error)
             except ValueError as error:
                 raise self._failure(f"{where}: {error}") from None
+            if away:
+                away_since = away_since or time.monotonic()
+                self._await(f"{self.name} {address}", what, away_since + self.config.wait, stop)
+                continue
+            away_since = None
             if attempt == attempts or stop.wait(self.config.backoff * 2 ** (attempt - 1)):
-                raise self._failure(f"{where}: {what}", status)
-        raise AssertionError("unreachable")
+                raise self._failure(f"{where}: {what}", status, lost)
+            attempt += 1
 
-    def _failure(self, text: str, status: int | None = None) -> ServerError:
+    def _await(self, server: str, what: str, end: float, stop: threading.Event) -> None:
+        """Wait a little for a server that is away.
+
+        Raises:
+            ServerAwayError: its time is up.
+        """
+        left = end - time.monotonic()
+        if left <= 0:
+            _waiting.ends(server, answers=False)
+            raise ServerAwayError(f"{server}: {what}, for {self.config.wait:g} s (`wait`)")
+        _waiting.goes_on(server, what, left)
+        stop.wait(min(left, _LOOK, max(self.config.backoff, 0.01)))
+
+    def _failure(self, text: str, status: int | None = None, lost: bool = False) -> ServerError:
         """The error to raise; some servers repeat the key that they refuse."""
         error = self.error(text if self.key is None else text.replace(self.key, "***"))
-        error.status = status
+        error.status, error.lost = status, lost
         return error
 
     def _once(self, url: str, body: bytes | None) -> bytes:
@@ -152,6 +189,48 @@ class Poster:
             if response.length:
                 raise ConnectionError(f"the answer broke off {response.length} bytes before its end")
         return b"".join(parts)
+
+
+class _Waiting:
+    """The servers that are waited for, each with a line on it a minute, however many requests wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._away: set[str] = set()
+        self._told: dict[str, float] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._away)
+
+    def goes_on(self, server: str, what: str, left: float) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._away.add(server)
+            if now - self._told.get(server, -_TELL) < _TELL:
+                return
+            self._told[server] = now
+        print(f"waiting for the {server}: {what}; {left:.0f} s left", flush=True)
+
+    def ends(self, server: str, *, answers: bool) -> None:
+        with self._lock:
+            told = server in self._away and answers
+            self._away.discard(server)
+            if answers:
+                self._told.pop(server, None)
+        if told:
+            print(f"the {server} answers", flush=True)
+
+
+_waiting = _Waiting()
+
+
+def any_server_away() -> bool:
+    """Whether this process waits for a server that refuses connections.
+
+    >>> any_server_away()
+    False
+    """
+    return bool(_waiting)
 
 
 class Workers:

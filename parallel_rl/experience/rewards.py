@@ -114,15 +114,24 @@ def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> Rewar
     Raises:
         ValueError: a reward that cannot be loaded, or options that are not valid.
     """
-    if isinstance(reward, str) and reward.startswith(("http://", "https://")):
-        return HTTPReward(HTTPRewardConfig(reward))
-    if isinstance(reward, (HTTPRewardConfig, Mapping)):
-        return HTTPReward(configure(HTTPRewardConfig, reward, "reward"))
     if isinstance(reward, str):
+        if from_server(reward):
+            return HTTPReward(HTTPRewardConfig(reward))
         return _Checked(checker(reward), reward)
+    if isinstance(reward, HTTPRewardConfig | Mapping):
+        return HTTPReward(configure(HTTPRewardConfig, reward, "reward"))
     if not callable(reward):
         raise ValueError(f"reward = {reward!r} is not a name, a function or a server's options")
     return _Checked(reward, getattr(reward, "__name__", repr(reward)))
+
+
+def from_server(name: str) -> bool:
+    """Whether a reward's name is a server's URL.
+
+    >>> from_server("http://host:8000/score"), from_server("exact_match")
+    (True, False)
+    """
+    return name.startswith(("http://", "https://"))
 
 
 def score_once(

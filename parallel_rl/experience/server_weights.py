@@ -89,7 +89,7 @@ class ServerWeights:
         self.config, self.engine, self._protocol = config, engine, PROTOCOLS[engine]
         self._poster = config.poster()
         # an engine may end where it cannot load: what would be asked next says less than the first answer
-        self._once = replace(self._poster, config=replace(config, retries=0))
+        self._once = replace(self._poster, config=replace(config, retries=0, wait=0))
         brief = replace(config, timeout=min(config.timeout, _PROBE_TIMEOUT))
         self._probe = replace(self._poster, config=brief)
 
@@ -122,14 +122,17 @@ class ServerWeights:
         return [workers.submit(lambda url=url: call(url)) for url in urls or self.config.urls]  # type: ignore[misc]
 
     def _update(self, url: str, folder: str, version: str) -> None:
-        self._post(self._poster, url, self._protocol.pause)
-        try:
-            for order in self._protocol.load(folder, version):
-                self._post(self._once, url, order)
-        except ServerError:
-            with contextlib.suppress(ServerError):  # others may use it
-                self._post(self._once, url, self._protocol.resume)
-            raise
+        for last in (False, True):  # one that ends meanwhile is waited for, and begins anew
+            self._post(self._poster, url, self._protocol.pause)
+            try:
+                for order in self._protocol.load(folder, version):
+                    self._post(self._once, url, order)
+                break
+            except ServerError as error:
+                with contextlib.suppress(ServerError):  # others may use it
+                    self._post(self._once, url, self._protocol.resume)
+                if last or not error.lost:
+                    raise
         self._post(self._poster, url, self._protocol.resume)
         if (told := self._version(url, self._poster)) != version:
             raise CompletionServerError(

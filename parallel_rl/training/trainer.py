@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 import yaml
 
-from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
+from parallel_rl.agreement import Unavailable, on_first_rank, raise_on_all_ranks
 from parallel_rl.cluster import preemption
 from parallel_rl.cluster.heartbeat import enter_step, tick
 from parallel_rl.experience.rewards import reward_function
@@ -30,11 +30,12 @@ from parallel_rl.training.data.alphabet import settle_alphabet
 from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
 from parallel_rl.training.models.engine import build_engine, load_first_weights, start_world
 from parallel_rl.training.models.step_dump import StepDump
-from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary, length_check
+from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary, layout_text, length_check
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.reporting.curves import draw_curves
 from parallel_rl.training.reporting.run_log import RunLog, read_metrics, write_whole
 from parallel_rl.training.rollouts.server_check import check_servers
+from parallel_rl.training.rollouts.sharing import queued_again_without_servers
 from parallel_rl.training.session import Session
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
@@ -44,8 +45,7 @@ _HELD_OUT = ("held_out_before", "held_out_after")  # values of a checkpoint
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run, equal on every rank: its rows, the mean held-out reward before and after (None: no evaluation)
-    and how long it took."""
+    """The outcome of a run, equal on every rank: its rows, and the mean held-out rewards (None: no evaluation)."""
 
     rows: list[dict[str, float | int | str]]
     held_out_before: float | None
@@ -73,13 +73,14 @@ def train(config: TrainConfig, dump_step: int | None = None) -> Result:
     config = settle_alphabet(config, files)
     tokenizer = raise_on_all_ranks(config.tokenizer.build)
     vocabulary = check_vocabulary(config, tokenizer.vocabulary)
-    check_servers(config, vocabulary)
-    data = read_datasets(config, tokenizer, files, length_check(config))
-    with only_run(Path(config.run.dir)):
-        run = _Run(config, tokenizer, data, dump_step)
-        with run.log:
-            if run.run():
-                run.finish(time.monotonic() - began)
+    with queued_again_without_servers():
+        check_servers(config, vocabulary)
+        data = read_datasets(config, tokenizer, files, length_check(config))
+        with only_run(Path(config.run.dir)):
+            run = _Run(config, tokenizer, data, dump_step)
+            with run.log:
+                if run.run():
+                    run.finish(time.monotonic() - began)
     return Result(run.rows, run.before, run.after, time.monotonic() - began)
 
 
@@ -212,7 +213,12 @@ class _Run:
         session = self.session
         if self.dump is not None and phase.is_main:
             session = replace(session, policy=replace(session.policy, dump=self.dump))
-        metrics = phase.run(session, self.progress)
+        try:
+            metrics = phase.run(session, self.progress)
+        except Unavailable as error:  # servers are asked before the step's first update: all is as the last one left it
+            self._boundary()
+            self.stop = self.stop or f"a server that is away ({error})"
+            return
         seconds = time.monotonic() - began
         self.progress = self.progress.after(phase.takes)
         step = self.progress.step
@@ -300,13 +306,7 @@ class _Run:
         return found
 
     def _describe(self) -> None:
-        sizes, engine = self.config.parallel, self.session.engine
-        weights = sum(parameter.numel() for parameter in engine.bare.parameters())
-        layout = f"TP {sizes.tensor} × CP {sizes.context} × PP {sizes.pipeline} × DP {engine.groups.dp_size}"
-        batch = self.config.batch
-        rows = ("packed" if batch.tokens is None else f"packed in {batch.tokens} tokens") if batch.packing else "padded"
-        parallel = ", sequence parallel" if sizes.sequence_parallel else ""
-        self.log.say(f"{layout}{parallel}, {rows}, {self.config.run.dtype}, {weights:,} weights on this rank")
+        self.log.say(layout_text(self.config, self.session.engine))
         for line in self.session.data.describe():
             self.log.say(line)
 

@@ -24,11 +24,12 @@ class Server:
         self.times: list[float] = []
         self.at_once = self.most_at_once = 0
         self.lock = threading.Lock()
+        self.stop: Callable[[], None]  # from then on it refuses connections
 
 
 @contextmanager
-def serve(answer: Answer) -> Iterator[Server]:
-    """A server for the length of a `with` block."""
+def serve(answer: Answer, port: int = 0) -> Iterator[Server]:
+    """A server for the length of a `with` block, or until `stop`; on some port, or on that one."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -64,15 +65,20 @@ def serve(answer: Answer) -> Iterator[Server]:
     class Listener(ThreadingHTTPServer):
         request_queue_size = 64  # five by default, and a client that comes in a crowd is turned away
 
-    httpd = Listener(("127.0.0.1", 0), Handler)
+    httpd = Listener(("127.0.0.1", port), Handler)
     state = Server(f"http://127.0.0.1:{httpd.server_address[1]}")
     thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
+
+    def stop() -> None:
+        httpd.shutdown()
+        httpd.server_close()
+
+    state.stop = stop
     try:
         yield state
     finally:
-        httpd.shutdown()
-        httpd.server_close()
+        stop()
         thread.join()
 
 

@@ -319,7 +319,7 @@ def test_a_server_that_is_down() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     with pytest.raises(CompletionServerError, match=rf"{url}/v1/completions, attempt 3 of 3: no connection: .*refused"):
-        client(url, retries=2).complete(PROMPTS[:1], [0])
+        client(url, retries=2, wait=0).complete(PROMPTS[:1], [0])
 
 
 def test_one_failure_ends_the_others() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 
 from parallel_rl.experience import HTTPReward, HTTPRewardConfig, RewardServerError, reward_function
+from parallel_rl.experience.http_client import ServerAwayError, any_server_away
 from tests.experience.server import Answer, lengths, serve
 
 
@@ -156,7 +160,26 @@ def test_a_server_that_is_down() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/score"
     with pytest.raises(RewardServerError, match=rf"reward server {url}, attempt 3 of 3: no connection: .*refused"):
-        HTTPReward(HTTPRewardConfig(url, retries=2, backoff=0.01))(*texts(1))
+        HTTPReward(HTTPRewardConfig(url, retries=2, backoff=0.01, wait=0))(*texts(1))
+
+
+def test_a_server_that_is_not_up_yet_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """However few the attempts: it loads its model. Many requests wait for it, and one line says so."""
+    with serve(lengths) as server:
+        url = server.url
+    waits = HTTPRewardConfig(url, retries=0, backoff=0.01, batch_size=1, wait=30)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(HTTPReward(waits), *texts(4))
+        while not any_server_away():
+            time.sleep(0.01)
+        with serve(lengths, int(url.split(":")[2].split("/")[0])):
+            assert asked.result(30).tolist() == [0, 1, 2, 3]
+    told = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(rf"waiting for the reward server {url}: no connection: .*refused; 30 s left", told[0])
+    assert told[1:] == [f"the reward server {url} answers"] and not any_server_away()
+    with pytest.raises(ServerAwayError, match=rf"^reward server {url}: no connection: .*refused, for 0\.2 s"):
+        HTTPReward(replace(waits, wait=0.2))(*texts(2))
+    assert not any_server_away()
 
 
 def test_one_failure_ends_the_others() -> None:

@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from parallel_rl.cluster.heartbeat import tick
-from parallel_rl.experience.rewards import reward_function, score_once
+from parallel_rl.experience.http_client import Workers
+from parallel_rl.experience.rewards import from_server, reward_function, score_once
 from parallel_rl.training.data.examples import Prompt
+from parallel_rl.training.rollouts.sharing import Sharing, failure
 from parallel_rl.training.session import Session
 
 
 def completion_rewards(session: Session, prompts: Sequence[Prompt], completions: Sequence[Sequence[int]]) -> Tensor:
     """[N] float64 rewards of one completion of each prompt; every rank calls it, N may be 0.
 
+    While servers are asked, ranks look at each other, so that no collective runs into its timeout; Python has the main thread.
+
     Raises:
-        ValueError: the reward function failed on some rank; on all ranks.
+        ValueError, RuntimeError: the reward function failed on some rank; on all ranks. Unavailable: its server is away.
     """
-    engine = session.engine
+    engine, sharing = session.engine, Sharing(session.engine)
     texts = [session.tokenizer.decode(completion) for completion in completions]
+    reward = engine.config.reward
+    parts = [(reward, list(range(len(texts))))] if isinstance(reward, str) else []
+    if not isinstance(reward, str):
+        rows = {source: [row for row, prompt in enumerate(prompts) if prompt.source == source] for source in reward}
+        parts = [(name, rows[source]) for source, name in reward.items()]
+
+    def score(name: str, rows: Sequence[int]) -> Tensor:
+        return _score(name, [prompts[row] for row in rows], [texts[row] for row in rows])
+
+    tick("asking the reward function")
+    well, served = True, [number for number, (name, _) in enumerate(parts) if from_server(name)]
+    asked = {number: Workers(1).submit(partial(score, *parts[number])) for number in served if sharing.asks}
+    if served:
+        well = sharing.wait([*asked.values()])
 
     def ask() -> Tensor:
-        tick("asking the reward function")
-        reward = engine.config.reward
-        if isinstance(reward, str):
-            return _score(reward, prompts, texts)
         scores = torch.zeros(len(texts), dtype=torch.float64)
-        for source, name in reward.items():
-            rows = [row for row, prompt in enumerate(prompts) if prompt.source == source]
-            if rows:
-                scores[rows] = _score(name, [prompts[row] for row in rows], [texts[row] for row in rows])
+        for number, (name, rows) in enumerate(parts):
+            if number not in asked and rows:
+                scores[rows] = score(name, rows)
+            elif number in asked and (well or failure(asked[number])):
+                scores[rows] = asked[number].result()
         return scores
 
     rewards = score_once(ask, len(texts), engine.replica_groups, engine.groups.data)

@@ -9,6 +9,7 @@ from parallel_rl.training.batching.micro_batches import width_unit
 from parallel_rl.training.config.algorithms import rows_of_pair
 from parallel_rl.training.config.sections import data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.tokenizer.protocol import Vocabulary
 
 
@@ -69,3 +70,13 @@ def length_check(config: TrainConfig) -> Callable[[int], None]:
             )
 
     return check
+
+
+def layout_text(config: TrainConfig, engine: Engine) -> str:
+    """The layout of a run, its rows and its share of the weights, in a line."""
+    sizes, batch = config.parallel, config.batch
+    weights = sum(parameter.numel() for parameter in engine.bare.parameters())
+    layout = f"TP {sizes.tensor} × CP {sizes.context} × PP {sizes.pipeline} × DP {engine.groups.dp_size}"
+    rows = ("packed" if batch.tokens is None else f"packed in {batch.tokens} tokens") if batch.packing else "padded"
+    parallel = ", sequence parallel" if sizes.sequence_parallel else ""
+    return f"{layout}{parallel}, {rows}, {config.run.dtype}, {weights:,} weights on this rank"

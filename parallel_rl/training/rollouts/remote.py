@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
+from parallel_rl.agreement import Unavailable, on_first_rank, raise_on_all_ranks
 from parallel_rl.experience.completion_server import CompletionServer, Sampling
 from parallel_rl.experience.completions import Completion
 from parallel_rl.experience.samples import Samples, padded_samples
@@ -21,7 +22,7 @@ from parallel_rl.experience.server_weights import ServerWeights
 from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.rollouts.policy_folder import write_policy
-from parallel_rl.training.rollouts.sharing import Sharing, failure
+from parallel_rl.training.rollouts.sharing import Sharing, raise_first
 
 _RESTARTS = 3  # of servers, while the same samples are drawn
 
@@ -60,6 +61,7 @@ class RemoteRollouts:
         self._server = CompletionServer(config, self._sampling)
         self._weights = None if config.update is None else ServerWeights(config, config.update)
         self._asked: dict[int, _Asked] = {}
+        self._ended = False  # a server failed, or a stop was asked for while one is away
         self._version = 0  # of the weights that were last sent
         self._folder: Path | None = (
             None  # what was last sent by this process: the servers may have been restarted as well
@@ -100,7 +102,8 @@ class RemoteRollouts:
             self.request(prompts, sample_ids)
             return [self._asked[sample] for sample in sample_ids]
 
-        drawn = self._draw(prompts, ask)
+        with self._ending():
+            drawn = self._draw(prompts, ask)
         for sample in sample_ids:
             self._asked.pop(sample, None)
         return drawn
@@ -111,7 +114,8 @@ class RemoteRollouts:
         """Completions beside those that are trained on: of an evaluation, or the likeliest token each time; as `take`."""
         own = replace(self._sampling, seed=seed)
         sampling = replace(own, temperature=0.0, top_k=None, top_p=None) if greedy else own
-        return self._draw(prompts, lambda: self._ask(prompts, sample_ids, sampling))[0]
+        with self._ending():
+            return self._draw(prompts, lambda: self._ask(prompts, sample_ids, sampling))[0]
 
     def bring(self, version: int) -> None:
         """See that the servers have the trainer's present weights, where they are given any; every rank calls it.
@@ -127,9 +131,10 @@ class RemoteRollouts:
         """
         if self._weights is None or (self.updated and self._version == version):
             return
-        self._settle()
-        folder = write_policy(self._engine, version)
-        self._sharing.finish(self._weights.update(folder, version) if dist.get_rank() == 0 else [])
+        with self._ending():
+            self._settle()
+            folder = write_policy(self._engine, version)
+            self._sharing.finish(self._weights.update(folder, version) if dist.get_rank() == 0 else [])
         self._version, self._folder = version, folder
 
     def state_dict(self) -> Mapping[str, Tensor]:
@@ -162,7 +167,7 @@ class RemoteRollouts:
                 sample, prompt, version, stopped, _ = row
                 future: Future[Completion] = Future()
                 future.set_result(Completion(tuple(ids.tolist()), tuple(scores.tolist()), bool(stopped), version))
-                self._asked[sample] = _Asked(prompt, version, future)
+                self._asked[sample] = _Asked(prompt, version, future, sure=True)
 
     def _ask(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], sampling: Sampling) -> list[_Asked]:
         futures = self._server.submit(prompts, sample_ids, sampling)
@@ -191,6 +196,16 @@ class RemoteRollouts:
         responses, logprobs = [row[0].long().tolist() for row in rows], [row[1].tolist() for row in rows]
         return padded_samples(prompts, responses, logprobs=logprobs, dtype=self._engine.float_dtype), facts[:, 1]
 
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Where what is inside fails, as it then does on all ranks, ask for nothing more: what is in flight is of no use."""
+        try:
+            yield
+        except (ValueError, Unavailable):
+            self._ended = True
+            self._server.close()
+            raise
+
     def _await(self, taken: Sequence[_Asked]) -> list[Completion]:
         """The completions of this rank, once they are there on all.
 
@@ -200,28 +215,24 @@ class RemoteRollouts:
         well = self._sharing.wait([asked.future for asked in taken])
 
         def read() -> list[Completion]:
-            if error := next((error for asked in taken if (error := failure(asked.future)) is not None), None):
-                raise ValueError(str(error))
+            raise_first([asked.future for asked in taken])
             return [_known(asked) for asked in taken] if well else []
 
-        try:
-            completions = raise_on_all_ranks(read, [*self._sharing.groups, self._engine.groups.data])
-            if not well:
-                raise ValueError("the completion server failed another rank")
-        except ValueError:
-            self._server.close()  # what else is in flight is of no use
-            raise
+        completions = raise_on_all_ranks(read, [*self._sharing.groups, self._engine.groups.data])
+        if not well:
+            raise ValueError("the completion server failed another rank")
         return completions
 
     def _settle(self) -> None:
         """Wait until nothing is in flight any more, and drop what was drawn by lost weights; every rank calls it."""
-        self._sharing.wait([asked.future for asked in self._asked.values()], tolerant=True)
-        if self._lost():
+        futures = [asked.future for asked in self._asked.values()]
+        self._sharing.wait(futures, tolerant=True, stoppable=not self._ended)
+        if (self._ended and self.updated) or self._lost():
             self._drop()
 
     def _lost(self) -> list[str]:
         """The servers that have other weights than were last sent; where there are none, what has come is of those weights."""
-        if self._weights is None or not self.updated:
+        if self._weights is None or not self.updated or self._ended:
             return []
         told = self._weights.versions() if dist.get_rank() == 0 else []
         self._sharing.finish(told)

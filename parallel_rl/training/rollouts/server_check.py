@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+import torch.distributed as dist
+
 from parallel_rl.agreement import on_first_rank
 from parallel_rl.experience.completion_server import CompletionServer, CompletionServerError, Sampling
+from parallel_rl.experience.http_client import Workers
 from parallel_rl.experience.server_weights import ServerWeights
 from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.rollouts.sharing import wait_together
 from parallel_rl.training.tokenizer.protocol import Vocabulary
 
 _TIMEOUT = 20.0  # seconds for a completion of one token
@@ -20,12 +24,16 @@ def check_servers(config: TrainConfig, words: Vocabulary) -> None:
     """Ask the servers of `server.update` from the first rank; called by every rank.
 
     Raises:
-        ValueError: one does not answer, cannot be given weights, serves another model or vocabulary, or gives no log-probs of
-            what it draws; on every rank.
+        ValueError: one cannot be given weights, serves another model or vocabulary, or gives no log-probs of what it draws; on
+            every rank.
+        Unavailable: one refuses connections for as long as it is waited for, or a stop was asked for meanwhile; on every rank.
     """
     server = config.server
-    if server is not None and server.update is not None:
-        on_first_rank(partial(_check, config, server, words), "the completion servers could not be asked")
+    if server is None or server.update is None:
+        return
+    asked = [Workers(1).submit(partial(_check, config, server, words))] if dist.get_rank() == 0 else []
+    wait_together(asked, config.run.timeout)
+    on_first_rank(lambda: [done.result() for done in asked], "the completion servers could not be asked")
 
 
 def _check(config: TrainConfig, server: ServerConfig, words: Vocabulary) -> None:

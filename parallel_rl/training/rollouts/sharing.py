@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_EXCEPTION, Future, wait
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl.agreement import communication_device, raise_on_all_ranks
+from parallel_rl.agreement import Unavailable, communication_device, on_first_rank, raise_on_all_ranks
+from parallel_rl.cluster import preemption
 from parallel_rl.cluster.heartbeat import tick
+from parallel_rl.experience.http_client import any_server_away
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.models.engine import Engine
 
 _LOOK = 20.0  # seconds
 _WAITING, _FAILED = 1, 2
+
+
+def wait_together(futures: Sequence[Future], timeout: float, *, tolerant: bool = False, stoppable: bool = True) -> bool:
+    """Wait until all are done on every rank, or (but for `tolerant`) one has failed on some: then False on all.
+
+    Ranks look at each other now and then, so that no collective runs into its `timeout` while a server works or loads.
+
+    Raises:
+        Unavailable: it is `stoppable`, and a stop was asked for while a server is away; on every rank.
+    """
+    until = ALL_COMPLETED if tolerant else FIRST_EXCEPTION
+    device = communication_device(dist.group.WORLD, torch.device("cpu"))
+    while True:
+        tick("waiting for the server")
+        done, left = wait(futures, min(_LOOK, timeout / 4), until)
+        failed = not tolerant and any(map(failure, done))
+        mine = [_FAILED if failed else _WAITING if left else 0, preemption.asked(), any_server_away()]
+        state = torch.tensor(mine, device=device)
+        dist.all_reduce(state, dist.ReduceOp.MAX)
+        outcome, asked, away = state.tolist()
+        if outcome != _WAITING:
+            return outcome != _FAILED
+        if stoppable and asked and away:
+            raise Unavailable("asked to stop while a server is away")
 
 
 class Sharing:
@@ -29,22 +56,11 @@ class Sharing:
     def __init__(self, engine: Engine) -> None:
         self.groups = engine.replica_groups
         self.asks = all(group_rank(group) == 0 for group in self.groups)
-        self._device = engine.device
+        self._timeout = engine.config.run.timeout
 
-    def wait(self, futures: Sequence[Future], *, tolerant: bool = False) -> bool:
-        """Wait until all are done on every rank, or (but for `tolerant`) one has failed on some: then False on all.
-
-        Ranks look at each other now and then, so that no collective runs into its timeout while a server works.
-        """
-        until = ALL_COMPLETED if tolerant else FIRST_EXCEPTION
-        while True:
-            tick("waiting for the server")
-            done, left = wait(futures, _LOOK, until)
-            failed = not tolerant and any(map(failure, done))
-            state = torch.tensor(_FAILED if failed else _WAITING if left else 0, device=self._device)
-            dist.all_reduce(state, dist.ReduceOp.MAX)
-            if int(state) != _WAITING:
-                return int(state) != _FAILED
+    def wait(self, futures: Sequence[Future], *, tolerant: bool = False, stoppable: bool = True) -> bool:
+        """Do as `wait_together`."""
+        return wait_together(futures, self._timeout, tolerant=tolerant, stoppable=stoppable)
 
     def spread(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The asking rank's values on all that hold the same data: a sum with zeros."""
@@ -61,17 +77,33 @@ class Sharing:
         """Wait for orders of the first rank of the world, as `wait`.
 
         Raises:
-            ValueError: one failed, on every rank.
+            ValueError: one failed, on every rank; Unavailable: its server is away.
         """
         self.wait(orders)
+        raise_on_all_ranks(lambda: raise_first(orders))
 
-        def read() -> None:
-            if error := next((error for order in orders if (error := failure(order)) is not None), None):
-                raise ValueError(str(error))
 
-        raise_on_all_ranks(read)
+@contextmanager
+def queued_again_without_servers() -> Iterator[None]:
+    """Where what is inside ends because a server is away, ask for a restart of the job; every rank gets there.
+
+    Raises:
+        Unavailable: what was raised inside.
+    """
+    try:
+        yield
+    except Unavailable as error:
+        text = f"{error}; the same command goes on from the last checkpoint"
+        on_first_rank(lambda: preemption.ask_for_restart(text), "the marker REQUEUE could not be written")
+        raise
 
 
 def failure(future: Future) -> BaseException | None:
     """What a future failed with, if it is done and has."""
     return future.exception() if future.done() else None
+
+
+def raise_first(futures: Sequence[Future]) -> None:
+    """Raise what the first one that failed did: `Unavailable` as it is, all else as a ValueError."""
+    if error := next((error for future in futures if (error := failure(future)) is not None), None):
+        raise error if isinstance(error, Unavailable) else ValueError(str(error))
