@@ -103,18 +103,24 @@ def short_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout: float = 600.0) -> list[Any]:
-    """`[function(rank, *args) for each rank]`, on `size` processes of a gloo world with one thread each."""
+def run_ranks(
+    size: int, function: Callable[..., Any], *args: Any, timeout: float = 600.0, backend: str = "gloo"
+) -> list[Any]:
+    """`[function(rank, *args) for each rank]`, on `size` processes of a world, one thread each; with "nccl" each has a GPU."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1")
-        mp.spawn(_rank, args=(size, folder, timeout, function, args), nprocs=size)
+        mp.spawn(_rank, args=(size, folder, timeout, backend, function, args), nprocs=size)
         return [torch.load(Path(folder) / f"result{rank}", weights_only=False) for rank in range(size)]
 
 
-def _rank(rank: int, size: int, folder: str, timeout: float, function: Callable[..., Any], args: tuple) -> None:
+def _rank(
+    rank: int, size: int, folder: str, timeout: float, backend: str, function: Callable[..., Any], args: tuple
+) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(f"{folder}/store", size),
         rank=rank,
         world_size=size,

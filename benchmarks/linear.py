@@ -44,6 +44,7 @@ GPU_SECONDS = {
 # beyond the gradients: the default budget, and a float32 sum of the weight's gradient in place of a bfloat16 one
 GPU_BYTES = {"in_forward": 1.05 * (2**31 + 2 * 4096 * 131072), "recompute": 1.05 * 2**31}
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative and norm-wise, of loss and gradients against float64
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # through gloo Megatron's all-reduces would go over the host, and wait
 GROWS = ("ours, in_forward", "ours, recompute", f"matmul + {COMPILED}", f"matmul + {MEGATRON}")
 
 
@@ -194,7 +195,8 @@ def measure_growth(shape: Shape, layout: Layout, dtype: torch.dtype, device: str
     for tp in sorted({tp for *_, tp in points}):
         here = [point for point in points if point[-1] == tp]
         shapes = [shape for _, _, shape, _ in here]
-        ranks = run_ranks(tp, measure_points, shapes, layout._replace(tp=tp), dtype, device, timeout=3600.0)
+        of_tp = layout._replace(tp=tp)
+        ranks = run_ranks(tp, measure_points, shapes, of_tp, dtype, device, timeout=3600.0, backend=BACKENDS[device])
         for (axis, n, *_), *seconds in zip(here, *ranks, strict=True):
             for name in seconds[0]:
                 line = growth.setdefault(axis, {}).setdefault(name, {})
@@ -289,7 +291,8 @@ def main(arguments: list[str] | None = None) -> int:
     budget = options.budget
     if budget is None and not gpu:
         budget = max(shape.tokens * shape.vocab // tp * 4 // 6, 1 << 16)
-    ranks = run_ranks(tp, measure, shape, layout, dtype, options.repeats, budget, options.device, timeout=3600.0)
+    given = shape, layout, dtype, options.repeats, budget, options.device
+    ranks = run_ranks(tp, measure, *given, timeout=3600.0, backend=BACKENDS[options.device])
     chosen = methods(options.device, budget, tp)
     results = {m.name: over_ranks([figures[m.name] for figures, _ in ranks]) for m in chosen}
     growth = measure_growth(shape, layout, dtype, options.device) if options.growth else None

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.linear_case import Case, Objective, Part, grpo, weighted
-from benchmarks.peers import CrossEntropy, peers
+from benchmarks.peers import CrossEntropy, imports, peers
 from parallel_rl import ClippedPGLossFn, LMHeadInput, count_valid, linear_token_stats, token_stats
 from parallel_rl.groups import all_gather_start, sum_start
 from parallel_rl.vocab.linear.plan import LinearMode
@@ -122,10 +121,10 @@ def _peers(device: str, tp: int) -> list[Method]:
     ]
     if tp > 1:
         return found
-    if device == "cuda" and find_spec("liger_kernel") is not None:
+    if device == "cuda" and imports("liger_kernel.transformers.functional"):
         found.append(Method("Liger fused linear cross-entropy", _liger_fused, "peer", low_precision=True))
-    if find_spec("cut_cross_entropy") is not None:
+    if imports("cut_cross_entropy.torch_compile"):
         found.append(Method("cut-cross-entropy, torch_compile", _cut_torch, "peer"))
-        if device == "cuda":
-            found.append(Method("cut-cross-entropy", _cut, "peer", low_precision=True))
+    if device == "cuda" and imports("cut_cross_entropy"):
+        found.append(Method("cut-cross-entropy", _cut, "peer", low_precision=True))
     return found

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 
@@ -27,7 +28,7 @@ class Peer:
 
     name: str
     loss: CrossEntropy
-    package: str = "torch"  # what must be installed
+    module: str = "torch"  # what it imports
     shards: bool = False  # it knows vocabulary shards
     card: bool = False  # its kernels want a card
     bfloat16_gradient: bool = False  # it rounds the gradient to bfloat16 whatever the logits' dtype
@@ -88,25 +89,44 @@ def _trl(logits: Tensor, targets: Tensor) -> Tensor:
 
 PLAIN, COMPILED = "torch cross_entropy", "torch cross_entropy, compiled"
 MEGATRON, MEGATRON_FUSED = "Megatron cross-entropy", "Megatron fused cross-entropy"
+_OF_MEGATRON = "megatron.core.tensor_parallel.cross_entropy"
 _PEERS = (
     Peer(PLAIN, _plain),
     Peer(COMPILED, torch.compile(_plain)),
-    Peer(MEGATRON, _megatron, "megatron", shards=True),
-    Peer(MEGATRON_FUSED, _megatron_fused, "megatron", shards=True, bfloat16_gradient=True),
-    Peer("Transformer Engine cross-entropy", _transformer_engine, "transformer_engine", shards=True, card=True),
-    Peer("Liger cross-entropy", _liger, "liger_kernel", card=True, bfloat16_loss=True),
-    Peer("Liger vocab-parallel cross-entropy", _liger_shards, "liger_kernel", shards=True, card=True),
-    Peer("TRL selective_log_softmax", _trl, "trl", bfloat16_loss=True),
+    Peer(MEGATRON, _megatron, _OF_MEGATRON, shards=True),
+    Peer(MEGATRON_FUSED, _megatron_fused, _OF_MEGATRON, shards=True, bfloat16_gradient=True),
+    Peer(
+        "Transformer Engine cross-entropy",
+        _transformer_engine,
+        "transformer_engine.pytorch.cross_entropy",
+        shards=True,
+        card=True,
+    ),
+    Peer("Liger cross-entropy", _liger, "liger_kernel.transformers.functional", card=True, bfloat16_loss=True),
+    Peer("Liger vocab-parallel cross-entropy", _liger_shards, "liger_kernel.transformers", shards=True, card=True),
+    Peer("TRL selective_log_softmax", _trl, "trl.trainer.utils", bfloat16_loss=True),
 )
 
 
 def peers(device: str, tp: int = 1) -> list[Peer]:
     """Peers that are installed and run on the device; on more than one rank those that know shards."""
-    return [
-        peer
-        for peer in _PEERS
-        if find_spec(peer.package) is not None and (device == "cuda" or not peer.card) and (tp == 1 or peer.shards)
-    ]
+    fit = [peer for peer in _PEERS if (device == "cuda" or not peer.card) and (tp == 1 or peer.shards)]
+    return [peer for peer in fit if imports(peer.module)]
+
+
+@cache
+def imports(module: str) -> bool:
+    """Whether a peer's module is there; one that is installed and cannot be imported is left out with a line that says why."""
+    package = module.split(".")[0]
+    if find_spec(package) is None:
+        return False
+    try:
+        import_module(module)
+    except Exception as error:  # whatever a package raises that wants another one, or a card
+        first = (str(error).splitlines() or [""])[0]
+        print(f"not run: {package}: {type(error).__name__}: {first}", flush=True)
+        return False
+    return True
 
 
 def join_megatron(tp: int = 1) -> None:

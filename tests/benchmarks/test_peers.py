@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +21,22 @@ def test_a_peer_takes_part_where_it_is_installed_and_runs(monkeypatch: pytest.Mo
     def names(device: str, tp: int = 1) -> set[str]:
         return {peer.name for peer in peers.peers(device, tp)}
 
-    monkeypatch.setattr(peers, "find_spec", lambda name: object())
+    monkeypatch.setattr(peers, "imports", lambda module: True)
     assert names("cpu", 2) == SHARDS
     assert names("cuda", 2) == SHARDS | {name for name in CARD if name != "Liger cross-entropy"}
     assert names("cpu") == {peers.PLAIN, peers.COMPILED, "TRL selective_log_softmax"} | SHARDS == names("cuda") - CARD
-    monkeypatch.setattr(peers, "find_spec", lambda name: object() if name == "torch" else None)
+    monkeypatch.setattr(peers, "imports", lambda module: module == "torch")
     assert names("cuda") == {peers.PLAIN, peers.COMPILED} and names("cuda", 2) == set()
+
+
+def test_a_peer_that_cannot_be_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended the whole benchmark, with a card's minutes."""
+    (tmp_path / "broken_peer.py").write_text("raise ImportError('wants libcuda.so.1\\nand more')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not peers.imports("broken_peer") and not peers.imports("broken_peer") and not peers.imports("absent_peer")
+    assert capsys.readouterr().out == "not run: broken_peer: ImportError: wants libcuda.so.1\n"
 
 
 def _errors(rank: int, tp: int) -> dict[tuple[str, torch.dtype], tuple[float, float, bool]]:
