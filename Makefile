@@ -12,7 +12,7 @@ REPORT ?= runs/faults.jsonl
 PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh slurm/*.sbatch slurm/*.sh slurm/*.conf)
 
-.PHONY: help install demo demo-hf test test-slow test-all test-slurm test-vllm soak lint types format docs bench clean
+.PHONY: help install demo demo-hf test test-slow test-all test-slurm test-vllm soak lint types format docs bench gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -80,6 +80,9 @@ bench: $(STAMP)  ## the benchmarks, with their figures checked
 	$(BIN)/python -m benchmarks.truncation --check
 	$(BIN)/python -m benchmarks.packing --check
 	$(BIN)/python -m benchmarks.data --check
+
+gpu-check: $(STAMP)  ## ten minutes on a machine with a GPU: is it right, where does the time go, does the trainer run
+	$(BIN)/python -m tools.gpu_check --json gpu_check.json --page gpu_check.md
 
 clean:  ## caches and builds; .venv and runs stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

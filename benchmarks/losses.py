@@ -64,7 +64,9 @@ class Whole:
 Call = Callable[[], tuple[Tensor, Tensor]]
 
 
-class _CountOperators(TorchDispatchMode):
+class CountOperators(TorchDispatchMode):
+    """Counts the operators that torch dispatches inside."""
+
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -190,7 +192,7 @@ def measure_sequences(tokens: int, vocab: int, repeats: int, device: str) -> dic
             else:
                 calls.append(make_call(LOSSES[name](), data, vocab))
                 agree(name, calls[-1](), make_call(LOSSES[name](), data, vocab, packed=False)())
-            with _CountOperators() as counter:
+            with CountOperators() as counter:
                 calls[-1]()
             operators.append(counter.count)
         times: list[list[float]] = [[] for _ in SEQUENCES]

@@ -1,0 +1,104 @@
+"""`python -m tools.gpu_check [STAGE ...]`: start the stages one after the other, and report."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tools.gpu_check.facts import Facts, read_facts
+from tools.gpu_check.report import Outcome, page, summary, write_json
+
+#: stage → seconds that it may take; together they stay below ten minutes
+LIMITS: Mapping[str, float] = {"smoke": 60, "nccl": 45, "kernels": 140, "head": 110, "host": 45, "trainer": 190}
+_GRACE = 10.0  # seconds in which a stage that was stopped may end its own processes
+
+
+def start(stage: str, limit: float, cpu: bool, folder: Path) -> Outcome:
+    """Run a stage in a process of its own, and stop it and what it started at its limit."""
+    told = folder / f"{stage}.jsonl"
+    command = [sys.executable, "-m", "tools.gpu_check", "--inside", str(told), stage, *(["--cpu"] if cpu else [])]
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if cpu else {}
+    began = time.monotonic()
+    with subprocess.Popen(command, start_new_session=True, env={**os.environ, **hidden}) as process:
+        try:
+            status: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = None
+        _stop(process)
+    facts = tuple(read_facts(told))
+    wrong = any(fact.kind == "wrong" for fact in facts)
+    ended = "stopped" if status is None else "wrong" if wrong else "right" if status == 0 else f"failed ({status})"
+    return Outcome(stage, ended, time.monotonic() - began, facts)
+
+
+def inside(stage: str, told: Path | None, device: str) -> bool:
+    """Run a stage in this process; whether all was right."""
+    facts = Facts(stage, told)
+    try:
+        importlib.import_module(f"tools.gpu_check.{stage}").run(facts, device)
+    except Exception as error:
+        traceback.print_exc()
+        facts.check("the stage itself", False, f"{type(error).__name__}: {error}")
+    return facts.right
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command; 1 where something is wrong, not where only a figure is missed."""
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__)
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(LIMITS)}; default: all")
+    parser.add_argument("--cpu", action="store_true", help="tiny sizes on the host: tries the check itself")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every fact here")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write a section for benchmarks/RESULTS.md here")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    unknown = [stage for stage in options.stages if stage not in LIMITS]
+    if unknown:
+        parser.error(f"{unknown[0]!r} is no stage; choose of {', '.join(LIMITS)}")
+    if options.inside is not None:
+        return 0 if inside(options.stages[0], options.inside, "cpu" if options.cpu else "cuda") else 1
+    card = "the CPU, tiny sizes" if options.cpu else _card()
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = [start(one, LIMITS[one], options.cpu, Path(folder)) for one in options.stages or LIMITS]
+    print("", *summary(outcomes), sep="\n")
+    if options.json is not None:
+        write_json(options.json, outcomes, card)
+    if options.page is not None:
+        options.page.write_text(page(outcomes, card), encoding="utf-8")
+    return 0 if all(one.ended == "right" for one in outcomes) else 1
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End whatever is left of a stage: first by asking, since torchrun then ends its ranks."""
+    end, how = time.monotonic() + _GRACE, signal.SIGTERM
+    while how != signal.SIGKILL:
+        try:
+            os.killpg(process.pid, how)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+        process.poll()  # a process that nobody has asked for is still there
+        how = signal.SIGCONT if time.monotonic() < end else signal.SIGKILL
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, how)
+
+
+def _card() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise SystemExit("there is no GPU that torch sees; --cpu tries the check itself at tiny sizes")
+    return torch.cuda.get_device_name()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""Stage kernels: the passes over the logits at the shapes that matter, each cut of them, and the peers beside them."""
+
+from __future__ import annotations
+
+from functools import partial
+from unittest.mock import patch
+
+import torch
+
+from benchmarks import token_stats_gpu as bench
+from benchmarks.peers import join_megatron
+from benchmarks.report import copy_bandwidth
+from parallel_rl.vocab.backends.choice import Backend
+from tools.gpu_check.facts import Facts
+from tools.gpu_check.profile import kernel_table
+
+_SHAPES = (
+    (8192, 128256, torch.bfloat16),
+    (8192, 16032, torch.bfloat16),
+    (8192, 18992, torch.bfloat16),
+    (1100, 128256, torch.bfloat16),
+    (8192, 128256, torch.float32),
+)
+_TINY = ((24, 512, torch.float32),)
+_LANES, _WARPS, _PROGRAMS = (256, 512, 1024), (4, 8), (4, 16, 32)
+
+
+def run(facts: Facts, device: str) -> None:
+    """Time each shape with each cut, name the best, then show the kernels by name, and the peers at the first shape."""
+    cuda = device == "cuda"
+    copy = copy_bandwidth(device, 1 << (31 if cuda else 20))
+    facts.tell("copy", copy, "GB/s")
+    backend: Backend = "triton" if cuda else "eager"
+    for tokens, width, dtype in _SHAPES if cuda else _TINY:
+        _shape(facts, tokens, width, dtype, backend, copy)
+    _peers(facts, *(_SHAPES if cuda else _TINY)[0], backend)
+
+
+def _shape(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: Backend, copy: float) -> None:
+    device = "cuda" if backend == "triton" else "cpu"
+    case = bench.make_case(tokens, width, dtype, device)
+    where = f"T {tokens}, V {width}, {str(dtype).removeprefix('torch.')}"
+    shard = width < 32768 and backend == "triton"
+    method = bench.Method(bench.SHARD, partial(bench._shard, backend=backend), "ours")
+    method = method if shard else bench.methods(device, backend)[1]
+    goals = (
+        bench.H200_SECONDS.get(method.name if shard else bench.OURS) if _is_h200(device) and tokens == 8192 else None
+    )
+    times = {}
+    for cut in _cuts(tokens, backend):
+        with facts.required(f"{where}, {cut}"), _applied(cut):
+            figures = bench.measure([method], case, 7, device, checked=False)[method.name]
+            times[cut] = figures.forward.median, figures.both.median
+            share = figures.forward_bandwidth / copy, figures.both_bandwidth / copy
+            words = f"forward {1e3 * times[cut][0]:.3f} ms ({share[0]:.0%} of copy), both {1e3 * times[cut][1]:.3f} ms"
+            facts.tell(f"{where}, {cut or 'as it is'}", f"{words} ({share[1]:.0%})")
+    if () in times:
+        for at, what in enumerate(("forward", "forward + backward")):
+            most = None if goals is None or dtype != torch.bfloat16 else 1e3 * goals[at]
+            facts.tell(f"{where}, entropy, {what}", 1e3 * times[()][at], "ms", most=most)
+    if len(times) > 1:
+        best = min(times, key=lambda cut: times[cut][1])
+        facts.tell(f"{where}, the best cut", f"{best or 'as it is'}: {times[()][1] / times[best][1]:.2f} × as fast")
+    work = torch.empty_like(case.logits)
+
+    def step() -> None:
+        work.copy_(case.logits)
+        forward, backward = method.start(work, case)
+        backward(forward())
+
+    for name, milliseconds in kernel_table(step, device)[:4]:
+        facts.tell(f"{where}, kernel {name}", milliseconds, "ms")
+
+
+def _cuts(tokens: int, backend: Backend) -> list[tuple[tuple[str, int], ...]]:
+    """As it is, then one by one; programs a multiprocessor matter where the rows do not fill a card."""
+    if backend != "triton":
+        return [()]
+    found: list[tuple[tuple[str, int], ...]] = [()]
+    found += [(("_LANES", lanes), ("_WARPS", warps)) for lanes in _LANES for warps in _WARPS]
+    if tokens < 4096:
+        found += [(("_PROGRAMS_PER_PROCESSOR", number),) for number in _PROGRAMS]
+    return found
+
+
+def _applied(cut: tuple[tuple[str, int], ...]):  # type: ignore[no-untyped-def]
+    if not cut:
+        return patch.dict({})
+    from parallel_rl.vocab.backends.triton import operators
+
+    return patch.multiple(operators, **dict(cut))
+
+
+def _peers(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: Backend) -> None:
+    device = "cuda" if backend == "triton" else "cpu"
+    case = bench.make_case(tokens, width, dtype, device)
+    with facts.optional("Megatron's groups"):
+        join_megatron()
+    for method in bench.methods(device, backend):
+        with facts.optional(name := f"beside peers: {method.name}"):
+            figures = bench.measure([method], case, 5, device, checked=False)[method.name]
+            text = f"forward {1e3 * figures.forward.median:.3f} ms, both {1e3 * figures.both.median:.3f} ms"
+            facts.tell(name, f"{text}, {figures.both_bytes:.2f} bytes a logit")
+
+
+def _is_h200(device: str) -> bool:
+    return device == "cuda" and "H200" in torch.cuda.get_device_name()

@@ -1,0 +1,70 @@
+"""Stage trainer: short runs of one NCCL rank and of ranks that share a card, each dtype, the fused head, and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from tools.gpu_check.facts import Facts
+
+_STEPS = 2
+_ALONE, _SHARED = "{}", "{tensor: 2, context: 2, sequence_parallel: true}"
+#: name → ranks, backend, layout, further options; the first goes on from its checkpoint, too
+_RUNS: Mapping[str, tuple[int, str, str, tuple[str, ...]]] = {
+    "float32": (1, "", _ALONE, ()),
+    "bfloat16": (1, "", _ALONE, ("--run.dtype=bfloat16",)),
+    "bfloat16, fused head": (1, "", _ALONE, ("--run.dtype=bfloat16", "--model.fused_head=true")),
+    "float32, TP 2 x CP 2 on one card": (4, "gloo", _SHARED, ()),
+    "bfloat16, fused head, TP 2 x CP 2 on one card": (
+        4, "gloo", _SHARED, ("--run.dtype=bfloat16", "--model.fused_head=true"),
+    ),
+}  # fmt: skip
+_SMALL = ("--model.layers=1", "--model.hidden=16", "--rl.prompts=4", "--rl.group_size=2", "--rl.updates=1")
+_LIMIT = 60.0  # seconds of one run
+
+
+def run(facts: Facts, device: str) -> None:
+    """Each run in a folder of its own; on a CPU the first alone, on one small model."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, (ranks, backend, layout, options)) in enumerate(_RUNS.items()):
+            if device == "cpu" and number:
+                break
+            into = Path(folder) / str(number)
+            more = (*options, *_SMALL) if device == "cpu" else options
+            done = _train(facts, name, into, ranks, backend, (f"--parallel={layout}", *more), _STEPS)
+            if number == 0 and done:
+                on = (f"--parallel={layout}", *more)
+                _train(facts, f"{name}, on from its checkpoint", into, ranks, backend, on, _STEPS + 1)
+
+
+def _train(
+    facts: Facts, name: str, folder: Path, ranks: int, backend: str, options: tuple[str, ...], steps: int
+) -> bool:
+    """Run the trainer until RL step `steps`; whether it came there with finite numbers."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        *("-m", "parallel_rl.cli", "train", "configs/grpo_arithmetic.yaml", "--evaluation=null", f"--run.dir={folder}"),
+        *(f"--warmup.steps={_STEPS}", f"--rl.steps={steps}", "--warmup.batch_size=16", *options),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PARALLEL_RL_BACKEND": backend}
+    try:
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT)
+    except subprocess.TimeoutExpired:
+        facts.check(name, False, f"not done after {_LIMIT:.0f} s")
+        return False
+    if ended.returncode:
+        lines = [line for line in (ended.stdout + ended.stderr).splitlines() if "rror" in line]
+        facts.check(name, False, lines[0] if lines else f"status {ended.returncode}")
+        return False
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    rows = [row for row in map(json.loads, text.splitlines()) if row["phase"] == "rl"]
+    came = [row["step"] for row in rows] == list(range(1, steps + 1))
+    facts.check(name, came, f"its RL steps are {[row['step'] for row in rows]}")
+    if came:
+        facts.tell(f"{name}, last step", rows[-1]["tokens_per_second"], "tokens/s")
+    return came
