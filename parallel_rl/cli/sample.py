@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parallel_rl.cli.runs import check_world, refuse, say
+from parallel_rl.config.shown import printable
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -54,7 +55,6 @@ def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:
         import torch.distributed as dist
 
         from parallel_rl.training.algorithms.sampling import sample_prompts
-        from parallel_rl.training.algorithms.shown import printable
 
         answers = sample_prompts(
             config, checkpoint, known.prompt, sampling, samples=known.samples, seed=known.seed, greedy=greedy

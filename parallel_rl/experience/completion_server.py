@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -12,8 +11,9 @@ from typing import Literal
 
 import torch
 
+from parallel_rl.config.shown import Secret, check_address
 from parallel_rl.experience.completions import Completion, Expected, read_native, read_openai
-from parallel_rl.experience.http_client import Poster, PostingConfig, ServerError, Workers, check_url, gather
+from parallel_rl.experience.http_client import Poster, PostingConfig, ServerError, Workers, gather
 from parallel_rl.vocab.sampling import sample_keys
 from parallel_rl.vocab.truncation import Truncation
 
@@ -50,7 +50,7 @@ class CompletionServerConfig(PostingConfig):
         if not self.urls:
             raise ValueError("url is empty; give at least one address")
         for url in self.urls:
-            check_url(url)
+            check_address(url)
             if url.endswith("/v1"):
                 raise ValueError(f"url = {url!r} ends with /v1, which is added by itself; give the address before it")
         if len(set(self.urls)) < len(self.urls):
@@ -63,10 +63,8 @@ class CompletionServerConfig(PostingConfig):
             raise ValueError(
                 f"model = {self.model!r} has no effect with api = 'sglang', which serves one; leave it out"
             )
-        if self.api_key_env is not None and not os.environ.get(self.api_key_env):
-            raise ValueError(
-                f"api_key_env = {self.api_key_env!r}: the environment has no such variable, or it is empty"
-            )
+        if self.api_key_env is not None:
+            Secret.of_environment(self.api_key_env)
         super().__post_init__()
 
     @property
@@ -76,7 +74,7 @@ class CompletionServerConfig(PostingConfig):
 
     def poster(self) -> Poster:
         """What asks these servers, with their key."""
-        key = os.environ[self.api_key_env] if self.api_key_env is not None else None
+        key = None if self.api_key_env is None else Secret.of_environment(self.api_key_env)
         return Poster("completion server", self, CompletionServerError, key)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from parallel_rl.config.json_text import brief, is_finite, is_int64
 from parallel_rl.experience.http_client import PassingError, read_json
 
 # the logarithm of a softmax in float32 can come out this far above 0
@@ -13,6 +14,7 @@ _ROUNDING = 1e-5
 # what vLLM writes for −∞, which JSON lacks
 _MINUS_INFINITY = -9999.0
 _PREFIX = "token_id:"
+_DIGITS = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def read_openai(answer: bytes, expected: Expected) -> list[Completion]:
         ValueError: what is missing or wrong, in which sample.
         PassingError: a generation was aborted.
     """
-    reply = read_json(answer)
+    reply = _reply(answer, expected)
     choices = reply.get("choices") if isinstance(reply, dict) else None
     if not isinstance(reply, dict) or not isinstance(choices, list):
         raise ValueError(f'the answer is not {{"choices": [...]}}: {answer[:200]!r}')
@@ -55,10 +57,12 @@ def read_openai(answer: bytes, expected: Expected) -> list[Completion]:
         raise ValueError(f"{len(choices)} choices came back for {len(expected.sample_ids)} samples")
     metadata = reply.get("metadata")
     version = _version(metadata.get("weight_version") if isinstance(metadata, dict) else None)
-    by_index = {_mapping(choice, "choice").get("index"): choice for choice in choices}
+    indices = [_mapping(choice, "choice").get("index") for choice in choices]
+    by_index = {index: choice for index, choice in zip(indices, choices, strict=True) if is_int64(index)}
     if set(by_index) != set(range(len(choices))):
-        indices = [choice.get("index") for choice in choices]
-        raise ValueError(f"the choices have the indices {indices}; each of 0 to {len(choices) - 1} is needed once")
+        raise ValueError(
+            f"the choices have the indices {brief(indices)}; each of 0 to {len(choices) - 1} is needed once"
+        )
     result = []
     for index, sample in enumerate(expected.sample_ids):
         where = f"sample {sample} (choice {index} of {len(choices)})"
@@ -73,7 +77,7 @@ def read_native(answer: bytes, expected: Expected) -> list[Completion]:
         ValueError: what is missing or wrong, in which sample.
         PassingError: a generation was aborted.
     """
-    reply = read_json(answer)
+    reply = _reply(answer, expected)
     if isinstance(reply, dict) and "meta_info" in reply:
         reply = [reply]
     if not isinstance(reply, list):
@@ -86,9 +90,7 @@ def read_native(answer: bytes, expected: Expected) -> list[Completion]:
         meta = _mapping(_mapping(item, where).get("meta_info"), f"{where}: meta_info")
         pairs = meta.get("output_token_logprobs")
         if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) >= 2 for pair in pairs):
-            raise ValueError(
-                f"{where}: meta_info.output_token_logprobs is {_short(pairs)}; [log-prob, id, ...] a token"
-            )
+            raise ValueError(f"{where}: meta_info.output_token_logprobs is {brief(pairs)}; [log-prob, id, ...] a token")
         reason = meta.get("finish_reason")
         kind = reason.get("type") if isinstance(reason, dict) else reason
         tokens, logprobs = [pair[1] for pair in pairs], [pair[0] for pair in pairs]
@@ -96,22 +98,29 @@ def read_native(answer: bytes, expected: Expected) -> list[Completion]:
     return result
 
 
+def _reply(answer: bytes, expected: Expected) -> object:
+    try:
+        return read_json(answer)
+    except ValueError as error:
+        raise ValueError(f"{error} (sample {', '.join(map(str, expected.sample_ids))})") from None
+
+
 def _openai_choice(choice: object, where: str, expected: Expected, version: int | None) -> Completion:
     given = _mapping(choice, where)
     logprobs = given.get("logprobs")
     if not isinstance(logprobs, dict) or not isinstance(logprobs.get("token_logprobs"), list):
-        raise ValueError(f"{where}: the log-probs are missing; logprobs is {_short(logprobs)}")
+        raise ValueError(f"{where}: the log-probs are missing; logprobs is {brief(logprobs)}")
     tokens = given.get("token_ids")
     if tokens is None:
         named = logprobs.get("tokens")
         if not isinstance(named, list) or not all(isinstance(x, str) and x.startswith(_PREFIX) for x in named):
             raise ValueError(
                 f"{where}: there are no token ids: neither token_ids nor tokens of the form 'token_id:7' "
-                f"(tokens is {_short(named)}); the server must know return_token_ids or return_tokens_as_token_ids"
+                f"(tokens is {brief(named)}); the server must know return_token_ids or return_tokens_as_token_ids"
             )
         tokens = [_integer(text[len(_PREFIX) :]) for text in named]
     if not isinstance(tokens, list):
-        raise ValueError(f"{where}: token_ids is {_short(tokens)}; a list is needed")
+        raise ValueError(f"{where}: token_ids is {brief(tokens)}; a list is needed")
     return _completion(tokens, logprobs["token_logprobs"], given.get("finish_reason"), where, expected, version)
 
 
@@ -121,22 +130,23 @@ def _completion(
     if reason == "abort":
         raise PassingError(f"{where}: the generation was aborted")
     if reason not in ("stop", "length"):
-        raise ValueError(f"{where}: finish_reason is {reason!r}; 'stop' or 'length' is needed")
+        raise ValueError(f"{where}: finish_reason is {brief(reason)}; 'stop' or 'length' is needed")
     if len(tokens) != len(logprobs):
         raise ValueError(f"{where}: {len(logprobs)} log-probs came back for {len(tokens)} tokens")
     if not 1 <= len(tokens) <= expected.max_tokens:
         raise ValueError(f"{where}: {len(tokens)} tokens came back; 1 to {expected.max_tokens} were asked for")
     for place, token in enumerate(tokens):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < expected.vocab_size:
-            raise ValueError(f"{where}: token {place} is {token!r}, outside the vocabulary [0, {expected.vocab_size})")
-    for place, value in enumerate(logprobs):
-        wrong = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
-        if wrong or not _MINUS_INFINITY < value <= _ROUNDING:
             raise ValueError(
-                f"{where}: the log-prob of token {place} is {value!r}; a finite number of at most 0 is needed"
+                f"{where}: token {place} is {brief(token)}, outside the vocabulary [0, {expected.vocab_size})"
+            )
+    for place, value in enumerate(logprobs):
+        if not (is_finite(value) and _MINUS_INFINITY < value <= _ROUNDING):
+            raise ValueError(
+                f"{where}: the log-prob of token {place} is {brief(value)}; a finite number of at most 0 is needed"
             )
     if early := [token for token in tokens[:-1] if token in expected.ends]:
-        raise ValueError(f"{where}: the end token {early[0]} stands before the end of {_short(tokens)}")
+        raise ValueError(f"{where}: the end token {early[0]} stands before the end of {brief(tokens)}")
     stopped = tokens[-1] in expected.ends  # SGLang calls it "length" where the end token is the last that was allowed
     if reason == "stop" and not stopped:
         ends = " or ".join(map(str, expected.ends))
@@ -152,27 +162,20 @@ def _version(given: object) -> int | None:
         return None
     if given == "default":
         return 0
-    number = _integer(given)
-    if number is None or number < 0:
+    number = _integer(str(given)) if isinstance(given, str) or is_int64(given) else None
+    if number is None:
         raise ValueError(
-            f"the server's weight_version is {given!r}; a number of optimizer steps, or 'default', is needed"
+            f"the server's weight_version is {brief(given)}; a number of optimizer steps, or 'default', is needed"
         )
     return number
 
 
-def _integer(given: object) -> int | None:
-    try:
-        return int(str(given))
-    except ValueError:
-        return None
+def _integer(text: str) -> int | None:
+    """A number of at most 18 digits, which 64 bits hold."""
+    return int(text) if _DIGITS.fullmatch(text) else None
 
 
 def _mapping(value: object, where: str) -> Mapping:
     if not isinstance(value, dict):
-        raise ValueError(f"{where} is {_short(value)}; an object is needed")
+        raise ValueError(f"{where} is {brief(value)}; an object is needed")
     return value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else text[:97] + "..."

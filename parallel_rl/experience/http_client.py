@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import errno
-import http.client
 import json
 import threading
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from parallel_rl.agreement import Unavailable
+from parallel_rl.config.json_text import parse_json
+from parallel_rl.config.shown import Secret, printable
+from parallel_rl.config.strict import at_least
+from parallel_rl.experience.http_exchange import Answer, NoAnswerError, SlowError, exchange
 
 ResultT = TypeVar("ResultT")
 
 _AWAY = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH)  # not started yet, or ended
 _LOOK, _TELL = 5.0, 60.0  # seconds between looks at a server that is away, and between lines on it
 _PASSING = (408, 425, 429)  # the server asks to come again; so does every 5xx
+_SHOWN, _LONGEST = 400, 4000  # characters of a refusal, and of any message
 
 
 class ServerError(RuntimeError):
@@ -48,13 +49,14 @@ class PostingConfig:
     """Timeout, retries and concurrency of requests to a server.
 
     Attributes:
-        timeout: seconds for one attempt, from the connection to the last byte.
+        timeout: seconds for one attempt, from the connection to the last byte, however few come at a time.
         retries: attempts after a first that failed in passing: connection lost, too slow, status 408, 425, 429 or 5xx.
         backoff: seconds before the first of them; doubled for each that follows.
         wait: seconds for a server that refuses connections, as one does that is started (again) and loads its model; no
             attempt is counted meanwhile. 0: it counts as one.
         batch_size: samples in a request.
         concurrency: requests at a time.
+        answer_megabytes: an answer that is longer is refused.
     """
 
     timeout: float = 60.0
@@ -63,25 +65,12 @@ class PostingConfig:
     wait: float = 1200.0
     batch_size: int = 64
     concurrency: int = 8
+    answer_megabytes: int = 64
 
     def __post_init__(self) -> None:
-        for name, bound in (("retries", 0), ("backoff", 0), ("wait", 0), ("batch_size", 1), ("concurrency", 1)):
-            if getattr(self, name) < bound:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least {bound}")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout = {self.timeout} must be above 0 seconds")
-
-
-def check_url(url: str) -> None:
-    """Refuse anything but an HTTP address.
-
-    Raises:
-        ValueError: another scheme, or no host.
-    """
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"url = {url!r} must start with http:// or https://")
-    if not urllib.parse.urlsplit(url).hostname:
-        raise ValueError(f"url = {url!r} names no host; http://host:port/path is needed")
+        at_least(self, retries=0, backoff=0, wait=0, batch_size=1, concurrency=1, answer_megabytes=1)
+        if not 0 < self.timeout <= 1e6:
+            raise ValueError(f"timeout = {self.timeout} must be above 0 and at most a million seconds")
 
 
 @dataclass(frozen=True)
@@ -93,12 +82,14 @@ class Poster:
         config: see `PostingConfig`.
         error: what is raised.
         key: sent as a bearer token; it is in no message.
+        headers: sent beside it.
     """
 
     name: str
     config: PostingConfig
     error: type[ServerError]
-    key: str | None = field(default=None, repr=False)
+    key: Secret | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def post(
         self,
@@ -124,37 +115,34 @@ class Poster:
         attempt, away_since = 1, None
         while True:
             address = url if isinstance(url, str) else url(attempt)
-            where = f"{self.name} {address}, attempt {attempt} of {attempts}"
+            where = f"{address}, attempt {attempt} of {attempts}"
             if stop.is_set():
-                raise self._failure(f"{where}: not asked, for another request has failed")
+                raise self.failure(where, "not asked, for another request has failed")
             status, lost, away = None, False, False
             try:
                 answer = self._once(address, raw)
                 _waiting.ends(f"{self.name} {address}", answers=True)
-                return read(answer)
-            except urllib.error.HTTPError as error:
-                what, status = f"status {error.code} {error.reason}: {_start(error)}", error.code
+                if 200 <= answer.status < 300:
+                    return self._read(answer.body, read)
+                what, status = f"status {answer.status} {self._start(answer)}", answer.status
                 if status < 500 and status not in _PASSING:
-                    raise self._failure(f"{where}: {what}", status) from None
-            except TimeoutError:
+                    raise self.failure(where, what, status)
+            except SlowError:
                 what = f"no answer in {self.config.timeout:g} s"
-            except (OSError, http.client.HTTPException) as error:  # URLError is an OSError
-                reason = getattr(error, "reason", error)
-                slow = isinstance(reason, TimeoutError)
-                lost = not slow
-                what = f"no answer in {self.config.timeout:g} s" if slow else f"no connection: {reason}"
-                away = self.config.wait > 0 and getattr(reason, "errno", None) in _AWAY
+            except NoAnswerError as error:
+                what, lost = f"no connection: {error}", True
+                away = self.config.wait > 0 and error.errno in _AWAY
             except PassingError as error:
                 what = str(error)
             except ValueError as error:
-                raise self._failure(f"{where}: {error}") from None
+                raise self.failure(where, str(error)) from None
             if away:
                 away_since = away_since or time.monotonic()
                 self._await(f"{self.name} {address}", what, away_since + self.config.wait, stop)
                 continue
             away_since = None
-            if attempt == attempts or stop.wait(self.config.backoff * 2 ** (attempt - 1)):
-                raise self._failure(f"{where}: {what}", status, lost)
+            if attempt == attempts or stop.wait(self.config.backoff * 2 ** min(attempt - 1, 20)):
+                raise self.failure(where, what, status, lost)
             attempt += 1
 
     def _await(self, server: str, what: str, end: float, stop: threading.Event) -> None:
@@ -170,25 +158,31 @@ class Poster:
         _waiting.goes_on(server, what, left)
         stop.wait(min(left, _LOOK, max(self.config.backoff, 0.01)))
 
-    def _failure(self, text: str, status: int | None = None, lost: bool = False) -> ServerError:
-        """The error to raise; some servers repeat the key that they refuse."""
-        error = self.error(text if self.key is None else text.replace(self.key, "***"))
+    def failure(self, where: str, what: str, status: int | None = None, lost: bool = False) -> ServerError:
+        """The error to raise: what the server said stands in it without the key, which some repeat, and control characters."""
+        said = " ".join(printable(what).split())
+        error = self.error(f"{self.name} {where}: {(said if self.key is None else self.key.hide(said))[:_LONGEST]}")
         error.status, error.lost = status, lost
         return error
 
-    def _once(self, url: str, body: bytes | None) -> bytes:
-        key = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
-        request = urllib.request.Request(url, body, {"Content-Type": "application/json", **key})
-        end = time.monotonic() + self.config.timeout
-        with _opener().open(request, timeout=self.config.timeout) as response:
-            parts = []
-            while part := response.read1(1 << 16):
-                parts.append(part)
-                if time.monotonic() > end:  # the timeout above is of one read: a server that drips never meets it
-                    raise TimeoutError
-            if response.length:
-                raise ConnectionError(f"the answer broke off {response.length} bytes before its end")
-        return b"".join(parts)
+    def _once(self, url: str, body: bytes | None) -> Answer:
+        key = {} if self.key is None else {"Authorization": f"Bearer {self.key.reveal()}"}
+        headers = {"Content-Type": "application/json", **self.headers, **key}
+        return exchange(url, body, headers, self.config.timeout, self.config.answer_megabytes * 1_000_000)
+
+    def _read(self, answer: bytes, read: Callable[[bytes], ResultT]) -> ResultT:
+        try:
+            return read(answer)
+        except (PassingError, ValueError):
+            if self.key is None:
+                raise
+        read(self.key.cover(answer))  # the same fault, told of an answer that does not have the key
+        raise ValueError("the answer holds the key that was sent")
+
+    def _start(self, refusal: Answer) -> str:
+        body = refusal.body if self.key is None else self.key.cover(refusal.body)
+        reason = refusal.reason if self.key is None else self.key.hide(refusal.reason)
+        return f"{reason[:_SHOWN]}: {body.decode(errors='replace')[:_SHOWN]}"
 
 
 class _Waiting:
@@ -289,30 +283,11 @@ def read_json(answer: bytes) -> object:
     """The JSON of an answer.
 
     Raises:
-        ValueError: no JSON; the message has its start.
+        ValueError: no JSON, or none that is taken, see `parse_json`; the message has its start.
     """
     try:
-        value: object = json.loads(answer)
-    except ValueError:
+        return parse_json(answer)
+    except (json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError(f"the answer is not JSON: {answer[:200]!r}") from None
-    return value
-
-
-def _opener() -> urllib.request.OpenerDirector:
-    """Straight to the server: no proxy of the environment, no redirection (which would turn the POST into a GET)."""
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.HTTPHandler,
-        urllib.request.HTTPSHandler,
-        urllib.request.HTTPDefaultErrorHandler,
-        urllib.request.HTTPErrorProcessor,
-    ):
-        opener.add_handler(handler())
-    return opener
-
-
-def _start(error: urllib.error.HTTPError) -> str:
-    try:
-        return error.read(400).decode(errors="replace")
-    except OSError:
-        return ""
+    except ValueError as error:
+        raise ValueError(f"the answer is refused: {error}: {answer[:200]!r}") from None

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import json
-import math
+import re
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from parallel_rl.experience.http_client import Poster, PostingConfig, ServerError, Workers, check_url, gather, read_json
+from parallel_rl.config.json_text import brief, is_finite
+from parallel_rl.config.shown import Secret, check_address
+from parallel_rl.experience.http_client import Poster, PostingConfig, ServerError, Workers, gather, read_json
+
+_KEY = (
+    "it holds a key, which would stand in the run's records; name in api_key_env the environment variable that has it"
+)
+_WHY = dict.fromkeys(("authorization", "proxy-authorization", "cookie"), _KEY) | dict.fromkeys(
+    (
+        "host",
+        "content-type",
+        "content-length",
+        "content-encoding",
+        "transfer-encoding",
+        "accept-encoding",
+        "connection",
+    ),
+    "it is set by itself",
+)
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 
 
 class RewardServerError(ServerError):
@@ -20,12 +39,32 @@ class RewardServerError(ServerError):
 
 @dataclass(frozen=True)
 class HTTPRewardConfig(PostingConfig):
-    """A reward server: `url` is where the samples are posted; the rest is `PostingConfig`'s."""
+    """A reward server; the rest is `PostingConfig`'s.
+
+    >>> HTTPRewardConfig("http://judge:8000/score", retries=5, headers={"X-Team": "blue"}).timeout
+    60.0
+
+    Attributes:
+        url: where the samples are posted.
+        headers: sent with each request. They stand in the run's records: a key goes into the environment.
+        api_key_env: the environment variable with the key that is sent as a bearer token.
+    """
 
     url: str
+    headers: dict[str, str] = field(default_factory=dict)
+    api_key_env: str | None = None
 
     def __post_init__(self) -> None:
-        check_url(self.url)
+        check_address(self.url)
+        for name, value in self.headers.items():
+            if name.lower() in _WHY or not _TOKEN.fullmatch(name):
+                raise ValueError(
+                    f"headers: {name!r} is not valid; {_WHY.get(name.lower(), 'a name of a header is needed')}"
+                )
+            if not (value.isascii() and value.isprintable()):
+                raise ValueError(f"headers: the value of {name!r} holds a character that a header cannot have")
+        if self.api_key_env is not None:
+            Secret.of_environment(self.api_key_env)
         super().__post_init__()
 
 
@@ -39,7 +78,8 @@ class HTTPReward:
 
     def __init__(self, config: HTTPRewardConfig) -> None:
         self.config = config
-        self._poster = Poster("reward server", config, RewardServerError)
+        key = None if config.api_key_env is None else Secret.of_environment(config.api_key_env)
+        self._poster = Poster("reward server", config, RewardServerError, key, config.headers)
 
     def __call__(
         self,
@@ -85,6 +125,8 @@ def _rewards(answer: bytes, count: int) -> list[float]:
     if len(rewards) != count:
         raise ValueError(f"{len(rewards)} rewards came back for {count} samples")
     for index, reward in enumerate(rewards):
-        if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
-            raise ValueError(f"reward {index} of {count} is {reward!r}; a finite number is needed")
+        if not is_finite(reward):
+            raise ValueError(
+                f"reward {index} of {count} is {brief(reward)}; a finite number is needed, in float32, too"
+            )
     return [float(reward) for reward in rewards]

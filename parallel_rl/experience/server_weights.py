@@ -135,9 +135,7 @@ class ServerWeights:
                     raise
         self._post(self._poster, url, self._protocol.resume)
         if (told := self._version(url, self._poster)) != version:
-            raise CompletionServerError(
-                f"completion server {url}: it was given the weights of version {version} and tells version {told!r}"
-            )
+            raise self._poster.failure(url, f"it was given the weights of version {version} and tells version {told!r}")
 
     def _check(self, url: str, shape: Mapping[str, object], as_drawn: bool) -> None:
         folder = self._folder(url)
@@ -146,9 +144,10 @@ class ServerWeights:
             info = self._get(url, "/server_info?config_format=json", self._probe)
             mode = _inside(info, "vllm_config", "model_config", "logprobs_mode")
             if as_drawn and mode not in (None, "processed_logprobs"):
-                raise CompletionServerError(
-                    f"completion server {url}: its log-probs are {mode!r}, which leave out temperature, top_k and top_p; start "
-                    "it with --logprobs-mode processed_logprobs"
+                raise self._poster.failure(
+                    url,
+                    f"its log-probs are {mode!r}, which leave out temperature, top_k and top_p; start "
+                    "it with --logprobs-mode processed_logprobs",
                 )
         served = _config_of(folder)
         wrong = [
@@ -158,19 +157,18 @@ class ServerWeights:
         ]
         if wrong:
             own = ", ".join(f"{key} {shape[key]!r}" for key in (text.split()[0] for text in wrong))
-            raise CompletionServerError(
-                f"completion server {url}: it serves another model, {folder}, with {', '.join(wrong)}; the policy has {own}"
+            raise self._poster.failure(
+                url, f"it serves another model, {folder}, with {', '.join(wrong)}; the policy has {own}"
             )
 
     def _folder(self, url: str) -> str | None:
         """The folder that a server was started from, as it names it."""
         if self.config.api == "openai":
             models = _inside(self._get(url, "/v1/models", self._probe), "data")
-            served = {_inside(one, "id"): one for one in models} if isinstance(models, list) else {}
+            served = {_text(_inside(one, "id")): one for one in models} if isinstance(models, list) else {}
             if self.config.model not in served:
-                raise CompletionServerError(
-                    f"completion server {url}: it has no model {self.config.model!r}; it serves "
-                    f"{', '.join(map(repr, served)) or 'none'}"
+                raise self._poster.failure(
+                    url, f"it has no model {self.config.model!r}; it serves {', '.join(map(repr, served)) or 'none'}"
                 )
             if self.engine == "vllm":
                 return _text(_inside(served[self.config.model], "root"))
@@ -184,9 +182,7 @@ class ServerWeights:
         found = self._get(url, self._protocol.version, poster)
         version = _inside(found, "weight_version")
         if version is None:
-            raise CompletionServerError(
-                f"completion server {url}{self._protocol.version}: it tells no weight_version: {str(found)[:200]}"
-            )
+            raise self._poster.failure(url + self._protocol.version, f"it tells no weight_version: {str(found)[:200]}")
         return str(version)
 
     def _get(self, url: str, path: str, poster: Poster) -> object:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from parallel_rl.config.shown import printable
+
 _MOST = 4000  # characters of one text
 
 
@@ -38,12 +40,3 @@ def shown_text(samples: Sequence[ShownSample]) -> str:
             first, *others = printable(text).split("\n")
             lines += [f"  {name:<12}{first}".rstrip(), *(f"{'':14}{line}" for line in others)]
     return "\n".join(lines)
-
-
-def printable(text: str) -> str:
-    """A text without what would steer a terminal.
-
-    >>> printable("bold \x1b[1m")
-    'bold \\\\x1b[1m'
-    """
-    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)

@@ -1,0 +1,79 @@
+"""JSON that others wrote: whatever is wrong with it is a ValueError, and a key stands once."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+_MOST_DIGITS = 4000  # of an integer; Python itself writes and reads 4300 at most
+_INT64 = 1 << 63
+_FLOAT32 = 3.4028234663852886e38
+
+
+def parse_json(text: str | bytes) -> object:
+    """Parse JSON.
+
+    >>> parse_json('{"a": [1, 2.5]}')
+    {'a': [1, 2.5]}
+    >>> parse_json('{"a": 1, "a": 2}')
+    Traceback (most recent call last):
+    ValueError: the key 'a' stands twice
+
+    Raises:
+        ValueError: no JSON (a `json.JSONDecodeError`, with the place), a key that stands twice in an object, an integer of more
+            than 4,000 digits, or brackets deeper than the interpreter goes.
+    """
+    try:
+        value: object = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+    except RecursionError:
+        raise ValueError(f"brackets are nested deeper than about {sys.getrecursionlimit():,} levels") from None
+    return value
+
+
+def is_int64(value: object) -> bool:
+    """Whether a value is an integer of 64 bits; True and False are none.
+
+    >>> is_int64(2**63 - 1), is_int64(2**63), is_int64(True)
+    (True, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and -_INT64 <= value < _INT64
+
+
+def is_finite(value: object) -> bool:
+    """Whether a value is a number that is finite in float32, too, in which losses work; True and False are none.
+
+    >>> is_finite(3), is_finite(1e39), is_finite(10**400), is_finite(float("nan")), is_finite(True)
+    (True, False, False, False, False)
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_FLOAT32 <= value <= _FLOAT32
+
+
+def brief(value: object, most: int = 100) -> str:
+    """Show a value in at most so many characters.
+
+    >>> brief("x" * 200, 10)
+    "'xxxxxx..."
+    """
+    text = _repr(value)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except (RecursionError, ValueError):  # nested too deep, or an integer with more digits than Python writes
+        return f"a value of type {type(value).__name__} that is too large to show"
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {brief(next(key for key in keys if keys.count(key) > 1))} stands twice")
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits.lstrip("-")) > _MOST_DIGITS:
+        raise ValueError(f"an integer has more than {_MOST_DIGITS:,} digits")
+    return int(digits)

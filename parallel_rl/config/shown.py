@@ -1,0 +1,130 @@
+"""What may be shown of a text that others wrote, of an address, and of a key: messages, logs and records take nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from urllib.parse import urlsplit
+
+_PIECE = 8  # so many characters of a key in a row are hidden wherever they stand
+_PRIVATE = re.compile(r"(?<=://)[^\s?#'\"]*@|[?#][^\s'\"]*")
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]*")
+
+
+def printable(text: str) -> str:
+    """A text without what would steer a terminal.
+
+    >>> printable("bold \\x1b[1m")
+    'bold \\\\x1b[1m'
+    """
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
+
+
+def shown(value: object) -> str:
+    """Show a value of a config: its `repr`, in which addresses have no user, password, query or fragment.
+
+    >>> shown({"url": "http://me:secret@judge:80/score?key=abc"})
+    "{'url': 'http://judge:80/score'}"
+    """
+    return without_private(repr(value))
+
+
+def without_private(text: str) -> str:
+    """A text whose addresses have no user, password, query or fragment.
+
+    >>> without_private("--reward http://me:secret@judge/score?key=abc --run.seed 1")
+    '--reward http://judge/score --run.seed 1'
+    """
+    return _ADDRESS.sub(lambda match: _PRIVATE.sub("", match[0]), text)
+
+
+def check_address(url: str) -> None:
+    """Refuse anything but an HTTP address that everybody may read.
+
+    >>> check_address("http://judge:80/score")
+
+    Raises:
+        ValueError: another scheme, no host, or a user, a password, a query or a fragment, which would be written to records and
+            logs; none of them is in the message.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"url = {shown(url)} must start with http:// or https://")
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        raise ValueError("url is not an address; http://host:port/path is needed") from None
+    if not host:
+        raise ValueError(f"url = {shown(url)} names no host; http://host:port/path is needed")
+    if "@" in parts.netloc or "?" in url or "#" in url:
+        raise ValueError(
+            f"url = {shown(url)} comes with a user, a password, a query or a fragment, which would stand in the run's "
+            "records; leave it out, and name in api_key_env the environment variable that holds a key"
+        )
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise ValueError(f"url = {shown(url)} holds a blank or another character that an address does not have")
+
+
+class Secret:
+    """A key; it shows as ***, and hides itself in what others say.
+
+    >>> key = Secret("sk-1234567890")
+    >>> f"{key}", key.hide("wrong key sk-1234567890, or sk-123456...")
+    ('***', 'wrong key ***, or ***...')
+    """
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+        width = min(_PIECE, len(value))
+        self._pieces = {value[at : at + width] for at in range(len(value) - width + 1)}
+        self._width = width
+
+    @classmethod
+    def of_environment(cls, name: str) -> Secret:
+        """The key that an environment variable holds.
+
+        Raises:
+            ValueError: it is not there, empty, or has a character that a header cannot have; the message does not have it.
+        """
+        value = os.environ.get(name)
+        if not value:
+            raise ValueError(f"api_key_env = {name!r}: the environment has no such variable, or it is empty")
+        if not all("!" <= char <= "~" for char in value):
+            raise ValueError(
+                f"api_key_env = {name!r}: the variable holds a blank, the end of a line or another character that a key cannot "
+                "have (its value is not shown)"
+            )
+        return cls(value)
+
+    def __repr__(self) -> str:
+        return "***"
+
+    def __reduce__(self) -> str:
+        raise TypeError("a key is not written anywhere")
+
+    def reveal(self) -> str:
+        """The key itself, for a request."""
+        return self._value
+
+    def cover(self, answer: bytes) -> bytes:
+        """An answer without the key, as it is or as JSON writes it: before anything of it is cut off."""
+        escaped = json.dumps(self._value)[1:-1]
+        for form in {self._value, escaped, escaped.replace("/", "\\/")}:
+            answer = answer.replace(form.encode(), b"***")
+        return answer
+
+    def hide(self, text: str) -> str:
+        """A text without any eight characters in a row of the key."""
+        hidden = bytearray(len(text))
+        for at in range(len(text) - self._width + 1):
+            if text[at : at + self._width] in self._pieces:
+                hidden[at : at + self._width] = b"\1" * self._width
+        parts, last = [], 0
+        for char, covered in zip(text, hidden, strict=True):
+            if not covered:
+                parts.append(char)
+            elif not last:
+                parts.append("***")
+            last = covered
+        return "".join(parts)

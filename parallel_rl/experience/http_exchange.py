@@ -1,0 +1,235 @@
+"""One request and its answer, within so many seconds and bytes, whatever the server does."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import socket
+import ssl
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError, IncompleteRead, ProtocolError
+from urllib3.util.connection import create_connection
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+_HEAD = 1 << 20  # bytes beside an answer's body: its head, and those of "100 Continue" before it
+_REFUSAL = 1 << 20  # bytes that are read of an answer that is none
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Status, reason and body of an answer."""
+
+    status: int
+    reason: str
+    body: bytes
+
+
+class SlowError(Exception):
+    """The seconds were over."""
+
+
+class NoAnswerError(Exception):
+    """There was no connection, or it ended before the answer did; `errno` is the system's reason, where it gave one."""
+
+    errno: int | None = None
+
+
+def exchange(url: str, body: bytes | None, headers: Mapping[str, str], seconds: float, most: int) -> Answer:
+    """Post `body` to `url`, or get `url` where it is None, without a proxy, a redirection or a second attempt.
+
+    Args:
+        seconds: from the connection to the last byte; a name is looked up before, as long as the system's resolver takes.
+        most: bytes of an answer's body.
+
+    Raises:
+        SlowError: no whole answer in `seconds`.
+        NoAnswerError: no connection, no HTTP, or an answer that breaks off.
+        ValueError: an answer that is longer than `most`, or compressed, which is not asked for.
+    """
+    parts = urlsplit(url)
+    host, path = parts.hostname or "", (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    meter = _Meter(seconds, most + _HEAD)
+    try:
+        secure = parts.scheme == "https"
+        connection = _Secure(host, parts.port or 443, meter) if secure else _Plain(host, parts.port or 80, meter)
+        with contextlib.closing(connection):
+            own = {"Accept-Encoding": "identity", "Connection": "close", **headers}
+            with contextlib.suppress(BrokenPipeError):  # it may have answered before it had all of it
+                method = "GET" if body is None else "POST"
+                connection.request(method, path, body, own, preload_content=False, decode_content=False)
+            response = connection.getresponse()
+            try:
+                well = 200 <= response.status < 300
+                coded = response.headers.get("Content-Encoding", "identity").strip().lower()
+                if well and coded != "identity":
+                    raise ValueError(f"the answer is compressed ({coded[:20]}), which was not asked for")
+                taken = most if well else _REFUSAL
+                parts_of_body, size = [], 0
+                with contextlib.nullcontext() if well else contextlib.suppress(HTTPError, OSError):
+                    while size <= taken and (part := response.read1(1 << 16, decode_content=False)):
+                        parts_of_body.append(part)
+                        size += len(part)
+                if well and size > most:
+                    raise ValueError(_too_long(most))
+                shown = b"".join(parts_of_body) if coded == "identity" else b""
+                return Answer(response.status, response.reason or "", shown)
+            finally:
+                response.close()
+    except (HTTPError, http.client.HTTPException, OSError) as error:
+        raise meter.failure(most) or _no_answer(error) from None
+
+
+def _no_answer(error: Exception) -> NoAnswerError:
+    """What ended a connection; urllib3 wraps its cause."""
+    cause = error.args[-1] if isinstance(error, ProtocolError) else error
+    found = NoAnswerError(_reason(cause))
+    found.errno = getattr(cause, "errno", None)
+    return found
+
+
+def _reason(cause: Exception) -> str:
+    if isinstance(cause, (IncompleteRead, http.client.IncompleteRead)):
+        left = "" if cause.expected is None else f"{cause.expected} bytes "
+        return f"the answer broke off {left}before its end"
+    return str(cause) or type(cause).__name__
+
+
+def _too_long(most: int) -> str:
+    return f"the answer is longer than {most / 1e6:,.3g} MB; answer_megabytes allows more"
+
+
+class _Meter:
+    """Seconds and bytes that are left."""
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self._end, self._bytes = time.monotonic() + seconds, most
+
+    def seconds(self) -> float:
+        """Seconds that are left.
+
+        Raises:
+            TimeoutError: none.
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    def count(self, size: int) -> None:
+        """Take `size` bytes.
+
+        Raises:
+            ConnectionError: there are not so many left.
+        """
+        self._bytes -= size
+        if self._bytes < 0:
+            raise ConnectionError
+
+    def failure(self, most: int) -> Exception | None:
+        """What is over: the bytes or the seconds; None: neither."""
+        if self._bytes < 0:
+            return ValueError(_too_long(most))
+        return SlowError() if time.monotonic() >= self._end else None
+
+
+class _Bounded:
+    """A connected socket, plain or TLS, whose every call has the seconds that are left."""
+
+    def __init__(self, inner: socket.socket, meter: _Meter) -> None:
+        self._inner, self._meter = inner, meter
+
+    def sendall(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            self._inner.settimeout(self._meter.seconds())
+            left = left[self._inner.send(left) :]
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        assert mode == "rb"
+        return io.BufferedReader(_Reader(self._inner, self._meter))
+
+    def settimeout(self, seconds: float | None) -> None:
+        """Left to the meter."""
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _Reader(io.RawIOBase):
+    """What arrives at a socket: each read, of a status line, a header or a body, is on the meter."""
+
+    def __init__(self, inner: socket.socket, meter: _Meter) -> None:
+        self._inner, self._meter = inner, meter
+        self._raw = inner.makefile("rb", buffering=0)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        self._inner.settimeout(self._meter.seconds())
+        size = self._raw.readinto(buffer) or 0
+        self._meter.count(size)
+        return size
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Plain(HTTPConnection):
+    """A connection that is made, and used, on a meter."""
+
+    def __init__(self, host: str, port: int, meter: _Meter) -> None:
+        super().__init__(host, port)
+        self._meter = meter
+
+    def _new_conn(self) -> socket.socket:
+        return _connected(self, self._meter)
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = _Bounded(self.sock, self._meter)
+
+
+class _Secure(HTTPSConnection):
+    """The same through TLS."""
+
+    def __init__(self, host: str, port: int, meter: _Meter) -> None:
+        super().__init__(host, port, ssl_context=_trusted())
+        self._meter = meter
+
+    def _new_conn(self) -> socket.socket:
+        return _connected(self, self._meter)
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock = _Bounded(self.sock, self._meter)
+
+
+def _connected(connection: HTTPConnection, meter: _Meter) -> socket.socket:
+    """A socket to the first of the host's addresses that answers."""
+    failure: OSError = OSError("the host has no address")
+    for *_, address in socket.getaddrinfo(connection.host, connection.port, type=socket.SOCK_STREAM):
+        try:
+            found = create_connection(address[:2], meter.seconds(), socket_options=connection.socket_options)  # type: ignore[arg-type]
+        except OSError as error:
+            failure = error
+        else:
+            found.settimeout(meter.seconds())  # TLS shakes hands within this
+            return found
+    raise failure
+
+
+@cache
+def _trusted() -> ssl.SSLContext:
+    return ssl.create_default_context()
