@@ -106,6 +106,21 @@ def override(tree: Tree, arguments: Sequence[str]) -> None:
         _set(tree, dotted, value)
 
 
+def parsed(text: str) -> object:
+    """Read a YAML text.
+
+    >>> parsed("rl: {steps: 5}")
+    {'rl': {'steps': 5}}
+
+    Raises:
+        ValueError: it is malformed, or too deep or large; PyYAML's own conversions let other errors through.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
 def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
     if path.is_dir():
         raise ValueError(f"{path.absolute()} is a folder; a config file is needed" + _because(seen))
@@ -114,7 +129,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
     if path.suffix in (".jsonl", ".parquet"):
         raise ValueError(f"{path} holds data; a config is needed, and --data.train {path} names the data beside it")
     try:
-        tree = _parsed(path.read_text(encoding="utf-8"))
+        tree = parsed(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not valid YAML: no UTF-8 ({error.reason} at byte {error.start})") from None
     except ValueError as error:
@@ -184,17 +199,9 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
     return pairs
 
 
-def _parsed(text: str) -> object:
-    """Raises ValueError whatever is wrong; PyYAML's own conversions let others through."""
-    try:
-        return yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-
-
 def _value(text: str) -> object:
     """Read a value in YAML; a plain text keeps its blanks and its "#", which YAML would take for a comment."""
-    value = _parsed(text)
+    value = parsed(text)
     plain = text.lstrip()[:1] not in ("'", '"', "|", ">", "!", "&")
     return text if plain and (isinstance(value, str) or (value is None and "#" in text)) else value
 

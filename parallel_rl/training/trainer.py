@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
-import yaml
 
 from parallel_rl.agreement import Unavailable, on_first_rank, raise_on_all_ranks
 from parallel_rl.cluster import preemption
@@ -32,8 +31,9 @@ from parallel_rl.training.models.engine import build_engine, load_first_weights,
 from parallel_rl.training.models.step_dump import StepDump
 from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary, layout_text, length_check
 from parallel_rl.training.progress import TrainProgress
+from parallel_rl.training.reporting.config_history import write_config
 from parallel_rl.training.reporting.curves import draw_curves
-from parallel_rl.training.reporting.run_log import RunLog, read_metrics, write_whole
+from parallel_rl.training.reporting.run_log import RunLog, read_metrics
 from parallel_rl.training.rollouts.server_check import check_servers
 from parallel_rl.training.rollouts.sharing import queued_again_without_servers
 from parallel_rl.training.session import Session
@@ -114,7 +114,9 @@ class _Run:
         resume.check_room(config, engine, old)
         if self.starts_over:
             resume.clear_run(self.folder, old)
-        self.log = raise_on_all_ranks(self._open_log, what=f"run.dir = {config.run.dir!r} cannot be written")
+        self.log = raise_on_all_ranks(
+            lambda: self._open_log(notes), what=f"run.dir = {config.run.dir!r} cannot be written"
+        )
         for note in notes:
             self.log.say(note)
         self.session = Session(self._phase().learner(engine), tokenizer, data)
@@ -155,14 +157,14 @@ class _Run:
         files = [*self.log.files, "checkpoints/", *([self.picture.name] if drawn else [])]
         self.log.say(f"{seconds:.0f} s; wrote {', '.join(files)} in {self.folder}")
 
-    def _open_log(self) -> RunLog:
-        """The run's log, with the rows up to the checkpoint that it continues from."""
+    def _open_log(self, notes: list[str]) -> RunLog:
+        """The run's log, with the rows up to the checkpoint that it continues from; `notes` get what is new in the config."""
         first = dist.get_rank() == 0
         config, run = as_mapping(self.config), self.config.run
         after = None if self.starts_over else self._done()
         log = RunLog(self.folder, self.config.objective, active=first, after=after, config=config, loggers=run.loggers)
         if first:
-            write_whole(self.folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+            notes += write_config(self.folder, config, anew=self.starts_over)
         return log
 
     def _draw(self) -> bool:

@@ -18,6 +18,7 @@ from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.models.engine import Engine
+from parallel_rl.training.reporting.config_history import remove_configs
 from parallel_rl.training.reporting.run_log import read_metrics
 
 _BEGUN_BY = ".begun_by"
@@ -143,7 +144,7 @@ def starts_over(config: TrainConfig) -> bool:
 
 
 def outputs(config: TrainConfig) -> tuple[str, ...]:
-    """The folders that a run writes and `clear_run` removes; metrics.jsonl and config.yaml are replaced."""
+    """The folders that a run writes and `clear_run` removes; metrics.jsonl and config.yaml are replaced, older configs go."""
     record = config.rl is not None and config.rl.record
     updates = config.server is not None and config.server.update is not None
     return (
@@ -161,6 +162,7 @@ def clear_run(folder: Path, names: Sequence[str]) -> None:
 
     def clear() -> None:
         storage.remove(folder, names)
+        remove_configs(folder)
         if job:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _BEGUN_BY).write_text(job, encoding="utf-8")

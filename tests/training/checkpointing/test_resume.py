@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
 import shutil
@@ -199,6 +201,52 @@ def test_beside_a_gpu_the_host_s_generator_begins_with_the_seed(monkeypatch: pyt
         random.setstate(states[0])
         np.random.set_state(states[1])
         torch.set_rng_state(states[2])
+
+
+def _said(rank: int, runs: list[list[str]]) -> list[str]:
+    """What the first rank prints of each of these starts."""
+    found = []
+    for given in runs:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            train_rows(rank, given)
+        found.append(out.getvalue())
+    return found
+
+
+def test_another_config_is_said_and_the_old_one_kept(tmp_path: Path) -> None:
+    """A resume takes what it is given; only this tells that the curve is of two lrs. Starting anew leaves no older config."""
+    mine = tmp_path / "config.7.yaml"
+    mine.write_text("a user's")
+    starts = (
+        {"rl__steps": 1},
+        {"rl__steps": 1},  # the same
+        {
+            "rl__steps": 2,
+            "rl__optimizer__lr": 1e-4,
+            "rl__loss__options__ratio_clip_min": 0.1,
+            "sampling__temperature": 0.5,
+        },
+        {"rl__steps": 2, "rl__advantages": "{name: rloo}"},
+        {"rl__steps": 1, "run__resume": "never"},
+    )
+    given = [arguments(tmp_path, "float32", **{"warmup": "null", "rl__optimizer__lr": 3e-3, **more}) for more in starts]  # type: ignore[arg-type]
+    given = [[*one, "--evaluation=null", "--data.held_out=null", "--data.examples=null"] for one in given]
+    said, other = run_world(2, _said, given[:4])
+    assert not any("config has changed" in text for text in [*other, *said[:2]])
+    for words in (
+        "the old one is kept as config.8.yaml",
+        "rl.optimizer.lr: 0.003 -> 0.0001",
+        "rl.loss.options.ratio_clip_min: 0.2 -> 0.1",
+        "sampling.temperature: 1.0 -> 0.5",
+    ):
+        assert words in said[2]
+    assert "config.9.yaml" in said[3] and "rl.advantages.name: grpo -> rloo" in said[3]
+    rates = [load_config(str(path)).rl.optimizer.lr for path in sorted(tmp_path.glob("config.[89].yaml"))]  # type: ignore[union-attr]
+    assert rates == [3e-3, 1e-4]
+    [[said_anew]] = run_world(1, _said, given[4:])
+    assert "config has changed" not in said_anew
+    assert sorted(path.name for path in tmp_path.glob("config*")) == ["config.7.yaml", "config.yaml"]
+    assert mine.read_text() == "a user's"
 
 
 def test_never_starts_anew(tmp_path: Path) -> None:
