@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -153,8 +153,15 @@ class CompletionServer:
 
     def _ask(self, body: object, expected: Expected) -> list[Completion]:
         path, read = _APIS[self.config.api]
+        asked = [""]  # the server of each attempt
         with self._loads.request() as choose:
-            return self._poster.post(lambda attempt: choose() + path, body, lambda raw: read(raw, expected), self._stop)
+
+            def address(attempt: int) -> str:
+                asked.append(choose())
+                return asked[-1] + path
+
+            found = self._poster.post(address, body, lambda raw: read(raw, expected), self._stop)
+        return [replace(completion, url=asked[-1]) for completion in found]
 
     def _body(self, prompts: list[list[int]], seeds: list[int], own: Sampling) -> dict[str, object]:
         common = {

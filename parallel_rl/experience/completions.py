@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parallel_rl.config.json_text import brief, is_finite, is_int64
 from parallel_rl.experience.http_client import PassingError, read_json
@@ -24,12 +24,14 @@ class Completion:
     Attributes:
         stopped: it came to an end token; else it was cut off.
         version: of the policy that drew it, if the server gives one.
+        url: of the server, where it is known.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     stopped: bool
     version: int | None
+    url: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

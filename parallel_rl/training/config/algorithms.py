@@ -186,6 +186,12 @@ class RLConfig:
     def needs_reference(self) -> bool:
         return "reference_policy_logprobs" in self.loss.requirements.names or "kl" in self.advantages.needs
 
+    @property
+    def recomputes_prev_logprobs(self) -> bool:
+        """Whether a forward before the first update gives the policy's log-probs of the samples."""
+        read = {*self.loss.requirements.names, *self.advantages.needs}
+        return self.prev_logprobs == "recompute" and not read.isdisjoint({"prev_logprobs", "kl"})
+
     def _check_estimator(self) -> None:
         needs, name = self.advantages.needs, self.advantages.name
         for key in needs:
@@ -289,7 +295,7 @@ class DistillationConfig:
             raise ValueError(
                 f"'server' has no effect with rows = {self.rows!r}, of which none is drawn; set it to 'policy'"
             )
-        for name, default in (("ahead", 0), ("max_staleness", None)):
+        for name, default in (("ahead", 0), ("max_staleness", None), ("max_mismatch", ServerConfig.max_mismatch)):
             if (value := getattr(self.server, name)) != default:
                 raise ValueError(f"server.{name} = {value} has no effect in distillation; leave it out")
 

@@ -9,10 +9,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from parallel_rl.agreement import Unavailable, on_first_rank, raise_on_all_ranks
 from parallel_rl.experience.completion_server import CompletionServer, Sampling
@@ -37,12 +39,23 @@ class _Asked:
     sure: bool = False
 
 
+class Taken(NamedTuple):
+    """N samples, the version of the policy that drew each [N], and the place of its server in `urls` [N] (−1: not known)."""
+
+    samples: Samples
+    versions: Tensor
+    servers: Tensor
+
+
 class RemoteRollouts:
     """This data rank's source of completions.
 
     A requested sample stays until it is taken, also over a restart: a checkpoint keeps it (`state_dict`), so that a resumed
     run trains on the same samples, whatever the server would answer now. With `config.update` the servers have the trainer's
     weights; one that has lost them, because it was started again, gets them again, and what it drew meanwhile is drawn anew.
+
+    Attributes:
+        compared: whether this process has held the servers' log-probs against the policy's.
     """
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
@@ -60,6 +73,7 @@ class RemoteRollouts:
         )
         self._server = CompletionServer(config, self._sampling)
         self._weights = None if config.update is None else ServerWeights(config, config.update)
+        self.compared = False
         self._asked: dict[int, _Asked] = {}
         self._ended = False  # a server failed, or a stop was asked for while one is away
         self._version = 0  # of the weights that were last sent
@@ -89,13 +103,13 @@ class RemoteRollouts:
         """Drops what is asked for and not among `wanted`: the samples of other data ranks, after a change of layout."""
         self._asked = {sample: asked for sample, asked in self._asked.items() if sample in wanted}
 
-    def take(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> tuple[Samples, Tensor]:
-        """One completion of each of N prompts (there may be none), and the version of the policy that drew each, [N].
+    def take(self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int]) -> Taken:
+        """One completion of each of N prompts (there may be none).
 
         Every rank calls it; the ranks that hold the same data get the same.
 
         Raises:
-            ValueError: the server failed one rank, on all of them.
+            ValueError: the server failed one rank, or drew by another version than it was given; on all of them.
         """
 
         def ask() -> list[_Asked]:
@@ -115,7 +129,7 @@ class RemoteRollouts:
         own = replace(self._sampling, seed=seed)
         sampling = replace(own, temperature=0.0, top_k=None, top_p=None) if greedy else own
         with self._ending():
-            return self._draw(prompts, lambda: self._ask(prompts, sample_ids, sampling))[0]
+            return self._draw(prompts, lambda: self._ask(prompts, sample_ids, sampling)).samples
 
     def bring(self, version: int) -> None:
         """See that the servers have the trainer's present weights, where they are given any; every rank calls it.
@@ -173,10 +187,11 @@ class RemoteRollouts:
         futures = self._server.submit(prompts, sample_ids, sampling)
         return [_Asked(_mark(prompt), self._version, future) for prompt, future in zip(prompts, futures, strict=True)]
 
-    def _draw(self, prompts: Sequence[Sequence[int]], ask: Callable[[], list[_Asked]]) -> tuple[Samples, Tensor]:
+    def _draw(self, prompts: Sequence[Sequence[int]], ask: Callable[[], list[_Asked]]) -> Taken:
         """What `ask` asks for, on all ranks that share it; asked again where a server has lost its weights meanwhile."""
         for _ in range(_RESTARTS):
-            completions = self._await(ask() if self._sharing.asks else [])
+            taken = ask() if self._sharing.asks else []
+            completions = self._await(taken)
             if not (lost := self._lost()):
                 break
             self._give_again(lost)
@@ -185,8 +200,9 @@ class RemoteRollouts:
                 f"the completion servers {', '.join(lost)} lost the trainer's weights {_RESTARTS} times while the same samples "
                 f"were drawn: something else than rl.server.update restarts them or gives them weights"
             )
-        facts = torch.tensor([[len(one.tokens), one.version] for one in completions], dtype=torch.int64).view(-1, 2)
-        facts = self._sharing.spread(facts, (len(prompts), 2))
+        raise_on_all_ranks(lambda: self._check_versions(taken, completions), self._all_groups)
+        own = [[len(one.tokens), one.version, self._place(one)] for one in completions]
+        facts = self._sharing.spread(torch.tensor(own, dtype=torch.int64).view(-1, 3), (len(prompts), 3))
         width = int(facts[:, 0].max()) if len(prompts) else 0
         values = torch.zeros(len(completions), 2, width, dtype=torch.float64)  # a token's id is exact in it
         for row, one in enumerate(completions):
@@ -194,7 +210,8 @@ class RemoteRollouts:
         values = self._sharing.spread(values, (len(prompts), 2, width))
         rows = [row[:, :length] for row, length in zip(values, facts[:, 0].tolist(), strict=True)]
         responses, logprobs = [row[0].long().tolist() for row in rows], [row[1].tolist() for row in rows]
-        return padded_samples(prompts, responses, logprobs=logprobs, dtype=self._engine.float_dtype), facts[:, 1]
+        samples = padded_samples(prompts, responses, logprobs=logprobs, dtype=self._engine.float_dtype)
+        return Taken(samples, facts[:, 1], facts[:, 2])
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
@@ -218,10 +235,29 @@ class RemoteRollouts:
             raise_first([asked.future for asked in taken])
             return [_known(asked) for asked in taken] if well else []
 
-        completions = raise_on_all_ranks(read, [*self._sharing.groups, self._engine.groups.data])
+        completions = raise_on_all_ranks(read, self._all_groups)
         if not well:
             raise ValueError("the completion server failed another rank")
         return completions
+
+    def _check_versions(self, taken: Sequence[_Asked], completions: Sequence[Completion]) -> None:
+        """Refuses what a server draws by a version other than it has acknowledged."""
+        if self._weights is None:
+            return
+        for asked, one in zip(taken, completions, strict=True):
+            if one.version != asked.version:
+                raise ValueError(
+                    f"completion server {one.url or ', '.join(self.config.urls)}: a sample is of version {one.version}, and "
+                    f"the server had acknowledged the trainer's version {asked.version}; is it several servers?"
+                )
+
+    def _place(self, one: Completion) -> int:
+        """The place of a completion's server in `urls`, −1 where it is not known."""
+        return self.config.urls.index(one.url) if one.url in self.config.urls else -1
+
+    @property
+    def _all_groups(self) -> list[ProcessGroup | None]:
+        return [*self._sharing.groups, self._engine.groups.data]
 
     def _settle(self) -> None:
         """Wait until nothing is in flight any more, and drop what was drawn by lost weights; every rank calls it."""

@@ -213,9 +213,9 @@ def drift(rows: list[dict]) -> list[float]:
 def test_the_server_has_the_trainers_weights(tmp_path: Path) -> None:
     """With real weights and log-probs, which come from another seed's model before the first update."""
     with own_server() as server:
-        options = "update: vllm, batch_size: 16"
+        options = "update: vllm, batch_size: 16, max_mismatch: 1e-3"
         rows = in_step(tmp_path / "kept", server, "TP 2", options, **SEVENS)
-        assert max(drift(rows)) < 1e-5
+        assert max(drift(rows)) < 1e-5 and max(row["mismatch"] for row in rows) < 1e-5
         options = "update: sglang, batch_size: 16, update_every: 9"
         faster = {**SEVENS, "rl__optimizer": "{lr: 2e-2}"}
         left_out = drift(in_step(tmp_path / "left_out", server, "one process", options, **faster))
@@ -235,6 +235,22 @@ def test_a_policy_learns_from_its_own_server(tmp_path: Path) -> None:
     for row in (rows[-1], packed[-1], ahead[-1]):
         assert row["reward"] >= 0.9 > rows[0]["reward"]
     assert [row["staleness_max"] for row in ahead] == [0] + [2] * 11
+
+
+def test_a_sample_of_another_version_than_was_acknowledged(tmp_path: Path) -> None:
+    """As behind an address that leads to several servers, one of which took the weights."""
+
+    class Another(EngineServer):
+        def __call__(self, path: str, body: dict) -> tuple[int, object]:
+            status, found = super().__call__(path, body)
+            if path == COMPLETE and body["max_tokens"] > 1:
+                found["metadata"] = {"weight_version": "7"}  # type: ignore[index]
+            return status, found
+
+    with serve_engine(Another()) as server, pytest.raises(WorldError) as caught:
+        in_step(tmp_path, server, "DP 2")
+    wanted = f"{server.root}: a sample is of version 7, and the server had acknowledged the trainer's version 0"
+    assert sorted(caught.value.errors) == [0, 1] and all(wanted in error for error in caught.value.errors.values())
 
 
 @pytest.mark.parametrize(
@@ -276,6 +292,7 @@ def test_weights_that_cannot_be_written(tmp_path: Path) -> None:
         ("rl.server", "update = 'vllm' is incompatible with api = 'sglang', which vLLM does not speak"),
         ("rows: examples", "'server' has no effect with rows = 'examples', of which none is drawn"),
         ("ahead: 1", "server.ahead = 1 has no effect in distillation"),
+        ("max_mismatch: 1", "server.max_mismatch = 1.0 has no effect in distillation"),
         ("max_staleness: 2", "server.max_staleness = 2 has no effect in distillation"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from pathlib import Path
@@ -38,7 +39,8 @@ def arguments(
     folder: Path, server: Server, layout: str = "one process", options: str = "", **more: object
 ) -> list[str]:
     _, parallel, packing = LAYOUTS[layout]
-    section = f"{{url: {server.root}, model: tiny, backoff: 0.01, {options}}}"
+    bound = "" if "max_mismatch" in options else "max_mismatch: null, "  # the servers here are of other policies
+    section = f"{{url: {server.root}, model: tiny, backoff: 0.01, {bound}{options}}}"
     given = {"run__dir": folder, "parallel": parallel, "batch__packing": packing, "rl__server": section}
     return run("grpo_arithmetic.yaml", **{**SMALL, **given, **more})
 
@@ -126,6 +128,35 @@ def test_old_samples_are_masked(tmp_path: Path) -> None:
     for row, other, every in zip(one, two, whole, strict=True):
         assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12)
         assert row["tokens"] < every["tokens"]
+
+
+def as_drawn_by_a_fresh_model(number: int, body: dict) -> tuple[int, object]:
+    """The log-probs of a model of small random weights, which are close to uniform, whatever was drawn."""
+    found = answer(Policy(), body)
+    for choice in found["choices"]:  # type: ignore[call-overload]
+        choice["logprobs"]["token_logprobs"] = [-math.log(15) for _ in choice["token_ids"]]
+    return 200, found
+
+
+def test_a_server_of_another_policy_is_noticed(tmp_path: Path) -> None:
+    """Protects the bound on samples with staleness 0: its number, on every layout the same, and the error on all ranks."""
+    section = "{{url: [{}, {}], model: tiny, concurrency: 1, max_mismatch: {}}}"
+    with serve(well) as other, serve(as_drawn_by_a_fresh_model) as own:
+        one, two = (train(tmp_path / name, other, name, "max_mismatch: 9") for name in ("one process", "DP 2"))
+        records = other.requests[:SAMPLES]
+        drawn = [x for body in records for x in well(0, body)[1]["choices"][0]["logprobs"]["token_logprobs"]]  # type: ignore[index]
+        near = sum(abs(x + math.log(15)) for x in drawn) / len(drawn)
+        for rows in (one, two):
+            assert rows[0]["mismatch"] == pytest.approx(one[0]["mismatch"], rel=1e-9) == pytest.approx(near, rel=0.1)
+            assert not any("mismatch" in row for row in rows[1:])  # it tells no version: its samples are stale then
+        both = {"rl__server": section.format(own.root, other.root, near * 0.8)}  # above the mean of both
+        for more in (both, {**both, "rl__prev_logprobs": "generation"}):
+            with pytest.raises(WorldError) as caught:
+                train(tmp_path / "two", own, "DP 2", **more)
+            assert sorted(caught.value.errors) == [0, 1]
+            for error in caught.value.errors.values():
+                assert f"completion server {other.root}: its log-probs of the samples of step 1 are" in error
+                assert "The policy has version 0, and the server is taken to have 0" in error
 
 
 @pytest.mark.parametrize("layout", ["one process", "TP 2", "DP 2"])
@@ -224,6 +255,7 @@ def test_samples_are_asked_for_ahead_of_their_step(tmp_path: Path) -> None:
             {},
             "needs a model of Hugging Face's families; set model.position = 'learned_absolute' to 'rope'",
         ),
+        ("max_mismatch: 0", {}, "max_mismatch = 0.0 must be a finite number above 0, or null"),
         ("urls: x", {}, "unknown key rl.server.urls"),
     ],
 )

@@ -60,8 +60,8 @@ def _draw(session: Session, config: RLConfig, step: int, positions: Sequence[int
     if session.served is None:
         samples = sample(engine, tokens, ids, seed, settings)
     else:
-        samples, versions = session.served.take(tokens, ids)
-        others["staleness"] = config.policy_version(step) - versions
+        samples, versions, servers = session.served.take(tokens, ids)
+        others |= {"staleness": config.policy_version(step) - versions, "servers": servers}
     rewards = completion_rewards(session, prompts, samples.responses()).to(engine.float_dtype)
     if "greedy_rewards" in config.advantages.needs:
         if session.served is None:

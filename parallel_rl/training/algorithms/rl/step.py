@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel_rl.experience import Experience, Models, RewardShaping, ask_models, compute_advantages, shape_rewards
 from parallel_rl.groups import mean_over_ranks
+from parallel_rl.training.algorithms.rl.mismatch import check_mismatch
 from parallel_rl.training.algorithms.rl.prefetch import ask_ahead, mask_stale
 from parallel_rl.training.algorithms.rl.recorded import demonstrations, recorded_experience
 from parallel_rl.training.algorithms.rl.sampled import sampled_experience
@@ -35,6 +36,7 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
     made, kl = _with_advantages(session, config, made)
     metrics |= kl
     if session.served is not None:
+        metrics |= check_mismatch(session, config, made, at)
         made, staleness = mask_stale(session, config, made)
         metrics |= staleness
     parts = made.split(sizes)
@@ -89,7 +91,6 @@ def _with_advantages(session: Session, config: RLConfig, made: Experience) -> tu
 def _models(session: Session, config: RLConfig) -> Models:
     """The models that give the fields that the loss or the estimator reads."""
     policy, sampling, needs = session.policy, session.engine.config.sampling, {*config.advantages.needs}
-    compared = {"prev_logprobs", "kl"}
 
     def log_probs(model: torch.nn.Module | None, rule: Truncation = KEEP_ALL) -> Callable[[Experience], Tensor]:
         return lambda made: policy.log_probs(made, model, temperature=sampling.temperature, truncation=rule)
@@ -105,10 +106,9 @@ def _models(session: Session, config: RLConfig) -> Models:
 
         whole, others["sum_pi_squared"] = (lambda made: scores(made)[0]), (lambda made: scores(made)[1])
     own = log_probs(None, sampling.truncation) if sampling.truncation else whole
-    recompute = config.prev_logprobs == "recompute" and compared & {*config.loss.requirements.names, *needs}
     return Models(
-        policy_logprobs=own if recompute else None,
-        untruncated_logprobs=whole if sampling.truncation and compared & needs else None,
+        policy_logprobs=own if config.recomputes_prev_logprobs else None,
+        untruncated_logprobs=whole if sampling.truncation and needs & {"prev_logprobs", "kl"} else None,
         reference_logprobs=None if session.reference is None else log_probs(session.reference),
         values=None if session.critic is None else session.critic.values,
         others=others,

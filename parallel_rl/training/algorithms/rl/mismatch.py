@@ -1,0 +1,67 @@
+"""The mismatch between servers and trainer: how far the log-probs of fresh samples are from the policy's own."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_rl.experience import Experience
+from parallel_rl.groups import group_size
+from parallel_rl.training.config.algorithms import RLConfig
+from parallel_rl.training.models.train_step import StepMetrics
+from parallel_rl.training.progress import TrainProgress
+from parallel_rl.training.session import Session
+
+
+def check_mismatch(session: Session, config: RLConfig, made: Experience, at: TrainProgress) -> StepMetrics:
+    """The mean |log ratio| between sampler and policy over the valid tokens of samples with staleness 0, if there are any.
+
+    Each server has to keep `max_mismatch` by itself: one of several would be lost in the mean of all.
+
+    Raises:
+        ValueError: one does not; on every rank.
+    """
+    served, server = session.served, config.server
+    assert served is not None and server is not None
+    recomputed = config.recomputes_prev_logprobs
+    if server.max_mismatch is None or (served.compared and not recomputed):
+        return {}
+    served.compared = True
+    own = _own_logprobs(session, made) if not recomputed else made.prev_logprobs
+    assert own is not None
+    sums = _sums(session, made, own, len(server.urls))
+    for url, (total, count) in zip(server.urls, sums[:-1].tolist(), strict=True):
+        if count and not total / count <= server.max_mismatch:  # NaN is none
+            version = config.policy_version(at.step)
+            raise ValueError(
+                f"completion server {url}: its log-probs of the samples of step {at.step + 1} are {total / count:.3g} from the "
+                f"policy's, mean |log ratio| over {int(count)} tokens, and rl.server.max_mismatch = {server.max_mismatch:g}. "
+                f"The policy has version {version}, and the server is taken to have {version}, too, by what it says or was "
+                "last given: it has other weights, or its log-probs are of another distribution (temperature, top_k, top_p). "
+                "Mend that, or set max_mismatch to null for samples of any policy"
+            )
+    total, count = sums.sum(0).tolist()
+    return {"mismatch": total / count} if count and recomputed else {}
+
+
+def _own_logprobs(session: Session, made: Experience) -> Tensor:
+    sampling = session.engine.config.sampling
+    return session.policy.log_probs(made, temperature=sampling.temperature, truncation=sampling.truncation)
+
+
+def _sums(session: Session, made: Experience, own: Tensor, servers: int) -> Tensor:
+    """[servers + 1, 2] float64 on the host: Σ |log ratio| and tokens of each server, then of samples of unknown ones."""
+    assert made.generation_logprobs is not None and made.sample_mask is not None
+    fresh = (made.others["staleness"] == 0) & made.sample_mask.bool()
+    # −∞ is a token that the policy's truncation does not keep; it leaves the mask of the loss, too
+    valid = made.token_mask.bool() & fresh[:, None] & (own != -torch.inf)
+    distance = torch.where(valid, (own.double() - made.generation_logprobs.double()).abs(), 0.0)
+    of_samples = torch.stack([distance.sum(1), valid.sum(1).double()], 1)
+    place = made.others["servers"] % (servers + 1)  # −1 is the last
+    sums = torch.zeros(servers + 1, 2, dtype=torch.float64).index_add(0, place, of_samples)
+    group = session.engine.groups.data
+    sums = sums.to(session.engine.device)
+    if group_size(group) > 1:
+        dist.all_reduce(sums, group=group)
+    return sums.cpu()
