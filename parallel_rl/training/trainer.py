@@ -194,9 +194,7 @@ class _Run:
         data = self.session.data.describe_next(self.progress.taken)
         self.log.say(f"continuing from {path}: {self.progress.phase} step {self.progress.step}{data}")
         if random_state is None:
-            self.log.say(
-                "the layout has changed: Python's, numpy's and torch's random states start from run.seed again"
-            )
+            self.log.say("the layout has changed: all random states start from run.seed again")
         return random_state
 
     def _enter_main(self, phase: Phase) -> None:
@@ -308,8 +306,7 @@ class _Run:
         return found
 
     def _describe(self) -> None:
-        self.log.say(layout_text(self.config, self.session.engine))
-        for line in self.session.data.describe():
+        for line in (layout_text(self.config, self.session.engine), *self.session.data.describe()):
             self.log.say(line)
 
 
