@@ -264,6 +264,7 @@ def padded_samples(
     responses: Sequence[Sequence[int]],
     *,
     logprobs: Sequence[Sequence[float]] | None = None,
+    masks: Sequence[Sequence[int] | None] | None = None,
     pad: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Samples:
@@ -276,6 +277,7 @@ def padded_samples(
     Args:
         prompts, responses: N token lists each.
         logprobs: the sampler's log-prob of each response token.
+        masks: of each response, 0 for tokens that the policy did not say; None: all are its own.
         pad: the token id of the padding.
         dtype: of the log-probs.
 
@@ -286,6 +288,10 @@ def padded_samples(
         raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses; they must be as many")
     if logprobs is not None and list(map(len, logprobs)) != list(map(len, responses)):
         raise ValueError("logprobs must be one number a token of the responses")
+    if masks is not None and [len(r if m is None else m) for m, r in zip(masks, responses, strict=True)] != list(
+        map(len, responses)
+    ):
+        raise ValueError("masks must be one number a token of the responses")
     lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=torch.int64)
     starts = torch.tensor([len(p) for p in prompts], dtype=torch.int64)
     shape = len(prompts), int(lengths.max()) if len(prompts) else 0
@@ -296,6 +302,9 @@ def padded_samples(
             scores[row, starts[row] : lengths[row]] = torch.tensor(logprobs[row], dtype=dtype)
     column = torch.arange(shape[1])
     mask = (column >= starts[:, None]) & (column < lengths[:, None])
+    for row, given in enumerate(masks or ()):
+        if given is not None:
+            mask[row, starts[row] : lengths[row]] = torch.tensor(given, dtype=torch.bool)
     return Samples(ids, mask, lengths, generation_logprobs=scores)
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from parallel_rl.experience import Samples, padded_samples
-from parallel_rl.training.batching.micro_batches import local_share
+from parallel_rl.experience import Samples
+from parallel_rl.training.batching.micro_batches import local_share, target_rows
 from parallel_rl.training.config.algorithms import PreferenceConfig, rows_of_pair
 from parallel_rl.training.config.fields import LABELS
 from parallel_rl.training.data.examples import Pair
@@ -40,12 +40,12 @@ def _pairs(session: Session, first: int, count: int) -> list[tuple[Pair, Pair]]:
 
 def _paired(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
     prompts = [pair.prompt for pair, _ in pairs for _ in range(2)]
-    return padded_samples(prompts, [side for pair, _ in pairs for side in (pair.chosen, pair.rejected)])
+    return target_rows(prompts, [side for pair, _ in pairs for side in (pair.chosen, pair.rejected)])
 
 
 def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
     """(chosen, +1), (rejected, −1) and the mismatched row (prompt, chosen of the next pair; 0) of each pair."""
     prompts = [pair.prompt for pair, _ in pairs for _ in range(3)]
-    completions = [side for pair, following in pairs for side in (pair.chosen, pair.rejected, following.chosen)]
+    targets = [side for pair, following in pairs for side in (pair.chosen, pair.rejected, following.chosen)]
     labels = torch.tensor([1.0, -1.0, 0.0], dtype=session.engine.float_dtype).repeat(len(pairs))
-    return padded_samples(prompts, completions).with_fields(**{LABELS: labels})
+    return target_rows(prompts, targets).with_fields(**{LABELS: labels})

@@ -10,7 +10,7 @@ from parallel_rl.training.checkpointing.checkpoint import load_weights
 from parallel_rl.training.checkpointing.contents import same_weights
 from parallel_rl.training.config.sections import SamplingConfig
 from parallel_rl.training.config.train import TrainConfig
-from parallel_rl.training.data.format import conversation
+from parallel_rl.training.data.conversations import conversation
 from parallel_rl.training.models.engine import build_engine, start_world
 from parallel_rl.training.rollouts.sampler import ROWS_AT_A_TIME, sample
 

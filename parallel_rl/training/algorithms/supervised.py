@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from parallel_rl.experience import Samples, padded_samples
-from parallel_rl.training.batching.micro_batches import local_share
+from parallel_rl.experience import Samples
+from parallel_rl.training.batching.micro_batches import local_share, target_rows
 from parallel_rl.training.config.algorithms import SupervisedConfig
 from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.train_step import StepMetrics
@@ -22,4 +22,4 @@ def example_rows(session: Session, first: int, count: int) -> Samples:
     """This data rank's share of the next `count` demonstrations."""
     mine = local_share(range(first, first + count), session.engine.groups)
     examples = session.data.read(session.data.examples, mine)
-    return padded_samples([example.prompt for example in examples], [example.completion for example in examples])
+    return target_rows([example.prompt for example in examples], [example.target for example in examples])

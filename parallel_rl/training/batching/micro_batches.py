@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from parallel_rl import megatron
-from parallel_rl.experience.samples import Samples
+from parallel_rl.experience.samples import Samples, padded_samples
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.megatron import packed_batch, packed_bounds, padded_batch
+from parallel_rl.training.tokenizer.protocol import Target
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ def local_shares(count: int, parts: int, groups: ParallelGroups) -> list[int]:
     """This data rank's share of each of `parts` equal parts of range(count), one after the other."""
     size = count // parts
     return [index for part in range(parts) for index in local_share(range(part * size, (part + 1) * size), groups)]
+
+
+def target_rows(prompts: Sequence[Sequence[int]], targets: Sequence[Target]) -> Samples:
+    """Rows of prompts with what is to be learned behind them."""
+    return padded_samples(prompts, [one.tokens for one in targets], masks=[one.mask for one in targets])
 
 
 def in_order(count: int, size: int) -> list[list[int]]:

@@ -36,6 +36,7 @@ class DataConfig:
             answer: reward_model.ground_truth}; {examples.prompt: ask} is of one source alone. Then the files may have more
             columns, which a reward function gets.
         system: the system text of conversations that have none.
+        mask_history: of an example's `messages` learn the last answer alone, not every one.
         buffer_megabytes: what of each is held in memory, and shuffled, at a time; one block (a Parquet row group) at least.
         check_gigabytes: how much of each is checked before the run, in blocks spread evenly over it; what lies between is
             checked when it is read. `held_out` is always checked whole.
@@ -48,11 +49,14 @@ class DataConfig:
     rollouts: Paths = None
     columns: dict[str, str] = field(default_factory=dict)
     system: str | None = None
+    mask_history: bool = False
     buffer_megabytes: int = 64
     check_gigabytes: float = 1.0
 
     def __post_init__(self) -> None:
         at_least(self, buffer_megabytes=1, check_gigabytes=0)
+        if self.mask_history and self.examples is None:
+            raise ValueError("mask_history = True has no effect; only data.examples have answers to learn or to mask")
         for key, column in self.columns.items():
             source, dot, name = key.rpartition(".")
             if dot and source not in FIELDS:

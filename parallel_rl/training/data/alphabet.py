@@ -15,7 +15,7 @@ from parallel_rl.training.data.records.paths import DataFile
 from parallel_rl.training.data.records.source import Records, index_of
 
 # what is written in characters; what is asked beside a prompt has no form without a chat template
-_TEXTS = ("prompt", "answer", "text", "chosen", "rejected")
+_TEXTS = ("prompt", "messages", "answer", "text", "chosen", "rejected")
 
 
 def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]) -> TrainConfig:
@@ -44,13 +44,19 @@ def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]
     return config
 
 
+def _said(value: object) -> list[str]:
+    """A text, or those of messages; nothing of what is malformed, which its parser refuses."""
+    parts = [one.get("content") for one in value if isinstance(one, Mapping)] if isinstance(value, list) else [value]
+    return [part for part in parts if isinstance(part, str)]
+
+
 def _unknown(config: TrainConfig, name: str, files: Sequence[DataFile], known: set[str]) -> list[dict[str, str]]:
     """The characters of a source that are not known, each with the first place that a rank saw it in, rank by rank."""
     columns = config.data.columns_of(name)
 
     def texts(row: Mapping[str, object]) -> str:
         fields, _ = pick(row, FIELDS[name], columns)
-        return "".join(value for field in _TEXTS if isinstance(value := fields.get(field), str))
+        return "".join(text for field in _TEXTS for text in _said(fields.get(field)))
 
     records = Records(files, index_of(files, f"data.{name}"), texts, config.data.buffer_megabytes << 20)
     mine: dict[str, str] = {}

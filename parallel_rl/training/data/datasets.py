@@ -250,9 +250,9 @@ def _length(record: Prompt | Example | Pair | Rollout, new: int) -> int:
     if isinstance(record, Prompt):
         return len(record.tokens) + new
     if isinstance(record, Example):
-        return len(record.prompt) + len(record.completion)
+        return len(record.prompt) + len(record.target.tokens)
     if isinstance(record, Pair):
-        return len(record.prompt) + max(len(record.chosen), len(record.rejected))
+        return len(record.prompt) + max(len(record.chosen.tokens), len(record.rejected.tokens))
     return len(record.tokens)
 
 

@@ -9,16 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from parallel_rl.training.config.data import FIELDS
-from parallel_rl.training.data.format import (
-    Format,
-    Row,
-    asked_text,
-    conversation,
-    field_of,
-    pick,
-    split_answer,
-    text_of,
-)
+from parallel_rl.training.data.conversations import answers_of, asked_text, conversation, shared_turns, split_turns
+from parallel_rl.training.data.format import Format, Row, field_of, pick, short, text_of
+from parallel_rl.training.tokenizer.protocol import Target
 
 _ROLLOUT = ("tokens", "logprobs", "mask", "group", "reward", "advantage", "staleness", "run", "segments")
 
@@ -39,19 +32,19 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Example:
-    """A demonstration: the loss is on the completion."""
+    """A demonstration: the loss is on the target."""
 
     prompt: tuple[int, ...]
-    completion: tuple[int, ...]
+    target: Target
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two completions of one prompt, the first preferred."""
+    """Two answers to one prompt, the first preferred."""
 
     prompt: tuple[int, ...]
-    chosen: tuple[int, ...]
-    rejected: tuple[int, ...]
+    chosen: Target
+    rejected: Target
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,10 @@ def parse_prompt(row: Row, form: Format) -> Prompt:
 
 
 def parse_example(row: Row, form: Format) -> Example:
-    """{"prompt": text or "messages": [...], "answer": text}, {"messages": [..., the answer]} or {"text": text}, to imitate.
+    """{"prompt": text or messages, "answer": the same}, {"messages": [..., an answer]} or {"text": text}, to imitate.
+
+    `messages` may stand for `prompt`. Of `messages` without an "answer" each turn of the assistant is learned, unless
+    `form.mask_history`.
 
     Raises:
         ValueError: as `parse_prompt`.
@@ -102,28 +98,33 @@ def parse_example(row: Row, form: Format) -> Example:
         if len(fields) > 1:
             raise ValueError(f"'text' is all of a record; it also has {', '.join(map(repr, fields.keys() - {'text'}))}")
         first, *tokens = form.tokenizer.document(text_of(fields, "text"))
-        return Example((first,), tuple(tokens))
-    messages = conversation(fields, form.system, row)
+        return Example((first,), Target(tuple(tokens)))
+    asked = conversation(fields, form.system, row)
     if "messages" in fields and "answer" not in fields:
-        messages, answer = split_answer(messages)
+        asked, answers = split_turns(asked, form.mask_history)
     else:
-        answer = text_of(fields, "answer", row)
-    return Example(tuple(form.tokenizer.render(messages)), tuple(form.tokenizer.completion(messages, answer)))
+        answers = answers_of(field_of(fields, "answer", row), "answer", asked)
+    return Example(tuple(form.tokenizer.render(asked)), form.tokenizer.target(asked, answers))
 
 
 def parse_pair(row: Row, form: Format) -> Pair:
-    """{"prompt": text or "messages": [...], "chosen": text, "rejected": text}; it may have "system", a text.
+    """{"prompt": text or messages, "chosen": the same, "rejected": the same}; it may have "system", a text.
+
+    Messages of an answer may have those of the prompt before them; then "prompt" may be left out. `messages` may stand for it.
 
     Raises:
-        ValueError: as `parse_prompt`, or equal completions.
+        ValueError: as `parse_prompt`, or equal answers.
     """
     fields, _ = pick(row, FIELDS["pairs"], form.columns)
-    messages = conversation(fields, form.system, row)
-    chosen, rejected = text_of(fields, "chosen", row), text_of(fields, "rejected", row)
+    chosen, rejected = field_of(fields, "chosen", row), field_of(fields, "rejected", row)
     if chosen == rejected:
-        raise ValueError(f"'chosen' and 'rejected' are both {chosen!r}")
-    completions = (tuple(form.tokenizer.completion(messages, text)) for text in (chosen, rejected))
-    return Pair(tuple(form.tokenizer.render(messages)), *completions)
+        raise ValueError(f"'chosen' and 'rejected' are both {short(chosen)}")
+    if isinstance(chosen, list) and isinstance(rejected, list) and fields.keys().isdisjoint(("prompt", "messages")):
+        fields = {**fields, "messages": shared_turns(chosen, rejected)}
+    asked = conversation(fields, form.system, row)
+    sides = [answers_of(value, key, asked) for key, value in (("chosen", chosen), ("rejected", rejected))]
+    targets = (form.tokenizer.target(asked, answers) for answers in sides)
+    return Pair(tuple(form.tokenizer.render(asked)), *targets)
 
 
 def parse_rollout(row: Row, vocab_size: int) -> Rollout:

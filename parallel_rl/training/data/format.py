@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallel_rl.config.strict import nearest
-from parallel_rl.training.tokenizer.protocol import Message, Tokenizer
+from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 Row = Mapping[str, object]
 
@@ -23,11 +23,13 @@ class Format:
         tokenizer: of all text.
         columns: of the fields that have other names; where there are any, a row may have more columns than its fields.
         system: the system text of conversations that have none.
+        mask_history: of a conversation's answers the last alone is learned.
     """
 
     tokenizer: Tokenizer
     columns: Mapping[str, str] = field(default_factory=dict)
     system: str | None = None
+    mask_history: bool = False
 
 
 def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, object], dict[str, object]]:
@@ -84,63 +86,7 @@ def text_of(fields: Row, key: str, row: Row | None = None) -> str:
     """
     value = field_of(fields, key, row)
     if not isinstance(value, str) or not value:
-        conversation = key == "prompt" and isinstance(value, list)
-        more = "; data.columns: {messages: …} names a column of conversations" if conversation else ""
-        raise ValueError(f"{key!r} = {_short(value)} is not valid; a text that is not empty is needed{more}")
-    return value
-
-
-def conversation(fields: Row, system: str | None, row: Row | None = None) -> list[Message]:
-    """The messages of a record: those of its field `messages`, or its `prompt` as one of the user; before them a system text.
-
-    Raises:
-        ValueError: neither or both are given, a malformed message, or two system texts.
-    """
-    if "messages" in fields and "prompt" in fields:
-        raise ValueError("exactly one of 'prompt' and 'messages' is needed; both are given")
-    if "messages" in fields:
-        messages = _messages(fields["messages"])
-    else:
-        messages = [{"role": "user", "content": text_of(fields, "prompt", row)}]
-    has_system = messages[0]["role"] == "system"
-    if "system" in fields:
-        if has_system:
-            raise ValueError("'system' and a system message in 'messages' are both given; leave one of them out")
-        if not isinstance(fields["system"], str):
-            raise ValueError(f"'system' = {_short(fields['system'])} is not valid; a text is needed")
-        system = fields["system"] or None
-    return messages if has_system or system is None else [{"role": "system", "content": system}, *messages]
-
-
-def asked_text(messages: Sequence[Message]) -> str:
-    """What is asked, as one text: all but the system text."""
-    return "\n\n".join(str(message.get("content") or "") for message in messages if message["role"] != "system")
-
-
-def split_answer(messages: Sequence[Message]) -> tuple[list[Message], str]:
-    """A conversation that ends with an answer: what is before it, and the answer.
-
-    Raises:
-        ValueError: it does not.
-    """
-    last = messages[-1]
-    text = last.get("content")
-    if last["role"] != "assistant" or not isinstance(text, str) or not text or len(messages) < 2:
-        raise ValueError(
-            f"'messages' ends with one of {last['role']!r}; a text of 'assistant' behind a question is needed, or an 'answer'"
-        )
-    return list(messages[:-1]), text
-
-
-def _messages(value: object) -> list[Message]:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"'messages' = {_short(value)} is not valid; a list of {{role, content}} is needed")
-    for index, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages[{index}] = {_short(message)} is not valid; {{role, content}} is needed")
-        content = message.get("content")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ValueError(f"messages[{index}].content = {_short(content)} is not valid; a text is needed")
+        raise ValueError(f"{key!r} = {short(value)} is not valid; a text that is not empty is needed")
     return value
 
 
@@ -150,12 +96,13 @@ def _value(row: Row, name: str, column: str) -> object:
         if number == 0 and column in row:  # a column may have dots in its own name
             return row[column]
         if not isinstance(value, Mapping) or key not in value:
-            near = nearest(key, map(str, value)) if isinstance(value, Mapping) else f"it lies in {_short(value)}"
+            near = nearest(key, map(str, value)) if isinstance(value, Mapping) else f"it lies in {short(value)}"
             raise ValueError(f"the column {column!r} (data.columns: {name}) is missing; {near}")
         value = value[key]
     return value
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A value for a message, at most 80 characters of it."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -35,7 +35,8 @@ class Parsers(NamedTuple):
 
 def parsers(config: TrainConfig, tokenizer: Tokenizer) -> Parsers:
     """How a run reads the rows of each source."""
-    form = {name: Format(tokenizer, config.data.columns_of(name), config.data.system) for name in FIELDS}
+    data = config.data
+    form = {name: Format(tokenizer, data.columns_of(name), data.system, data.mask_history) for name in FIELDS}
     return Parsers(
         partial(_rewarded_prompt, form=form["train"], reward=config.reward),
         partial(_rewarded_prompt, form=form["held_out"], reward=config.reward),

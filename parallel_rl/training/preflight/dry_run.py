@@ -126,7 +126,7 @@ def _lengths(config: TrainConfig, batch: Sequence[Record], index: int, rows: int
     if isinstance(record, Prompt):
         return [len(record.tokens) + config.sampling.max_new_tokens] * rows
     if isinstance(record, Example):
-        return [len(record.prompt) + len(record.completion)]
+        return [len(record.prompt) + len(record.target.tokens)]
     if isinstance(record, Rollout):
         return [len(record.tokens)]
     sides = [record.chosen, record.rejected]
@@ -134,7 +134,7 @@ def _lengths(config: TrainConfig, batch: Sequence[Record], index: int, rows: int
         following = batch[(index + 1) % len(batch)]
         assert isinstance(following, Pair)
         sides.append(following.chosen)
-    return [len(record.prompt) + len(side) for side in sides]
+    return [len(record.prompt) + len(side.tokens) for side in sides]
 
 
 def _room(config: TrainConfig, lengths: Sequence[int], together: int, ranks: int) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from parallel_rl.training.tokenizer.protocol import Message, Vocabulary, plain_text
+from parallel_rl.training.tokenizer.protocol import Message, Target, Vocabulary, plain_answer, plain_text
 
 _PAD, _BEGIN, _END = 0, 1, 2
 _SPECIAL = 3
+_NO_FORM = "the tokenizer of characters has no form for a conversation"
 
 
 class CharTokenizer:
@@ -58,12 +59,11 @@ class CharTokenizer:
 
     def render(self, messages: Sequence[Message]) -> list[int]:
         """Begin, then the characters of the one message."""
-        text = plain_text(messages, "the tokenizer of characters has no form for a conversation")
-        return [_BEGIN, *self.encode(text)]
+        return [_BEGIN, *self.encode(plain_text(messages, _NO_FORM))]
 
-    def completion(self, messages: Sequence[Message], answer: str) -> list[int]:
-        """The characters, then end."""
-        return [*self.encode(answer), _END]
+    def target(self, messages: Sequence[Message], answers: Sequence[Message]) -> Target:
+        """The characters of the one answer, then end."""
+        return Target((*self.encode(plain_answer(answers, _NO_FORM)), _END))
 
     def document(self, text: str) -> list[int]:
         """Begin, the characters, end."""

@@ -63,14 +63,14 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         options = ChatOptions() if options is None else options
-        self._where = f"the chat template of {where}"
+        self.where = f"the chat template of {where}"
         self._variables = {**(variables or {}), **options.variables}
         try:
             self._template = _environment(options.today).from_string(source)
         except TemplateError as error:
             line = getattr(error, "lineno", None)
             raise ValueError(
-                f"{self._where} is no Jinja template: {error}" + (f" (line {line})" if line else "")
+                f"{self.where} is no Jinja template: {error}" + (f" (line {line})" if line else "")
             ) from None
 
     def render(self, messages: Sequence[Message], *, answered: bool) -> str:
@@ -91,11 +91,11 @@ class ChatTemplate:
                 **self._variables,
             )
         except SecurityError as error:
-            raise ValueError(f"{self._where} tries what the sandbox forbids: {error}") from None
+            raise ValueError(f"{self.where} tries what the sandbox forbids: {error}") from None
         except TemplateError as error:
-            raise ValueError(f"{self._where} refuses the conversation: {error}") from None
+            raise ValueError(f"{self.where} refuses the conversation: {error}") from None
         except Exception as error:  # whatever foreign code does
-            raise ValueError(f"{self._where} fails: {type(error).__name__}: {error}") from None
+            raise ValueError(f"{self.where} fails: {type(error).__name__}: {error}") from None
 
 
 def _environment(today: date | None) -> ImmutableSandboxedEnvironment:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from parallel_rl.config.strict import nearest
 from parallel_rl.training.tokenizer.chat_template import ChatOptions, ChatTemplate
-from parallel_rl.training.tokenizer.protocol import Message, Vocabulary, plain_text
+from parallel_rl.training.tokenizer.protocol import Message, Target, Vocabulary, plain_answer, plain_text
+from parallel_rl.training.tokenizer.turns import turns
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -57,6 +58,7 @@ class HuggingFaceTokenizer:
         self.vocabulary = Vocabulary(size, frozenset(ends), pad)
         self._end = ends[0]
         around = self._tokenizer.encode("", add_special_tokens=True).ids
+        self._no_form = f"{folder} has no chat template, or tokenizer.chat = False does not ask for it"
         self._begin = list(takewhile(lambda token: token not in self.vocabulary.ends, around))
         self._template = (
             None if chat is None else ChatTemplate(_template(folder, config, chat), str(folder), special, chat)
@@ -86,30 +88,43 @@ class HuggingFaceTokenizer:
             return [*self._begin, *self.encode(self._plain(messages))]
         return self.encode(self._template.render(messages, answered=False))
 
-    def completion(self, messages: Sequence[Message], answer: str) -> list[int]:
-        """What the template writes behind the prompt, up to the answer's end token."""
+    def target(self, messages: Sequence[Message], answers: Sequence[Message]) -> Target:
+        """What the template writes behind the prompt, up to the last answer's end token; exactly the answers are learned."""
         if self._template is None:
             self._plain(messages)
-            return [*self.encode(answer), self._end]
-        prompt = self._template.render(messages, answered=False)
-        whole = self._template.render([*messages, {"role": "assistant", "content": answer}], answered=True)
-        if not whole.startswith(prompt):
+            return Target((*self.encode(plain_answer(answers, self._no_form)), self._end))
+        tokens, mask = list[int](), list[int]()
+        for answer, behind in turns(self._template, messages, answers):
+            said = self._said(answer, last=not behind)
+            whole = self.encode(answer + behind) if behind else said
+            if whole[: len(said)] != said:
+                raise ValueError(
+                    f"the end token of an answer and what the chat template of {self._folder} writes behind it are not apart "
+                    "in this tokenizer; data.mask_history: true learns the last answer only"
+                )
+            tokens += whole
+            mask += [1] * len(said) + [0] * (len(whole) - len(said))
+        return Target(tuple(tokens), None if all(mask) else tuple(mask))
+
+    def _said(self, answer: str, last: bool) -> list[int]:
+        """The ids of an answer, up to its end token."""
+        ids = self.encode(answer)
+        end = max((place for place, token in enumerate(ids) if token in self.vocabulary.ends), default=None)
+        if end is not None:
+            return ids[: end + 1]
+        if not last:
             raise ValueError(
-                f"the chat template of {self._folder} does not write an answer behind its own prompt: {_end_of(prompt)} is not "
-                "where the answer begins in the whole conversation; mend the template, or set tokenizer.variables"
+                f"the chat template of {self._folder} writes no end token behind an answer that is not the last one, so that a "
+                "policy would not learn to end it; data.mask_history: true learns the last answer only"
             )
-        ids = self.encode(whole[len(prompt) :])
-        last = max((place for place, token in enumerate(ids) if token in self.vocabulary.ends), default=None)
-        return [*ids, self._end] if last is None else ids[: last + 1]
+        return [*ids, self._end]
 
     def document(self, text: str) -> list[int]:
         """What tokenizer.json puts before a text, the text, the end token."""
         return [*self._begin, *self.encode(text), self._end]
 
     def _plain(self, messages: Sequence[Message]) -> str:
-        return plain_text(
-            messages, f"{self._folder} has no chat template, or tokenizer.chat = False does not ask for it"
-        )
+        return plain_text(messages, self._no_form)
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -212,7 +227,3 @@ def _content(token: object) -> str | None:
 def _ids(value: object) -> list[int]:
     items = value if isinstance(value, list) else [value]
     return [item for item in items if isinstance(item, int) and not isinstance(item, bool)]
-
-
-def _end_of(text: str) -> str:
-    return repr(text if len(text) <= 40 else f"…{text[-40:]}")

@@ -19,6 +19,19 @@ class Vocabulary:
     pad: int = 0
 
 
+@dataclass(frozen=True)
+class Target:
+    """What follows a prompt and a policy is to say; an end token last.
+
+    Attributes:
+        tokens: ids.
+        mask: 1 for each that the policy says, 0 for what others say between its turns; None: all are 1.
+    """
+
+    tokens: tuple[int, ...]
+    mask: tuple[int, ...] | None = None
+
+
 class Tokenizer(Protocol):
     """Text to token ids and back."""
 
@@ -42,8 +55,12 @@ class Tokenizer(Protocol):
             ValueError: messages that this tokenizer or its chat template has no form for.
         """
 
-    def completion(self, messages: Sequence[Message], answer: str) -> list[int]:
-        """The ids that follow those of `render(messages)` where the policy answers `answer`, an end token last.
+    def target(self, messages: Sequence[Message], answers: Sequence[Message]) -> Target:
+        """What follows the ids of `render(messages)` in the conversation of both.
+
+        Args:
+            messages: the prompt.
+            answers: behind it, the first and the last of the assistant; each turn of the assistant is to be learned.
 
         Raises:
             ValueError: as `render`, or an answer that does not continue the conversation.
@@ -63,8 +80,21 @@ def plain_text(messages: Sequence[Message], why: str) -> str:
     Raises:
         ValueError: it has other messages.
     """
+    return _only(messages, "user", why)
+
+
+def plain_answer(messages: Sequence[Message], why: str) -> str:
+    """The text of the one answer; as `plain_text`.
+
+    Raises:
+        ValueError: there are other messages.
+    """
+    return _only(messages, "assistant", why)
+
+
+def _only(messages: Sequence[Message], role: str, why: str) -> str:
     roles = [message.get("role") for message in messages]
     text = messages[0].get("content") if len(messages) == 1 else None
-    if roles != ["user"] or not isinstance(text, str):
-        raise ValueError(f"{why}; one text of the user is needed, and there are messages of {roles}")
+    if roles != [role] or not isinstance(text, str):
+        raise ValueError(f"{why}; one text of the {role} is needed, and there are messages of {roles}")
     return text

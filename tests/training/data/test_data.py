@@ -50,8 +50,8 @@ def test_the_data_that_ships() -> None:
     rollouts = read("rollouts", DATA / "arithmetic_rollouts.jsonl")
     assert len(rollouts) == 20 * 32 and len({rollout.group for rollout in rollouts}) == 20 * 8
     careless = read("examples", DATA / "arithmetic_careless.jsonl")
-    answers = {prompt.tokens: tuple(TOKENIZER.completion([], prompt.answer)) for prompt in train}
-    right = sum(example.completion == answers[example.prompt] for example in careless) / len(careless)
+    answers = {prompt.tokens: (*TOKENIZER.encode(prompt.answer), 2) for prompt in train}
+    right = sum(example.target.tokens == answers[example.prompt] for example in careless) / len(careless)
     assert 0.1 < right < 0.2
 
 

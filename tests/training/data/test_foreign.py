@@ -79,11 +79,11 @@ def test_a_record_is_read_as_what_it_says(folder: Path) -> None:
     for row in ({"messages": whole}, plain, {"messages": asked, "answer": "3"}):
         example = parse_example(row, Format(tokenizer))
         assert list(example.prompt) == tokenizer.render(asked)
-        assert list(example.completion) == tokenizer.completion(asked, "3")
+        assert example.target == tokenizer.target(asked, whole[1:]) and example.target.mask is None
     text = parse_example({"text": "There are 7."}, Format(tokenizer))
-    assert [*text.prompt, *text.completion] == tokenizer.document("There are 7.") and len(text.prompt) == 1
+    assert [*text.prompt, *text.target.tokens] == tokenizer.document("There are 7.") and len(text.prompt) == 1
     pair = parse_pair({**plain, "chosen": "3", "rejected": "4", "answer": "3"}, Format(tokenizer, {"prompt": "prompt"}))
-    assert list(pair.chosen) == tokenizer.completion(asked, "3") and pair.prompt == prompt.tokens
+    assert pair.chosen == tokenizer.target(asked, whole[1:]) and pair.prompt == prompt.tokens
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,8 @@ def test_a_record_is_read_as_what_it_says(folder: Path) -> None:
         ({"prompt": "1", "answr": "2"}, {}, "unknown field 'answr'; did you mean 'answer'"),
         ({"prompt": "1", "messages": [], "answer": "2"}, {}, "exactly one of 'prompt' and 'messages'"),
         ({"answer": "2"}, {}, "the field 'prompt' is missing"),
-        ({"prompt": [{"role": "user", "content": "1"}], "answer": "2"}, {}, r"data.columns: \{messages: …\} names a column"),
+        ({"prompt": [{"role": "user"}], "answer": "2"}, {}, r"prompt\[0\].content = None is not valid; a text"),
+        ({"prompt": 1, "answer": "2"}, {}, "'prompt' = 1 is not valid; a text"),
         ({"messages": "1", "answer": "2"}, {}, "'messages' = '1' is not valid; a list"),
         ({"messages": [{"content": "1"}], "answer": "2"}, {}, r"messages\[0\] = .* is not valid; \{role, content\}"),
         ({"messages": [{"role": "user", "content": [1]}], "answer": "2"}, {}, r"messages\[0\].content = \[1\] is not valid"),

@@ -14,7 +14,8 @@ def asking(text: str) -> list[dict[str, object]]:
 
 
 def test_ids_are_those_of_earlier_checkpoints() -> None:
-    assert TOKENIZER.render(asking("1+2=")) == [1, 4, 13, 5, 14] and TOKENIZER.completion([], "3") == [6, 2]
+    assert TOKENIZER.render(asking("1+2=")) == [1, 4, 13, 5, 14]
+    assert TOKENIZER.target(asking("1+2="), [{"role": "assistant", "content": "3"}]).tokens == (6, 2)
     assert TOKENIZER.document("1+2=3") == [1, 4, 13, 5, 14, 6, 2]
     vocabulary = TOKENIZER.vocabulary
     assert (vocabulary.size, vocabulary.ends, vocabulary.pad) == (15, {2}, 0)
@@ -32,3 +33,7 @@ def test_bad_input_is_named() -> None:
         CharTokenizer("")
     with pytest.raises(ValueError, match=r"no form for a conversation; .* messages of \['system', 'user'\]"):
         TOKENIZER.render([{"role": "system", "content": "1"}, *asking("2")])
+    with pytest.raises(
+        ValueError, match=r"one text of the assistant is needed, .* \['assistant', 'user', 'assistant'\]"
+    ):
+        TOKENIZER.target(asking("1"), [{"role": role, "content": "2"} for role in ("assistant", "user", "assistant")])

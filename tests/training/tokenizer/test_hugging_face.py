@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from parallel_rl.config.strict import configure
 from parallel_rl.training.config.tokenizer import TokenizerConfig
 from parallel_rl.training.tokenizer.chat_template import ChatOptions, ChatTemplate
-from parallel_rl.training.tokenizer.protocol import Tokenizer
+from parallel_rl.training.tokenizer.protocol import Message, Tokenizer
 from tests.training.tokenizer.folders import ANSWER, CONVERSATIONS, ENDS, write_tokenizer
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("chat_golden.json").read_text())
@@ -30,6 +31,12 @@ def build(folder: Path, **options: object) -> Tokenizer:
     return configure(TokenizerConfig, {"hf": str(folder), **options}).build()
 
 
+def answered(tokenizer: Tokenizer, messages: Sequence[Message], text: str) -> list[int]:
+    target = tokenizer.target(messages, [{"role": "assistant", "content": text}])
+    assert target.mask is None
+    return list(target.tokens)
+
+
 @pytest.mark.parametrize("name", [name for name in GOLDEN if name != "transformers"])
 def test_ids_are_those_of_apply_chat_template(name: str, folders: dict[str, Path]) -> None:
     """The ids that a policy was trained on elsewhere are those that it is asked with here."""
@@ -37,14 +44,14 @@ def test_ids_are_those_of_apply_chat_template(name: str, folders: dict[str, Path
     tokenizer = build(folder, variables=golden["variables"])
     for case, messages in CONVERSATIONS.items():
         wanted = golden["cases"][case]
-        prompt, answer = tokenizer.render(messages), tokenizer.completion(messages, ANSWER)
+        prompt, answer = tokenizer.render(messages), answered(tokenizer, messages, ANSWER)
         assert prompt == wanted["prompt"], case
         assert [*prompt, *answer] == wanted["answered"][: len(prompt) + len(answer)], case
         # Qwen's form has a line break behind the end token, which no policy is asked for
         assert len(wanted["answered"]) - len(prompt) - len(answer) == name.startswith("qwen3"), case
         assert answer[-1] in tokenizer.vocabulary.ends and tokenizer.decode(answer).endswith(ANSWER)
     plain = build(folder, chat=False)
-    end = plain.completion(USER, "x")[-1]
+    end = answered(plain, USER, "x")[-1]
     assert plain.render(USER) == golden["plain"] and plain.document("How many?") == [*golden["plain"], end]
 
 
@@ -54,7 +61,7 @@ def test_an_answer_ends_on_any_end_token(folders: dict[str, Path]) -> None:
     for form, folder in folders.items():
         ids = [Read.from_file(str(folder / "tokenizer.json")).token_to_id(name) for name in ENDS[form]]
         tokenizer = build(folder)
-        assert tokenizer.vocabulary.ends == set(ids) and tokenizer.completion(USER, "42")[-1] == ids[0]
+        assert tokenizer.vocabulary.ends == set(ids) and answered(tokenizer, USER, "42")[-1] == ids[0]
         for end in ids:
             assert tokenizer.decode([*tokenizer.encode("It is 42."), end, *tokenizer.encode("more")]) == "It is 42."
         assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.vocabulary.size + 7]) == "a\ufffd"
@@ -72,7 +79,7 @@ def test_one_of_several_templates(folders: dict[str, Path], tmp_path: Path) -> N
     with pytest.raises(ValueError, match=r"tokenizer.template = 'shrt': .* did you mean 'short'"):
         build(folder, template="shrt")
     with pytest.raises(ValueError, match="does not write an answer behind its own prompt: 'How many\\?'"):
-        build(folder).completion(USER, "42")
+        answered(build(folder), USER, "42")
 
 
 @pytest.mark.parametrize(

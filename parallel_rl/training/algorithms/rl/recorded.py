@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.experience import Experience, padded_samples
-from parallel_rl.training.batching.micro_batches import local_shares
+from parallel_rl.training.batching.micro_batches import local_shares, target_rows
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.data.datasets import check_cut
 from parallel_rl.training.data.examples import Rollout
@@ -34,6 +34,7 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
         [record.tokens[:start] for record, start in zip(mine, starts, strict=True)],
         [record.tokens[start:] for record, start in zip(mine, starts, strict=True)],
         logprobs=[record.logprobs for record in mine],
+        masks=[record.mask for record in mine],
         dtype=engine.float_dtype,
     )
     groups, ids = [record.group for record in mine], [first + index for index in indices]
@@ -42,8 +43,6 @@ def recorded_experience(session: Session, config: RLConfig, at: TrainProgress) -
         made = made.with_fields(run_ids=_ids([record.run or 0 for record in mine]))
     if any(record.segments is not None for record in batch):
         made = _with_turns(made, mine)
-    if any(record.mask is not None for record in mine):
-        made = replace(made, token_mask=made.token_mask & _sampled(made, mine))
     if batch[0].reward is None:
         advantages = torch.tensor([float(record.advantage or 0.0) for record in mine], dtype=engine.float_dtype)
         return replace(made, advantages=made.token_mask * advantages[:, None]), None
@@ -61,22 +60,12 @@ def _with_turns(made: Experience, records: Sequence[Rollout]) -> Experience:
     return made.with_fields(token_mask=made.token_mask & (turns >= 0), segment_ids=turns)
 
 
-def _sampled(made: Experience, records: Sequence[Rollout]) -> Tensor:
-    """[N, S] False at what a tool wrote."""
-    sampled = torch.ones_like(made.input_ids, dtype=torch.bool)
-    for row, record in enumerate(records):
-        if record.mask is not None:
-            end = len(record.tokens)
-            sampled[row, end - len(record.mask) : end] = torch.tensor(record.mask, dtype=torch.bool)
-    return sampled
-
-
 def demonstrations(session: Session, config: RLConfig, at: TrainProgress) -> Experience:
     """This data rank's share of the next demonstrations, each update's in order."""
     first, groups = at.next("examples"), session.engine.groups
     positions = [first + position for position in local_shares(config.experts, config.updates, groups)]
     examples = session.data.read(session.data.examples, positions)
-    samples = padded_samples([example.prompt for example in examples], [example.completion for example in examples])
+    samples = target_rows([example.prompt for example in examples], [example.target for example in examples])
     ids = torch.tensor([_EXPERTS + position for position in positions])
     return Experience.of(samples).with_fields(sample_ids=ids, expert_mask=torch.ones(len(positions), dtype=torch.bool))
 

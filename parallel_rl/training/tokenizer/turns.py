@@ -1,0 +1,51 @@
+"""Where a chat template writes the answers of a conversation: between renderings that begin the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from parallel_rl.training.tokenizer.chat_template import ChatTemplate
+from parallel_rl.training.tokenizer.protocol import Message
+
+
+def turns(template: ChatTemplate, messages: Sequence[Message], answers: Sequence[Message]) -> Iterator[tuple[str, str]]:
+    """Each answer as the template writes it, and what it writes from there to where the next begins ("" behind the last).
+
+    An answer is what the rendering up to it has more than that of what it answers, with the generation prompt. Both must begin
+    the rendering of the whole: then the tokens of each answer are those that a policy says when it is asked.
+
+    >>> template = ChatTemplate("{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}"
+    ...                         "{% if add_generation_prompt %}a{% endif %}", "this example")
+    >>> said = [{"role": role, "content": text} for role, text in (("assistant", "4"), ("user", "+2"), ("assistant", "6"))]
+    >>> list(turns(template, [{"role": "user", "content": "2+2"}], said))
+    [('4;', 'u+2;a'), ('6;', '')]
+
+    Raises:
+        ValueError: a template that writes a conversation in another way when it goes on, or refuses it.
+    """
+    conversation = [*messages, *answers]
+    whole = template.render(conversation, answered=True)
+    found: list[tuple[int, int]] = []
+    for place, message in enumerate(conversation):
+        if place < len(messages) or message["role"] != "assistant":
+            continue
+        asked = template.render(conversation[:place], answered=False)
+        said = whole if place == len(conversation) - 1 else template.render(conversation[: place + 1], answered=True)
+        if not said.startswith(asked):
+            raise ValueError(
+                f"{template.where} does not write an answer behind its own prompt: {_end_of(asked)} is not where the answer "
+                "begins in the whole conversation; mend the template, or set tokenizer.variables"
+            )
+        if not whole.startswith(said) or (found and len(asked) < found[-1][1]):
+            raise ValueError(
+                f"{template.where} writes messages[{place}], an answer, in another way when the conversation goes on: "
+                f"{_end_of(said)} does not begin the whole, so that not every answer can be learned in one sequence. "
+                "data.mask_history: true learns the last one only; tokenizer.template names one that keeps earlier answers"
+            )
+        found.append((len(asked), len(said)))
+    for (begin, end), following in zip(found, [*found[1:], None], strict=True):
+        yield whole[begin:end], "" if following is None else whole[end : following[0]]
+
+
+def _end_of(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"…{text[-40:]}")
