@@ -286,25 +286,19 @@ def padded_samples(
     """
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses; they must be as many")
-    if logprobs is not None and list(map(len, logprobs)) != list(map(len, responses)):
-        raise ValueError("logprobs must be one number a token of the responses")
-    if masks is not None and [len(r if m is None else m) for m, r in zip(masks, responses, strict=True)] != list(
-        map(len, responses)
-    ):
-        raise ValueError("masks must be one number a token of the responses")
+    for name, given in (("logprobs", logprobs), ("masks", masks)):
+        if given is not None and any(x is not None and len(x) != len(r) for x, r in zip(given, responses, strict=True)):
+            raise ValueError(f"{name} must be one number a token of the responses")
     lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=torch.int64)
-    starts = torch.tensor([len(p) for p in prompts], dtype=torch.int64)
     shape = len(prompts), int(lengths.max()) if len(prompts) else 0
-    ids, scores = torch.full(shape, pad), torch.zeros(shape, dtype=dtype) if logprobs is not None else None
+    ids, mask = torch.full(shape, pad), torch.zeros(shape, dtype=torch.bool)
+    scores = torch.zeros(shape, dtype=dtype) if logprobs is not None else None
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids[row, : lengths[row]] = torch.tensor([*prompt, *response], dtype=torch.int64)
+        said, kept = slice(len(prompt), len(prompt) + len(response)), None if masks is None else masks[row]
+        mask[row, said] = True if kept is None else torch.tensor(kept, dtype=torch.bool)
         if scores is not None and logprobs is not None:
-            scores[row, starts[row] : lengths[row]] = torch.tensor(logprobs[row], dtype=dtype)
-    column = torch.arange(shape[1])
-    mask = (column >= starts[:, None]) & (column < lengths[:, None])
-    for row, given in enumerate(masks or ()):
-        if given is not None:
-            mask[row, starts[row] : lengths[row]] = torch.tensor(given, dtype=torch.bool)
+            scores[row, said] = torch.tensor(logprobs[row], dtype=dtype)
     return Samples(ids, mask, lengths, generation_logprobs=scores)
 
 

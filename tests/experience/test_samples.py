@@ -141,6 +141,10 @@ def test_samples_from_lists() -> None:
         padded_samples([[1]], [])
     with pytest.raises(ValueError, match="logprobs must be one number a token"):
         padded_samples([[1]], [[2]], logprobs=[[]])
+    masked = padded_samples([[1], [1]], [[2, 3], [2]], masks=[[1, 0], None])
+    assert masked.token_mask.tolist() == [[False, True, False], [False, True, False]]
+    with pytest.raises(ValueError, match="masks must be one number a token"):
+        padded_samples([[1]], [[2]], masks=[[1, 0]])
 
 
 @pytest.mark.parametrize(
