@@ -291,15 +291,14 @@ def padded_samples(
             raise ValueError(f"{name} must be one number a token of the responses")
     lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=torch.int64)
     shape = len(prompts), int(lengths.max()) if len(prompts) else 0
-    ids, mask = torch.full(shape, pad), torch.zeros(shape, dtype=torch.bool)
-    scores = torch.zeros(shape, dtype=dtype) if logprobs is not None else None
+    ids, mask, scores = torch.full(shape, pad), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=dtype)
     for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         ids[row, : lengths[row]] = torch.tensor([*prompt, *response], dtype=torch.int64)
         said, kept = slice(len(prompt), len(prompt) + len(response)), None if masks is None else masks[row]
         mask[row, said] = True if kept is None else torch.tensor(kept, dtype=torch.bool)
-        if scores is not None and logprobs is not None:
+        if logprobs is not None:
             scores[row, said] = torch.tensor(logprobs[row], dtype=dtype)
-    return Samples(ids, mask, lengths, generation_logprobs=scores)
+    return Samples(ids, mask, lengths, generation_logprobs=None if logprobs is None else scores)
 
 
 def _unit(per: str, value: object) -> str:
