@@ -77,7 +77,10 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
             [GRPO, "--parallel", "{}", "--data.train", str(CONFIGS / "grpo_arithmetic.yaml")],
             "grpo_arithmetic.yaml, line 1: no JSON",
         ),
-        ([GRPO, "--parallel", "{}", "--reward", "nobody:knows"], "reward = 'nobody:knows' cannot be loaded"),
+        (
+            [GRPO, "--parallel", "{}", "--reward", "nobody:knows"],
+            'a config imports nothing; register it by @register_reward("knows")',
+        ),
         ([GRPO, "--parallel", "{}", "--model.max_positions", "8"], "model.max_positions = 8 is too few"),
         (["nowhere.yaml"], "nowhere.yaml does not exist"),
         ([GRPO, "stray"], "'stray' is not an override"),
@@ -95,7 +98,7 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
             ["--recipe", "grpo", "--rl.loss.name", "value", "--rl.loss.options", "{}"],
             "reads a scalar head, which the policy",
         ),
-        (["--recipe", "grpo", "--rl.loss.name", "gpro"], "no loss is registered as 'gpro'"),
+        (["--recipe", "grpo", "--rl.loss.name", "gpro"], "loss = 'gpro' is not valid; did you mean"),
         (
             ["--recipe", "dpo", "--preference.loss.name", "policy", "--preference.loss.options", "{}"],
             "reads 'advantages'",

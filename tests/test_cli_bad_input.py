@@ -19,6 +19,7 @@ FILES: dict[str, bytes] = {
     "latin.yaml": b"run: {dir: \xe9}\n",
     "mine.jsonl": b'{"prompt": "1+1=", "completion": "2"}\n',
     "broken_reward.py": b"1 / 0\n",
+    "leaving.py": b"raise SystemExit(0)\n",
 }
 
 
@@ -66,12 +67,15 @@ def checked(*arguments: str) -> list[str]:
         (checked(GRPO, "--run.seed=99999999999999999999"), "run: seed = 99999999999999999999 must be at most 2147483647"),
         # what is found later
         (checked(GRPO, f"--run.dir={'x' * 300}"), "xxx' cannot be made: File name too long"),  # the key was not named
-        (checked(GRPO, "--reward=.:x"), "reward = '.:x' cannot be loaded: TypeError: "),  # a traceback
-        (checked(GRPO, "--reward=broken_reward:f"), "cannot be loaded: ZeroDivisionError: division by zero"),  # a traceback
+        (checked(GRPO, "--reward=.:x"), "reward = '.:x' is not valid: a config imports nothing"),  # a traceback
+        (checked(GRPO, "--reward=broken_reward:f"), "pass --import broken_reward"),  # it was imported
+        (["data", GRPO, "--import=broken_reward"], "--import broken_reward failed: ZeroDivisionError: division by zero"),
+        (["data", GRPO, "--import=leaving"], "--import leaving failed: SystemExit: 0"),  # status 0
+        (checked(GRPO, "--import=os; x"), "--import os; x is not a module's name, such as my_rewards"),
         (checked(GRPO, "--reward=best"), "reward = 'best' is not valid; valid: "),
         (checked(GRPO, "--reward=http://"), "url = 'http://' names no host"),
         (checked(GRPO, "--reward=ftp://x"), "a server's URL starts with http:// or https://"),  # "No module named 'ftp'"
-        (checked(GRPO, "--reward={url: x}"), "reward = 'x' is not valid; valid: "),
+        (checked(GRPO, "--reward={url: x}"), "url = 'x' must start with http:// or https://"),
         (checked(GRPO, "--model.ffn_hidden=3"), "model.ffn_hidden = 3 is not divisible by parallel.tensor = 2"),
         (checked(GRPO, "--sampling.max_new_tokens=99"), "model.max_positions = 64 is too few; the sequence takes "),  # ok
         (checked(GRPO, "--batch.micro_batch_size=null", "--batch.tokens=7"), "tokens = 7 must be at least 8"),  # ok

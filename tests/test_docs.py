@@ -12,6 +12,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from parallel_rl.cli.runs import import_modules
 from parallel_rl.experience import reward_function
 from parallel_rl.recipes import recipes
 from parallel_rl.testing import check_law
@@ -64,8 +65,9 @@ def test_the_example_of_a_checker_runs(monkeypatch: pytest.MonkeyPatch, tmp_path
         r"^```python\n(.*?)^```", (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"), re.M | re.S
     )
     (tmp_path / "rewards_of_the_page.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    reward = reward_function("rewards_of_the_page:close")
+    monkeypatch.chdir(tmp_path)
+    import_modules(["rewards_of_the_page"])
+    reward = reward_function("close")
     texts = (["q"] * 3, ["7", "9", "x"], ["7"] * 3)
     assert reward(*texts, [{"level": 3}, {}, {}]).tolist() == [3, 1 / 3, 0]
 
@@ -119,7 +121,7 @@ def run_the_example(rank: int, folder: str, call: str) -> list[dict[str, float |
 
     small = {
         "run.dir": folder,
-        "reward": "tests.training.helpers:long_answers",
+        "reward": "long_answers",
         "model.hidden": 16,
         "evaluation": "null",
         "data.held_out": "null",

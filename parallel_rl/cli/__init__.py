@@ -10,10 +10,12 @@ from importlib.util import find_spec
 from parallel_rl import __version__
 from parallel_rl.cli import explain, export, runs, sample, submit, tools
 from parallel_rl.cluster import preemption
+from parallel_rl.config.names import ENVIRONMENT, modules_of_user
 from parallel_rl.doctor import command as doctor_command
 from parallel_rl.plan import command as plan_command
 from parallel_rl.verify import command as verify_command
 
+_NEVER_IMPORT = ("check", "submit")  # they run on a host that is not the job's, for a config that nobody has read yet
 _ABOUT = "Losses for RL post-training, and a reference trainer on Megatron-core."
 
 
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     check.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
     check.add_argument("--world", metavar="N", type=int, required=True, help="ranks: nodes × GPUs a node")
-    submitted = submit.add_parser(commands)
+    submit.add_parser(commands)
     data = commands.add_parser(
         "data",
         help="check the data of a run and read what its steps read, without a model",
@@ -64,22 +66,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     data.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
     data.add_argument("--steps", metavar="N", type=int, help="steps of each phase, in place of the config's")
-    exported, sampled = export.add_parser(commands), sample.add_parser(commands)
-    for command in (train, check, submitted, data, exported, sampled):
-        command.add_argument(
-            "--import",
-            dest="modules",
-            metavar="MODULE",
-            action="append",
-            default=[],
-            help="first import this module of yours, which registers losses, rewards or loggers (may be given again)",
-        )
+    export.add_parser(commands)
+    sample.add_parser(commands)
     plan_command.add_parser(commands)
     verify_command.add_parser(commands)
     doctor_command.add_parser(commands)
     explain.add_parser(commands)
+    for name, command in commands.choices.items():
+        whose = "the ranks" if name in _NEVER_IMPORT else "first"
+        if name != "explain":
+            command.add_argument(
+                "--import",
+                dest="modules",
+                metavar="MODULE",
+                action="append",
+                default=[],
+                help=f"{whose} import this module of yours, which registers losses, rewards or loggers (may be given again; "
+                f"{ENVIRONMENT} names others, by commas)",
+            )
     commands.add_parser("recipes", help="list the recipes")
     known, rest = parser.parse_known_args(submit.joined(sys.argv[1:] if arguments is None else arguments))
+    try:
+        if hasattr(known, "modules"):
+            known.modules = modules_of_user(known.modules)
+            if known.command not in _NEVER_IMPORT:
+                runs.import_modules(known.modules)
+    except ValueError as error:
+        return runs.refuse(error)
     if known.command == "plan":
         return tools.plan(known, rest)
     if known.command == "explain":
@@ -92,16 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return runs.refuse(
             ValueError(f"`parallel-rl {known.command}` needs megatron-core: pip install 'parallel-rl[megatron]'")
         )
-    try:
-        runs.import_modules(getattr(known, "modules", ()))
-    except ValueError as error:
-        return runs.refuse(error)
     if known.command == "train":
         if arguments is None:  # the process is ours, and seconds of imports follow
             preemption.listen()
         return runs.train(known.recipe, rest, known.gate, known.dump_step)
     if known.command == "check":
-        return runs.check(known.recipe, known.world, f"{known.world} ranks", rest)
+        return runs.check(known.recipe, known.world, f"{known.world} ranks", rest, known.modules)
     if known.command == "sample":
         return sample.sample(known, rest)
     if known.command == "export":

@@ -9,23 +9,30 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from parallel_rl.config.names import left_to_ranks
+
 if TYPE_CHECKING:
     from parallel_rl.training.config.sections import ParallelConfig
 
 
-def check(recipe: str | None, world: int, ranks: str, rest: Sequence[str], command: str = "check") -> int:
+def check(
+    recipe: str | None, world: int, ranks: str, rest: Sequence[str], modules: Sequence[str], command: str = "check"
+) -> int:
+    """Check a run without importing `modules`, which the ranks will."""
     from parallel_rl.training.config.load import load_config
     from parallel_rl.training.config.sections import data_parallel_size
 
     try:
         if world < 1:
             raise ValueError(f"--world {world} is not valid; at least 1 is needed")
-        config = load_config(*source(recipe, rest, command), say)
-        data_parallel_size(config.parallel, world)
-        warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-        from parallel_rl.training.preflight.check import check_run
+        with left_to_ranks(modules) as left:
+            config = load_config(*source(recipe, rest, command), say)
+            data_parallel_size(config.parallel, world)
+            warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+            from parallel_rl.training.preflight.check import check_run
 
-        print(f"ok: {config.objective}, {ranks}, {check_run(config, world)}", flush=True)
+            found = check_run(config, world)
+        print("\n".join([f"ok: {config.objective}, {ranks}, {found}", *left]), flush=True)
     except (ValueError, OSError) as error:  # such as a file that may not be read
         return refuse(error)
     return 0
@@ -117,13 +124,17 @@ def source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, 
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Imports modules of the user's, from the working folder too."""
+    """Import modules of the user's, from the working folder too.
+
+    Raises:
+        ValueError: one cannot be imported, or ends the program.
+    """
     for name in names:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
         try:
             import_module(name)
-        except Exception as error:  # whatever the module does when it is imported
+        except (Exception, SystemExit) as error:  # whatever the module does when it is imported
             raise ValueError(f"--import {name} failed: {type(error).__name__}: {error}") from error
 
 

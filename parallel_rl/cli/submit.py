@@ -10,6 +10,7 @@ from pathlib import Path
 
 from parallel_rl.cli.loop import read
 from parallel_rl.cli.runs import check, refuse, source
+from parallel_rl.config.names import left_to_ranks
 
 # what `submit` hands on by the same name
 _SBATCH = (
@@ -91,13 +92,14 @@ def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
             script = Path(known.script)
             folder, texts = Path("runs") / script.stem, {script.name: read(known.script)}
             print(f"ok: {script}, {ranks}", flush=True)
-        elif status := check(known.recipe, job.world, ranks, rest, "submit"):
+        elif status := check(known.recipe, job.world, ranks, rest, known.modules, "submit"):
             return status
         print(job, flush=True)
         if known.dry_run:
             return 0
         if known.script is None:
-            folder, texts = _record(*source(known.recipe, rest, "submit"))
+            with left_to_ranks(known.modules):
+                folder, texts = _record(*source(known.recipe, rest, "submit"))
         print(cluster.submit(job, folder, texts))
     except ValueError as error:
         return refuse(error)

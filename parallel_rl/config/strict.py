@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
+from parallel_rl.config.shown import shown
+
 ConfigT = TypeVar("ConfigT")
 
 
@@ -45,13 +47,13 @@ def configure(cls: type[ConfigT], value: ConfigT | Mapping | str | None = None, 
         return value if all(right[key] is given[key] for key in fields) else dataclasses.replace(value, **right)  # type: ignore[type-var]
     name = where or cls.__name__
     if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{name} must be a mapping or a {cls.__name__}, got {value!r}")
+        raise ValueError(f"{name} must be a mapping or a {cls.__name__}, got {shown(value)}")
     kwargs = {}
     for key, item in (value or {}).items():
         path = f"{where}.{key}" if where else f"{key}"
         if key not in fields:
             near = _deeper(str(key), value or {}, hints) or nearest(str(key), fields)
-            raise ValueError(f"unknown key {path} = {item!r} in {cls.__name__}; {near}")
+            raise ValueError(f"unknown key {path} = {shown(item)} in {cls.__name__}; {near}")
         kwargs[key] = _convert(hints[key], item, path)
     required = [
         field.name
@@ -128,7 +130,7 @@ def _choose(family: type[Variants], value: typing.Any, path: str) -> typing.Any:
     options = {"name": value} if isinstance(value, str) else value
     if not isinstance(options, Mapping) or not isinstance(options.get("name"), str):
         raise ValueError(
-            f"{path} = {value!r} must be a name or a mapping with the key 'name', one of {', '.join(family.variants)}"
+            f"{path} = {shown(value)} must be a name or a mapping with the key 'name', one of {', '.join(family.variants)}"
         )
     name = options["name"]
     if name not in family.variants:
@@ -152,7 +154,7 @@ def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
         return _convert(options[-1], value, path)
     if origin is Literal:
         if value not in args:
-            raise ValueError(f"{path} = {value!r} is not valid; choose one of {', '.join(map(repr, args))}")
+            raise ValueError(f"{path} = {shown(value)} is not valid; choose one of {', '.join(map(repr, args))}")
         return value
     if isinstance(hint, type) and issubclass(hint, Variants):
         return _choose(hint, value, path)
@@ -160,17 +162,17 @@ def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
         return configure(hint, value, path)  # type: ignore[arg-type]
     if origin in (list, tuple):
         if not isinstance(value, (list, tuple)):
-            raise ValueError(f"{path} = {value!r} is not valid; a list is needed")
+            raise ValueError(f"{path} = {shown(value)} is not valid; a list is needed")
         kinds = [args[0]] * len(value) if origin is list or args[-1] is Ellipsis else args
         if len(kinds) != len(value):
-            raise ValueError(f"{path} = {value!r} is not valid; {len(kinds)} values are needed")
+            raise ValueError(f"{path} = {shown(value)} is not valid; {len(kinds)} values are needed")
         return origin(
             _convert(kind, item, f"{path}[{index}]")
             for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
         )
     if origin is dict:
         if not isinstance(value, Mapping):
-            raise ValueError(f"{path} = {value!r} is not valid; a mapping is needed")
+            raise ValueError(f"{path} = {shown(value)} is not valid; a mapping is needed")
         return {key: _convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
@@ -186,7 +188,7 @@ def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
         if hint is str and isinstance(value, (int, float))
         else ""
     )
-    raise ValueError(f"{path} = {value!r} is not valid; a value of type {hint.__name__} is needed{quotes}")
+    raise ValueError(f"{path} = {shown(value)} is not valid; a value of type {hint.__name__} is needed{quotes}")
 
 
 def at_least(config: object, **bounds: float) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import yaml
 
+from parallel_rl.config.shown import shown, without_private
+
 Tree = dict[str, object]
 
 # keys below which a text, or each text of a list, is a path that starts at the file's folder
@@ -182,7 +184,7 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
         name = items.pop(0)
         if not name.startswith("--") or len(name) == 2:
             instead = f"--{name}" if "=" in name else "--section.key value"
-            raise ValueError(f"{name!r} is not an override; write {instead}")
+            raise ValueError(f"{shown(name)} is not an override; write {without_private(instead)}")
         name, equals, text = name[2:].partition("=")
         if not equals:
             if not items or items[0].startswith("--"):
@@ -195,7 +197,7 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
         except ValueError as error:
             problem = getattr(error.__cause__, "problem", "") or ""
             why = f": {problem}" if "stands twice" in problem else ""
-            raise ValueError(f"the value of --{name}, {text!r}, is not valid YAML{why}") from None
+            raise ValueError(f"the value of --{name}, {shown(text)}, is not valid YAML{why}") from None
     return pairs
 
 
@@ -213,6 +215,6 @@ def _set(tree: Tree, dotted: str, value: object) -> None:
         if below is None:
             below = tree[parent] = {}
         if not isinstance(below, dict):
-            raise ValueError(f"--{dotted}: {'.'.join(parents[: depth + 1])} = {below!r} is a value, not a section")
+            raise ValueError(f"--{dotted}: {'.'.join(parents[: depth + 1])} = {shown(below)} is a value, not a section")
         tree = below
     tree[last] = value

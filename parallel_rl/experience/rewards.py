@@ -1,8 +1,7 @@
-"""Reward functions, named in one way: a registered name, "module:function", a Python callable, or a server's URL."""
+"""Reward functions, named in one way: a registered name, a server, or a Python callable."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 import numbers
@@ -15,7 +14,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
-from parallel_rl.config.strict import configure, nearest
+from parallel_rl.config.json_text import brief, is_finite
+from parallel_rl.config.names import is_left, not_registered
+from parallel_rl.config.shown import shown
+from parallel_rl.config.strict import configure
 from parallel_rl.experience.checkers import check_math, exact_match, math_equal, think_format
 from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig
 from parallel_rl.groups import group_rank, group_size
@@ -50,13 +52,13 @@ def register_reward(name: str) -> Callable[[Checker], Checker]:
     tensor([3.], dtype=torch.float64)
 
     Raises:
-        ValueError: the name is taken, or reads like "module:function".
+        ValueError: the name is taken, or has a colon.
     """
 
     if name in _CHECKERS:
         raise ValueError(f"reward {name!r} is registered already")
     if ":" in name:
-        raise ValueError(f"reward name {name!r} must not have a colon: colons mark 'module:function' and URLs")
+        raise ValueError(f"reward name {name!r} must not have a colon: colons mark URLs")
 
     def register(function: Checker) -> Checker:
         _CHECKERS[name] = function
@@ -66,35 +68,36 @@ def register_reward(name: str) -> Callable[[Checker], Checker]:
 
 
 def checker(name: str) -> Checker:
-    """The checker of that name, or the function that "module:function" names.
+    """The checker that is registered as `name`; nothing is imported for it.
 
     Raises:
-        ValueError: an unknown name (with the nearest), a module that does not import, or an attribute that is missing or not
-            callable.
+        ValueError: an unknown name (with the nearest), or one that reads like an address or like "module:function".
     """
     if name == "math":
         check_math()
     if name in _CHECKERS:
         return _CHECKERS[name]
-    module, colon, function = name.partition(":")
     if "://" in name:
-        raise ValueError(f"reward = {name!r} is not valid; a server's URL starts with http:// or https://")
-    if not (module and colon and function):
-        near = nearest(name, _CHECKERS)
-        link = " Or" if near.endswith("?") else "; or"
-        raise ValueError(f"reward = {name!r} is not valid; {near}{link} write 'module:function' or a server's URL")
-    try:
-        loaded = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"reward = {name!r} cannot be loaded: {error}") from None
-    except Exception as error:  # whatever the module does when it is imported
-        raise ValueError(f"reward = {name!r} cannot be loaded: {type(error).__name__}: {error}") from None
-    if not callable(loaded):
-        raise ValueError(
-            f"reward = {name!r} is a {type(loaded).__name__}; a function (prompt, completion, answer[, extra]) is needed"
-        )
-    named: Checker = loaded
-    return named
+        raise ValueError(f"reward = {shown(name)} is not valid; a server's URL starts with http:// or https://")
+    if is_left("reward", name):
+        return exact_match  # nobody calls it: `check` looks at the rest
+    raise ValueError(not_registered("reward", name, _CHECKERS, "register_reward"))
+
+
+def named_reward(reward: object, where: str = "reward") -> str | HTTPRewardConfig:
+    """A reward as a config has it: a registered name, or a server by its URL or its options.
+
+    >>> named_reward("exact_match"), named_reward("http://judge:8000/score").url
+    ('exact_match', 'http://judge:8000/score')
+
+    Raises:
+        ValueError: neither, or options that are not valid; whether the name is registered is `checker`'s to say.
+    """
+    if isinstance(reward, str):
+        return HTTPRewardConfig(reward) if reward.startswith(("http://", "https://")) else reward
+    if isinstance(reward, (HTTPRewardConfig, Mapping)):
+        return configure(HTTPRewardConfig, reward, where)
+    raise ValueError(f"{where} = {shown(reward)} is not valid; a name, a server's URL or its options are needed")
 
 
 def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> RewardFunction:
@@ -104,34 +107,21 @@ def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> Rewar
     tensor([1.], dtype=torch.float64)
 
     Args:
-        reward: a registered name, "module:function", a URL ("http://..."), the options of a server (`HTTPRewardConfig`), or a
-            function (prompt, completion, answer) -> float; one that has a fourth argument `extra` gets a mapping in it.
+        reward: a registered name, a URL ("http://..."), the options of a server (`HTTPRewardConfig`), or a function
+            (prompt, completion, answer) -> float; one that has a fourth argument `extra` gets a mapping in it.
 
     Returns:
         (prompts, completions, answers), N strings each, and `extras`, N mappings -> [N] float64, on the host. Of a Python
-        function a reward that is no finite number is a ValueError that names the sample; of a server see `HTTPReward`.
+        function a reward that is no number, or infinite in float32, is a ValueError that names the sample; of a server see
+        `HTTPReward`.
 
     Raises:
-        ValueError: a reward that cannot be loaded, or options that are not valid.
+        ValueError: a name that is not registered, or options that are not valid.
     """
-    if isinstance(reward, str):
-        if from_server(reward):
-            return HTTPReward(HTTPRewardConfig(reward))
-        return _Checked(checker(reward), reward)
-    if isinstance(reward, HTTPRewardConfig | Mapping):
-        return HTTPReward(configure(HTTPRewardConfig, reward, "reward"))
-    if not callable(reward):
-        raise ValueError(f"reward = {reward!r} is not a name, a function or a server's options")
-    return _Checked(reward, getattr(reward, "__name__", repr(reward)))
-
-
-def from_server(name: str) -> bool:
-    """Whether a reward's name is a server's URL.
-
-    >>> from_server("http://host:8000/score"), from_server("exact_match")
-    (True, False)
-    """
-    return name.startswith(("http://", "https://"))
+    if callable(reward):
+        return _Checked(reward, getattr(reward, "__name__", repr(reward)))
+    named = named_reward(reward)
+    return HTTPReward(named) if isinstance(named, HTTPRewardConfig) else _Checked(checker(named), named)
 
 
 def score_once(
@@ -186,8 +176,10 @@ class _Checked:
         for index, (*sample, extra) in enumerate(zip(prompts, completions, answers, others, strict=True)):
             value: object = self.function(*sample, extra=extra) if self._reads_extra else self.function(*sample)
             number = _number(value)
-            if not math.isfinite(number):
-                raise ValueError(f"reward {self.name!r} of sample {index} is {value!r}; a finite number is needed")
+            if not is_finite(number):
+                raise ValueError(
+                    f"reward {self.name!r} of sample {index} is {brief(value)}; a finite number is needed, in float32, too"
+                )
             values.append(number)
         return torch.tensor(values, dtype=torch.float64)
 
@@ -203,4 +195,7 @@ def _number(value: object) -> float:
     """The number, NaN for anything else; tensors and numpy numbers of one element are numbers."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.dim() == 0 else math.nan
-    return float(value) if isinstance(value, numbers.Real) else math.nan
+    try:
+        return float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:  # an integer
+        return math.inf

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from parallel_rl.config.names import is_left
 from parallel_rl.config.strict import configure
 from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.options import NoConfig
 from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
-from parallel_rl.losses.registry import get_loss
+from parallel_rl.losses.registry import get_loss, losses
+from parallel_rl.metrics import Metrics
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
+
+
+class _Unseen(LossFn[NoConfig]):
+    """In the place of a loss that this process does not import; it is never called."""
+
+    config_class = NoConfig
+    requirements = Requirements(truncatable=True)
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        raise NotImplementedError("a loss that was not imported")
 
 
 @dataclass(frozen=True)
@@ -18,7 +33,7 @@ class LossConfig:
     """A registered loss, checked when the config is read.
 
     Attributes:
-        name: in the registry (`parallel_rl.losses.losses()`), or "module:name" for one that importing the module registers.
+        name: in the registry (`parallel_rl.losses.losses()`), which a module of --import may add to.
         options: keys of the loss's config, see its `config_class`.
     """
 
@@ -33,15 +48,14 @@ class LossConfig:
         """The registered class.
 
         Raises:
-            ValueError: an unknown name, or a module that does not import.
+            ValueError: an unknown name.
         """
-        module, colon, name = self.name.rpartition(":")
-        if colon:
-            try:
-                importlib.import_module(module)
-            except ImportError as error:
-                raise ValueError(f"name = {self.name!r}: the module {module!r} cannot be imported: {error}") from None
-        return get_loss(name)
+        return _Unseen if self.unseen else get_loss(self.name)
+
+    @property
+    def unseen(self) -> bool:
+        """Whether only the ranks know this loss, so that nothing is known of what it reads (`parallel-rl check`)."""
+        return self.name not in losses() and is_left("loss", self.name)
 
     @property
     def requirements(self) -> Requirements:
@@ -62,6 +76,8 @@ class LossConfig:
             ValueError: options that do not fit, a truncation of a loss that does not score the sampler's policy.
         """
         cls = self.loss_class
+        if cls is _Unseen:
+            return cls()
         config = configure(cls.config_class, self.options, "options")
         if issubclass(cls, ScalarHeadLoss):
             return cls(config)

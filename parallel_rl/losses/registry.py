@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
-from parallel_rl.config.strict import nearest
+from parallel_rl.config.names import not_registered
 from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation, unit_of
 from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
 from parallel_rl.losses.core.base import LossFn
@@ -63,7 +63,7 @@ def get_loss(name: str) -> type[LossFn]:
         ValueError: an unknown name, with the nearest one.
     """
     if name not in _LOSSES:
-        raise ValueError(f"no loss is registered as {name!r}; {nearest(name, _LOSSES)}")
+        raise ValueError(not_registered("loss", name, _LOSSES, "register_loss"))
     return _LOSSES[name]
 
 

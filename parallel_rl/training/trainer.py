@@ -66,8 +66,8 @@ def train(config: TrainConfig, dump_step: int | None = None) -> Result:
     began = time.monotonic()
     check_dump(config, dump_step)
     files = find_data(config.data)
-    for name in config.rewards:
-        reward_function(name)
+    for reward in config.rewards.values():
+        reward_function(reward)
     start_world(config)
     check_layout(config, dist.get_world_size())
     config = settle_alphabet(config, files)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import warnings
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
+import torch
+
+from parallel_rl.experience import register_reward
 from parallel_rl.testing import pool
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +59,7 @@ def recorded_grpo(folder: Path, parallel: object, packing: bool, dtype: str, ste
     )
 
 
+@register_reward("long_answers")
 def long_answers(prompt: str, completion: str, answer: str) -> float:
     """A checker under which even an untrained policy's samples differ."""
     return len(completion) / 4
@@ -83,6 +89,19 @@ def train_rows(rank: int, arguments: list[str]) -> list[dict[str, float | int | 
     return [{key: value for key, value in row.items() if key not in CLOCK} for row in result.rows]
 
 
+@register_reward("sevens")
 def sevens(prompt: str, completion: str, answer: str) -> float:
     """A checker that a policy can learn in a few steps: the share of sevens."""
     return completion.count("7") / max(len(completion), 1)
+
+
+@register_reward("agreeing")
+def agreeing(prompt: str, completion: str, answer: str) -> float:
+    """A checker that the samples of a prompt often agree on."""
+    return float(len(completion) >= 3)
+
+
+@register_reward("chance")
+def chance(prompt: str, completion: str, answer: str) -> float:
+    """A checker that draws from every random state that user code may draw from."""
+    return random.random() + float(np.random.random()) + float(torch.rand(()))

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.http_client import Workers
-from parallel_rl.experience.rewards import from_server, reward_function, score_once
+from parallel_rl.experience.http_reward import HTTPRewardConfig
+from parallel_rl.experience.rewards import reward_function, score_once
 from parallel_rl.training.data.examples import Prompt
 from parallel_rl.training.rollouts.sharing import Sharing, failure
 from parallel_rl.training.session import Session
@@ -26,26 +27,25 @@ def completion_rewards(session: Session, prompts: Sequence[Prompt], completions:
     """
     engine, sharing = session.engine, Sharing(session.engine)
     texts = [session.tokenizer.decode(completion) for completion in completions]
-    reward = engine.config.reward
-    parts = [(reward, list(range(len(texts))))] if isinstance(reward, str) else []
-    if not isinstance(reward, str):
-        rows = {source: [row for row, prompt in enumerate(prompts) if prompt.source == source] for source in reward}
-        parts = [(name, rows[source]) for source, name in reward.items()]
+    parts = [
+        (reward, [row for row, prompt in enumerate(prompts) if source in (None, prompt.source)])
+        for source, reward in engine.config.rewards.items()
+    ]
 
-    def score(name: str, rows: Sequence[int]) -> Tensor:
-        return _score(name, [prompts[row] for row in rows], [texts[row] for row in rows])
+    def score(reward: str | HTTPRewardConfig, rows: Sequence[int]) -> Tensor:
+        return _score(reward, [prompts[row] for row in rows], [texts[row] for row in rows])
 
     tick("asking the reward function")
-    well, served = True, [number for number, (name, _) in enumerate(parts) if from_server(name)]
+    well, served = True, [number for number, (reward, _) in enumerate(parts) if isinstance(reward, HTTPRewardConfig)]
     asked = {number: Workers(1).submit(partial(score, *parts[number])) for number in served if sharing.asks}
     if served:
         well = sharing.wait([*asked.values()])
 
     def ask() -> Tensor:
         scores = torch.zeros(len(texts), dtype=torch.float64)
-        for number, (name, rows) in enumerate(parts):
+        for number, (reward, rows) in enumerate(parts):
             if number not in asked and rows:
-                scores[rows] = score(name, rows)
+                scores[rows] = score(reward, rows)
             elif number in asked and (well or failure(asked[number])):
                 scores[rows] = asked[number].result()
         return scores
@@ -55,6 +55,6 @@ def completion_rewards(session: Session, prompts: Sequence[Prompt], completions:
     return rewards
 
 
-def _score(reward: str, prompts: Sequence[Prompt], completions: Sequence[str]) -> Tensor:
+def _score(reward: str | HTTPRewardConfig, prompts: Sequence[Prompt], completions: Sequence[str]) -> Tensor:
     questions, answers = [prompt.text for prompt in prompts], [prompt.answer for prompt in prompts]
     return reward_function(reward)(questions, completions, answers, [prompt.extra for prompt in prompts])

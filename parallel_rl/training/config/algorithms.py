@@ -57,6 +57,8 @@ class CriticConfig:
         at_least(self, warmup_steps=0)
         check_fields_available(self.loss, dict.fromkeys(("values", "returns", "group_ids"), ""), scalar_head=True)
         needs = self.loss.requirements
+        if self.loss.unseen:
+            return
         if needs.reads == "scalar" and not needs.shift:
             raise ValueError(
                 "loss.options.head_position must be 'predictor': the values come one position before their token"
@@ -201,7 +203,8 @@ class RLConfig:
             if key in needs and getattr(self, section) is None:
                 raise ValueError(f"advantages.name = {name!r} reads {key}, which {section!r} gives; it is missing")
             read = {*needs, *(self.loss.requirements.names if section == "teacher" else ())}
-            if getattr(self, section) is not None and read.isdisjoint({key, *OF_TEACHER}):
+            unread = read.isdisjoint({key, *OF_TEACHER}) and not self.loss.unseen
+            if getattr(self, section) is not None and unread:
                 raise ValueError(f"{section!r} has no effect with advantages.name = {name!r}, which reads no {key}")
         if ("kl" in needs) != (self.reward_kl is not None):
             raise ValueError(
@@ -214,7 +217,7 @@ class RLConfig:
 
     def _check_loss(self) -> None:
         check_fields_available(self.loss, self.fields)
-        if self.experts and "expert_mask" not in self.loss.requirements.names:
+        if self.experts and "expert_mask" not in self.loss.requirements.names and not self.loss.unseen:
             raise ValueError(
                 f"experts = {self.experts} has no effect with loss.name = {self.loss.name!r}, which reads no expert_mask"
             )
@@ -281,6 +284,8 @@ class DistillationConfig:
         at_least(self, top_k=1)
         check_fields_available(self.loss, dict.fromkeys(of_topk, ""))
         needs = self.loss.requirements
+        if self.loss.unseen:
+            return
         if of_topk[0] not in needs.names:
             raise ValueError(
                 f"top_k = {self.top_k} has no effect with loss.name = {self.loss.name!r}, which reads no top-k"

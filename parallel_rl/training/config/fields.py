@@ -45,6 +45,8 @@ def check_fields_available(
     Raises:
         ValueError: names the field, and what would give it.
     """
+    if choice.unseen:
+        return
     needs = choice.requirements
     if needs.paired and not paired:
         raise ValueError(

@@ -65,4 +65,6 @@ def _plain(value: object) -> object:
     if is_dataclass(value):
         name: dict[str, object] = {"name": value.name} if isinstance(value, Variants) else {}
         return name | {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
     return list(value) if isinstance(value, tuple) else value

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from parallel_rl.experience.http_reward import HTTPRewardConfig
+from parallel_rl.experience.rewards import named_reward
 from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.config.data import DataConfig
 from parallel_rl.training.config.model import ModelConfig, check_model_layout
@@ -24,13 +27,14 @@ OBJECTIVES = ("rl", "preference", "sft", "distillation")
 class TrainConfig:
     """A whole run: a supervised warm-up (optional), then one of `rl`, `preference`, `sft` and `distillation`.
 
-    `reward` is a checker's name, "module:function" or a server's URL, or one of these for each `source` of the prompts.
+    `reward` is a checker's name, or a server by its URL or its options (`HTTPRewardConfig`), or one of these for each `source`
+    of the prompts.
     """
 
     run: RunConfig
     tokenizer: TokenizerConfig
     data: DataConfig
-    reward: dict[str, str] | str = "exact_match"
+    reward: dict[str, object] | HTTPRewardConfig | str = "exact_match"
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -43,6 +47,7 @@ class TrainConfig:
     distillation: DistillationConfig | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "reward", _settled(self.reward))
         given = [name for name in OBJECTIVES if getattr(self, name) is not None]
         if len(given) != 1:
             has = f"{' and '.join(given)} are given" if given else "none is given"
@@ -61,9 +66,11 @@ class TrainConfig:
         return next(name for name in OBJECTIVES if getattr(self, name) is not None)
 
     @property
-    def rewards(self) -> tuple[str, ...]:
-        """The names of all rewards."""
-        return (self.reward,) if isinstance(self.reward, str) else tuple(self.reward.values())
+    def rewards(self) -> Mapping[str | None, str | HTTPRewardConfig]:
+        """The reward of each source; of all prompts by the key None."""
+        if isinstance(self.reward, dict):
+            return {source: named_reward(reward) for source, reward in self.reward.items()}
+        return {None: self.reward}
 
     @property
     def scalar_head(self) -> bool:
@@ -234,3 +241,10 @@ class TrainConfig:
                     f"the section {name!r} with parallel.expert = {experts} would draw by the trainer's own sampler, whose "
                     f"data ranks end at different tokens; set {self.objective}.server with update, or parallel.expert to 1"
                 )
+
+
+def _settled(reward: dict[str, object] | HTTPRewardConfig | str) -> dict[str, object] | HTTPRewardConfig | str:
+    """With the options of servers as what they are; a mapping with a `url` is one server's."""
+    if isinstance(reward, dict) and "url" not in reward:
+        return {source: named_reward(one, f"reward.{source}") for source, one in reward.items()}
+    return named_reward(reward)

@@ -38,20 +38,20 @@ def parsers(config: TrainConfig, tokenizer: Tokenizer) -> Parsers:
     data = config.data
     form = {name: Format(tokenizer, data.columns_of(name), data.system, data.mask_history) for name in FIELDS}
     return Parsers(
-        partial(_rewarded_prompt, form=form["train"], reward=config.reward),
-        partial(_rewarded_prompt, form=form["held_out"], reward=config.reward),
+        partial(_rewarded_prompt, form=form["train"], rewards=config.rewards),
+        partial(_rewarded_prompt, form=form["held_out"], rewards=config.rewards),
         partial(parse_example, form=form["examples"]),
         partial(parse_pair, form=form["pairs"]),
         partial(parse_rollout, vocab_size=config.model.vocabulary(tokenizer.vocabulary).size),
     )
 
 
-def _rewarded_prompt(row: Row, form: Format, reward: str | Mapping[str, str]) -> Prompt:
+def _rewarded_prompt(row: Row, form: Format, rewards: Mapping[str | None, object]) -> Prompt:
     """A prompt whose source has a reward."""
     prompt = parse_prompt(row, form)
-    if not isinstance(reward, str) and prompt.source not in reward:
+    if None not in rewards and prompt.source not in rewards:
         what = (
             "the field 'source' is missing" if prompt.source is None else f"'source' = {prompt.source!r} has no reward"
         )
-        raise ValueError(f"{what}; {nearest(prompt.source or '', reward)}")
+        raise ValueError(f"{what}; {nearest(prompt.source or '', map(str, rewards))}")
     return prompt

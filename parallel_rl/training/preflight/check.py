@@ -31,8 +31,8 @@ def check_run(config: TrainConfig, world_size: int) -> str:
     check_layout(config, world_size)
     if config.rl is not None and config.data.rollouts is None:
         length_check(config)(config.sampling.max_new_tokens + 1)  # of the shortest prompt; the run checks them all
-    for name in config.rewards:
-        reward_function(name)
+    for reward in config.rewards.values():
+        reward_function(reward)
     check_writable(Path(config.run.dir))
     files = find_data(config.data)
     config = settle_alphabet(config, files)

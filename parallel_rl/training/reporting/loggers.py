@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
-from parallel_rl.config.strict import nearest
+from parallel_rl.config.names import is_left, not_registered
 from parallel_rl.training.reporting.logger import Logger, Row, RunInfo, registered
 from parallel_rl.training.reporting.trackers import NAMES
 
@@ -18,14 +18,11 @@ def check_loggers(names: Sequence[str]) -> None:
     """
     known = registered()
     for place, name in enumerate(names):
-        if name not in known:
-            raise ValueError(
-                f"logger {name!r} is not registered; {nearest(name, known)}; one of your own is registered by "
-                "@register_logger in a module that --import names"
-            )
+        if name not in known and not is_left("logger", name):
+            raise ValueError(not_registered("logger", name, known, "register_logger"))
         if name in names[:place]:
             raise ValueError(f"logger {name!r} is named twice")
-        package = known[name].package
+        package = known[name].package if name in known else None
         if package is not None and find_spec(package) is None:
             raise ValueError(
                 f"logger {name!r} needs the package {package}, which is not installed: pip install {package}"

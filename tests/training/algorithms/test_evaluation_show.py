@@ -35,7 +35,7 @@ def test_samples_of_an_evaluation_are_printed_once_whichever_rank_drew_them(tmp_
         parallel="{}",
         sft="{steps: 1, batch_size: 8, optimizer: {lr: 3e-3}}",
         evaluation="{samples: 2, show: 3}",
-        reward="tests.training.helpers:long_answers",
+        reward="long_answers",
         run__loggers="[tensorboard]",
     )
     screen, silent = run_world(2, _screen, given)

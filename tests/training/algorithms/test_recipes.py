@@ -92,7 +92,7 @@ def tiny(name: str, folder: Path, **more: object) -> list[str]:
     if not tree.get("warmup"):
         sizes = {key: value for key, value in sizes.items() if not key.startswith("warmup.")}
     if objective == "rl":
-        sizes["reward"] = "tests.training.helpers:long_answers"  # even an untrained policy's samples differ
+        sizes["reward"] = "long_answers"  # even an untrained policy's samples differ
         sizes["rl.updates"] = min(2, tree["rl"]["updates"])  # type: ignore[index]
         if tree["rl"].get("experts"):  # type: ignore[attr-defined, index]
             sizes["rl.experts"] = 4

@@ -39,7 +39,7 @@ class Warming(LossFn[NoConfig]):
         return loss, Metrics({"loss": Metric("share", loss), "weight": Metric("max", torch.full_like(loss, weight))})
 
 
-LOSS = "{name: tests.training.algorithms.test_user_losses:doc_warming}"
+LOSS = "{name: doc_warming}"
 RUNS = {
     "rl": (
         "grpo_arithmetic.yaml",
@@ -51,13 +51,18 @@ RUNS = {
 }  # fmt: skip
 
 
+def train_here(rank: int, arguments: list[str]) -> list[dict[str, float | int | str]]:
+    """As a function of this module it has the rank import it, and the loss with it."""
+    return train_rows(rank, arguments)
+
+
 @pytest.mark.parametrize("objective", RUNS)
 def test_a_scheduled_loss_moves_and_its_state_goes_on(objective: str, tmp_path: Path) -> None:
     config, options, weights = RUNS[objective]
     small = {"model__hidden": 16, "evaluation": "null", "data__held_out": "null", "parallel": "{}"}
     small |= {"run__checkpoint_every": 1, "run__keep_checkpoints": 5}
-    [rows] = run_world(1, train_rows, run(config, run__dir=tmp_path / "whole", **small, **options))
+    [rows] = run_world(1, train_here, run(config, run__dir=tmp_path / "whole", **small, **options))
     assert [row["weight"] for row in rows] == weights
     cut(tmp_path / "whole", tmp_path / "stopped", 2)
-    [later] = run_world(1, train_rows, run(config, run__dir=tmp_path / "stopped", **small, **options))
+    [later] = run_world(1, train_here, run(config, run__dir=tmp_path / "stopped", **small, **options))
     assert later == rows[2:]

@@ -30,7 +30,7 @@ RL = {
     "rl.group_size": 2,
     "rl.updates": 2,
     "rl.optimizer": "{lr: 3e-3}",
-    "reward": "tests.training.helpers:long_answers",
+    "reward": "long_answers",
 }
 PAIRS = {"preference.steps": 3, "preference.pairs": 8, "preference.optimizer": "{lr: 3e-3}", "warmup": "null"}
 RECORDED = {"data": "{rollouts: ROLLOUTS}", "warmup": "null"}

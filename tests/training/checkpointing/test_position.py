@@ -32,7 +32,7 @@ ROLLOUTS = [
     {"tokens": [1, 4 + n % 10, 4 + n // 10, 2], "logprobs": [-0.5, -1.0], "group": n // 2, "reward": float(n % 2)}
     for n in range(RECORDS)
 ]
-RL = {**ALONE, "rl__steps": 6, "reward": "tests.training.helpers:long_answers"}
+RL = {**ALONE, "rl__steps": 6, "reward": "long_answers"}
 # the config, its source, what it holds, sizes of 8 records a step, and others of 4
 RUNS: dict[str, tuple[str, str, list[dict], dict[str, object], dict[str, object]]] = {
     "SFT records": ("sft", "examples", EXAMPLES, {"sft__steps": 6, "sft__batch_size": 8}, {"sft__batch_size": 4}),

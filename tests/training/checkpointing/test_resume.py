@@ -20,7 +20,7 @@ from tests.training.helpers import DATA, cut, run, train_rows
 
 SMALL = {
     "model__hidden": 32,
-    "reward": "tests.training.helpers:long_answers",
+    "reward": "long_answers",
     "batch__micro_batch_size": 16,
     "evaluation": "{samples: 1, every: 2}",
     "warmup": "{steps: 4, batch_size: 16, optimizer: {lr: 3e-3, warmup_steps: 2}}",
@@ -125,14 +125,9 @@ LAYOUTS = {
 }
 
 
-def chance(prompt: str, completion: str, answer: str) -> float:
-    """A checker that draws from every random state that user code may draw from."""
-    return random.random() + float(np.random.random()) + float(torch.rand(()))
-
-
 def test_random_states_and_the_kl_controller_go_on(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    more = {**KL_AND_CRITIC, "reward": "tests.training.checkpointing.test_resume:chance"}
+    more = {**KL_AND_CRITIC, "reward": "chance"}
     rows = run_world(2, train_rows, arguments(whole, "float32", **more))
     coefficients = [row["kl_coefficient"] for row in rows[0][1:]]
     assert coefficients[0] == 0.05 and len(set(coefficients)) == 3

@@ -17,7 +17,7 @@ TINY = {"model__hidden": 32, "run__dtype": "float64", "batch__micro_batch_size":
 WARMUP = "{steps: 2, batch_size: 8, optimizer: {lr: 3e-3}}"
 KL_IN_REWARD = {
     "warmup": WARMUP,
-    "reward": "tests.training.helpers:long_answers",
+    "reward": "long_answers",
     "rl__steps": 2,
     "rl__prompts": 4,
     "rl__group_size": 4,
@@ -66,7 +66,7 @@ LAYOUTS["DP 2"] = (2, {}, True)
 )
 def test_sampled_rl_agrees_on_every_layout(layout: str, tmp_path: Path) -> None:
     small = {"warmup": WARMUP, "rl__steps": 2, "rl__prompts": 4, "rl__group_size": 4, "rl__updates": 2}
-    reward = {"reward": "tests.training.helpers:long_answers", "rl__optimizer": "{lr: 3e-3}"}
+    reward = {"reward": "long_answers", "rl__optimizer": "{lr: 3e-3}"}
     expected, rows = (
         rows_of("grpo_arithmetic.yaml", tmp_path / name, where, **small, **reward)
         for name, where in (("one", "one process"), ("many", layout))
@@ -127,7 +127,7 @@ def test_what_was_recorded_can_be_trained_on(tmp_path: Path) -> None:
         "rl__group_size": 4,
         "rl__optimizer": "{lr: 3e-3}",
     }
-    more = {"reward": "tests.training.helpers:long_answers", "rl__updates": 1}
+    more = {"reward": "long_answers", "rl__updates": 1}
     first = rows_of("grpo_arithmetic.yaml", tmp_path / "a", "TP 2", **small, **more, rl__steps=2, rl__record="true")
     files = sorted((tmp_path / "a" / "rollouts").iterdir())
     assert [path.name for path in files] == ["step_000001_0.jsonl", "step_000002_0.jsonl"]

@@ -194,12 +194,9 @@ def test_checkers() -> None:
         and exact_match("", "12", "12") == 1.0
         and exact_match("", "1", "12") == 0.0
     )
-    assert checker("parallel_rl.experience.rewards:exact_match") is exact_match
     for name, message in (
         ("exact_mach", "reward = 'exact_mach' is not valid"),
-        ("nowhere:f", "cannot be loaded: No module named 'nowhere'"),
-        ("math:nothing", "cannot be loaded"),
-        ("math:pi", "is a float; a function"),
+        ("os:system", "a config imports nothing"),
     ):
         with pytest.raises(ValueError, match=message):
             checker(name)

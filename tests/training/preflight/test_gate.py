@@ -81,7 +81,7 @@ LAYOUTS = [
     ["--parallel={context: 2, pipeline: 2}", "--batch={packing: true, micro_batch_size: 4}"],
     ["--parallel={tensor: 2}", "--model.fused_head=true", "--sampling={top_k: 9}", "--rl.loss={name: policy}"],
 ]
-LOCAL = "--rl.loss={name: 'tests.training.preflight.local_loss:doc_local_mean'}"
+LOCAL = "--rl.loss={name: doc_local_mean}"
 
 
 def _losses(rank: int, overrides: list[str]) -> tuple[list[str], bool]:
@@ -92,6 +92,7 @@ def _losses(rank: int, overrides: list[str]) -> tuple[list[str], bool]:
     from parallel_rl.training.config.load import load_config
     from parallel_rl.training.preflight.gate import check_groups
     from parallel_rl.training.preflight.own_losses import check_losses
+    from tests.training.preflight import local_loss  # noqa: F401  # registers doc_local_mean, as --import does
 
     config = load_config(str(CONFIGS / "grpo_arithmetic.yaml"), overrides)
     check_groups(config.parallel, config.run.seed, config.run.timeout)

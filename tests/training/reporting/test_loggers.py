@@ -127,7 +127,7 @@ def test_a_failure_is_said_once(config: Mapping[str, object], line: str, tmp_pat
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        ("[tensorbord]", "logger 'tensorbord' is not registered; did you mean 'tensorboard'?"),
+        ("[tensorbord]", "logger = 'tensorbord' is not valid; did you mean 'tensorboard'?"),
         ("[tensorboard, tensorboard]", "logger 'tensorboard' is named twice"),
         ("[absent]", "logger 'absent' needs the package no_such_package, which is not installed: pip install"),
     ],

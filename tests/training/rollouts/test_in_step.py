@@ -188,7 +188,7 @@ SEVENS = {
     "model__hidden": 64,
     "run__dtype": "float32",
     "batch__micro_batch_size": 64,
-    "reward": "tests.training.helpers:sevens",
+    "reward": "sevens",
     "rl__prompts": 16,
     "rl__group_size": 8,
     "rl__optimizer": "{lr: 1e-2}",

@@ -23,7 +23,7 @@ SMALL = {
     "data__held_out": "null",
     "data__examples": "null",
     "warmup": "null",
-    "reward": "tests.training.helpers:long_answers",
+    "reward": "long_answers",
     "rl__steps": 3,
     "rl__prompts": 4,
     "rl__group_size": 4,
@@ -49,11 +49,6 @@ def train(folder: Path, server: Server, layout: str = "one process", options: st
     results = run_world(LAYOUTS[layout][0], train_rows, arguments(folder, server, layout, options, **more))
     assert all(rows == results[0] for rows in results)
     return results[0]
-
-
-def long(prompt: str, completion: str, answer: str) -> float:
-    """A checker that the samples of a prompt often agree on."""
-    return float(len(completion) >= 3)
 
 
 def well(number: int, body: dict) -> tuple[int, object]:
@@ -208,7 +203,7 @@ def test_a_restart_trains_on_what_was_in_flight(layout: str, others: tuple[str, 
 def test_prompts_that_teach_nothing_are_replaced(tmp_path: Path) -> None:
     more = {
         "rl__dynamic_sampling": "{max_rounds: 3, exhausted: mask}",
-        "reward": "tests.training.rollouts.test_remote:long",
+        "reward": "agreeing",
     }
     with serve(well) as server:
         one = train(tmp_path / "one", server, options="ahead: 1", **more)

@@ -1,0 +1,90 @@
+"""Names of what code registers: a config looks them up and imports nothing. Modules come from the user's own command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from parallel_rl.config.strict import nearest
+
+ENVIRONMENT = "PARALLEL_RL_IMPORT"
+
+_LEFT: ContextVar[dict[str, None] | None] = ContextVar("_LEFT", default=None)
+
+
+def not_registered(what: str, name: str, known: Iterable[str], decorator: str) -> str:
+    """Say what is wrong with a name that is not among `known`.
+
+    >>> not_registered("reward", "my_rewards:close", ["math"], "register_reward")
+    'reward = \\'my_rewards:close\\' is not valid: a config imports nothing; register it by @register_reward("close") and \
+pass --import my_rewards'
+
+    Args:
+        what: of the config, such as "reward".
+        decorator: by which code of the user's registers one.
+    """
+    module, colon, attribute = name.rpartition(":")
+    if colon and module and "/" not in name:
+        return (
+            f'{what} = {name!r} is not valid: a config imports nothing; register it by @{decorator}("{attribute}") and '
+            f"pass --import {module}"
+        )
+    return (
+        f"{what} = {name!r} is not valid; {nearest(name, known)} (one of your own: @{decorator} in a module that "
+        "--import names)"
+    )
+
+
+@contextmanager
+def left_to_ranks(modules: Sequence[str]) -> Iterator[list[str]]:
+    """Take names that nobody registered for those of `modules`, which the ranks will import and this process does not.
+
+    >>> with left_to_ranks(["my_rewards"]) as lines:
+    ...     is_left("reward", "close")
+    True
+    >>> lines
+    ["not looked at: reward 'close', which my_rewards is to register when the ranks import it"]
+
+    Yields:
+        lines on these names, once the block is done.
+    """
+    lines: list[str] = []
+    before = _LEFT.set({} if modules else None)
+    try:
+        yield lines
+        left = _LEFT.get() or {}
+        lines += [
+            f"not looked at: {name}, which {' or '.join(modules)} is to register when the ranks import it"
+            for name in left
+        ]
+    finally:
+        _LEFT.reset(before)
+
+
+def is_left(what: str, name: str) -> bool:
+    """Whether a name that is not registered is left to the ranks, see `left_to_ranks`; a "module:name" never is."""
+    left = _LEFT.get()
+    if left is None or not name.isprintable() or ":" in name:
+        return False
+    left[f"{what} {name!r}"] = None
+    return True
+
+
+def modules_of_user(given: Sequence[str]) -> list[str]:
+    """The modules to import: those of --import, then those that the environment names in PARALLEL_RL_IMPORT, by commas.
+
+    >>> modules_of_user(["my_rewards"])
+    ['my_rewards']
+
+    Raises:
+        ValueError: something that is no module's name.
+    """
+    words = {f"--import {name}": name for name in given}
+    for name in filter(None, os.environ.get(ENVIRONMENT, "").split(",")):
+        words.setdefault(f"{ENVIRONMENT} = {name}", name.strip())
+    for where, name in words.items():
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"{where} is not a module's name, such as my_rewards or my_package.rewards")
+    return list(dict.fromkeys(words.values()))
