@@ -16,7 +16,7 @@ import torch.distributed as dist
 from parallel_rl.doctor.findings import Finding
 from parallel_rl.vocab.backends.choice import COMPILER
 
-_LEAST_TORCH, _LEAST_MEGATRON, _NEXT_MEGATRON = (2, 8), (0, 15), (0, 17)
+_LEAST_TORCH, _LEAST_MEGATRON, _NEXT_MEGATRON = (2, 8), (0, 15), (0, 20)
 
 
 def packages() -> Iterator[Finding]:
@@ -123,7 +123,7 @@ def _megatron() -> Finding:
         return Finding("megatron-core", "error", found, "parallel_rl.megatron needs 0.15 or newer")
     if _numbers(found) >= _NEXT_MEGATRON:
         return Finding(
-            "megatron-core", "warning", found, "newer than 0.16, the newest that parallel_rl has been run with"
+            "megatron-core", "warning", found, "newer than 0.19, the newest that parallel_rl has been run with"
         )
     return Finding("megatron-core", "ok", found)
 

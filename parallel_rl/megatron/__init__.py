@@ -34,13 +34,14 @@ with warnings.catch_warnings(), without_builds():
         importlib.import_module(f"megatron.core.{_name}")
 
 from parallel_rl.megatron.attention import SelfAttentionCore
+from parallel_rl.megatron.auxiliary import RoutedTokens, count_routed
 from parallel_rl.megatron.context import ALONE, Context, replicas
 from parallel_rl.megatron.cpu import enable_cpu
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import clip_grads_, grad_norm, gradient, sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead, fuse_head
 from parallel_rl.megatron.logged import numerator_denominator
-from parallel_rl.megatron.loss import LossReport, RoutedTokens, count_routed, megatron_loss_func
+from parallel_rl.megatron.loss import LossReport, megatron_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch, packed_batch, padded_batch
 from parallel_rl.megatron.model import (
     build_model,

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups
+from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses, has_auxiliary_loss
 from parallel_rl.megatron.cpu import plain_torch
-from parallel_rl.megatron.model_input import ModelInput
 from parallel_rl.metrics import Metrics
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
@@ -26,74 +23,6 @@ class LossReport(TypedDict):
 
     loss: Tensor
     metrics: Metrics
-
-
-@dataclass(frozen=True)
-class RoutedTokens:
-    """Tokens that a router of this rank sees, prompts and padding among them.
-
-    Attributes:
-        here: of this micro-batch.
-        step: summed over the micro-batches of the step and the data ranks, a 0-dim integer tensor.
-    """
-
-    here: int
-    step: Tensor
-
-
-def count_routed(
-    inputs: Sequence[ModelInput],
-    *,
-    config: TransformerConfig,
-    groups: ParallelGroups | None = None,
-    made_up: bool = False,
-) -> list[RoutedTokens]:
-    """Count what the routers of a model with auxiliary losses will see in each micro-batch; one all-reduce over data ranks.
-
-    >>> count_routed([padded_input(data["input_ids"])], config=config)[0].here
-    8
-
-    Args:
-        inputs: of all micro-batches of this data rank's step.
-        config: the model's; under sequence parallelism tensor ranks share the tokens.
-        made_up: they stand for no data, and count as no token.
-    """
-    where = groups or ParallelGroups.from_megatron()
-    parts = where.tp_size if config.sequence_parallel else 1
-    here = [0 if made_up else each.tokens.numel() // parts for each in inputs]
-    total = torch.tensor(sum(here), device=inputs[0].tokens.device)
-    if where.dp_size > 1:
-        dist.all_reduce(total, group=where.data)
-    return [RoutedTokens(count, total) for count in here]
-
-
-def has_auxiliary_loss(config: TransformerConfig) -> bool:
-    """Whether a model adds losses of its own in backward, beside what its output gives: of its routers, or of DSA's indexer.
-
-    >>> has_auxiliary_loss(config)
-    False
-    """
-    coefficients = [getattr(config, "dsa_indexer_loss_coeff", None)]
-    if config.num_moe_experts:
-        balance = getattr(config, "moe_aux_loss_coeff", None)
-        coefficients += [
-            *(balance if isinstance(balance, list) else [balance]),
-            getattr(config, "moe_z_loss_coeff", None),
-        ]
-    return any(coefficients)
-
-
-@contextlib.contextmanager
-def without_auxiliary_losses(config: TransformerConfig) -> Iterator[None]:
-    """Inside, routers add no loss of their own; one over the data ranks (global_aux_loss) stays, as all take part in it."""
-    before = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
-    if "global_aux_loss" not in (config.moe_router_load_balancing_type or ""):
-        config.moe_aux_loss_coeff = [0.0 for _ in before[0]] if isinstance(before[0], list) else 0.0
-    config.moe_z_loss_coeff = None
-    try:
-        yield
-    finally:
-        config.moe_aux_loss_coeff, config.moe_z_loss_coeff = before
 
 
 LossResult = tuple[Tensor, LossReport] | tuple[Tensor, Tensor, LossReport]
@@ -146,7 +75,8 @@ def megatron_loss_func(
         logits [B, S/cp, V/tp] → what the schedule expects. Its report holds the unscaled share.
 
     Raises:
-        ValueError: num_microbatches below 1; auxiliary losses without DDP, or without `routed` where it is needed.
+        ValueError: num_microbatches below 1; auxiliary losses without DDP, or without `routed` where it is needed; see
+            `check_auxiliary_losses`.
     """
     where = groups or ParallelGroups.from_megatron()
 
@@ -179,6 +109,7 @@ def scaled_loss_func(
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches = {num_microbatches} must be at least 1")
     auxiliary = has_auxiliary_loss(config)  # multi-token prediction is in the share, see `mtp_share`
+    check_auxiliary_losses(config, groups.cp_size)
     if auxiliary and not ddp:
         raise ValueError(
             "auxiliary losses (of experts) need Megatron's DDP (ddp=True), which takes part in their scaling"
@@ -201,8 +132,8 @@ def scaled_loss_func(
         # finalize_model_grads multiplies by 1.0 / Σr, rounded to torch's default dtype; dividing by the same number
         # loses nothing.
         scaling = (1.0 / routed.step.to(torch.int)).to(loss)
-        # Counted on one context rank only: Megatron sums over data × context, and a rank's routers see a part of the row, so
-        # that the ranks' parts of an auxiliary loss, each times that part, add up to all of it times the same part.
+        # Counted on one context rank only: Megatron sums over data × context, and the ranks' parts of an auxiliary loss, each
+        # times the same number, add up to all of it times that number.
         here = torch.tensor(routed.here if groups.cp_rank == 0 else 0, dtype=torch.int, device=loss.device)
         return loss / scaling, here, report
 

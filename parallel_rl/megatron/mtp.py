@@ -25,19 +25,17 @@ def heads_running(model: GPTModel, wanted: bool) -> Iterator[None]:
     """Inside, the model's output holds what its heads give besides, or its heads do not run.
 
     Megatron's own loss of the heads, which wants labels that fit no packing of ours, is left out either way: it runs where
-    the config names heads once the block of them is done.
+    the config (0.15: the model) names heads once the block of them is done.
     """
     count, block = model.config.mtp_num_layers, getattr(model, "mtp", None)
 
     def hide(*_: object) -> None:
         model.config.mtp_num_layers = None
-
-    handle = None
-    if block is not None and wanted:
-        handle = block.register_forward_hook(hide)
-    else:
-        hide()
         model.mtp_process = False
+
+    handle = block.register_forward_hook(hide) if block is not None and wanted else None
+    if handle is None:
+        hide()
     try:
         yield
     finally:

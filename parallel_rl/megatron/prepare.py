@@ -15,6 +15,8 @@ from parallel_rl.layout import CPLayout
 from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.losses.core.counted import masked_data
 from parallel_rl.losses.nll import NLLLoss
+from parallel_rl.megatron.auxiliary import check_auxiliary_losses
+from parallel_rl.megatron.capabilities import heads_take_packed_rows
 from parallel_rl.megatron.lm_head import FusedHead, is_fused
 from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
 from parallel_rl.megatron.model_config import CUT
@@ -57,6 +59,11 @@ def prepare(
             raise ValueError(
                 "mtp_loss is given, but mtp_num_layers = None: the model has no heads of multi-token prediction"
             )
+            if any(batch.packed for batch in prepared) and not heads_take_packed_rows():
+                raise ValueError(
+                    "mtp_loss with packed rows: the heads of this megatron-core take padded ones only; use 0.16"
+                )
+        check_auxiliary_losses(get_model_config(models[0]), groups.cp_size, any(batch.packed for batch in prepared))
         _check_context(models, loss_fn, prepared, groups)
         _check_pipeline(models, [batch.input.tokens for batch in prepared])
         return prepared
@@ -92,6 +99,15 @@ def _check_model(models: Sequence[torch.nn.Module], head: FusedHead | None) -> N
             "config.finalize_model_grads_func must be set if, and only if, every model chunk is wrapped in Megatron's data "
             f"parallelism; it is {'set' if finalized else 'None'}, wrapped: {wrapped}. `wrap_model` sees to both"
         )
+    config = get_model_config(models[0])
+    if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+        named = [each for model in models for each in model.named_parameters()]
+        if any(".experts." in name and getattr(parameter, "allreduce", True) for name, parameter in named):
+            raise ValueError(
+                f"tensor ranks hold replicas of experts (expert_tensor_parallel_size = {config.expert_tensor_parallel_size} of "
+                f"{config.tensor_model_parallel_size}) whose gradients Megatron does not sum over them without expert "
+                "parallelism: their parameters need allreduce = False before DDP is made (`build_model` sees to it)"
+            )
     if head is None and any(is_fused(model) for model in models):
         raise ValueError(
             "the model has a fused head, so its output is hidden states; pass what `fuse_head` gave as head="

@@ -20,18 +20,12 @@ from parallel_rl.counts import ValidCounts, count_valid
 from parallel_rl.groups import ParallelGroups, group_rank
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.nll import NLLLoss
+from parallel_rl.megatron.auxiliary import RoutedTokens, count_routed, has_auxiliary_loss, without_auxiliary_losses
 from parallel_rl.megatron.context import context_group
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead
-from parallel_rl.megatron.loss import (
-    LossReport,
-    RoutedTokens,
-    count_routed,
-    has_auxiliary_loss,
-    scaled_loss_func,
-    without_auxiliary_losses,
-)
+from parallel_rl.megatron.loss import LossReport, scaled_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch
 from parallel_rl.megatron.model_input import forward_logits
 from parallel_rl.megatron.mtp import mtp_share, split_heads
@@ -152,7 +146,7 @@ def forward_backward(
         return forward(model, batch, mtp_loss is not None), loss_func
 
     iterators = [iter(list(zip(prepared, routed, strict=True))) for _ in models]
-    with nullcontext() if batches or not config.num_moe_experts else without_auxiliary_losses(config):
+    with nullcontext() if batches else without_auxiliary_losses(config):
         reports: list[LossReport] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if len(models) > 1 else iterators[0],

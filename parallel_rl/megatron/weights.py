@@ -66,13 +66,17 @@ def shift_expert(name: str, by: int) -> str:
 
 def mark_parameters(model: torch.nn.Module) -> None:
     """Say on the parameters of a new model how they are cut, where Megatron does not."""
-    gated = get_attr_wrapped_model(model, "config").gated_linear_unit
+    config = get_attr_wrapped_model(model, "config")
+    # Megatron takes experts that no expert rank splits for dense parameters, and sums over no tensor ranks that hold replicas
+    replicas = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
     for name, parameter in global_parameters([model]):
-        if gated and ".linear_fc1." in name:
+        if config.gated_linear_unit and ".linear_fc1." in name:
             # Each rank holds its part of both halves; not every version says so.
             parameter.partition_stride = 2  # type: ignore[attr-defined]
         if ".experts." in name:
             parameter.of_expert = True  # type: ignore[attr-defined]
+            if replicas:
+                parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,19 @@ def _bad(rank: int, what: str) -> None:
         M.initialize(ep=2)
         model = M.wrap_model(make_model(Case(experts="alltoall", ep=2)))
         M.forward_backward(model, NLLLoss(vocab_size=VOCAB), [_rows()] * (1 + rank))
+    elif what == "unmarked replicas":
+        M.initialize(tp=2, etp=1)
+        bare = make_model(Case(experts="alltoall", tp=2, sp=True))
+        for _name, parameter in bare.named_parameters():
+            parameter.allreduce = True  # as Megatron makes them
+        M.forward_backward(M.wrap_model(bare), NLLLoss(vocab_size=VOCAB), [_rows()])
+    elif what in ("global_aux_loss", "seq_aux_loss"):
+        M.initialize()
+        model = make_model(Case(experts="alltoall"))
+        model.config.moe_router_load_balancing_type = what
+        rows = M.padded_batch(_rows()) if what[0] == "g" else M.packed_batch(_rows(), torch.tensor([4]))
+        model.config.calculate_per_token_loss = what[0] == "g"
+        M.forward_backward(M.wrap_model(model), NLLLoss(vocab_size=VOCAB), [rows])
     elif what == "micro-batches":
         M.initialize()
         M.megatron_loss_func(None, {}, None, None, config=SimpleNamespace(), num_microbatches=0)
@@ -174,6 +187,9 @@ def _rows() -> dict[str, torch.Tensor]:
             "routed is missing: with calculate_per_token_loss = True auxiliary losses (of experts) are divided by",
         ),
         ("uneven experts", "differ in the number of micro-batches (with expert parallelism; add masked ones): it is 1"),
+        ("unmarked replicas", "tensor ranks hold replicas of experts (expert_tensor_parallel_size = 1 of 2)"),
+        ("global_aux_loss", "'global_aux_loss' balances what data ranks have routed"),
+        ("seq_aux_loss", "'seq_aux_loss' takes a packed row for one sequence"),
         ("micro-batches", "num_microbatches = 0 must be at least 1"),
         *_STEPS.items(),
         ("scalar head", "mtp_num_layers = 1 is incompatible with scalar_head = True"),

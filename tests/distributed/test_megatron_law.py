@@ -86,6 +86,7 @@ EXPERTS = {
         Case(experts="allgather", ep=2, micro_batches=2, cp=2),
         Case(experts="alltoall", ep=2, micro_batches=2, cp=2, per_token=False, data="masked micro-batch"),
         Case(experts="alltoall", ep=2, tp=2, sp=True, micro_batches=6),
+        Case(experts="alltoall", tp=2, sp=True, micro_batches=6, data="one context rank"),  # replicas on tensor ranks
         Case(
             experts="allgather", ep=2, tp=2, etp=2, sp=True, micro_batches=6, per_token=False, data="one context rank"
         ),

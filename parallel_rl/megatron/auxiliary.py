@@ -1,0 +1,135 @@
+"""The losses that a model adds of its own in backward: of its routers, and of DSA's indexer. What they are divided by."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_rl.groups import ParallelGroups
+from parallel_rl.megatron.capabilities import (
+    auxiliary_losses_know_context_ranks,
+    routers_count_the_whole_row,
+    schedules_scale_the_indexer,
+)
+from parallel_rl.megatron.model_input import ModelInput
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """Tokens by which a router multiplies its auxiliary losses, prompts and padding among them.
+
+    Attributes:
+        here: of this micro-batch: those of the whole row, or (megatron-core before 0.19) those that a rank's router sees.
+        step: summed over the micro-batches of the step and the data ranks, a 0-dim integer tensor.
+    """
+
+    here: int
+    step: Tensor
+
+
+def count_routed(
+    inputs: Sequence[ModelInput],
+    *,
+    config: TransformerConfig,
+    groups: ParallelGroups | None = None,
+    made_up: bool = False,
+) -> list[RoutedTokens]:
+    """Count what the routers of a model with auxiliary losses will see in each micro-batch; one all-reduce over data ranks.
+
+    >>> count_routed([padded_input(data["input_ids"])], config=config)[0].here
+    8
+
+    Args:
+        inputs: of all micro-batches of this data rank's step.
+        config: the model's.
+        made_up: they stand for no data, and count as no token.
+    """
+    where = groups or ParallelGroups.from_megatron()
+    local = [0 if made_up else each.tokens.numel() for each in inputs]
+    if routers_count_the_whole_row() or not config.num_moe_experts:
+        here = [tokens * where.cp_size for tokens in local]
+    else:
+        here = [tokens // (where.tp_size if config.sequence_parallel else 1) for tokens in local]
+    total = torch.tensor(sum(here), device=inputs[0].tokens.device)
+    if where.dp_size > 1:
+        dist.all_reduce(total, group=where.data)
+    return [RoutedTokens(count, total) for count in here]
+
+
+def has_auxiliary_loss(config: TransformerConfig) -> bool:
+    """Whether a model adds losses of its own in backward, beside what its output gives: of its routers, or of DSA's indexer.
+
+    >>> has_auxiliary_loss(config)
+    False
+    """
+    coefficients = [getattr(config, "dsa_indexer_loss_coeff", None)]
+    if config.num_moe_experts:
+        balance = getattr(config, "moe_aux_loss_coeff", None)
+        coefficients += [
+            *(balance if isinstance(balance, list) else [balance]),
+            getattr(config, "moe_z_loss_coeff", None),
+        ]
+    return any(coefficients)
+
+
+@contextlib.contextmanager
+def without_auxiliary_losses(config: TransformerConfig) -> Iterator[None]:
+    """Inside, a model adds no loss of its own in backward."""
+    names = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "dsa_indexer_loss_coeff")
+    before = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    for name, value in before.items():
+        setattr(config, name, [0.0] * len(value) if isinstance(value, list) else 0.0 if "aux" in name else None)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def check_auxiliary_losses(config: TransformerConfig, cp_size: int, packed: bool = False) -> None:
+    """Refuse auxiliary losses whose gradients depend on the layout, by their definition or in this megatron-core.
+
+    >>> check_auxiliary_losses(config, cp_size=1)
+
+    Raises:
+        ValueError: experts balanced over data ranks (`global_aux_loss`); by sequences (`seq_aux_loss`) in packed
+            rows; on a version that gets them wrong: `seq_aux_loss` with calculate_per_token_loss, DSA's indexer, context ranks
+            without calculate_per_token_loss.
+    """
+    if not has_auxiliary_loss(config):
+        return
+    per_token, name = config.calculate_per_token_loss, "moe_router_load_balancing_type"
+    kinds, values = getattr(config, name, "aux_loss"), getattr(config, "moe_aux_loss_coeff", 0.0)
+    both = zip(kinds, values, strict=True) if isinstance(kinds, list) else [(kinds, values)]
+    on = {kind for kind, value in both if value} if config.num_moe_experts else set()
+    if "global_aux_loss" in on:
+        raise ValueError(
+            f"{name} = 'global_aux_loss' balances what data ranks have routed in the micro-batches so far: its gradient "
+            "depends on their number and order, and Megatron divides it by the data ranks; use 'aux_loss'"
+        )
+    if "seq_aux_loss" in on and per_token and not routers_count_the_whole_row():
+        raise ValueError(
+            f"{name} = 'seq_aux_loss' with calculate_per_token_loss = True is divided by the rows of a micro-batch in this "
+            "megatron-core; use calculate_per_token_loss = False, or 0.19"
+        )
+    if "seq_aux_loss" in on and packed:
+        raise ValueError(f"{name} = 'seq_aux_loss' takes a packed row for one sequence; use 'aux_loss', or padded rows")
+    if getattr(config, "dsa_indexer_loss_coeff", None) and not schedules_scale_the_indexer():
+        raise ValueError(
+            f"dsa_indexer_loss_coeff = {config.dsa_indexer_loss_coeff} is scaled by no schedule of this megatron-core: each "
+            "micro-batch adds all of it; use 0.19, or 0"
+        )
+    if cp_size > 1 and not per_token and not auxiliary_losses_know_context_ranks():
+        raise ValueError(
+            f"auxiliary losses at CP {cp_size} with calculate_per_token_loss = False are divided by CP in this megatron-core; "
+            "use calculate_per_token_loss = True, or 0.16"
+        )
