@@ -109,8 +109,8 @@ def check_auxiliary_losses(config: TransformerConfig, cp_size: int, packed: bool
         return
     per_token, name = config.calculate_per_token_loss, "moe_router_load_balancing_type"
     kinds, values = getattr(config, name, "aux_loss"), getattr(config, "moe_aux_loss_coeff", 0.0)
-    both = zip(kinds, values, strict=True) if isinstance(kinds, list) else [(kinds, values)]
-    on = {kind for kind, value in both if value} if config.num_moe_experts else set()
+    both = dict(zip(kinds, values, strict=True)) if isinstance(values, list) else {kinds: values}
+    on = {kind for kind, value in both.items() if value} if config.num_moe_experts else set()
     if "global_aux_loss" in on:
         raise ValueError(
             f"{name} = 'global_aux_loss' balances what data ranks have routed in the micro-batches so far: its gradient "

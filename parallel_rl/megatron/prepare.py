@@ -59,10 +59,8 @@ def prepare(
             raise ValueError(
                 "mtp_loss is given, but mtp_num_layers = None: the model has no heads of multi-token prediction"
             )
-            if any(batch.packed for batch in prepared) and not heads_take_packed_rows():
-                raise ValueError(
-                    "mtp_loss with packed rows: the heads of this megatron-core take padded ones only; use 0.16"
-                )
+        if mtp_loss is not None and any(batch.packed for batch in prepared) and not heads_take_packed_rows():
+            raise ValueError("mtp_loss with packed rows: heads of this megatron-core take padded ones only; use 0.16")
         check_auxiliary_losses(get_model_config(models[0]), groups.cp_size, any(batch.packed for batch in prepared))
         _check_context(models, loss_fn, prepared, groups)
         _check_pipeline(models, [batch.input.tokens for batch in prepared])

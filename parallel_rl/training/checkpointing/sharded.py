@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import queue
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,6 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.base import StrategyAction, register_default_strategy
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -40,12 +40,13 @@ def save_sharded(state: State, folder: Path, what: str) -> None:
         RuntimeError: `what`, with each rank that failed and the cause; on all ranks.
     """
     filesystem_async._results_queue = queue.Queue()  # else megatron starts a process to hold it
-    register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, _CommonOnEveryRank(what))
     strategy = _ShardedOnEveryRank("torch_dist", 1)
-    try:
-        request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True)
-    finally:
-        register_default_strategy(StrategyAction.SAVE_COMMON, "torch", 1, TorchCommonSaveStrategy("torch", 1))
+    # newer versions take another package's writers unless told not to
+    own = (
+        {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
+    )
+    with _common_part(what):
+        request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, **own)
     raise_on_all_ranks(lambda: _write_to(folder, request.async_fn), what=what)
     failures: list[Exception] = []
     request.finalize_fns[0](failures)
@@ -80,6 +81,14 @@ def bytes_of(state: State, device: torch.device) -> int:
     return int(total)
 
 
+def _common_part(what: str) -> AbstractContextManager[None]:
+    if find_spec("megatron.core.dist_checkpointing.strategies.base") is None:
+        return nullcontext()
+    from parallel_rl.training.checkpointing.common_part import told_to_every_rank
+
+    return told_to_every_rank(what, _write_to)
+
+
 def _write_to(folder: Path, write: Callable[[], object]) -> None:
     """`write`, with the room that is left in its error: torch's writer calls a full disk an "iostream error", and that of torch
     2.8 gives no cause where it cannot open a file."""
@@ -98,24 +107,11 @@ def _room(folder: Path) -> str:
         return f"{room}; another file: {error.strerror}"
 
 
-class _CommonOnEveryRank(TorchCommonSaveStrategy):
-    """The first rank writes the common part; the others wait for its word."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__("torch", 1)
-        self.what = what
-
-    def save_common(self, common_state_dict: State, checkpoint_dir: str | Path) -> None:
-        save = super().save_common
-        write = partial(_write_to, Path(checkpoint_dir), lambda: save(common_state_dict, checkpoint_dir))
-        raise_on_all_ranks(write, what=self.what)
-
-
 class _ShardedOnEveryRank(TorchDistSaveShardedStrategy):
     """A rank writes in its own process; if the first rank fails to write the index, it says so when no other waits for it."""
 
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, result: Any) -> Any:
-        request, finish = super()._get_save_and_finalize_callbacks(writer, result), writer.finish
+    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, result: Any, *which: str) -> Any:
+        request, finish = super()._get_save_and_finalize_callbacks(writer, result, *which), writer.finish
 
         def finalize(failures: list[Exception]) -> None:
             def kept(*arguments: Any) -> None:
