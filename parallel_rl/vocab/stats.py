@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from parallel_rl.agreement import check_replicated, raise_on_all_ranks, shape_facts
-from parallel_rl.groups import all_gather
+from parallel_rl.groups import all_gather, group_size
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.choice import Backend, check_backend
-from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
+from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts, row_stats
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.consumed import (
     check_backward,
@@ -117,8 +117,12 @@ class _TokenStats(torch.autograd.Function):
         ctx: FunctionCtx, z: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, shard: VocabShard
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         spec = RowSpec(targets, keep, inv_t, shard.start, shard.valid)
-        parts = row_parts(z, spec, shard.entropy, shard.backend, shard.sum_pi_squared)
-        logp, ent, lse, squares, rows = combine_rows(all_gather(parts, shard.group), spec, shard.backend)
+        asked = shard.entropy, shard.backend, shard.sum_pi_squared
+        if group_size(shard.group) == 1:
+            logp, ent, lse, squares, rows = row_stats(z, spec, *asked)
+        else:
+            parts = all_gather(row_parts(z, spec, *asked), shard.group)
+            logp, ent, lse, squares, rows = combine_rows(parts, spec, shard.backend)
         ctx.save_for_backward(z, targets, keep, inv_t, rows)
         ctx.shard, ctx.consumed = shard, False  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)

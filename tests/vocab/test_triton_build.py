@@ -23,6 +23,7 @@ from parallel_rl.vocab.backends.triton import kernels, operators  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+WIDE = {"stats": 8, "gradient": 4}  # loads of 128 bits of a thread: in the loop, and as many in the tail
 ARCHITECTURES = [90, pytest.param(100, marks=pytest.mark.slow)]
 
 
@@ -59,7 +60,7 @@ def build_pass(
 ) -> Any:
     """As it is built at a launch on a contiguous shard [8192, width] with `valid` real columns; `out` if it is not `dtype`."""
     valid = width if valid is None else valid
-    tile = operators.tiling(8192, width, dtype.itemsize, 132)
+    tile = operators.tiling(8192, width, dtype.itemsize, 132, operators.CUTS[name, (9, 0)])
     constants: dict[str, Any] = {
         "column_stride": 1, "LANES": tile.lanes, "PER_LANE": tile.per_lane, "ENTROPY": entropy,
         "ALIGNED_ROWS": tile.aligns(width), "ALIGNED_ENDS": tile.aligns(valid, width),
@@ -74,7 +75,7 @@ def build_pass(
     kernel = getattr(kernels, f"{name}_kernel")
     numbers = {"row_stride": width, "out_row_stride": width, "width": width, "valid": valid}
     aligned = {*POINTERS, "logits", "out", "columns_per_program"} | {n for n, x in numbers.items() if x % 16 == 0}
-    return build(kernel, architecture, operators._warps(tile), aligned - set(constants), constants, types)
+    return build(kernel, architecture, tile.warps, aligned - set(constants), constants, types)
 
 
 def usage(kernel: Any, tmp_path: Path) -> tuple[int, int]:
@@ -85,6 +86,25 @@ def usage(kernel: Any, tmp_path: Path) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", told)
     assert found is not None, told
     return int(found[1]), int(found[2]) + int(found[3])
+
+
+def machine_code(kernel: Any, tmp_path: Path) -> list[tuple[int, str]]:
+    """(address, instruction) of the built kernel."""
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    told = subprocess.run([TOOLS / "cuobjdump", "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    return [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]+);", told)]
+
+
+def wide_loop(code: list[tuple[int, str]]) -> list[str]:
+    """The first loop that loads 128 bits at once: that over the whole tiles of a row."""
+    for at, what in code:
+        back = re.search(r"\bBRA\b.*\b0x([0-9a-f]+)", what)
+        if back and int(back[1], 16) < at:
+            body = [other for where, other in code if int(back[1], 16) <= where <= at]
+            if any("LDG.E.128" in other for other in body):
+                return body
+    raise AssertionError("no loop with loads of 128 bits")
 
 
 def accesses(kernel: Any) -> tuple[list[str], list[str]]:
@@ -106,15 +126,40 @@ def test_passes(name: str, architecture: int, dtype: torch.dtype, entropy: bool,
     kernel = build_pass(name, dtype, architecture, entropy)
     registers, spilled = usage(kernel, tmp_path)
     assert spilled == 0
-    assert registers <= 48  # 5 programs of 256 threads on a multiprocessor, enough loads in flight
     loads, stores = accesses(kernel)
-    wide = [load for load in loads if load.endswith("v4.b32")]
-    # two a thread in the loop, two in the tail; each of the others is one number a row
-    assert len(wide) == 4 and not any(".v2" in load for load in loads)
+    # as many in the tail as in the loop; each of the others is one number a row
+    assert sum(load.endswith("v4.b32") for load in loads) == WIDE[name] and not any(".v2" in load for load in loads)
+    threads = 32 * operators.CUTS[name, (9, 0)].warps
+    at_once = 65536 // (-(-registers // 8) * 8 * threads)
+    assert (
+        at_once * threads * WIDE[name] // 2 * 16 >= 40 << 10
+    )  # bytes in flight on a multiprocessor; some 28 KiB hide the delay
     if name == "gradient":
         assert [store for store in stores if not store.endswith("v4.b32")] == [] and len(stores) == 4
-    # no barrier in the loop: lanes meet at the end of the row only, and nothing is atomic
+    # lanes meet at the end of the row only, and nothing is atomic
     assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"])
+
+
+@pytest.mark.parametrize(
+    "dtype, width", [(torch.bfloat16, 128256), (torch.bfloat16, 16032), (torch.bfloat16, 18992), (torch.float32, 16032)]
+)
+@pytest.mark.parametrize("name", ["stats", "gradient"])
+def test_instructions_of_the_loop(name: str, dtype: torch.dtype, width: int, tmp_path: Path) -> None:
+    """What a multiprocessor issues for an element bounds the pass with the entropy: at 11, two thirds of it.
+
+    One operation more in the loop is seen by no other test without a card.
+    """
+    code = machine_code(build_pass(name, dtype, 90, True, width), tmp_path)
+    loop = wide_loop(code)
+    elements = sum("LDG.E.128" in what for what in loop) * 16 // dtype.itemsize
+    assert len(loop) / elements <= {"stats": 11, "gradient": 12.5}[name]
+    assert not any("BAR." in what for what in loop)
+    barriers = sum("BAR.SYNC" in what for _, what in code)
+    assert barriers <= (5 if name == "stats" else 0)  # the maximum's and the sums', of all sums at once
+    # the target's logit is on its way before the first tile comes
+    narrow = [number for number, (_, what) in enumerate(code) if "LDG.E" in what and ".128" not in what]
+    first = next(number for number, (_, what) in enumerate(code) if "LDG.E.128" in what)
+    assert sum(number < first for number in narrow) >= 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -129,7 +174,7 @@ def test_a_shard_of_whole_lanes_is_read_and_written_wide(
     kernel = build_pass(name, dtype, architecture, True, width)
     assert usage(kernel, tmp_path)[1] == 0
     loads, stores = accesses(kernel)
-    assert sum(load.endswith("v4.b32") for load in loads) == 4 and not any(".v2" in load for load in loads)
+    assert sum(load.endswith("v4.b32") for load in loads) == WIDE[name] and not any(".v2" in load for load in loads)
     assert [store for store in stores if not store.endswith("v4.b32")] == [] or name == "stats"
 
 
@@ -149,8 +194,8 @@ def test_a_vocabulary_of_any_size_is_read_wide_but_for_its_tail(name: str, tmp_p
     kernel = build_pass(name, torch.bfloat16, 90, True, valid=128256 - 3)
     assert usage(kernel, tmp_path)[1] == 0
     loads, _ = accesses(kernel)
-    assert sum(load.endswith("v4.b32") for load in loads) == 2  # the loop's
-    assert sum(load.endswith("b16") for load in loads) in (16, 17)  # the tail's, and the target's logit
+    assert sum(load.endswith("v4.b32") for load in loads) == WIDE[name] // 2  # the loop's
+    assert sum(load.endswith("b16") for load in loads) - 4 * WIDE[name] in (0, 1)  # the tail's, and the target's logit
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -164,14 +209,17 @@ def test_squared_probabilities_are_summed_in_the_same_registers(architecture: in
 @pytest.mark.parametrize("name", ["merge", "combine"])
 def test_combinations(name: str, architecture: int, entropy: bool, squares: bool, tmp_path: Path) -> None:
     kernel = getattr(kernels, f"{name}_kernel")
-    constants = {"ENTROPY": entropy, "SQUARES": squares, "BLOCK": operators._TOKENS} | (
-        {"COUNT": 8} if name == "combine" else {}
-    )
+    constants = {"ENTROPY": entropy, "SQUARES": squares, "BLOCK": operators._TOKENS}
     built = build(kernel, architecture, 4, set(POINTERS), constants, POINTERS)
     assert usage(built, tmp_path)[1] == 0
     labels = re.findall(r"^(\$L\S+):", built.asm["ptx"], re.MULTILINE)
-    back = [at for at in labels if re.search(rf"bra\S*\s+{re.escape(at)};", built.asm["ptx"].split(f"{at}:")[1])]
-    assert bool(back) == (name == "merge"), "eight shards are read at once, without a loop"
+    after = {at: built.asm["ptx"].split(f"{at}:")[1] for at in labels}
+    loops = [
+        text[: end.start()] for at, text in after.items() if (end := re.search(rf"bra\S*\s+{re.escape(at)};", text))
+    ]
+    assert [text.count("ld.global") for text in loops] == [8, 8 * (3 + entropy + squares)], (
+        "eight parts are read at once"
+    )
     assert "lg2.approx" not in built.asm["ptx"], "the logarithm near 1 would lose its digits"
 
 

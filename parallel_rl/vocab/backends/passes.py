@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 OutputGrads = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
 
+#: (log-prob, entropy, lse, Σπ²) [T] of some rows, and `row_gradient`'s [T, 2 or 3]
+RowStats = tuple["Tensor", "Tensor | None", "Tensor", "Tensor | None", "Tensor"]
+
+
 class RowSpec(NamedTuple):
     """The inputs of each row beside its logits, and the shard's columns."""
 
@@ -40,9 +44,16 @@ def row_parts(z: Tensor, spec: RowSpec, entropy: bool, backend: Backend, squares
     return shard_stats(z[:, : spec.valid], _local_column(spec), spec.inv_t, entropy, backend, squares)
 
 
-def combine_rows(
-    parts: Tensor, spec: RowSpec, backend: Backend
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor]:
+def row_stats(z: Tensor, spec: RowSpec, entropy: bool, backend: Backend, squares: bool = False) -> RowStats:
+    """`combine_rows` of `row_parts` where this shard is the whole vocabulary."""
+    if runs_on_triton(z, backend):
+        from parallel_rl.vocab.backends.triton.operators import vocab_row_stats
+
+        return _given(vocab_row_stats(z, *spec, entropy, squares), entropy, squares)
+    return combine_rows(row_parts(z, spec, entropy, backend, squares)[None], spec, backend)
+
+
+def combine_rows(parts: Tensor, spec: RowSpec, backend: Backend) -> RowStats:
     """Combine parts [ranks, T, 3 to 5] to (log-prob, entropy, lse, Σπ²) [T], and `row_gradient`'s rows [T, 2 or 3].
 
     The rows hold (M, log A, H).
@@ -51,8 +62,7 @@ def combine_rows(
     if runs_on_triton(parts, backend):
         from parallel_rl.vocab.backends.triton.operators import vocab_combine
 
-        logprobs, entropies, lse, rows, sums = vocab_combine(parts, spec.keep, spec.inv_t)
-        return logprobs, entropies if entropy else None, lse, sums if squares else None, rows
+        return _given(vocab_combine(parts, spec.keep, spec.inv_t), entropy, squares)
     top, log_a, t, ent = combine_parts(parts, spec.inv_t, entropy)
     zero = torch.zeros((), dtype=top.dtype, device=top.device)
     logprobs = torch.where(spec.keep, t - log_a, zero)
@@ -61,6 +71,12 @@ def combine_rows(
         return logprobs, None, lse, None, torch.stack([top, log_a], dim=1)
     sums = torch.where(spec.keep, combine_squares(parts, spec.inv_t, top, log_a), zero) if squares else None
     return logprobs, torch.where(spec.keep, ent, zero), lse, sums, torch.stack([top, log_a, ent], dim=1)
+
+
+def _given(made: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], entropy: bool, squares: bool) -> RowStats:
+    """What the kernels gave, without what was not asked for."""
+    logprobs, entropies, lse, rows, sums = made
+    return logprobs, entropies if entropy else None, lse, sums if squares else None, rows
 
 
 def row_gradient(

@@ -69,28 +69,43 @@ def test_few_rows_are_split_over_programs(dtype: torch.dtype, tokens: int, monke
     logits[0, :9000] = -torch.inf  # a part of the row with nothing in it
     targets[0] = 15000
     monkeypatch.setattr(operators, "processors", lambda device: 0)
-    assert operators.tiling(tokens, 20005, 2, 0).splits == 1
+    assert _splits(tokens, 20005, 0) == 1
     whole = run(logits, targets, upstream(tokens), "triton")
     monkeypatch.setattr(operators, "processors", lambda device: 2)
-    assert operators.tiling(tokens, 20005, 2, 2).splits > 2
+    assert _splits(tokens, 20005, 2) > 2
     split = check(logits, targets)
     for name, value in split.items():
         assert error(value, whole[name]) < 1e-6
 
 
-def test_every_column_is_in_exactly_one_program() -> None:
-    from parallel_rl.vocab.backends.triton.operators import tiling
+def _splits(tokens: int, width: int, processors: int) -> int:
+    from parallel_rl.vocab.backends.triton.operators import CUTS, tiling
 
-    for tokens in (0, 1, 5, 500, 9000):
-        for width in (0, 1, 31, 4096, 4097, 16032, 151936):
-            for itemsize in (2, 4):
-                for processors in (0, 1, 132):
-                    tile = tiling(tokens, width, itemsize, processors)
-                    assert (tile.splits - 1) * tile.columns < max(width, 1) <= tile.splits * tile.columns
-                    assert tile.columns % (tile.lanes * tile.per_lane) == 0
-                    assert tile.per_lane * itemsize == 16  # what one thread loads at once
-    assert tiling(8192, 128256, 2, 132).splits == 1
-    assert tiling(8, 128256, 2, 132).splits == 32  # a tile each
+    return tiling(tokens, width, 2, processors, CUTS["stats", (9, 0)]).splits
+
+
+def test_every_column_is_in_exactly_one_program() -> None:
+    from parallel_rl.vocab.backends.triton.operators import CUTS, tiling
+
+    for cut in CUTS.values():
+        for tokens in (0, 1, 5, 500, 9000):
+            for width in (0, 1, 31, 4096, 4097, 16032, 151936):
+                for itemsize in (2, 4):
+                    for processors in (0, 1, 132):
+                        tile = tiling(tokens, width, itemsize, processors, cut)
+                        assert (tile.splits - 1) * tile.columns < max(width, 1) <= tile.splits * tile.columns
+                        assert tile.columns % (tile.lanes * tile.per_lane) == 0
+                        assert tile.per_lane * itemsize == 16  # what one thread loads at once
+    assert _splits(8192, 128256, 132) == 1
+    assert _splits(8, 128256, 132) == 32  # a tile each
+
+
+@pytest.mark.parametrize("rows", [500, 700, 1100, 1400, 2048, 3000])
+def test_few_rows_fill_the_last_wave(rows: int) -> None:
+    """12 programs of a shard's pass fit a multiprocessor at once: with rows whole, 700 took as long as 1584 would."""
+    at_once = 132 * 12
+    programs = rows * _splits(rows, 128256, 132)
+    assert programs / (-(-programs // at_once) * at_once) > 0.75
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

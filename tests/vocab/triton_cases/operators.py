@@ -25,6 +25,7 @@ def test_opcheck(entropy: bool) -> None:
     torch.library.opcheck(operators.vocab_stats, (logits, targets, keep, inv_t, 0, 40, entropy))
     parts = operators.vocab_stats(logits, targets, keep, inv_t, 0, 40, entropy).expand(2, -1, -1)
     torch.library.opcheck(operators.vocab_combine, (parts, keep, inv_t))
+    torch.library.opcheck(operators.vocab_row_stats, (logits, targets, keep, inv_t, 0, 40, entropy, False))
     rows = operators.vocab_combine(parts, keep, inv_t)[3]
     gradients = upstream(5, "lel" if entropy else "l--")
     arguments_of_gradient = (logits, targets, keep, inv_t, rows, *gradients, 0, 40)
@@ -39,6 +40,7 @@ def test_opcheck_of_a_split_row(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, targets = logits_and_targets(1, 9000, torch.float32)
     keep, inv_t = torch.ones(1, dtype=torch.bool, device=DEVICE), torch.ones(1, 1, device=DEVICE)
     torch.library.opcheck(operators.vocab_stats, (logits, targets, keep, inv_t, 0, 9000, True))
+    torch.library.opcheck(operators.vocab_row_stats, (logits, targets, keep, inv_t, 0, 9000, True, True))
 
 
 def loss(z: Tensor, targets: Tensor, gradients: list[Tensor], temperature: float | Tensor, consume: bool) -> Tensor:

@@ -19,8 +19,8 @@ _NO_MASS = tl.constexpr(-2048.0)
 
 
 @triton.jit
-def _above_lowest(x):
-    return tl.maximum(x, _LOWEST, propagate_nan=tl.PropagateNan.ALL)
+def _above(x, lowest):
+    return tl.maximum(x, lowest, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -37,10 +37,22 @@ def _log2_e_over(inv_t):
 
 
 @triton.jit
-def _log2(u, high, low):
-    """log2 of e^(u / temperature), a finite number also where u is −inf."""
-    u = _above_lowest(u)
-    return _above_lowest(tl.fma(u, high, u * low))  # fused: beside a rounded product `low` would be lost
+def _log2(u, lowest, high, low, BOTH: tl.constexpr):
+    """log2 of e^(u / temperature), a finite number also where u is −inf: `lowest` · `high` is one."""
+    u = _above(u, lowest)
+    return tl.fma(u, high, u * low) if BOTH else u * high  # fused: beside a rounded product `low` would be lost
+
+
+@triton.jit
+def _of_both_parts(a, b, high, low):
+    """Σ 2^x and Σ 2^x·x of x = u·(high + low) from those of u·high, in float64: rounded to float32 they would miss the gain.
+
+    2^(u·low) is 1 + ln 2·u·low, so that the first sum gains a multiple of the second; the second one gains that of Σ 2^x·x²,
+    which b²/a stands for: what is left is low / high, 6e-8 or less, of the variance of x in a lane. Σ 2^2x is left as it is.
+    """
+    part = low / high
+    gain = _LN_2 * part * b
+    return a.to(tl.float64) + gain, b.to(tl.float64) + (part * b + gain * b / tl.where(a == 0, 1.0, a))
 
 
 @triton.jit
@@ -56,16 +68,16 @@ def _in_lanes(x, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _add_tile(z, high, low, m, a, b, q, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
-    """Adds a tile [LANES, PER_LANE] to the lanes' maxima m and sums, where u = (z − m)·(high + low).
+def _add_tile(z, lowest, high, low, m, a, b, q, BOTH: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
+    """Adds a tile [LANES, PER_LANE] to the lanes' maxima m and sums, where u = (z − m)·high, or (z − m)·(high + low) of BOTH.
 
     a = Σ 2^u, b = Σ 2^u·u, q = Σ 2^2u.
     """
     top = tl.maximum(m, tl.max(z, 1))
     base = _finite_base(top)
-    fall = _log2(m - base, high, low)
+    fall = _log2(m - base, lowest, high, low, BOTH)
     shrink = tl.exp2(fall)
-    u = _log2(z - base[:, None], high, low)
+    u = _log2(z - base[:, None], lowest, high, low, BOTH)
     p = tl.exp2(u)
     if ENTROPY:
         b = shrink * (b + a * fall) + tl.sum(p * u, 1)
@@ -86,14 +98,21 @@ def stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
+    # one multiplication a logit less where b is at hand, which tells what the other part of the scale is worth
+    BOTH: tl.constexpr = not ENTROPY
     first = split * columns_per_program
     kept = tl.load(keep + row) != 0
     end = _in_lanes(valid, PER_LANE, ALIGNED_ENDS)
     last = tl.where(kept, tl.minimum(first + columns_per_program, end), first)
     whole = first + (last - first) // BLOCK * BLOCK
     z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
+    # before the loop, which hides the two trips to memory
+    y = _local_column(targets, row, start, valid)
+    here = (y >= first) & (y < last)
+    z_y = tl.load(z_row + y.to(tl.int64) * column_stride, mask=here, other=float("-inf")).to(tl.float32)
     step = tl.load(inv_t + row * inv_t_stride)
     high, low = _log2_e_over(step)
+    lowest = tl.maximum(_LOWEST / high, _LOWEST * 1e8)
     columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
 
     m = tl.full([LANES], float("-inf"), tl.float32)
@@ -101,43 +120,59 @@ def stats_kernel(
     b = tl.zeros([LANES], tl.float32)
     q = tl.zeros([LANES], tl.float32)
     for at in range(first, whole, BLOCK):  # no mask: it would keep the compiler from wide loads
-        place = (at + columns).to(tl.int64) * column_stride
-        m, a, b, q = _add_tile(tl.load(z_row + place).to(tl.float32), high, low, m, a, b, q, ENTROPY, SQUARES)
+        z = tl.load(z_row + (at + columns).to(tl.int64) * column_stride)
+        m, a, b, q = _add_tile(z.to(tl.float32), lowest, high, low, m, a, b, q, BOTH, ENTROPY, SQUARES)
     if whole < last:
         column = whole + columns
         z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < last, other=float("-inf"))
-        m, a, b, q = _add_tile(z.to(tl.float32), high, low, m, a, b, q, ENTROPY, SQUARES)
+        m, a, b, q = _add_tile(z.to(tl.float32), lowest, high, low, m, a, b, q, BOTH, ENTROPY, SQUARES)
 
     top = tl.max(m, 0)
     base = _finite_base(top)
-    fall = _log2(m - base, high, low)
+    fall = _log2(m - base, lowest, high, low, BOTH)
     shrink = tl.exp2(fall)
-    y = _local_column(targets, row, start, valid)
-    here = (y >= first) & (y < last)
-    z_y = tl.load(z_row + y.to(tl.int64) * column_stride, mask=here, other=float("-inf")).to(tl.float32)
     out = parts + (split.to(tl.int64) * tokens + row) * (3 + ENTROPY + SQUARES)
     tl.store(out, top)
-    tl.store(out + 1, tl.sum(a * shrink, 0))
     tl.store(out + 2, (z_y - base) * step)
     if ENTROPY:
-        tl.store(out + 3, (tl.sum(shrink * (b + a * fall), 0).to(tl.float64) * _LN_2).to(tl.float32))
+        a, b = _of_both_parts(shrink * a, shrink * (b + a * fall), high, low)
+        total, moment = tl.split(tl.sum(tl.join(a, b), 0))  # at one meeting of the lanes
+        tl.store(out + 3, (moment * _LN_2).to(tl.float32))
+    else:
+        total = tl.sum(shrink * a, 0)
+    tl.store(out + 1, total.to(tl.float32))
     if SQUARES:
         tl.store(out + 4, tl.sum(shrink * shrink * q, 0))
 
 
 @triton.jit
-def _add_part(part, inside, base, step, total, target, moment, squares, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
-    """Adds one part of some rows, at their common maximum `base`."""
-    a = tl.load(part + 1, mask=inside, other=0.0)
-    fall = _above_lowest((tl.load(part, mask=inside, other=0.0) - base) * step)
-    shrink = tl.exp(fall)
-    total += a * shrink
-    target = tl.maximum(target, tl.load(part + 2, mask=inside, other=0.0) + fall, propagate_nan=tl.PropagateNan.ALL)
-    if ENTROPY:
-        moment += shrink * (tl.load(part + 3, mask=inside, other=0.0) + a * fall)
-    if SQUARES:
-        squares += shrink * shrink * tl.load(part + 4, mask=inside, other=0.0)
-    return total, target, moment, squares
+def _sum_parts(parts, row, tokens, count, step, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
+    """(m, a, t, b, q) of some rows from their `count` parts; the loads of eight parts are in flight together."""
+    WIDTH: tl.constexpr = 3 + ENTROPY + SQUARES
+    place, next_part = parts + row * WIDTH, tokens.to(tl.int64) * WIDTH
+    top = tl.full(row.shape, float("-inf"), tl.float32)
+    for at in range(0, count, 8):
+        for i in tl.static_range(8):
+            here = row < tl.where(at + i < count, tokens, 0)
+            top = tl.maximum(top, tl.load(place + (at + i) * next_part, mask=here, other=float("-inf")))
+    base = _finite_base(top)
+    total, moment = tl.zeros(row.shape, tl.float32), tl.zeros(row.shape, tl.float32)
+    squares = tl.zeros(row.shape, tl.float32)
+    target = tl.full(row.shape, float("-inf"), tl.float32)
+    for at in range(0, count, 8):
+        for i in tl.static_range(8):
+            part, here = place + (at + i) * next_part, row < tl.where(at + i < count, tokens, 0)
+            a = tl.load(part + 1, mask=here, other=0.0)
+            fall = _above((tl.load(part, mask=here, other=float("-inf")) - base) * step, _LOWEST)
+            shrink = tl.exp(fall)
+            total += a * shrink
+            own = tl.load(part + 2, mask=here, other=float("-inf"))
+            target = tl.maximum(target, own + fall, propagate_nan=tl.PropagateNan.ALL)
+            if ENTROPY:
+                moment += shrink * (tl.load(part + 3, mask=here, other=0.0) + a * fall)
+            if SQUARES:
+                squares += shrink * shrink * tl.load(part + 4, mask=here, other=0.0)
+    return top, total, target, moment, squares
 
 
 @triton.jit(do_not_specialize=["count", "tokens"])
@@ -149,54 +184,28 @@ def merge_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < tokens
     step = tl.load(inv_t + row * inv_t_stride, mask=inside, other=1.0)
-    WIDTH: tl.constexpr = 3 + ENTROPY + SQUARES
-    place, next_part = parts + row * WIDTH, tokens.to(tl.int64) * WIDTH
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    for i in range(count):
-        top = tl.maximum(top, tl.load(place + i * next_part, mask=inside, other=0.0))
-    base = _finite_base(top)
-    total, moment = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    squares = tl.zeros([BLOCK], tl.float32)
-    target = tl.full([BLOCK], float("-inf"), tl.float32)
-    for i in range(count):
-        total, target, moment, squares = _add_part(
-            place + i * next_part, inside, base, step, total, target, moment, squares, ENTROPY, SQUARES
-        )  # fmt: skip
-    tl.store(merged + row * WIDTH, top, mask=inside)
-    tl.store(merged + row * WIDTH + 1, total, mask=inside)
-    tl.store(merged + row * WIDTH + 2, target, mask=inside)
+    top, total, target, moment, squares = _sum_parts(parts, row, tokens, count, step, ENTROPY, SQUARES)
+    out = merged + row * (3 + ENTROPY + SQUARES)
+    tl.store(out, top, mask=inside)
+    tl.store(out + 1, total, mask=inside)
+    tl.store(out + 2, target, mask=inside)
     if ENTROPY:
-        tl.store(merged + row * WIDTH + 3, moment, mask=inside)
+        tl.store(out + 3, moment, mask=inside)
     if SQUARES:
-        tl.store(merged + row * WIDTH + 4, squares, mask=inside)
+        tl.store(out + 4, squares, mask=inside)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["count", "tokens"])
 def combine_kernel(
-    parts, keep, inv_t, logprobs, entropies, lses, rows, sums, tokens, inv_t_stride,
-    COUNT: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
+    parts, keep, inv_t, logprobs, entropies, lses, rows, sums, tokens, count, inv_t_stride,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The shards' parts [COUNT, tokens, W] to log-prob, entropy, lse and Σπ², and to what the backward reads of a row.
-
-    Without a loop: the loads of all shards are in flight together.
-    """
+    """Parts [count, tokens, W] to log-prob, entropy, lse and Σπ², and to what the backward reads of a row."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < tokens
     step = tl.load(inv_t + row * inv_t_stride, mask=inside, other=1.0)
     kept = tl.load(keep + row, mask=inside, other=0) != 0
-    WIDTH: tl.constexpr = 3 + ENTROPY + SQUARES
-    place, next_part = parts + row * WIDTH, tokens.to(tl.int64) * WIDTH
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    for i in tl.static_range(COUNT):
-        top = tl.maximum(top, tl.load(place + i * next_part, mask=inside, other=0.0))
-    base = _finite_base(top)
-    total, moment = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    squares = tl.zeros([BLOCK], tl.float32)
-    target = tl.full([BLOCK], float("-inf"), tl.float32)
-    for i in tl.static_range(COUNT):
-        total, target, moment, squares = _add_part(
-            place + i * next_part, inside, base, step, total, target, moment, squares, ENTROPY, SQUARES
-        )  # fmt: skip
+    top, total, target, moment, squares = _sum_parts(parts, row, tokens, count, step, ENTROPY, SQUARES)
     top, total = tl.where(kept, top, 0.0), tl.where(kept, total, 1.0)  # numbers, also in the rows that nobody reads
     log_a = tl.log(total)
     SAVED: tl.constexpr = 2 + ENTROPY

@@ -17,36 +17,55 @@ from parallel_rl.vocab.backends.triton.kernels import combine_kernel, gradient_k
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-_LANES = 512  # two loads in flight for each of a program's 256 threads
-_WARPS = 8
 _TOKENS = 128  # rows of a program that only combines
-_PROGRAMS_PER_PROCESSOR = 4  # fewer rows than that, and a row is split over several programs
+
+
+class Cut(NamedTuple):
+    """How a pass is cut for a card: lanes of a tile, warps of a program, and the programs a multiprocessor is to have.
+
+    Where there are fewer rows than `programs` × multiprocessors, a row is split over several programs.
+    """
+
+    lanes: int
+    warps: int
+    programs: int
+
+
+#: of (pass, compute capability); another card has 9.0's. Four loads of 16 bytes in flight for a thread that reads, two for one
+#: that reads and writes. Counted on machine code; `make gpu-check` sweeps them
+CUTS = {("stats", (9, 0)): Cut(512, 4, 32), ("gradient", (9, 0)): Cut(512, 8, 32)}
+
+
+def cut(name: str, device: torch.device) -> Cut:
+    """The cut of pass `name` on a device."""
+    card = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return CUTS.get((name, card), CUTS[name, (9, 0)])
 
 
 class Tiling(NamedTuple):
-    """Division of a row: tiles of `lanes` × `per_lane` columns, and `splits` programs of `columns` columns each."""
+    """Division of a row: tiles of `lanes` × `per_lane` columns, `splits` programs of `warps` warps and `columns` columns."""
 
     lanes: int
     per_lane: int
     columns: int
     splits: int
+    warps: int
 
     def aligns(self, *numbers: int) -> bool:
         """Whether these many columns are whole lanes, which are loaded and stored at once."""
         return all(number % self.per_lane == 0 for number in numbers)
 
 
-def tiling(tokens: int, width: int, itemsize: int, processors: int) -> Tiling:
+def tiling(tokens: int, width: int, itemsize: int, processors: int, cut: Cut) -> Tiling:
     """Tiles for a shard [tokens, width]; rows are split where there are too few of them to fill the device."""
-    per_lane = 16 // itemsize
-    lanes = _LANES
+    per_lane, lanes = 16 // itemsize, cut.lanes
     while lanes > 32 and (lanes // 2) * per_lane >= width:
         lanes //= 2
     block = lanes * per_lane
     blocks = max(1, -(-width // block))
-    wanted = -(-_PROGRAMS_PER_PROCESSOR * processors // max(tokens, 1))
+    wanted = -(-cut.programs * processors // max(tokens, 1))
     columns = -(-blocks // min(blocks, max(1, wanted))) * block
-    return Tiling(lanes, per_lane, columns, max(1, -(-width // columns)))
+    return Tiling(lanes, per_lane, columns, max(1, -(-width // columns)), max(1, min(cut.warps, lanes // 32)))
 
 
 @cache
@@ -63,8 +82,23 @@ def _row_step(inv_t: Tensor) -> int:
     return 0 if inv_t.shape[0] == 1 else inv_t.stride(0)
 
 
-def _warps(tile: Tiling) -> int:
-    return max(1, min(_WARPS, tile.lanes // 32))
+def _parts(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool
+) -> Tensor:
+    """Parts [splits, T, 3 + entropy + squares]."""
+    tokens, device = logits.shape[0], logits.device
+    tile = tiling(tokens, valid, logits.element_size(), processors(device), cut("stats", device))
+    parts = torch.empty(tile.splits, tokens, 3 + entropy + squares, dtype=torch.float32, device=device)
+    if tokens:
+        with _on(device):
+            stats_kernel[tokens, tile.splits](
+                logits, targets.contiguous(), keep.contiguous(), inv_t, parts,
+                start, valid, tokens, *logits.stride(), _row_step(inv_t), tile.columns,
+                ENTROPY=entropy, SQUARES=squares, LANES=tile.lanes, PER_LANE=tile.per_lane,
+                ALIGNED_ROWS=tile.aligns(logits.stride(0)), ALIGNED_ENDS=tile.aligns(valid),
+                num_warps=tile.warps, enable_fp_fusion=True,
+            )  # fmt: skip
+    return parts
 
 
 @torch.library.custom_op("parallel_rl::vocab_stats", mutates_args=())
@@ -79,37 +113,16 @@ def vocab_stats(
     squares: bool = False,
 ) -> Tensor:
     """[T, W] logits, [T] global targets, [T] kept rows, [T or 1, 1] 1/temperature → [T, 3 + entropy + squares] parts."""
-    tokens = logits.shape[0]
-    targets, keep = targets.contiguous(), keep.contiguous()
-    tile = tiling(tokens, valid, logits.element_size(), processors(logits.device))
-    width = 3 + entropy + squares
-    parts = torch.empty(tile.splits, tokens, width, dtype=torch.float32, device=logits.device)
-    if tokens == 0:
+    parts = _parts(logits, targets, keep, inv_t, start, valid, entropy, squares)
+    splits, tokens, width = parts.shape
+    if splits == 1 or tokens == 0:
         return parts[0]
-    with _on(logits.device):
-        stats_kernel[tokens, tile.splits](
-            logits, targets, keep, inv_t, parts,
-            start, valid, tokens, *logits.stride(), _row_step(inv_t), tile.columns,
-            ENTROPY=entropy, SQUARES=squares, LANES=tile.lanes, PER_LANE=tile.per_lane,
-            ALIGNED_ROWS=tile.aligns(logits.stride(0)), ALIGNED_ENDS=tile.aligns(valid),
-            num_warps=_warps(tile), enable_fp_fusion=True,
-        )  # fmt: skip
-        if tile.splits == 1:
-            return parts[0]
-        merged = torch.empty(tokens, width, dtype=torch.float32, device=logits.device)
+    merged = torch.empty(tokens, width, dtype=torch.float32, device=parts.device)
+    with _on(parts.device):
         merge_kernel[(-(-tokens // _TOKENS),)](
-            parts,
-            inv_t,
-            merged,
-            tokens,
-            tile.splits,
-            _row_step(inv_t),
-            ENTROPY=entropy,
-            SQUARES=squares,
-            BLOCK=_TOKENS,
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+            parts, inv_t, merged, tokens, splits, _row_step(inv_t),
+            ENTROPY=entropy, SQUARES=squares, BLOCK=_TOKENS, num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
     return merged
 
 
@@ -120,22 +133,25 @@ def _(
     return logits.new_empty(logits.shape[0], 3 + entropy + squares, dtype=torch.float32)
 
 
+def _combine(parts: Tensor, keep: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    count, tokens, width = parts.shape
+    made = _combined(parts)
+    if tokens:
+        with _on(parts.device):
+            combine_kernel[(-(-tokens // _TOKENS),)](
+                parts.contiguous(), keep.contiguous(), inv_t, *made, tokens, count, _row_step(inv_t),
+                ENTROPY=width > 3, SQUARES=width > 4, BLOCK=_TOKENS, num_warps=4, enable_fp_fusion=True,
+            )  # fmt: skip
+    return made
+
+
 @torch.library.custom_op("parallel_rl::vocab_combine", mutates_args=())
 def vocab_combine(parts: Tensor, keep: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """[ranks, T, 3 to 5] parts → log-prob, entropy (or [0]), lse [T], rows [T, 2 or 3] for the backward, Σπ² (or [0]).
 
     The rows hold (M, log A, H).
     """
-    count, tokens, width = parts.shape
-    parts, keep = parts.contiguous(), keep.contiguous()
-    made = _combined(parts)
-    if tokens:
-        with _on(parts.device):
-            combine_kernel[(-(-tokens // _TOKENS),)](
-                parts, keep, inv_t, *made, tokens, _row_step(inv_t),
-                COUNT=count, ENTROPY=width > 3, SQUARES=width > 4, BLOCK=_TOKENS, num_warps=4, enable_fp_fusion=True,
-            )  # fmt: skip
-    return made
+    return _combine(parts, keep, inv_t)
 
 
 @vocab_combine.register_fake
@@ -144,6 +160,21 @@ def _combined(parts: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     logprobs, lse = parts.new_empty(tokens), parts.new_empty(tokens)
     entropy, sums = (parts.new_empty(tokens if width > at else 0) for at in (3, 4))
     return logprobs, entropy, lse, parts.new_empty(tokens, 3 if width > 3 else 2), sums
+
+
+@torch.library.custom_op("parallel_rl::vocab_row_stats", mutates_args=())
+def vocab_row_stats(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`vocab_combine` of `vocab_stats` where this shard is the whole vocabulary: a row's splits are combined like shards."""
+    return _combine(_parts(logits, targets, keep, inv_t, start, valid, entropy, squares), keep, inv_t)
+
+
+@vocab_row_stats.register_fake
+def _(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _combined(logits.new_empty(1, logits.shape[0], 3 + entropy + squares, dtype=torch.float32))
 
 
 @torch.library.custom_op("parallel_rl::vocab_gradient", mutates_args=())
@@ -191,7 +222,8 @@ def _launch_gradient(
     if tokens == 0 or width == 0:
         return
     targets, keep = targets.contiguous(), keep.contiguous()
-    tile = tiling(tokens, width, logits.element_size(), processors(logits.device))
+    device = logits.device
+    tile = tiling(tokens, width, logits.element_size(), processors(device), cut("gradient", device))
     upstream = [None if g is None else g.contiguous() for g in (g_logprobs, g_entropy, g_lse)]  # `sum` expands its own
     with _on(logits.device):
         gradient_kernel[tokens, tile.splits](
@@ -200,5 +232,5 @@ def _launch_gradient(
             SAVED=rows.shape[1], LOGPROB=g_logprobs is not None, ENTROPY=g_entropy is not None, LSE=g_lse is not None,
             LANES=tile.lanes, PER_LANE=tile.per_lane,
             ALIGNED_ROWS=tile.aligns(logits.stride(0), out.stride(0)), ALIGNED_ENDS=tile.aligns(valid, width),
-            num_warps=_warps(tile), enable_fp_fusion=True,
+            num_warps=tile.warps, enable_fp_fusion=True,
         )  # fmt: skip
