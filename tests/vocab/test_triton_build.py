@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from parallel_rl.vocab.backends.triton import kernels, operators  # noqa: E402
+from parallel_rl.vocab.backends.triton.cuts import CUTS, tiling  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -60,7 +61,7 @@ def build_pass(
 ) -> Any:
     """As it is built at a launch on a contiguous shard [8192, width] with `valid` real columns; `out` if it is not `dtype`."""
     valid = width if valid is None else valid
-    tile = operators.tiling(8192, width, dtype.itemsize, 132, operators.CUTS[name, (9, 0)])
+    tile = tiling(8192, width, dtype.itemsize, 132, CUTS[name, (9, 0)])
     constants: dict[str, Any] = {
         "column_stride": 1, "LANES": tile.lanes, "PER_LANE": tile.per_lane, "ENTROPY": entropy,
         "ALIGNED_ROWS": tile.aligns(width), "ALIGNED_ENDS": tile.aligns(valid, width),
@@ -129,7 +130,7 @@ def test_passes(name: str, architecture: int, dtype: torch.dtype, entropy: bool,
     loads, stores = accesses(kernel)
     # as many in the tail as in the loop; each of the others is one number a row
     assert sum(load.endswith("v4.b32") for load in loads) == WIDE[name] and not any(".v2" in load for load in loads)
-    threads = 32 * operators.CUTS[name, (9, 0)].warps
+    threads = 32 * CUTS[name, (9, 0)].warps
     at_once = 65536 // (-(-registers // 8) * 8 * threads)
     assert (
         at_once * threads * WIDE[name] // 2 * 16 >= 40 << 10

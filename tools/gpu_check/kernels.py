@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ from benchmarks import token_stats_gpu as bench
 from benchmarks.peers import join_megatron
 from benchmarks.report import copy_bandwidth
 from parallel_rl.vocab.backends.choice import Backend
+from parallel_rl.vocab.backends.triton.cuts import CUTS, Cut
 from tools.gpu_check.facts import Facts
 from tools.gpu_check.profile import kernel_table
 
@@ -22,7 +24,6 @@ _SHAPES = (
     (8192, 128256, torch.float32),
 )
 _TINY = ((24, 512, torch.float32),)
-_LANES, _WARPS, _PROGRAMS = (256, 512, 1024), (4, 8), (4, 16, 32)
 
 
 def run(facts: Facts, device: str) -> None:
@@ -54,13 +55,13 @@ def _shape(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: B
             share = figures.forward_bandwidth / copy, figures.both_bandwidth / copy
             words = f"forward {1e3 * times[cut][0]:.3f} ms ({share[0]:.0%} of copy), both {1e3 * times[cut][1]:.3f} ms"
             facts.tell(f"{where}, {cut or 'as it is'}", f"{words} ({share[1]:.0%})")
-    if () in times:
+    if None in times:
         for at, what in enumerate(("forward", "forward + backward")):
             most = None if goals is None or dtype != torch.bfloat16 else 1e3 * goals[at]
-            facts.tell(f"{where}, entropy, {what}", 1e3 * times[()][at], "ms", most=most)
+            facts.tell(f"{where}, entropy, {what}", 1e3 * times[None][at], "ms", most=most)
     if len(times) > 1:
         best = min(times, key=lambda cut: times[cut][1])
-        facts.tell(f"{where}, the best cut", f"{best or 'as it is'}: {times[()][1] / times[best][1]:.2f} × as fast")
+        facts.tell(f"{where}, the best cut", f"{best or 'as it is'}: {times[None][1] / times[best][1]:.2f} × as fast")
     work = torch.empty_like(case.logits)
 
     def step() -> None:
@@ -72,23 +73,21 @@ def _shape(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: B
         facts.tell(f"{where}, kernel {name}", milliseconds, "ms")
 
 
-def _cuts(tokens: int, backend: Backend) -> list[tuple[tuple[str, int], ...]]:
-    """As it is, then one by one; programs a multiprocessor matter where the rows do not fill a card."""
+def _cuts(tokens: int, backend: Backend) -> list[tuple[str, Cut] | None]:
+    """As it is, then other cuts of one pass; programs a multiprocessor matter where the rows do not fill a card."""
     if backend != "triton":
-        return [()]
-    found: list[tuple[tuple[str, int], ...]] = [()]
-    found += [(("_LANES", lanes), ("_WARPS", warps)) for lanes in _LANES for warps in _WARPS]
+        return [None]
+    sizes = [(lanes, warps) for lanes in (256, 512, 1024) for warps in (4, 8)]
+    found = [(name, Cut(*size, 32)) for name in ("stats", "gradient") for size in sizes]
     if tokens < 4096:
-        found += [(("_PROGRAMS_PER_PROCESSOR", number),) for number in _PROGRAMS]
-    return found
+        found += [("stats", Cut(512, 4, programs)) for programs in (4, 8, 16)]
+    return [None, *found]
 
 
-def _applied(cut: tuple[tuple[str, int], ...]):  # type: ignore[no-untyped-def]
-    if not cut:
-        return patch.dict({})
-    from parallel_rl.vocab.backends.triton import operators
-
-    return patch.multiple(operators, **dict(cut))
+def _applied(swept: tuple[str, Cut] | None) -> AbstractContextManager[object]:
+    if swept is None:
+        return nullcontext()
+    return patch.dict(CUTS, {(swept[0], torch.cuda.get_device_capability()): swept[1]})
 
 
 def _peers(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: Backend) -> None:

@@ -7,65 +7,18 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from parallel_rl.vocab.backends.triton.cuts import cut, tiling
 from parallel_rl.vocab.backends.triton.kernels import combine_kernel, gradient_kernel, merge_kernel, stats_kernel
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _TOKENS = 128  # rows of a program that only combines
-
-
-class Cut(NamedTuple):
-    """How a pass is cut for a card: lanes of a tile, warps of a program, and the programs a multiprocessor is to have.
-
-    Where there are fewer rows than `programs` × multiprocessors, a row is split over several programs.
-    """
-
-    lanes: int
-    warps: int
-    programs: int
-
-
-#: of (pass, compute capability); another card has 9.0's. Four loads of 16 bytes in flight for a thread that reads, two for one
-#: that reads and writes. Counted on machine code; `make gpu-check` sweeps them
-CUTS = {("stats", (9, 0)): Cut(512, 4, 32), ("gradient", (9, 0)): Cut(512, 8, 32)}
-
-
-def cut(name: str, device: torch.device) -> Cut:
-    """The cut of pass `name` on a device."""
-    card = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-    return CUTS.get((name, card), CUTS[name, (9, 0)])
-
-
-class Tiling(NamedTuple):
-    """Division of a row: tiles of `lanes` × `per_lane` columns, `splits` programs of `warps` warps and `columns` columns."""
-
-    lanes: int
-    per_lane: int
-    columns: int
-    splits: int
-    warps: int
-
-    def aligns(self, *numbers: int) -> bool:
-        """Whether these many columns are whole lanes, which are loaded and stored at once."""
-        return all(number % self.per_lane == 0 for number in numbers)
-
-
-def tiling(tokens: int, width: int, itemsize: int, processors: int, cut: Cut) -> Tiling:
-    """Tiles for a shard [tokens, width]; rows are split where there are too few of them to fill the device."""
-    per_lane, lanes = 16 // itemsize, cut.lanes
-    while lanes > 32 and (lanes // 2) * per_lane >= width:
-        lanes //= 2
-    block = lanes * per_lane
-    blocks = max(1, -(-width // block))
-    wanted = -(-cut.programs * processors // max(tokens, 1))
-    columns = -(-blocks // min(blocks, max(1, wanted))) * block
-    return Tiling(lanes, per_lane, columns, max(1, -(-width // columns)), max(1, min(cut.warps, lanes // 32)))
 
 
 @cache
