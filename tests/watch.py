@@ -7,7 +7,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SYNCS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "equal")
+SYNCS = (
+    *("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"),
+    *("unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
+    "bincount",  # its length is the largest value
+)
 
 
 class _Made(TorchFunctionMode):
@@ -55,6 +59,8 @@ class Watch(TorchDispatchMode):
             self.collectives.append(name)
         if name in SYNCS:
             self.syncs.append(name)
+        if name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
+            self.syncs.append("repeat_interleave by counts on the device")
         if name in ("index", "index_put", "index_put_"):
             places = [t for t in args[1] if t is not None]
             if any(t.dtype in (torch.bool, torch.uint8) for t in places):
