@@ -13,6 +13,7 @@ from parallel_rl.advantages.base import AdvantageEstimator, Advantages, at_least
 from parallel_rl.advantages.table import SampleTable, gather_samples
 from parallel_rl.agreement import communication_device
 from parallel_rl.groups import group_size
+from parallel_rl.segments import sum_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,9 +86,8 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
         rows["keep"], width = self.counts(rows).long(), int(rows["width"].max())
         names, index = rows["group_ids"].unique(return_inverse=True)
         cell = (index[mine, None] * width + place).flatten()
-        sums = returns.new_zeros(2, len(names) * width)
-        for total, x in zip(sums, (returns * weight, weight), strict=True):
-            total.index_add_(0, cell, torch.where(mask, x, 0.0).flatten())
+        both = (torch.where(mask, x, 0.0).flatten() for x in (returns * weight, weight))
+        sums = torch.stack([sum_groups(x, cell, len(names) * width) for x in both]).to(returns.dtype)
         if group_size(group) > 1:
             home, device = sums.device, communication_device(group, sums.device)
             sums = sums.to(device)

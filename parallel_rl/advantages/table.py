@@ -10,6 +10,7 @@ import torch
 
 from parallel_rl.agreement import communication_device
 from parallel_rl.groups import all_gather, group_rank, group_size
+from parallel_rl.segments import sum_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,7 @@ class SampleTable:
 
     def sums(self, x: Tensor) -> Tensor:
         """[M] to [G]: the sum over each group."""
-        return x.new_zeros(len(self.names)).index_add(0, self.index, x)
+        return sum_groups(x, self.index, len(self.names))
 
     @cached_property
     def count(self) -> Tensor:

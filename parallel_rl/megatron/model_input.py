@@ -84,12 +84,14 @@ def packed_input(
     # A sequence's padding stands behind it, where causality hides it: the padded bounds are all that attention needs,
     # and kernels that know no gaps between sequences stay usable.
     padded = bounds.to(device=input_ids.device, dtype=torch.int32)
+    # Where both are given, Transformer Engine up to 2.9 has the host wait for their comparison, twice a layer.
+    again = padded if context.size > 1 else None
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=padded,
         cu_seqlens_kv=padded,
-        cu_seqlens_q_padded=padded,
-        cu_seqlens_kv_padded=padded,
+        cu_seqlens_q_padded=again,
+        cu_seqlens_kv_padded=again,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
