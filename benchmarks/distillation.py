@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -49,7 +49,10 @@ def plain_jsd(student: Tensor, teacher: Tensor) -> Tensor:
     return (of_teacher + torch.nn.functional.kl_div(log_m, log_q, reduction="sum", log_target=True)) / 2 / len(student)
 
 
-compiled_jsd = torch.compile(plain_jsd)
+@cache
+def compiled_jsd() -> Callable[[Tensor, Tensor], Tensor]:
+    """Compile it, not at import: the compiler takes two seconds to come."""
+    return torch.compile(plain_jsd)
 
 
 def _ours(hidden: Tensor, weight: Tensor, case: Case, mode: LinearMode, budget: int | None) -> Tensor:
@@ -73,7 +76,7 @@ def _loss_fn(consume: bool) -> FullDistillationLossFn:
 
 def _plain(hidden: Tensor, weight: Tensor, case: Case, compiled: bool) -> Tensor:
     teacher = case.data["teacher_hidden"][:-1] @ case.data["teacher_weight"].T
-    return (compiled_jsd if compiled else plain_jsd)(hidden[:-1] @ weight.T, teacher)
+    return (compiled_jsd() if compiled else plain_jsd)(hidden[:-1] @ weight.T, teacher)
 
 
 def _liger(hidden: Tensor, weight: Tensor, case: Case) -> Tensor:

@@ -39,6 +39,16 @@ def _plain(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
+def _compiled(logits: Tensor, targets: Tensor) -> Tensor:
+    return _compile_plain()(logits, targets)
+
+
+@cache
+def _compile_plain() -> CrossEntropy:
+    """Not at import: the compiler takes two seconds to come."""
+    return torch.compile(_plain)
+
+
 def _megatron(logits: Tensor, targets: Tensor) -> Tensor:
     """Overwrites float32 logits, takes a float32 copy of others; the group is parallel_state's (`join_megatron`)."""
     from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -92,7 +102,7 @@ MEGATRON, MEGATRON_FUSED = "Megatron cross-entropy", "Megatron fused cross-entro
 _OF_MEGATRON = "megatron.core.tensor_parallel.cross_entropy"
 _PEERS = (
     Peer(PLAIN, _plain),
-    Peer(COMPILED, torch.compile(_plain)),
+    Peer(COMPILED, _compiled),
     Peer(MEGATRON, _megatron, _OF_MEGATRON, shards=True),
     Peer(MEGATRON_FUSED, _megatron_fused, _OF_MEGATRON, shards=True, bfloat16_gradient=True),
     Peer(
