@@ -8,8 +8,8 @@ PROCESSES ?= 2
 CONFIG ?= configs/grpo_arithmetic.yaml
 REPORT ?= runs/faults.jsonl
 # two processes with a pool of ranks each; a file's tests share the worlds that it launches
-# ... on the CPU, also where the machine has a GPU
-PYTEST := CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+# ... on the CPU, also where the machine has a GPU; compiled modules are kept, for some hundred processes import them
+PYTEST := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh slurm/*.sbatch slurm/*.sh slurm/*.conf)
 
 .PHONY: help install demo demo-hf test test-slow test-all test-slurm test-vllm soak lint types format docs bench gpu-check clean
