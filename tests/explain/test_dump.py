@@ -27,8 +27,12 @@ CLIPPED = {"ratio_clip_max": 0.28, "reference_policy_kl_penalty": 0.1}
 BUILT_IN = [name for name, loss in registry.losses().items() if loss.__module__.startswith("parallel_rl.")]
 
 
+# a page of each kind of loss: on tokens, pairs, rows, a head, components
+SHOWN = {"policy", "dpo", "distillation", "full_distillation", "value", "prm", "components"}
+
+
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_every_loss_can_be_dumped_and_shown(name: str, tmp_path: Path) -> None:
+def test_every_loss_can_be_dumped(name: str, tmp_path: Path) -> None:
     """Parts add up to the loss for each, whatever it reads; no other test runs a page of a head, of rows or of pairs."""
     options = {
         "policy": {"loss": {"name": "policy"}},
@@ -42,7 +46,8 @@ def test_every_loss_can_be_dumped_and_shown(name: str, tmp_path: Path) -> None:
     parts = [value for key, value in step.shares.items() if key.startswith("part/")]
     assert sum(parts) == pytest.approx(step.shares["loss"], rel=1e-10, abs=1e-14)
     assert step.shares["loss"] == pytest.approx(step.meta["metrics"].get("loss", step.shares["loss"]), rel=1e-10)
-    assert step.scored.any() and f">{name}<" in page([step], most_samples=2)
+    assert step.scored.any()
+    assert name not in SHOWN or f">{name}<" in page([step], most_samples=2)
 
 
 def test_the_gradient_is_that_of_the_step(tmp_path: Path) -> None:

@@ -26,7 +26,13 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Step:
     return dumped(tmp_path_factory.mktemp("step"), PolicyLossFn(PPO), logits, data, StepInfo("a step", str))
 
 
-def test_the_figures_are_those_of_the_data(step: Step) -> None:
+@pytest.fixture(scope="module")
+def text(step: Step) -> str:
+    """Its page with every sample."""
+    return page([step], most_samples=10**6)
+
+
+def test_the_figures_are_those_of_the_data(text: str) -> None:
     """Every table of numbers against numpy on the batch and plain log-softmax, not on the dump."""
     logits, data = policy_batch(rows=12, width=40)
     d = {name: x.numpy().astype(np.float64) for name, x in data.items()}
@@ -39,7 +45,7 @@ def test_the_figures_are_those_of_the_data(step: Step) -> None:
     prev, generation, reference, advantages = (
         d[name][:, 1:] for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages")
     )
-    found = Tables(page([step])).found
+    found = Tables(text).found
     ratio = np.exp(logp - prev)[valid]
     table = found["The importance ratio"]
     assert table["largest"] == [pytest.approx(ratio.max())] and table["smallest"] == [pytest.approx(ratio.min())]
@@ -95,8 +101,7 @@ def test_the_figures_are_those_of_the_data(step: Step) -> None:
     assert parts["policy_loss"][1] == pytest.approx(pull)
 
 
-def test_the_colours_are_of_the_gradient(step: Step) -> None:
-    text = page([step], most_samples=10**6)
+def test_the_colours_are_of_the_gradient(step: Step, text: str) -> None:
     gradient, scored = step.tokens["gradient"], step.scored
     order = np.argsort([-np.abs(gradient[step.row == row]).sum() for row in range(12)], kind="stable")
     marks = re.findall(r'<span class="t ([a-z])\d?"', text.partition('class="sample"')[2])
@@ -131,8 +136,7 @@ def test_text_of_samples_is_text(tmp_path: Path) -> None:
     assert text.count("<script") == text.count("</script>") == 6 + 1  # data of each sample, and the page's own
 
 
-def test_nothing_is_loaded(step: Step) -> None:
-    text = page([step])
+def test_nothing_is_loaded(text: str) -> None:
     assert not re.search(
         r"""(?:src|href)\s*=\s*["'](?!#|data:,)|@import|url\((?!#)|fetch\(|XMLHttpRequest|import\(""", text
     )

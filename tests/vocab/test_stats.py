@@ -104,21 +104,24 @@ def test_temperature(per_token: bool, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "backend"),
+    ("dtype", "plain", "backend"),
     [
-        (torch.float32, "eager"),
-        (torch.bfloat16, "eager"),
-        (torch.float32, "compiled"),
-        pytest.param(torch.bfloat16, "compiled", marks=pytest.mark.slow),
+        (torch.float32, "eager", "eager"),
+        (torch.bfloat16, "eager", "eager"),
+        (torch.float32, "eager", "compiled"),
+        pytest.param(torch.float32, "compiled", "compiled", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, "compiled", "compiled", marks=pytest.mark.slow),
     ],
 )
-def test_consumed_logits_hold_the_gradient_in_place(dtype: torch.dtype, backend: Backend) -> None:
+def test_consumed_logits_hold_the_gradient_in_place(dtype: torch.dtype, plain: Backend, backend: Backend) -> None:
+    """The bits that the same backend gives where it does not consume them; each variant takes seconds to compile."""
     logits, targets, upstream = make(dtype)
     gradients = []
     for consume in (False, True):
         leaf = logits.to(dtype, copy=True).requires_grad_()
         z = leaf * 1
-        stats = token_stats(z, targets.clamp(max=V - 3), consume_logits=consume, vocab_size=V - 2, backend=backend)
+        chosen = backend if consume else plain
+        stats = token_stats(z, targets.clamp(max=V - 3), consume_logits=consume, vocab_size=V - 2, backend=chosen)
         where = z.data_ptr()
         grads: list[Tensor] = []
         z.register_hook(grads.append)
@@ -127,7 +130,8 @@ def test_consumed_logits_hold_the_gradient_in_place(dtype: torch.dtype, backend:
         )
         assert (grads[0].data_ptr() == where) == consume
         gradients.append(leaf.grad)
-    assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+    off = 0 if plain == backend else 1e-6
+    assert_close(gradients[0], gradients[1], rtol=off, atol=off)
 
 
 def test_a_second_backward_through_consumed_logits_is_refused() -> None:

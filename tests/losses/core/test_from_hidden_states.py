@@ -40,8 +40,15 @@ def head_for(batch: int, width: int, device: str = "cpu", **options) -> LMHeadIn
     return LMHeadInput(hidden, torch.zeros(V, D, device=device, requires_grad=True), **options)
 
 
-@pytest.mark.parametrize("rows", [None, 6])
-@pytest.mark.parametrize("case", [case for case in ON_LOG_PROBS if case in CORE], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "rows"),
+    [
+        pytest.param(case, rows, id=f"{case.name}-{rows}", marks=marks)
+        for case in ON_LOG_PROBS
+        if case in CORE
+        for rows, marks in ((6, ()), (None, () if case.config == {} else pytest.mark.slow))
+    ],
+)
 def test_nothing_reads_a_value(case: Case, rows: int | None) -> None:
     """On the meta device there are no values: whatever needs one fails."""
     loss_fn = get_loss(case.loss)(case.config, backend="eager")

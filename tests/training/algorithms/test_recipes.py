@@ -103,6 +103,14 @@ def tiny(name: str, folder: Path, **more: object) -> list[str]:
     return [str(find_recipe(name)), *(f"--{key}={value}" for key, value in {**sizes, **more}.items())]
 
 
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a run, whose weights are a teacher's or a start."""
+    folder = tmp_path_factory.mktemp("taught")
+    run_world(1, train_rows, tiny("sft", folder))
+    return folder / "checkpoints" / "step_000002"
+
+
 def test_every_method_that_is_named_has_its_recipe() -> None:
     assert set(NAMED) <= set(recipes())
 
@@ -206,10 +214,8 @@ def test_prompts_that_teach_nothing_give_way_to_others(tmp_path: Path) -> None:
         run_world(1, train_rows, tiny("dapo", tmp_path / "never", **never))
 
 
-def test_a_reward_model_starts_from_a_policy(tmp_path: Path) -> None:
-    run_world(1, train_rows, tiny("sft", tmp_path / "policy"))
-    policy = tmp_path / "policy" / "checkpoints" / "step_000002"
-    [rows] = run_world(1, train_rows, tiny("reward_model", tmp_path / "rewards", **{"run.init_from": policy}))
+def test_a_reward_model_starts_from_a_policy(tmp_path: Path, taught: Path) -> None:
+    [rows] = run_world(1, train_rows, tiny("reward_model", tmp_path / "rewards", **{"run.init_from": taught}))
     check(rows, "reward_model")
     rewards = tmp_path / "rewards" / "checkpoints" / "step_000002"
     with pytest.raises(WorldError, match=r"it is of a model with a scalar head and one with logits is needed"):
@@ -248,11 +254,9 @@ def test_two_steps(name: str, tmp_path: Path) -> None:
         for n in TAUGHT
     ],
 )
-def test_two_steps_with_a_teacher(name: str, tmp_path: Path) -> None:
-    """Takes two runs: the teacher's weights come from a run's checkpoint."""
-    run_world(1, train_rows, tiny("sft", tmp_path / "teacher"))
-    teacher = tmp_path / "teacher" / "checkpoints" / "step_000002"
-    [rows] = run_world(1, train_rows, tiny(name, tmp_path / "student", **{TAUGHT[name]: teacher}))
+def test_two_steps_with_a_teacher(name: str, tmp_path: Path, taught: Path) -> None:
+    """The teacher's weights come from a run's checkpoint."""
+    [rows] = run_world(1, train_rows, tiny(name, tmp_path / "student", **{TAUGHT[name]: taught}))
     check(rows, name)
 
 
@@ -261,15 +265,13 @@ WHOLE = """{name: components, options: {components: {
     teacher: {loss: {name: full_distillation, options: {divergence: reverse_kl}}, coefficient: 0.5}}}}"""
 
 
-@pytest.mark.parametrize("fused", [False])
-def test_a_policy_and_the_teachers_distributions_in_one_forward(fused: bool, tmp_path: Path) -> None:
+def test_a_policy_and_the_teachers_distributions_in_one_forward(tmp_path: Path, taught: Path) -> None:
     """The estimator reads no teacher, the loss does: its logits of each micro-batch."""
-    run_world(1, train_rows, tiny("sft", tmp_path / "teacher"))
-    more = {"rl.teacher": tmp_path / "teacher" / "checkpoints" / "step_000002", "rl.loss": WHOLE.replace("\n", "")}
+    more = {"rl.teacher": taught, "rl.loss": WHOLE.replace("\n", "")}
     [expected] = run_world(1, train_rows, tiny("grpo", tmp_path / "one", **more))
     check(expected, "grpo")
     assert min(row["teacher/loss"] for row in expected if row["phase"] != "warmup") > 0
-    layout = {"parallel": {"tensor": 2, "sequence_parallel": True}, "model.fused_head": fused}
+    layout = {"parallel": {"tensor": 2, "sequence_parallel": True}}
     for rows in run_world(2, train_rows, tiny("grpo", tmp_path / "many", **more, **layout)):
         for row, other in zip(rows, expected, strict=True):
             assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-10)
@@ -287,10 +289,9 @@ def test_a_teacher_that_nothing_reads_is_refused() -> None:
     "layout", ["TP 2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("TP 2 × CP 2 × SP packed", "PP 2"))]
 )
 @pytest.mark.parametrize("name", ["gkd", "distillation_topk"])
-def test_distillation_from_hidden_states_of_both(name: str, layout: str, tmp_path: Path) -> None:
+def test_distillation_from_hidden_states_of_both(name: str, layout: str, tmp_path: Path, taught: Path) -> None:
     """With a fused head neither model makes logits, and the numbers stay those of whole logits in one process."""
-    run_world(1, train_rows, tiny("sft", tmp_path / "teacher"))
-    teacher = {"distillation.teacher": tmp_path / "teacher" / "checkpoints" / "step_000002"}
+    teacher = {"distillation.teacher": taught}
     [expected] = run_world(1, train_rows, tiny(name, tmp_path / "one", **teacher))
     world, parallel, packing = LAYOUTS[layout]
     more = {**teacher, "parallel": parallel, "batch.packing": packing, "model.fused_head": True}

@@ -42,6 +42,14 @@ def curve(folder: Path) -> list[dict[str, float | str]]:
     return [{key: value for key, value in row.items() if key not in ("seconds", "tokens_per_second")} for row in rows]
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in float32 with a checkpoint after every step, which no test changes."""
+    folder = tmp_path_factory.mktemp("finished")
+    run_world(1, train_rows, arguments(folder, "float32"))
+    return folder
+
+
 @pytest.mark.parametrize(
     "dtype",
     ["float64", pytest.param("float32", marks=pytest.mark.slow), pytest.param("bfloat16", marks=pytest.mark.slow)],
@@ -168,13 +176,11 @@ def test_a_kl_controller_that_could_do_nothing_is_refused(change: dict[str, obje
         load_config(given[0], given[1:])
 
 
-def test_init_from_starts_with_those_weights(tmp_path: Path) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    run_world(1, train_rows, arguments(first, "float64"))
-    weights = first / "checkpoints" / "step_000004"
+def test_init_from_starts_with_those_weights(tmp_path: Path, finished: Path) -> None:
+    weights = finished / "checkpoints" / "step_000004"
     more = {"warmup": "null", "data__examples": "null", "run__init_from": weights, "run__seed": 0}
-    [rows] = run_world(1, train_rows, arguments(second, "float64", **more))
-    assert rows == curve(first)[4:]
+    [rows] = run_world(1, train_rows, arguments(tmp_path, "float32", **more))
+    assert rows == curve(finished)[4:]
 
 
 def test_beside_a_gpu_the_host_s_generator_begins_with_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,10 +250,11 @@ def test_another_config_is_said_and_the_old_one_kept(tmp_path: Path) -> None:
     assert mine.read_text() == "a user's"
 
 
-def test_never_starts_anew(tmp_path: Path) -> None:
-    [rows] = run_world(1, train_rows, arguments(tmp_path, "float32"))
-    assert run_world(1, train_rows, arguments(tmp_path, "float32", run__resume="never")) == [rows]
-    assert curve(tmp_path) == rows
+def test_never_starts_anew(tmp_path: Path, finished: Path) -> None:
+    rows = curve(finished)
+    shutil.copytree(finished, tmp_path / "run")
+    assert run_world(1, train_rows, arguments(tmp_path / "run", "float32", run__resume="never")) == [rows]
+    assert curve(tmp_path / "run") == rows
 
 
 def _train_on_a_full_disk(rank: int, given: list[str]) -> None:
@@ -266,21 +273,20 @@ def test_a_failed_save_leaves_no_half_checkpoint(world: int, tmp_path: Path) -> 
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    run_world(1, train_rows, arguments(tmp_path, "float32"))
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, finished: Path) -> None:
     with pytest.raises(WorldError, match=r"model\.hidden is 32 there and 64 in this run"):
-        run_world(1, train_rows, arguments(tmp_path, "float32", model__hidden=64))
-    sft = run("sft_arithmetic.yaml", run__dir=tmp_path, model__hidden=32)
+        run_world(1, train_rows, arguments(finished, "float32", model__hidden=64))
+    sft = run("sft_arithmetic.yaml", run__dir=finished, model__hidden=32)
     with pytest.raises(WorldError, match="objective is 'rl' there and 'sft' in this run"):
         run_world(1, train_rows, sft)
     with pytest.raises(WorldError, match="is not a checkpoint"):
-        run_world(1, train_rows, arguments(tmp_path / "new", "float32", run__init_from=tmp_path))
+        run_world(1, train_rows, arguments(tmp_path / "new", "float32", run__init_from=finished))
 
 
-def test_a_damaged_source_is_refused_before_never_removes_anything(tmp_path: Path) -> None:
+def test_a_damaged_source_is_refused_before_never_removes_anything(tmp_path: Path, finished: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "run"
-    run_world(1, train_rows, arguments(source, "float32"))
-    shutil.copytree(source, folder)
+    for copy in (source, folder):
+        shutil.copytree(finished, copy)
     weights = source / "checkpoints" / "step_000004"
     largest = max(weights.glob("*.distcp"), key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())

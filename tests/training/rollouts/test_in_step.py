@@ -43,6 +43,13 @@ def held_out(tmp_path: Path) -> dict[str, object]:
     return {"evaluation": "{samples: 4, every: 1, passing: 0.5}", "data__held_out": path}
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list:
+    """The rows of a run of one process beside a server that stays up."""
+    with serve_engine(EngineServer()) as server:
+        return in_step(tmp_path_factory.mktemp("plain"), server)
+
+
 @pytest.mark.parametrize(
     ("layout", "options", "staleness", "versions"),
     [
@@ -72,9 +79,14 @@ def test_weights_go_out_before_each_step(
 
 
 @pytest.mark.parametrize(
-    ("layout", "tells"), [("one process", True), pytest.param("TP 2", False, marks=pytest.mark.slow), ("DP 2", False)]
+    ("layout", "tells"),
+    [
+        ("one process", True),
+        ("one process", False),
+        *(pytest.param(layout, False, marks=pytest.mark.slow) for layout in ("TP 2", "DP 2")),
+    ],
 )
-def test_a_server_that_was_restarted_is_noticed(layout: str, tells: bool, tmp_path: Path) -> None:
+def test_a_server_that_was_restarted_is_noticed(layout: str, tells: bool, tmp_path: Path, plain: list) -> None:
     """What it drew of the weights that it began with is drawn again: the run is the one without the restart, to the bit."""
 
     class Restarts(EngineServer):
@@ -86,8 +98,10 @@ def test_a_server_that_was_restarted_is_noticed(layout: str, tells: bool, tmp_pa
                 self.restart()
             return super().__call__(path, body)
 
-    with serve_engine(EngineServer(tells=tells)) as server:
-        expected = in_step(tmp_path / "one", server, layout)
+    expected = plain
+    if layout != "one process":
+        with serve_engine(EngineServer(tells=tells)) as server:
+            expected = in_step(tmp_path / "one", server, layout)
     engine = Restarts(tells=tells)
     with serve_engine(engine) as server:
         rows = in_step(tmp_path / "two", server, layout)
@@ -121,7 +135,7 @@ def test_a_trainer_that_goes_on_sends_its_weights_before_it_asks(tmp_path: Path)
     assert loads[0] < asked[0] and not old & {Path(path).name for path in engine.read}
 
 
-@pytest.mark.parametrize("layout", ["one process", "DP 2"])
+@pytest.mark.parametrize("layout", [pytest.param("one process", marks=pytest.mark.slow), "DP 2"])
 def test_evaluations_go_through_the_server(layout: str, tmp_path: Path, held_out: dict[str, object]) -> None:
     """Each by the weights of its step, with draws of its own; and training is what it is without them."""
     with serve_engine(EngineServer()) as server:

@@ -55,31 +55,38 @@ def well(number: int, body: dict) -> tuple[int, object]:
     return 200, answer(Policy(), body)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict], list[str]]:
+    """The rows of one process, and what it asked."""
+    with serve(well) as server:
+        rows = train(tmp_path_factory.mktemp("alone"), server)
+        return rows, sorted(json.dumps(body, sort_keys=True) for body in server.requests)
+
+
 @pytest.mark.parametrize(
     "layout",
     ["TP 2", "DP 2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("PP 2", "TP 2 × CP 2 × SP packed"))],
 )
-def test_every_layout_asks_once_and_trains_alike(layout: str, tmp_path: Path) -> None:
+def test_every_layout_asks_once_and_trains_alike(
+    layout: str, tmp_path: Path, alone: tuple[list[dict], list[str]]
+) -> None:
+    expected, asked = alone
+    assert len(asked) == 3 * SAMPLES == len(set(asked))  # a seed of its own for each
     with serve(well) as server:
-        expected = train(tmp_path / "one", server)
-        asked = sorted(json.dumps(body, sort_keys=True) for body in server.requests)
-        assert len(asked) == 3 * SAMPLES == len(set(asked))  # a seed of its own for each
-        server.requests.clear()
-        rows = train(tmp_path / "other", server, layout)
+        rows = train(tmp_path, server, layout)
         assert sorted(json.dumps(body, sort_keys=True) for body in server.requests) == asked
         for row, other in zip(rows, expected, strict=True):
             assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12)
     assert len({row["reward"] for row in expected}) > 1
 
 
-def test_the_rule_of_the_sampler_is_the_loss_s(tmp_path: Path) -> None:
+def test_the_rule_of_the_sampler_is_the_loss_s(tmp_path: Path, alone: tuple[list[dict], list[str]]) -> None:
     """A server that draws from everything all the same: what the trainer's truncated policy does not keep leaves the mask."""
     rule = {"sampling": "{max_new_tokens: 8, top_k: 8, top_p: 0.95}"}
     with serve(well) as server:
         one, two = (train(tmp_path / layout, server, layout, **rule) for layout in ("one process", "TP 2"))
         assert {(body["top_k"], body["top_p"]) for body in server.requests} == {(8, 0.95)}
-        whole = train(tmp_path / "whole", server)
-    for row, other, plain in zip(one, two, whole, strict=True):
+    for row, other, plain in zip(one, two, alone[0], strict=True):
         assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12)
         assert 0 < row["dropped_tokens"] < row["tokens"] and "dropped_tokens" not in plain
 
@@ -104,9 +111,9 @@ def test_staleness_is_that_of_each_sample(tmp_path: Path) -> None:
         assert row == pytest.approx({key: live[key] for key in row}, rel=1e-8, abs=1e-12)
 
 
-def test_old_samples_are_masked(tmp_path: Path) -> None:
+def test_old_samples_are_masked(tmp_path: Path, alone: tuple[list[dict], list[str]]) -> None:
+    whole, _ = alone
     with serve(well) as server:  # says no version: that of the start
-        whole = train(tmp_path / "whole", server)
         assert [row["staleness_mean"] for row in whole] == [0, 2, 4] == [row["staleness_max"] for row in whole]
         with pytest.raises(
             WorldError, match=r"all samples of the step are further than rl\.server\.max_staleness = 2 .*mean 4"
