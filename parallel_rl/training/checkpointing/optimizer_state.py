@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_tensors_and_factories
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
@@ -47,18 +47,18 @@ def optimizer_state(optimizer: MegatronOptimizer, model: State, *, loading: bool
         model: the sharded state of the optimizer's model.
         loading: the values do not matter; nothing is communicated.
     """
-    parts = _distributed(optimizer)
-    if not parts:
-        state: State = optimizer.sharded_state_dict(model, is_loading=loading)
-        return state
-    tensors = extract_sharded_tensors_and_factories(model)[0]
-    of_parameter = {id(each.data): each for each in nested_values(tensors)}
-    states = [_whole(part, of_parameter, loading) for part in parts]
-    if len(states) == 1:
-        return states[0]
-    for number, each in enumerate(states):  # experts have an optimizer of their own
-        add_prefix_for_sharding(each, f"chained_{number}.")
-    return _numbered(states)
+    of_parameter: Mapping[int, Any] | None = None
+    states: list[State] = []
+    for part in _parts(optimizer):
+        if isinstance(part, DistributedOptimizer):
+            if of_parameter is None:
+                tensors = extract_sharded_tensors_and_factories(model)[0]
+                of_parameter = {id(each.data): each for each in nested_values(tensors)}
+            states.append(_whole(part, of_parameter, loading))
+        else:
+            states.append(part.sharded_state_dict(model, is_loading=loading))
+    # expert parallelism gives experts an optimizer of their own; its tensors have the names that they have without
+    return states[0] if len(states) == 1 else _numbered(states)
 
 
 @torch.no_grad()
@@ -68,32 +68,55 @@ def fill_optimizer(optimizer: MegatronOptimizer, state: State) -> None:
     Raises:
         ValueError: the checkpoint's groups of parameters are others.
     """
-    parts = _distributed(optimizer)
-    if not parts:
-        optimizer.load_state_dict(state)
-        return
-    of_parts: Any = [state] if len(parts) == 1 else state
+    parts = _parts(optimizer)
+    groups, step = _common(state)
     for number, part in enumerate(parts):
-        saved = of_parts[number]
-        saved = saved.get("optimizer", saved)
-        step = saved["state"].get("common_step")
+        saved: Any = state if len(parts) == 1 else state[number]  # type: ignore[index]
+        inner = saved.get("optimizer", saved)
+        own = part.optimizer.state_dict()["param_groups"]
+        inner["param_groups"] = [{**group, **_values_of(group, groups)} for group in own]
+        if not isinstance(part, DistributedOptimizer):
+            inner["state"] |= {} if step is None else {"common_step": step}
+            part.load_state_dict(saved)
+            continue
         for place, shard in enumerate(_shards(part)):
             if shard.main is None:
                 continue
-            tensors = {name: saved["state"][place][name].flatten()[shard.span] for name in shard.names}
+            tensors = {name: inner["state"][place][name].flatten()[shard.span] for name in shard.names}
             if _MASTER in tensors:
                 shard.main.copy_(tensors[_MASTER])
             moments = {name: tensors[name].to(shard.main.device, copy=True) for name in _MOMENTS}
             part.optimizer.state[shard.main] = moments | (
                 {} if step is None else {"step": torch.as_tensor(step).clone()}
             )
-        _fill_groups(part.optimizer.param_groups, saved["param_groups"])
+        for group, values in zip(part.optimizer.param_groups, inner["param_groups"], strict=True):
+            group.update({name: value for name, value in values.items() if name != "params"})
 
 
-def _distributed(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The distributed optimizers that an optimizer is made of."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if isinstance(part, DistributedOptimizer)]
+def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that an optimizer is made of."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _common(state: Mapping[Any, Any]) -> tuple[list[Mapping[str, Any]], Any]:
+    """The groups of parameters and the step of a checkpoint, whatever optimizers it was written from."""
+    groups: list[Mapping[str, Any]] = []
+    step = None
+    for saved in (state, *(value for key, value in state.items() if isinstance(key, int))):
+        inner = saved.get("optimizer", saved)
+        groups += inner.get("param_groups", ())
+        found = inner.get("state", {}).get("common_step")
+        step = found if step is None else step
+    return groups, step
+
+
+def _values_of(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """What a checkpoint has of a group; experts are in a group of their own under expert parallelism alone."""
+    names = [name for name in param_group_identifier_keys if name != "is_expert_parallel"]
+    for other in saved:
+        if all(group.get(name) == other.get(name) for name in names):
+            return {name: value for name, value in other.items() if name not in ("params", "is_expert_parallel")}
+    raise ValueError(f"it has no group of parameters with { {name: group.get(name) for name in names} }")
 
 
 def _shards(part: DistributedOptimizer) -> Iterator[_Shard]:
@@ -153,16 +176,3 @@ def _gathered(part: DistributedOptimizer, shard: _Shard, name: str, loading: boo
         if dist.get_rank(shard.group) == 0:
             return whole.view(shape).cpu()
     return torch.empty(shape, dtype=torch.float32, device="cpu")  # memory that nobody writes to costs nothing
-
-
-def _fill_groups(groups: Sequence[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    def key(group: Mapping[str, Any]) -> tuple[object, ...]:
-        return tuple(group.get(name) for name in param_group_identifier_keys)
-
-    of_key = {key(group): group for group in saved}
-    for group in groups:
-        if key(group) not in of_key:
-            raise ValueError(
-                f"it has no group of parameters with {dict(zip(param_group_identifier_keys, key(group), strict=True))}"
-            )
-        group.update({name: value for name, value in of_key[key(group)].items() if name != "params"})
