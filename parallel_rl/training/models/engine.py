@@ -63,14 +63,20 @@ def start_world(config: TrainConfig) -> None:
 
     Raises:
         ValueError: the world's size does not match the config; this machine has fewer GPUs than ranks; an unknown
-            PARALLEL_RL_BACKEND. Before anything communicates.
+            PARALLEL_RL_BACKEND; a layout of experts that gloo cannot run. Before anything communicates.
     """
-    inside = dist.is_initialized()
-    data_parallel_size(config.parallel, dist.get_world_size() if inside else int(os.environ.get("WORLD_SIZE", "1")))
+    inside, sizes = dist.is_initialized(), config.parallel
+    data_parallel_size(sizes, dist.get_world_size() if inside else int(os.environ.get("WORLD_SIZE", "1")))
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    backend = dist.get_backend() if inside else _backend(devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    shared = sizes.tensor if sizes.expert_tensor is None else sizes.expert_tensor
+    if backend == "gloo" and sizes.expert > 1 and shared > 1:
+        raise ValueError(
+            f"parallel.expert = {sizes.expert} with parallel.expert_tensor = {shared} does not run over gloo, whose all-gather "
+            "takes no parts of different sizes; set parallel.expert_tensor = 1, or use NCCL"
+        )
     if inside:
         return
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    backend = _backend(devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if devices:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % devices)
     if "WORLD_SIZE" in os.environ:
