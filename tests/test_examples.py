@@ -58,7 +58,7 @@ def train_and_export(rank: int, folder: str) -> list[dict[str, float | int | str
 
     model, run = f"{folder}/model", f"{folder}/grpo"
     files = {name: f"{folder}/{name}.jsonl" for name in ("train", "held_out")}
-    data = {**files, "examples": f"{folder}/careless.jsonl", "columns": {"prompt": "question"}}
+    data = {**files, "examples": f"{folder}/hasty.jsonl", "columns": {"prompt": "question"}}
     small = {"model": {"hf": model}, "tokenizer": {"hf": model}, "data": data, "parallel": {}, "evaluation": "null"}
     given = {**small, "warmup.steps": 1, "rl.steps": 1, "run.dir": run}
     del data["held_out"]

@@ -3,7 +3,8 @@
     python examples/word_problems/make.py runs/word_problems
 
 FOLDER/model is what transformers' `save_pretrained` writes: config.json, model.safetensors, tokenizer.json, a chat template.
-FOLDER/{train,held_out,careless}.jsonl have the columns question and answer; in the last every other answer is wrong.
+FOLDER/{train,held_out,hasty}.jsonl have the columns question and answer; in the last two of three answers are the first number
+of the question, as of someone who did not read on.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ THINGS = ("apples", "books", "coins", "eggs", "pens")
 # what happens, and its sign
 EVENTS = (
     ("{name} has {a} {thing} and buys {b} more.", 1),
-    ("{name} has {a} {thing}. Then a friend gives {b} to {name}.", 1),
-    ("{name} has {a} {thing} and loses {b} of them.", -1),
-    ("{name} had {a} {thing} and sold {b}.", -1),
+    ("{name} has {a} {thing} and finds {b}.", 1),
+    ("{name} has {a} {thing} and loses {b}.", -1),
+    ("{name} has {a} {thing} and sells {b}.", -1),
 )
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD, FFN = 2, 64, 4, 2, 32, 192
 TEMPLATE = """{%- for message in messages %}
@@ -33,26 +34,26 @@ TEMPLATE = """{%- for message in messages %}
 """
 
 
-def problems() -> Iterator[tuple[str, int]]:
-    """Questions with their answers, from 0 to 18."""
+def problems() -> Iterator[tuple[str, int, int]]:
+    """Questions, the first number of each, and the answer: 0 to 14."""
     for event, sign in EVENTS:
         for name in NAMES:
             for thing in THINGS:
-                for a in range(10):
-                    for b in range(10 if sign > 0 else a + 1):
-                        said = event.format(name=name, thing=thing, a=a, b=b)
-                        yield f"{said} How many {thing} now?", a + sign * b
+                for a in range(1, 10):
+                    for b in range(1, 6 if sign > 0 else min(a, 5) + 1):
+                        yield event.format(name=name, thing=thing, a=a, b=b) + " How many now?", a, a + sign * b
 
 
 def write_data(folder: Path, dice: random.Random) -> list[str]:
     """Writes the three files; all questions."""
     found = list(problems())
     dice.shuffle(found)
-    careless = [(question, answer + dice.choice((0, 0, 1, -1))) for question, answer in found[:4000]]
-    for name, rows in (("held_out", found[-64:]), ("train", found[:-64]), ("careless", careless)):
+    true = [(question, answer) for question, _, answer in found]
+    hasty = [(question, dice.choice((answer, first, first))) for question, first, answer in found[:-64]]
+    for name, rows in (("held_out", true[-64:]), ("train", true[:-64]), ("hasty", hasty)):
         lines = [json.dumps({"question": question, "answer": str(answer)}) + "\n" for question, answer in rows]
         (folder / f"{name}.jsonl").write_text("".join(lines))
-    return [question for question, _ in found]
+    return [question for question, _ in true]
 
 
 def write_tokenizer(folder: Path, texts: list[str]) -> int:
