@@ -15,6 +15,7 @@ import torch.distributed as dist
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.cluster import heartbeat, preemption
 from parallel_rl.cluster.exit import failed
+from parallel_rl.experience import register_reward
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.trainer import train
@@ -35,6 +36,7 @@ SMALL = {
 }
 
 
+@register_reward("last_step")
 def last_step(prompt: str, completion: str, answer: str) -> float:
     """A checker that sends the run a signal in its last step."""
     if heartbeat.step_name() == "rl step 2":
@@ -50,6 +52,11 @@ def _train(given: list[str], job: str, number: int) -> None:
     assert len(train(load_config(given[0], given[1:])).rows) == 2
 
 
+def _train_rows(rank: int, given: list[str]) -> object:
+    """As a function of this module it has the rank import it, and its rewards with it."""
+    return train_rows(rank, given)
+
+
 def _nothing(rank: int) -> None:
     pass
 
@@ -59,7 +66,7 @@ def test_a_signal_in_the_last_step_finds_a_complete_run(number: signal.Signals, 
     run_world(1, _nothing)  # starts the pool's server, from which the process below is forked
     folder, job = tmp_path / "run", tmp_path / "job"
     job.mkdir()
-    given = run("grpo_arithmetic.yaml", run__dir=folder, reward=f"{__name__}:last_step", **SMALL)
+    given = run("grpo_arithmetic.yaml", run__dir=folder, reward="last_step", **SMALL)
     process = multiprocessing.get_context("forkserver").Process(target=_train, args=(given, str(job), int(number)))
     process.start()
     process.join()
@@ -69,6 +76,7 @@ def test_a_signal_in_the_last_step_finds_a_complete_run(number: signal.Signals, 
     assert (folder / "checkpoints" / "step_000002" / "manifest.json").is_file() and (folder / "curves.png").is_file()
 
 
+@register_reward("leaves")
 def leaves(prompt: str, completion: str, answer: str) -> float:
     """A checker that a stranger wrote as a script."""
     if os.environ["RANK"] == "1":
@@ -78,9 +86,9 @@ def leaves(prompt: str, completion: str, answer: str) -> float:
 
 def test_a_reward_that_exits_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     """Exit status 0 with no row written looked like a completed run, and the other ranks waited for their timeout."""
-    given = run("grpo_arithmetic.yaml", run__dir=tmp_path, reward=f"{__name__}:leaves", **SMALL)
+    given = run("grpo_arithmetic.yaml", run__dir=tmp_path, reward="leaves", **SMALL)
     with pytest.raises(WorldError) as failure:
-        run_world(2, train_rows, given)
+        run_world(2, _train_rows, given)
     assert sorted(failure.value.errors) == [0, 1]
     assert all("rank 1: SystemExit: 0" in text for text in failure.value.errors.values())
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from parallel_rl.experience import register_reward
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.reporting.run_log import write_whole
 from tests.launch import Launch, rows
@@ -46,16 +47,18 @@ def arguments(folder: Path, **more: object) -> list[str]:
     held_out = folder.parent / "held_out.jsonl"
     lines = (DATA / "arithmetic_held_out.jsonl").read_text().splitlines(keepends=True)
     held_out.write_text("".join(lines[:8]))
-    settings = {"parallel": "{}", "reward": f"{__name__}:slow", "data__held_out": held_out, "run__dir": folder}
+    settings = {"parallel": "{}", "reward": "slow", "data__held_out": held_out, "run__dir": folder}
     return run("grpo_arithmetic.yaml", **{**settings, **SMALL, **more})
 
 
+@register_reward("slow")
 def slow(prompt: str, completion: str, answer: str) -> float:
     """Takes so long that a fault finds the run at work; even an untrained policy's samples differ under it."""
     time.sleep(float(os.environ.get("TEST_SECONDS", "0")))
     return len(completion) / 4
 
 
+@register_reward("broken")
 def broken(prompt: str, completion: str, answer: str) -> float:
     """Fails on rank 1, some steps later."""
     global _calls
@@ -65,6 +68,7 @@ def broken(prompt: str, completion: str, answer: str) -> float:
     return len(completion) / 4
 
 
+@register_reward("asking")
 def asking(prompt: str, completion: str, answer: str) -> float:
     """Asks the run to stop, some steps later."""
     global _calls
@@ -72,6 +76,11 @@ def asking(prompt: str, completion: str, answer: str) -> float:
     if _calls == 30:
         (Path(os.environ[FOLDER]) / "STOP").touch()
     return len(completion) / 4
+
+
+def _train(rank: int, given: list[str]) -> list[dict[str, float | int | str]]:
+    """As a function of this module it has the rank import it, and its rewards with it."""
+    return train_rows(rank, given)
 
 
 def _train_for_a_job(rank: int, given: list[str], job: str) -> list[dict[str, float | int | str]]:
@@ -86,8 +95,8 @@ def _train_for_a_job(rank: int, given: list[str], job: str) -> list[dict[str, fl
 def test_the_file_stop_ends_a_run_between_two_steps_and_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     whole, stopped, job = tmp_path / "whole", tmp_path / "stopped", tmp_path / "job"
     job.mkdir()
-    [expected, _] = run_world(2, train_rows, arguments(whole))
-    [done, other] = run_world(2, _train_for_a_job, arguments(stopped, reward=f"{__name__}:asking"), str(job))
+    [expected, _] = run_world(2, _train, arguments(whole))
+    [done, other] = run_world(2, _train_for_a_job, arguments(stopped, reward="asking"), str(job))
     assert 3 < len(done) < 9 and other == done
     assert rows(stopped) == expected[: len(done)]
     text = (job / "REQUEUE").read_text()
@@ -105,6 +114,7 @@ def test_the_file_stop_ends_a_run_between_two_steps_and_it_goes_on_to_the_same_b
     assert list(job.iterdir()) == []  # no step is left: nothing is to be queued again
 
 
+@register_reward("filling")
 def filling(prompt: str, completion: str, answer: str) -> float:
     """Fills the disk, some steps later, such that the next row of metrics does not fit in."""
     global _calls
@@ -123,16 +133,16 @@ def _train_on_a_full_disk(rank: int, given: list[str], folder: str) -> None:
 @pytest.mark.slow
 def test_a_row_that_cannot_be_written_is_an_error_on_all_ranks_and_nothing_is_lost(tmp_path: Path) -> None:
     whole, full = tmp_path / "whole", tmp_path / "full"
-    [expected, _] = run_world(2, train_rows, arguments(whole))
+    [expected, _] = run_world(2, _train, arguments(whole))
     with pytest.raises(WorldError) as failure:
-        run_world(2, _train_on_a_full_disk, arguments(full, reward=f"{__name__}:filling"), str(full))
+        run_world(2, _train_on_a_full_disk, arguments(full, reward="filling"), str(full))
     assert sorted(failure.value.errors) == [0, 1]
     for error in failure.value.errors.values():
         assert "the row of rl step" in error and "could not be written in" in error
         assert "rank 0: OSError: [Errno 27] File too large" in error
     written = rows(full)
     assert 3 < len(written) < 9 and written == expected[: len(written)]
-    [rest, _] = run_world(2, train_rows, arguments(full))
+    [rest, _] = run_world(2, _train, arguments(full))
     assert rest and rest == expected[-len(rest) :] and rows(full) == expected
 
 
@@ -148,7 +158,7 @@ def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing befell."""
     folder = tmp_path_factory.mktemp("whole") / "run"
-    run_world(2, train_rows, arguments(folder))
+    run_world(2, _train, arguments(folder))
     assert len(rows(folder)) == 9
     return folder
 
@@ -164,6 +174,7 @@ def chance() -> random.Random:
 def launch(folder: Path, *, timeout: float = 60.0, **more: object) -> Launch:
     (folder.parent / "job").mkdir(exist_ok=True)
     settings = {FOLDER: str(folder.parent / "job"), "TEST_SECONDS": "0.005", "PET_SHUTDOWN_TIMEOUT": "10"}
+    settings |= {"PARALLEL_RL_IMPORT": __name__}  # the rewards above
     return Launch(folder, arguments(folder, run__timeout=timeout, **more), env=settings)
 
 
@@ -270,7 +281,7 @@ def test_a_rank_that_stands_still_is_named_within_the_timeout(
 
 @pytest.mark.slow
 def test_an_error_on_one_rank_ends_all_with_its_cause(tmp_path: Path) -> None:
-    with launch(tmp_path / "run", reward=f"{__name__}:broken") as run:
+    with launch(tmp_path / "run", reward="broken") as run:
         assert run.wait() != 0
     for rank in range(2):
         said = [line for line in run.said().splitlines() if f"parallel-rl: error (rank {rank}, rl step " in line]

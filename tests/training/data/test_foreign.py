@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from parallel_rl.config.strict import configure
+from parallel_rl.experience import register_reward
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.data import DataConfig
 from parallel_rl.training.config.load import load_config
@@ -33,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("qwen3"))
 
 
+@register_reward("level")
 def level(prompt: str, completion: str, answer: str, extra: Mapping[str, Any]) -> float:
     """A checker that reads a column that is no field, and the text of the question."""
     assert prompt in QUESTIONS + HELD_OUT and "#### " in answer and extra["source"] == "gsm8k"
@@ -159,7 +161,7 @@ def _config(folder: Path, **overrides: object) -> tuple[str, list[str]]:
         "model": {"layers": 1, "hidden": 16, "heads": 2, "max_positions": 128, "vocab_multiple": 4},
         "sampling__max_new_tokens": 3,
         "rl": {"steps": 1, "prompts": 8, "group_size": 2, "optimizer": {"lr": 1e-3}},
-        "reward": f"{__name__}:level",
+        "reward": "level",
     }
     path, *arguments = run("grpo_arithmetic.yaml", **{**small, "parallel": {}, **overrides})
     return path, arguments
@@ -180,7 +182,7 @@ def test_foreign_columns_train(folder: Path, tmp_path: Path) -> None:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
     texts = [{"text": text, "url": "x"} for text in QUESTIONS]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))
-    by_source = {"gsm8k": f"{__name__}:level", "other": "exact_match"}
+    by_source = {"gsm8k": "level", "other": "exact_match"}
     one = partial(_config, folder, reward=by_source)
     runs = [
         one(
