@@ -64,7 +64,9 @@ def checked(*arguments: str) -> list[str]:
         (checked(GRPO, "--rl.optimizer.weight_decay=.nan"), "rl.optimizer: weight_decay = nan must be at least 0"),
         (checked(GRPO, "--run.timeout=.nan"), "run: timeout = nan must be at least 1"),
         (checked(GRPO, "--run.timeout=1e12"), "run: timeout = 1000000000000.0 must be at most 2592000"),
-        (checked(GRPO, "--run.seed=99999999999999999999"), "run: seed = 99999999999999999999 must be at most 2147483647"),
+        (checked(GRPO, "--run.seed=9999999999"), "run: seed = 9999999999 must be at most 2147483647"),
+        (checked(GRPO, f"--rl.steps=1{'0' * 400}"), "0... is not valid; an integer of 64 bits is needed"),
+        (checked(GRPO, f"--rl.optimizer.lr=1{'0' * 400}"), "is not valid; a value of type float is needed"),  # a traceback
         # what is found later
         (checked(GRPO, f"--run.dir={'x' * 300}"), "xxx' cannot be made: File name too long"),  # the key was not named
         (checked(GRPO, "--reward=.:x"), "reward = '.:x' is not valid: a config imports nothing"),  # a traceback

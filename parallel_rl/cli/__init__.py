@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("recipes", help="list the recipes")
     known, rest = parser.parse_known_args(submit.joined(sys.argv[1:] if arguments is None else arguments))
     try:
-        if hasattr(known, "modules"):
+        if hasattr(known, "modules") and getattr(known, "script", None) is None:  # a loop imports what it needs
             known.modules = modules_of_user(known.modules)
             if known.command not in _NEVER_IMPORT:
                 runs.import_modules(known.modules)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Sequence
 
-_MOST_DIGITS = 4000  # of an integer; Python itself writes and reads 4300 at most
 _INT64 = 1 << 63
 _FLOAT32 = 3.4028234663852886e38
 
@@ -21,12 +22,16 @@ def parse_json(text: str | bytes) -> object:
 
     Raises:
         ValueError: no JSON (a `json.JSONDecodeError`, with the place), a key that stands twice in an object, an integer of more
-            than 4,000 digits, or brackets deeper than the interpreter goes.
+            digits than Python reads (4,300), or brackets deeper than it goes.
     """
     try:
-        value: object = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+        value: object = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError(f"brackets are nested deeper than about {sys.getrecursionlimit():,} levels") from None
+    except ValueError as error:
+        if "digits" in str(error) and "conversion" in str(error):
+            raise ValueError("an integer has more digits than Python reads, 4,300") from None
+        raise
     return value
 
 
@@ -46,6 +51,33 @@ def is_finite(value: object) -> bool:
     (True, False, False, False, False)
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -_FLOAT32 <= value <= _FLOAT32
+
+
+def all_int64(values: Sequence[object]) -> bool:
+    """Whether each of many values is what `is_int64` says, at C speed.
+
+    >>> all_int64([3, 4]), all_int64([3, 4.0]), all_int64([2**63])
+    (True, False, False)
+    """
+    return {*map(type, values)} <= {int} and _between(values, -_INT64, _INT64 - 1)
+
+
+def all_finite(values: Sequence[object]) -> bool:
+    """Whether each of many values is what `is_finite` says, at C speed.
+
+    >>> all_finite([3, 0.5]), all_finite([1e39]), all_finite([10**400, 0.5]), all_finite([float("nan")])
+    (True, False, False, False)
+    """
+    return {*map(type, values)} <= {int, float} and _between(values, -_FLOAT32, _FLOAT32)
+
+
+def _between(values: Sequence[object], least: float, most: float) -> bool:
+    try:
+        if not all(map(math.isfinite, values)):  # type: ignore[arg-type]  # numbers
+            return False
+    except OverflowError:  # an integer without a float64
+        return False
+    return not values or bool(least <= min(values) and max(values) <= most)  # type: ignore[type-var, operator]
 
 
 def brief(value: object, most: int = 100) -> str:
@@ -71,9 +103,3 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {brief(next(key for key in keys if keys.count(key) > 1))} stands twice")
     return found
-
-
-def _integer(digits: str) -> int:
-    if len(digits.lstrip("-")) > _MOST_DIGITS:
-        raise ValueError(f"an integer has more than {_MOST_DIGITS:,} digits")
-    return int(digits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
+from parallel_rl.config.json_text import brief, is_int64
 from parallel_rl.config.shown import shown
 
 ConfigT = TypeVar("ConfigT")
@@ -175,13 +177,14 @@ def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
             raise ValueError(f"{path} = {shown(value)} is not valid; a mapping is needed")
         return {key: _convert(args[1], item, f"{path}.{key}") for key, item in value.items()}
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if hint is float and isinstance(value, str):
-        try:  # YAML 1.1 reads 1e-3 as a string
+        with contextlib.suppress(OverflowError):  # of an integer
             return float(value)
-        except ValueError:
-            pass
-    if isinstance(value, hint) and not (hint is int and isinstance(value, bool)):
+    if hint is float and isinstance(value, str):
+        with contextlib.suppress(ValueError):  # YAML 1.1 reads 1e-3 as a string
+            return float(value)
+    if hint is int and isinstance(value, int) and not isinstance(value, bool) and not is_int64(value):
+        raise ValueError(f"{path} = {brief(value)} is not valid; an integer of 64 bits is needed")
+    if isinstance(value, hint) and hint is not float and not (hint is int and isinstance(value, bool)):
         return value
     quotes = (
         "; in YAML a text that reads like a value of another kind stands in quotes"

@@ -215,7 +215,7 @@ def _config_of(folder: str | None) -> Mapping[str, object]:
     """config.json of a server's folder, where this machine can read it."""
     try:
         found = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")) if folder else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

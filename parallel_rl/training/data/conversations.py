@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from parallel_rl.training.data.format import Row, short, text_of
+from parallel_rl.config.json_text import brief
+from parallel_rl.training.data.format import Row, text_of
 from parallel_rl.training.tokenizer.protocol import Message
 
 ANSWERS = "'assistant'"
@@ -29,7 +30,7 @@ def conversation(fields: Row, system: str | None, row: Row | None = None) -> lis
         if has_system:
             raise ValueError("'system' and a system message in 'messages' are both given; leave one of them out")
         if not isinstance(fields["system"], str):
-            raise ValueError(f"'system' = {short(fields['system'])} is not valid; a text is needed")
+            raise ValueError(f"'system' = {brief(fields['system'])} is not valid; a text is needed")
         system = fields["system"] or None
     return messages if has_system or system is None else [{"role": "system", "content": system}, *messages]
 
@@ -107,13 +108,13 @@ def messages_of(value: object, key: str) -> list[Message]:
         ValueError: anything else; names the message.
     """
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{key!r} = {short(value)} is not valid; a list of {{role, content}} is needed")
+        raise ValueError(f"{key!r} = {brief(value)} is not valid; a list of {{role, content}} is needed")
     for index, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"{key}[{index}] = {short(message)} is not valid; {{role, content}} is needed")
+            raise ValueError(f"{key}[{index}] = {brief(message)} is not valid; {{role, content}} is needed")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise ValueError(f"{key}[{index}].content = {short(content)} is not valid; a text is needed")
+            raise ValueError(f"{key}[{index}].content = {brief(content)} is not valid; a text is needed")
     return value
 
 

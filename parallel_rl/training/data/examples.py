@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from parallel_rl.config.json_text import all_finite, all_int64, brief, is_finite, is_int64
 from parallel_rl.training.config.data import FIELDS
 from parallel_rl.training.data.conversations import answers_of, asked_text, conversation, shared_turns, split_turns
-from parallel_rl.training.data.format import Format, Row, field_of, pick, short, text_of
+from parallel_rl.training.data.format import Format, Row, field_of, pick, text_of
 from parallel_rl.training.tokenizer.protocol import Target
 
 _ROLLOUT = ("tokens", "logprobs", "mask", "group", "reward", "advantage", "staleness", "run", "segments")
@@ -118,7 +118,7 @@ def parse_pair(row: Row, form: Format) -> Pair:
     fields, _ = pick(row, FIELDS["pairs"], form.columns)
     chosen, rejected = field_of(fields, "chosen", row), field_of(fields, "rejected", row)
     if chosen == rejected:
-        raise ValueError(f"'chosen' and 'rejected' are both {short(chosen)}")
+        raise ValueError(f"'chosen' and 'rejected' are both {brief(chosen)}")
     if isinstance(chosen, list) and isinstance(rejected, list) and fields.keys().isdisjoint(("prompt", "messages")):
         fields = {**fields, "messages": shared_turns(chosen, rejected)}
     asked = conversation(fields, form.system, row)
@@ -198,20 +198,21 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
 def _list(row: Row, key: str) -> list[object]:
     value = field_of(row, key)
     if not isinstance(value, list):
-        raise ValueError(f"{key!r} = {value!r} is not valid; a list is needed")
+        raise ValueError(f"{key!r} = {brief(value)} is not valid; a list is needed")
     return value
 
 
 def _numbers(row: Row, key: str, integer: bool = False) -> Sequence[float]:
     items = _list(row, key)
     # thousands of them in each row: one by one only where one is wrong
-    if not {*map(type, items)} <= ({int} if integer else {int, float}) or not all(map(math.isfinite, items)):  # type: ignore[arg-type]
+    if not (all_int64(items) if integer else all_finite(items)):
         for index, item in enumerate(items):
             _number(item, f"{key}[{index}]", integer)
     return items  # type: ignore[return-value]
 
 
 def _number(value: object, name: str, integer: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, int if integer else (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} = {value!r} is not valid; {'an integer' if integer else 'a finite number'} is needed")
-    return value
+    if not (is_int64(value) if integer else is_finite(value)):
+        needed = "an integer of 64 bits" if integer else "a number that is finite in float32"
+        raise ValueError(f"{name} = {brief(value)} is not valid; {needed} is needed")
+    return value  # type: ignore[return-value]  # a number

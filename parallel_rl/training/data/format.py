@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from parallel_rl.config.json_text import brief
 from parallel_rl.config.strict import nearest
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
@@ -86,7 +87,7 @@ def text_of(fields: Row, key: str, row: Row | None = None) -> str:
     """
     value = field_of(fields, key, row)
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{key!r} = {short(value)} is not valid; a text that is not empty is needed")
+        raise ValueError(f"{key!r} = {brief(value)} is not valid; a text that is not empty is needed")
     return value
 
 
@@ -96,13 +97,7 @@ def _value(row: Row, name: str, column: str) -> object:
         if number == 0 and column in row:  # a column may have dots in its own name
             return row[column]
         if not isinstance(value, Mapping) or key not in value:
-            near = nearest(key, map(str, value)) if isinstance(value, Mapping) else f"it lies in {short(value)}"
+            near = nearest(key, map(str, value)) if isinstance(value, Mapping) else f"it lies in {brief(value)}"
             raise ValueError(f"the column {column!r} (data.columns: {name}) is missing; {near}")
         value = value[key]
     return value
-
-
-def short(value: object) -> str:
-    """A value for a message, at most 80 characters of it."""
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -211,7 +211,7 @@ def _read_json(path: Path) -> dict[str, object]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds no JSON object")

@@ -11,6 +11,7 @@ from zlib import crc32
 
 import numpy as np
 
+from parallel_rl.config.json_text import parse_json
 from parallel_rl.training.data.records.index import Entries, entries
 
 Row = Mapping[str, object]
@@ -116,9 +117,11 @@ def _object(line: bytes) -> Row:
     if not text.strip():
         raise ValueError("the line is empty; a JSON object is needed")
     try:
-        row = json.loads(text)
+        row = parse_json(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON ({error.msg} at column {error.colno}): {text.strip()[:80]!r}") from None
+    except ValueError as error:
+        raise ValueError(f"{error}: {text.strip()[:80]!r}") from None
     if not isinstance(row, dict):
         raise ValueError(f"a JSON object is needed, got {text.strip()[:80]!r}")
     return row

@@ -60,6 +60,9 @@ class ParquetFile:
             metadata = parquet.read_metadata(self.path)
         except (ValueError, OSError, pyarrow.ArrowException) as error:
             raise ValueError(f"{self.path} cannot be read as Parquet: {error}") from None
+        names = metadata.schema.to_arrow_schema().names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{self.path}: the column {twice[0]!r} stands twice")
         groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
         return entries(
             [
