@@ -60,6 +60,19 @@ def test_the_example_of_another_projects_loss_prints_what_it_says(capsys: pytest
     assert capsys.readouterr().out.strip() == code.rsplit("# ", 1)[1].strip()
 
 
+def test_every_block_of_the_hosts_runs() -> None:
+    """Those that import a host run where it is installed; a registry that is not there says so."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8"), re.M | re.S)
+    assert len(blocks) >= 8
+    for block in blocks:
+        try:
+            exec(compile(block, "docs/hosts.md", "exec"), {})
+        except ImportError as error:
+            assert error.name == "trl"
+        except ValueError as error:
+            assert re.match("(verl|SkyRL) is not installed", str(error))
+
+
 def test_the_example_of_a_checker_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [code] = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"), re.M | re.S

@@ -12,7 +12,7 @@
 from parallel_rl.testing.cases import Case
 from parallel_rl.testing.check import Limits, check_law
 from parallel_rl.testing.diagnosis import Finding
-from parallel_rl.testing.hosts import hugging_face, on_rows, slime, verl
+from parallel_rl.testing.hosts import hugging_face, nemo_rl, on_rows, skyrl, slime, torchtitan, verl
 from parallel_rl.testing.law_test import law_test
 from parallel_rl.testing.layouts import Layout
 from parallel_rl.testing.pool import WorldError, run_world
@@ -26,7 +26,10 @@ __all__ = [
     "SeedLoss",
     "on_rows",
     "verl",
+    "nemo_rl",
     "slime",
+    "skyrl",
+    "torchtitan",
     "hugging_face",
     "Layout",
     "Limits",

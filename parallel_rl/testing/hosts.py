@@ -1,6 +1,7 @@
 """Losses as other frameworks call them, as `check_law` takes them; each adapter states what its host multiplies.
 
-A NeMo-RL loss on logits has the call of `LossFn` already: give `SeedLoss(loss, fields)`.
+`parallel_rl.hosts` is the other way: our losses in their calls. A NeMo-RL loss on logits has the call of `LossFn` already: give
+`SeedLoss(loss, fields)`.
 """
 
 from __future__ import annotations
@@ -50,6 +51,82 @@ def row_logprobs(logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Te
     z = torch.where(here[..., None], logits[:, :-1], 0).to(torch.promote_types(logits.dtype, torch.float32))
     picked = torch.where(here, z.log_softmax(-1).gather(-1, ids[..., None])[..., 0], 0)
     return torch.cat([torch.zeros_like(picked[:, :1]), picked], 1), mask
+
+
+def nemo_rl(loss: Callable[..., tuple], fields: tuple[str, ...] = ()) -> SeedLoss:
+    """Take a loss of NeMo-RL on log-probs: (next_token_logprobs, data, global_valid_seqs, global_valid_toks) → (loss, metrics).
+
+    next_token_logprobs [B, S − 1]; `data` has the masks, input_ids and `fields`, 0 where no loss is carried. NeMo-RL adds
+    metrics up, but for those with _min and _max in their names, which are left out here, as is what it undoes: the factors of
+    Megatron and of context ranks.
+
+    >>> def loss(next_token_logprobs, data, global_valid_seqs, global_valid_toks):
+    ...     return -next_token_logprobs.sum() / global_valid_toks, {}
+    >>> nemo_rl(loss).name
+    'loss'
+    """
+
+    def call(
+        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor,
+        rank: int | None = None, tensor: object = None, context: object = None,
+    ) -> tuple[Tensor, Mapping[str, float]]:  # fmt: skip
+        logprobs, mask = row_logprobs(logits, data)
+        given = {name: torch.where(mask, data[name], 0) for name in ("input_ids", *fields)}
+        given |= {"token_mask": mask.to(logits), "sample_mask": data["sample_mask"].to(logits)}
+        value, metrics = loss(
+            next_token_logprobs=logprobs[:, 1:], data=given, global_valid_seqs=seqs, global_valid_toks=toks
+        )
+        return value, {name: x for name, x in metrics.items() if not ("_min" in name or "_max" in name)}
+
+    call.__name__ = getattr(loss, "__name__", "nemo_rl")
+    return SeedLoss(call, fields, ROWS)
+
+
+def skyrl(policy_loss: Callable[..., tuple], config: object = None) -> SeedLoss:
+    """Take a policy loss of SkyRL: (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs) → (loss, ...).
+
+    The advantages come divided by the step's tokens, as SkyRL's loss_reduction "token_mean" has it. SkyRL multiplies by
+    micro-batches and data ranks, DDP and Megatron divide by them; both are left out here.
+
+    >>> skyrl(lambda new, old, advantages, config, mask, rollout: (-(advantages * new * mask).sum(), {})).fields
+    ('advantages', 'prev_logprobs')
+    """
+
+    def rows(logprobs: Tensor, mask: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor) -> Tensor:
+        old, advantages = (torch.where(mask, data[name], 0) for name in ("prev_logprobs", "advantages"))
+        loss: Tensor = policy_loss(logprobs, old, advantages / toks, config, mask.to(logprobs), None)[0]
+        return loss
+
+    rows.__name__ = getattr(policy_loss, "__name__", "skyrl")
+    return on_rows(rows, ("advantages", "prev_logprobs"))
+
+
+def torchtitan(loss: Callable[..., tuple]) -> SeedLoss:
+    """Take a loss of torchtitan's RL: (logits [T, V], labels [T], global_valid_tokens, *, ...) → (loss, metrics).
+
+    The rows lie one after the other, with shifted labels; generator_logprobs are prev_logprobs. Nothing is multiplied.
+
+    >>> torchtitan(lambda logits, labels, tokens, **fields: (logits.sum() / tokens, {})).axes == ROWS
+    True
+    """
+
+    def call(
+        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor,
+        rank: int | None = None, tensor: object = None, context: object = None,
+    ) -> Tensor:  # fmt: skip
+        _, mask = row_logprobs(logits, data)
+        here = mask[:, 1:]
+        old, advantages, ids = (
+            torch.where(mask, data[name], 0)[:, 1:].flatten() for name in ("prev_logprobs", "advantages", "input_ids")
+        )
+        z = torch.where(here[..., None], logits[:, :-1], 0).flatten(0, 1)
+        result: Tensor = loss(
+            z, ids, toks, generator_logprobs=old, advantages=advantages, loss_mask=here.flatten()
+        )[0]  # fmt: skip
+        return result
+
+    call.__name__ = getattr(loss, "__name__", "torchtitan")
+    return SeedLoss(call, ("advantages", "prev_logprobs"), ROWS)
 
 
 def verl(policy_loss: Callable[..., tuple], config: object = None, loss_agg_mode: str = "token-mean") -> SeedLoss:

@@ -121,7 +121,7 @@ class _Called(LossFunction):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ValueError(f"{self.subject.name} must return a scalar tensor, and metrics if any; got {got}")
-        numbers = {name: torch.as_tensor(value).double() for name, value in metrics.items()}
+        numbers = {name: torch.as_tensor(value, dtype=torch.float64) for name, value in metrics.items()}
         return loss, Metrics({name: Metric("share", value) for name, value in {"loss": loss, **numbers}.items()})
 
     def count(

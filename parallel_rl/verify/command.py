@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 BROKEN = 1  # exit status where the law does not hold; 2 is bad input
 
+HOSTS = ("nemo_rl", "verl", "slime", "trl", "transformers", "skyrl", "torchtitan")
+
 Chosen = Callable[[str], "Subject"]
 
 
@@ -43,10 +45,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument(
         "--through",
-        choices=("groups", "megatron"),
+        choices=("groups", "megatron", *HOSTS),
         default="groups",
-        help="how the loss is run: by itself on process groups, or in megatron-core's schedule, with its pipeline, its loss "
-        "callback and its data parallelism (default: groups)",
+        help="how the loss is run: by itself on process groups; in megatron-core's schedule, with its pipeline, its loss "
+        "callback and its data parallelism; or in the call of another framework, over data ranks and micro-batches (default: "
+        "groups)",
     )
     parser.add_argument(
         "--layouts",
@@ -86,17 +89,23 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
     if not 0 < arguments.timeout < math.inf:
         raise ValueError(f"--timeout {arguments.timeout:g} is not valid; a positive number of seconds is needed")
     layouts = None if arguments.layouts is None else of_words(arguments.layouts)
-    if arguments.through == "groups" and any(layout.pp > 1 for layout in layouts or ()):
+    if arguments.through != "megatron" and any(layout.pp > 1 for layout in layouts or ()):
         raise ValueError(
             "--layouts pp=2 has no effect on process groups: stages are Megatron's; add --through megatron"
         )
-    way = find_way(arguments.through)
+    way = find_way("megatron" if arguments.through == "megatron" else "groups")
     for path in (arguments.json, arguments.html):
         if path not in (None, "-") and Path(path).is_dir():
             raise ValueError(f"{path} is a folder; a file's name is needed")
         if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{path}: there is no folder {Path(path).absolute().parent}")
     subjects = _subjects(arguments, of_config)
+    if arguments.through in HOSTS:
+        from parallel_rl.verify.hosts import through_host
+
+        if not (arguments.loss or arguments.config):
+            raise ValueError(f"--through {arguments.through} needs --loss or --config: a host feeds some losses only")
+        subjects = [through_host(arguments.through, subject) for subject in subjects]
     limits, quiet = Limits(timeout=arguments.timeout), arguments.json == "-"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         reports = in_job(subjects, layouts, limits, way, lambda found: _write(arguments, found, table, html))

@@ -148,3 +148,53 @@ def test_layouts_are_every_combination() -> None:
     assert [(one.tp, one.cp, one.cp_layout) for one in found] == [
         (tp, *context) for tp in (1, 2) for context in ((1, "zigzag"), (2, "zigzag"), (2, "contiguous"))
     ]
+
+
+HOSTED = [
+    *((host, "policy", "{}") for host in ("nemo_rl", "verl", "slime", "trl", "skyrl", "torchtitan")),
+    ("transformers", "nll", "{}"),
+    ("verl", "policy", '{"ratio_level": "sequence-mean", "aggregation": "constant-length", "max_length": 7}'),
+    ("slime", "policy", '{"ratio_level": "sequence-mean", "aggregation": "seq-mean-token-mean"}'),
+    ("nemo_rl", "dpo", "{}"),
+]
+
+
+@pytest.mark.parametrize(("host", "loss", "options"), HOSTED)
+def test_through_a_host(host: str, loss: str, options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A host's adapter and its counterpart, which multiplies what the host does, give the loss of one process."""
+    arguments = [
+        "--loss",
+        loss,
+        "--options",
+        options,
+        "--through",
+        host,
+        "--layouts",
+        "dp=2",
+        "micro=3",
+        "packing=padded",
+    ]
+    assert main(["verify", *arguments, "--json", "-"]) == 0
+    [report] = json.loads(capsys.readouterr().out)["losses"]
+    assert report["ok"] and len(report["layouts"]) == 1
+
+
+def test_a_fault_shows_through_a_host(capsys: pytest.CaptureFixture[str]) -> None:
+    """The adapters hide nothing: a statistic of the micro-batch is found behind verl's call."""
+    layouts = ["--layouts", "dp=2", "packing=padded"]
+    assert main(["verify", "--loss", "tests.testing.planted:Whitened", "--through", "verl", *layouts]) == 1
+    assert "Whitened through verl breaks the law" in capsys.readouterr().out
+
+
+def test_hosts_that_cannot_be_fed(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (["--loss", "kto", "--through", "verl"], "which verl has no call for"),
+        (["--through", "slime"], "--through slime needs --loss or --config"),
+        (["--loss", "nll", "--through", "trl"], "takes the losses of GRPOTrainer"),
+        (
+            ["--loss", "tests.testing.planted:LocalTokens", "--through", "slime"],
+            "is divided by neither the step's tokens",
+        ),
+    ):
+        assert main(["verify", *arguments]) == 2
+        assert said in capsys.readouterr().err

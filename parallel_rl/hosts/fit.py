@@ -1,0 +1,106 @@
+"""Which losses a host's call can feed, and what they are divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.functional.rec import REC
+from parallel_rl.functional.surrogates import TOPR
+from parallel_rl.losses.policy import PolicyLoss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.losses.core.base import LossFn
+    from parallel_rl.metrics import Metrics
+
+
+def check_fits(host: str, loss_fn: LossFn, fields: Collection[str], *, entropy: bool = False) -> None:
+    """Refuse a loss that reads more than the log-probs and the fields that a host hands over.
+
+    >>> from parallel_rl import DPOLossFn
+    >>> check_fits("verl", DPOLossFn(), ("advantages", "prev_logprobs"))
+    Traceback (most recent call last):
+    ValueError: DPOLossFn reads reference_policy_logprobs, which verl does not hand over; it has advantages, prev_logprobs
+
+    Raises:
+        ValueError: it does.
+    """
+    name, needs = type(loss_fn).__name__, loss_fn.requirements
+    if needs.reads != "log-probs":
+        raise ValueError(f"{name} reads {needs.reads} of the model's output; {host} hands over log-probs")
+    if needs.statistics:
+        raise ValueError(
+            f"{name} in this configuration needs statistics of the whole step, which {host} has no call for"
+        )
+    lacking = [field for field in needs.names if field not in fields]
+    if lacking:
+        raise ValueError(
+            f"{name} reads {', '.join(lacking)}, which {host} does not hand over; it has {', '.join(fields) or 'no fields'}"
+        )
+    if needs.entropy and not needs.entropy_measured and not entropy:
+        raise ValueError(f"{name} in this configuration reads the entropy, which {host} does not hand over")
+
+
+def divided_by(loss_fn: LossFn) -> dict[str, str | None]:
+    """By each metric's name whose count of the step divides it, see `Metrics.divided_by`, before any call.
+
+    >>> from parallel_rl import NLLLoss
+    >>> divided_by(NLLLoss({"aggregation": "seq-mean-token-mean"}))["loss"]
+    'sequences'
+
+    Raises:
+        ValueError: a loss that is not called on log-probs alone.
+    """
+    return _tried(loss_fn, 2, 4)[1].divided_by
+
+
+def unit_of(loss_fn: LossFn) -> str | None:
+    """Which count of the step divides the loss, "tokens" or "sequences"; None: neither, or both. Two calls tell.
+
+    >>> from parallel_rl import DPOLossFn
+    >>> unit_of(DPOLossFn())
+    'sequences'
+    """
+    loss = float(_tried(loss_fn, 2, 4)[0])
+    halved = [abs(float(_tried(loss_fn, *counts)[0]) - loss / 2) <= 1e-6 * abs(loss) for counts in ((4, 4), (2, 8))]
+    return None if halved[0] == halved[1] else "sequences" if halved[0] else "tokens"
+
+
+def _tried(loss_fn: LossFn, seqs: int, toks: int) -> tuple[Tensor, Metrics]:
+    """The loss of two rows of three tokens each."""
+    g = torch.Generator().manual_seed(0)
+    data: dict[str, Tensor] = {"token_mask": torch.ones(2, 3, dtype=torch.int64)}
+    for field in loss_fn.requirements.fields:
+        shape = (2,) if field.per == "sequence" else (2, 3, 1) if field.width else (2, 3)
+        floats = -torch.rand(shape, generator=g)  # a log-prob, too
+        data[field.name] = floats if field.dtype == "float" else torch.zeros(shape, dtype=torch.int64)
+    logprobs = -torch.rand(2, 3, generator=g)
+    return loss_fn.from_logprobs(
+        logprobs,
+        data=data,
+        global_valid_seqs=torch.tensor(seqs),
+        global_valid_toks=torch.tensor(toks),
+        entropy=-logprobs,
+    )
+
+
+def scales_with_advantages(loss_fn: LossFn) -> bool:
+    """Whether w·A, w ≥ 0 of each token, is w times the loss of that token: then a host's weight may go into the advantages.
+
+    >>> from parallel_rl import PolicyLossFn
+    >>> scales_with_advantages(PolicyLossFn({"surrogate": {"name": "topr", "advantage_threshold": 0.5}}))
+    False
+    """
+    if not isinstance(loss_fn, PolicyLoss):
+        return False
+    options = loss_fn.policy
+    surrogate = options.surrogate
+    if isinstance(surrogate, TOPR) and surrogate.advantage_threshold != 0:
+        return False
+    if isinstance(surrogate, REC) and (surrogate.weight == "advantage" or surrogate.regularizer_coef > 0):
+        return False
+    return options.kl is None and not options.entropy_bonus and options.positive_nll_weight == 0

@@ -1,0 +1,110 @@
+"""Any loss of this library as a loss of NeMo-RL (its source of August 2026); `parallel_rl.compat.nemo_rl` has its own ones.
+
+NeMo-RL's hidden factors: its log-probs are whole on every context rank, and it divides the loss by their number, so that each
+must have the whole loss; what Megatron divides by, it undoes itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import pad
+
+from parallel_rl.hosts.fit import check_fits, divided_by, unit_of
+from parallel_rl.hosts.scaling import floats
+from parallel_rl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.losses.core.base import LossFn
+
+_FIELDS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "rewards")
+
+
+class HostLoss:
+    """A loss in NeMo-RL's call on log-probs.
+
+    >>> from parallel_rl import PolicyLossFn
+    >>> loss_fn = HostLoss(PolicyLossFn({"aggregation": "seq-mean-token-mean"}))
+    >>> loss_fn.loss_type, loss_fn.metric_normalizations["approx_kl"]
+    ('sequence_level', 'tokens')
+
+    Attributes:
+        input_type: log-probs. loss_type: whether the loss is divided by the step's tokens or sequences.
+        metric_normalizations: what divided each metric. All three are NeMo-RL's own members where it is imported, and their
+            values elsewhere.
+
+    Raises:
+        ValueError: a loss that reads more than NeMo-RL's batch has, or is divided by neither tokens nor sequences; an installed
+            NeMo-RL before its call on log-probs (March 2026).
+    """
+
+    def __init__(self, loss_fn: LossFn) -> None:
+        check_fits("NeMo-RL", loss_fn, _FIELDS)
+        self.loss_fn = loss_fn
+        unit, per = unit_of(loss_fn), divided_by(loss_fn)
+        if unit is None:
+            raise ValueError(
+                f"{type(loss_fn).__name__} is divided by neither the step's tokens nor its sequences, or by both; NeMo-RL "
+                "divides by one of them"
+            )
+        self.input_type = _member("LossInputType", "LOGPROB")
+        self.loss_type = _member("LossType", "TOKEN_LEVEL" if unit == "tokens" else "SEQUENCE_LEVEL")
+        words = {"tokens": "TOKENS", "sequences": "SEQUENCES", "pairs": "SEQUENCES"}
+        self.metric_normalizations = {
+            name: _member("MetricNormalizer", words.get(count or "", "NONE")) for name, count in per.items()
+        }
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: Mapping[str, Tensor],
+        global_valid_seqs: Tensor | int | None,
+        global_valid_toks: Tensor | int | None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The whole loss of the rows, divided by the step's counts, and its metrics; 0 where the counts are.
+
+        A metric that is a ratio of sums is left out: NeMo-RL adds metrics up over micro-batches.
+
+        Args:
+            next_token_logprobs: [B, S − 1], of input_ids[:, 1:], whole on every context rank.
+            data: token_mask and fields [B, S] and sample_mask [B]; column t describes token t.
+            global_valid_seqs, global_valid_toks: of the step; one that the loss does not read may be None.
+
+        Raises:
+            ValueError: log-probs of another shape than [B, S − 1].
+        """
+        rows, width = data["token_mask"].shape
+        if next_token_logprobs.shape != (rows, width - 1):
+            raise ValueError(
+                f"next_token_logprobs must be [B, S − 1] = [{rows}, {width - 1}] for token_mask {[rows, width]}, got "
+                f"{list(next_token_logprobs.shape)}"
+            )
+        names = ("token_mask", "sample_mask", *self.loss_fn.requirements.names)
+        seqs, toks = (
+            torch.as_tensor(1 if n is None else n, device=next_token_logprobs.device).clamp(min=1)
+            for n in (global_valid_seqs, global_valid_toks)
+        )
+        loss, metrics = self.loss_fn.from_logprobs(
+            pad(next_token_logprobs, (1, 0)), data={name: data[name] for name in names if name in data},
+            global_valid_seqs=seqs, global_valid_toks=toks,
+        )  # fmt: skip
+        summed = {name: metrics.parts(name) for name in metrics}
+        return loss, floats(Metrics({name: part for name, part in summed.items() if part.denominator is None}))
+
+
+def _member(kind: str, name: str) -> object:
+    """NeMo-RL's own member of an enumeration, or where it is not imported its value."""
+    host = sys.modules.get("nemo_rl.algorithms.loss.interfaces")
+    if host is None:
+        if "nemo_rl" in sys.modules and "nemo_rl.algorithms.loss_functions" in sys.modules:
+            raise ValueError(
+                "this NeMo-RL hands its losses logits; supported is its source since March 2026, which has "
+                "nemo_rl.algorithms.loss; parallel_rl.compat.nemo_rl has both calls"
+            )
+        return name.lower()
+    return getattr(getattr(host, kind), name)

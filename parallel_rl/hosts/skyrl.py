@@ -1,0 +1,105 @@
+"""Losses as policy losses of SkyRL (its source of August 2026), in its registry by the names `parallel_rl:RECIPE`.
+
+SkyRL's hidden factor: the advantages are divided beforehand by what the loss is to be averaged over (loss_reduction), so that a
+policy loss returns a plain sum; the worker multiplies it by micro-batches and data ranks. KL and entropy are its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.hosts.fit import check_fits, scales_with_advantages
+from parallel_rl.hosts.scaling import floats
+from parallel_rl.losses.policy import PolicyLoss
+from parallel_rl.losses.policy_config import PolicyLossConfig
+from parallel_rl.metrics import Metric, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.losses.core.base import LossFn
+
+_FIELDS = ("advantages", "prev_logprobs", "generation_logprobs")
+
+
+def register(*recipes: str) -> list[str]:
+    """Register losses of recipes in SkyRL's registry, and return their names there, for `trainer.algorithm.policy_loss_type`.
+
+    How a recipe averages is left to SkyRL's loss_reduction, its KL and entropy bonus to use_kl_loss and use_entropy_loss.
+
+    Raises:
+        ValueError: an unknown recipe, one that SkyRL cannot feed; a SkyRL without a registry of policy losses.
+    """
+    from parallel_rl.recipes import find_recipe, load_recipe
+
+    try:
+        host = importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
+    except ImportError as error:
+        raise ValueError(f"SkyRL is not installed ({error}); supported is its source of August 2026") from None
+    except AttributeError:
+        raise ValueError("this SkyRL has no PolicyLossRegistry; supported is its source of August 2026") from None
+    names = []
+    for recipe in recipes:
+        loss_class, config = load_recipe(recipe)
+        if isinstance(config, PolicyLossConfig):
+            config = replace(config, kl=None, entropy_bonus=0.0, aggregation="token-mean", max_length=None)
+        names.append(f"parallel_rl:{find_recipe(recipe).stem}")
+        host.register(names[-1], policy_loss(loss_class(config)))
+    return names
+
+
+def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]]]:
+    """A loss in SkyRL's call, (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs).
+
+    >>> from parallel_rl import PolicyLossFn
+    >>> call = policy_loss(PolicyLossFn({"surrogate": {"name": "reinforce"}}))
+    >>> call(torch.tensor([[-1.0, -2.0]]), None, torch.full((1, 2), 0.25), None)[0].item()
+    0.75
+
+    Raises:
+        ValueError: a loss that SkyRL cannot feed, that averages otherwise than over tokens, or that does not scale with its
+            advantages.
+    """
+    check_fits("SkyRL", loss_fn, _FIELDS)
+    name = type(loss_fn).__name__
+    if not isinstance(loss_fn, PolicyLoss) or loss_fn.policy.aggregation != "token-mean":
+        raise ValueError(
+            f"{name} must be a policy loss with aggregation 'token-mean', which is a sum here: SkyRL's loss_reduction averages"
+        )
+    if not scales_with_advantages(loss_fn):
+        raise ValueError(
+            f"{name} in this configuration does not scale with its advantages, in which SkyRL hides what it divides by"
+        )
+
+    def call(
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        config: object,
+        loss_mask: Tensor | None = None,
+        rollout_logprobs: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        mask = torch.ones_like(log_probs, dtype=torch.int64) if loss_mask is None else loss_mask
+        given = {"advantages": advantages, "prev_logprobs": old_log_probs, "generation_logprobs": rollout_logprobs}
+        fields = {field: x for field, x in given.items() if field in loss_fn.requirements.names and x is not None}
+        lacking = [field for field in loss_fn.requirements.names if field not in fields]
+        if lacking:
+            raise ValueError(f"{name} reads {', '.join(lacking)}, which this step of SkyRL does not have")
+        one = torch.ones((), device=log_probs.device)
+        loss, metrics = loss_fn.from_logprobs(
+            log_probs, data={"response_mask": mask, **fields}, global_valid_seqs=one, global_valid_toks=one
+        )
+        tokens = (mask != 0).sum().clamp(min=1)
+        means = {
+            key: Metric("share", metrics[key] / tokens if metrics.divided_by[key] == "tokens" else metrics[key])
+            for key in metrics
+            if key not in ("loss", "policy_loss") and metrics.parts(key).kind in ("share", "ratio")
+        }
+        return loss, floats(Metrics(means))
+
+    return call

@@ -1,0 +1,174 @@
+"""A loss for slime's `--custom-loss-function-path` (its source of August 2026), also as miles has it.
+
+slime's hidden factor: it divides the sum over samples of their means by the step's samples (with calculate_per_token_loss the
+sum over tokens by the step's tokens) after the call, and undoes Megatron's averages. It knows no count of the step in the call,
+so that the loss gets 1 for both. Log-probs and fields are responses alone, cut zigzag over context ranks already.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from parallel_rl.groups import ParallelGroups
+from parallel_rl.hosts.fit import check_fits, unit_of
+from parallel_rl.vocab.stats import check_targets, stats_of_shard
+
+if TYPE_CHECKING:
+    from parallel_rl.losses.core.base import LossFn
+    from parallel_rl.losses.core.log_prob_rows import Values
+
+_NAMES = {
+    "advantages": "advantages", "prev_logprobs": "log_probs", "generation_logprobs": "rollout_log_probs",
+    "reference_policy_logprobs": "ref_log_probs", "returns": "returns",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Positions of a sample, first row, and place in the response, of predictors that lie together on a rank."""
+
+    row: int
+    positions: range
+    response: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row + len(self.positions))
+
+
+Loss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+
+def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
+    """A loss in slime's call, (args, batch, logits, sum_of_sample_mean) → (loss, metrics).
+
+    In a module of yours, `--loss-type custom_loss --custom-loss-function-path my_losses.gspo`:
+
+        gspo = slime.custom_loss(PolicyLossFn({"ratio_level": "sequence-mean", "aggregation": "seq-mean-token-mean"}))
+
+    The KL of the loss and its entropy bonus are its own; slime's use_kl_loss and entropy_coef are not read.
+
+    >>> from types import SimpleNamespace
+    >>> from parallel_rl import NLLLoss
+    >>> batch = {"unconcat_tokens": [torch.tensor([0, 1, 2])], "loss_masks": [torch.ones(2)]}
+    >>> batch |= {"total_lengths": [3], "response_lengths": [2]}
+    >>> args = SimpleNamespace(calculate_per_token_loss=True)
+    >>> round(custom_loss(NLLLoss())(args, batch, torch.zeros(1, 3, 4), None)[0].item(), 4)  # of two tokens
+    2.7726
+
+    Args:
+        loss_fn: with vocab_size, where the vocabulary is padded.
+        groups: tensor and context ranks; None takes Megatron's, where it is initialized.
+
+    Raises:
+        ValueError: a loss that slime cannot feed. In a call: an aggregation that does not go with calculate_per_token_loss;
+            contiguous context ranks (allgather_cp); several samples of one rollout; a replay of the sampler's top-p.
+    """
+    check_fits("slime", loss_fn, tuple(_NAMES), entropy=True)
+    unit, loss_name = unit_of(loss_fn), type(loss_fn).__name__
+    if unit is None:
+        raise ValueError(
+            f"{loss_name} is divided by neither the step's tokens nor its sequences, or by both; slime divides by one"
+        )
+    needs = loss_fn.requirements
+
+    def call(args: object, batch: Mapping[str, Any], logits: Tensor, _: object) -> tuple[Tensor, dict[str, Tensor]]:
+        _check(args, batch, unit, loss_name)
+        at = _megatron() if groups is None else groups
+        pieces, rows = _cut(batch, at.cp_rank, at.cp_size)
+        if logits.dim() != 3 or len(logits) != 1 or logits.shape[1] < rows:
+            raise ValueError(f"logits must be [1, T, V/tp] with T ≥ {rows} for total_lengths, got {list(logits.shape)}")
+        targets, keep = _targets(batch, pieces, logits[0])
+        shard = loss_fn.options.shard(logits.shape[-1], at.tensor, entropy=needs.entropy)
+        check_targets(targets, shard.vocab_size, ignore_index=None)
+        temperature = getattr(args, "rollout_temperature", 1.0)
+        stats = stats_of_shard(logits[0], targets, keep, replace(shard, temperature=temperature))
+
+        def split(x: Tensor) -> list[Tensor]:
+            return [torch.cat([x[piece.rows] for piece in of_sample]) for of_sample in pieces]
+
+        logprobs = split(stats.logprobs)
+        data: dict[str, Values] = {"response_mask": _masks(batch, pieces)}
+        for name in needs.names:
+            values = batch.get(_NAMES[name])
+            if not values and name == "prev_logprobs":  # on policy, as slime has it
+                values = [x.detach() for x in logprobs]
+            if not values:
+                raise ValueError(f"batch has no {_NAMES[name]!r}, which {loss_name} reads as {name}")
+            data[name] = values
+        one = torch.ones((), device=logits.device)
+        loss, metrics = loss_fn.from_logprobs(
+            logprobs, data=data, global_valid_seqs=one, global_valid_toks=one, context_parallel_group=at.context,
+            entropy=None if stats.entropy is None else split(stats.entropy),
+        )  # fmt: skip
+        return loss, {name: metrics[name] for name, per in metrics.divided_by.items() if name == "loss" or per == unit}
+
+    return call
+
+
+def _check(args: object, batch: Mapping[str, Any], unit: str, name: str) -> None:
+    whole = bool(getattr(args, "calculate_per_token_loss", False))
+    if unit != ("tokens" if whole else "sequences"):
+        raise ValueError(
+            f"{name} is divided by {unit}, slime with calculate_per_token_loss = {whole} divides by "
+            f"{'tokens' if whole else 'samples'}: set aggregation, or calculate_per_token_loss"
+        )
+    if getattr(args, "allgather_cp", False):
+        raise ValueError("allgather_cp cuts the whole row over context ranks; supported is the zigzag of each sample")
+    if batch.get("rollout_top_p_token_ids"):
+        raise ValueError("rollout_top_p_token_ids: a replay of the sampler's top-p is not supported here")
+    denominators = batch.get("rollout_mask_sums")
+    if not whole and denominators is not None:
+        own = torch.stack([mask.sum() for mask in batch["loss_masks"]]).clamp(min=1).double()
+        theirs = torch.as_tensor([*denominators], device=own.device).clamp(min=1).double()
+        if not torch.equal(own, theirs):
+            raise ValueError(
+                f"samples of {own.tolist()} tokens are divided by {theirs.tolist()} (rollout_mask_sums): several samples of "
+                "one rollout are not supported here; use aggregation 'token-mean' and calculate_per_token_loss"
+            )
+
+
+def _megatron() -> ParallelGroups:
+    state = sys.modules.get("megatron.core.parallel_state")  # not imported, it has no groups
+    there = state is not None and state.model_parallel_is_initialized()
+    return ParallelGroups.from_megatron() if there else ParallelGroups()
+
+
+def _cut(batch: Mapping[str, Any], rank: int, ranks: int) -> tuple[list[list[_Piece]], int]:
+    """_Pieces of each sample that predict its response on this rank, and how many rows of logits the samples have there."""
+    found: list[list[_Piece]] = []
+    row = 0
+    for total, response in zip(batch["total_lengths"], batch["response_lengths"], strict=True):
+        first, chunk = total - response - 1, total if ranks == 1 else -(-total // (2 * ranks))
+        found.append([])
+        for at in (0,) if ranks == 1 else (rank * chunk, (2 * ranks - rank - 1) * chunk):
+            start = min(max(at, first), at + chunk)
+            here = range(start, max(start, min(at + chunk, total - 1)))
+            found[-1].append(_Piece(row + start - at, here, start - first))
+            row += chunk
+    return found, row
+
+
+def _masks(batch: Mapping[str, Any], pieces: Sequence[list[_Piece]]) -> list[Tensor]:
+    """The masks of whole responses, cut as their log-probs are."""
+    return [
+        torch.cat([mask[piece.response : piece.response + len(piece.positions)] for piece in of_sample])
+        for mask, of_sample in zip(batch["loss_masks"], pieces, strict=True)
+    ]
+
+
+def _targets(batch: Mapping[str, Any], pieces: Sequence[list[_Piece]], logits: Tensor) -> tuple[Tensor, Tensor]:
+    """[T] the tokens that rows of logits predict, and where they are of a response."""
+    targets = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    keep = torch.zeros_like(targets, dtype=torch.bool)
+    for tokens, of_sample in zip(batch["unconcat_tokens"], pieces, strict=True):
+        for piece in of_sample:
+            targets[piece.rows] = tokens[piece.positions.start + 1 : piece.positions.stop + 1]
+            keep[piece.rows] = True
+    return targets, keep

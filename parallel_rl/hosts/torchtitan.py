@@ -1,0 +1,105 @@
+"""A loss in the call of torchtitan's RL experiment (its source of August 2026).
+
+torchtitan's hidden factor: none; gradients are summed over data ranks, and the loss is divided by the step's tokens alone. Rows
+are packed without their bounds, so that a loss may not look beyond a token.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.groups import ParallelGroups
+from parallel_rl.hosts.fit import check_fits, unit_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.losses.core.base import LossFn
+
+_FIELDS = ("advantages", "prev_logprobs", "generation_logprobs")
+
+
+class HostLoss:
+    """A loss for torchtitan's `PolicyTrainer`: (logits, labels, global_valid_tokens, *, generator_logprobs, ...).
+
+    A token whose generator_logprobs is not finite carries no loss, as there; the policy that drew is also the old one.
+
+        class Config(BaseLoss.Config):            # a loss is built from its config there
+            def build(self, **_):
+                return HostLoss(PolicyLossFn({"surrogate": {"name": "ppo", "clip_high": 0.28}}))
+
+    >>> from parallel_rl import PolicyLossFn
+    >>> loss_fn = HostLoss(PolicyLossFn({"surrogate": {"name": "reinforce"}}))
+    >>> fields = {"generator_logprobs": torch.zeros(2), "advantages": torch.ones(2), "loss_mask": torch.tensor([True, False])}
+    >>> round(loss_fn(torch.zeros(2, 4), torch.tensor([1, 2]), 1, **fields)[0].item(), 4)
+    1.3863
+
+    Args:
+        groups: tensor-parallel ranks over which the logits are a DTensor or cut, where the trainer does not gather them.
+
+    Raises:
+        ValueError: a loss that reads more than torchtitan has, looks beyond a token, or is not divided by tokens.
+    """
+
+    def __init__(self, loss_fn: LossFn, groups: ParallelGroups | None = None) -> None:
+        check_fits("torchtitan", loss_fn, _FIELDS, entropy=True)
+        name = type(loss_fn).__name__
+        if not loss_fn.requirements.token_separable:
+            raise ValueError(
+                f"{name} in this configuration looks beyond a token; torchtitan's rows have no bounds of sequences"
+            )
+        if unit_of(loss_fn) != "tokens":
+            raise ValueError(
+                f"{name} must be divided by the step's tokens (aggregation 'token-mean'), torchtitan's only count"
+            )
+        self.loss_fn, self.groups = loss_fn, groups or ParallelGroups()
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        global_valid_tokens: float | None = None,
+        *,
+        generator_logprobs: Tensor,
+        advantages: Tensor,
+        loss_mask: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The share of the loss, and metrics for a sum over data ranks; extrema (`.../max`) for a maximum.
+
+        Args:
+            logits: [T, V]. labels: [T], shifted already. The others [T], like the labels.
+            global_valid_tokens: of the step; None: 1, as there.
+
+        Raises:
+            ValueError: fields of another length than the labels.
+        """
+        for name, x in (
+            ("generator_logprobs", generator_logprobs),
+            ("advantages", advantages),
+            ("loss_mask", loss_mask),
+        ):
+            if x.shape != labels.shape:
+                raise ValueError(
+                    f"{name} has shape {list(x.shape)}, labels {list(labels.shape)}; they must be [T] alike"
+                )
+        keep = (loss_mask != 0) & generator_logprobs.isfinite()
+        given = {
+            "advantages": advantages,
+            "prev_logprobs": generator_logprobs,
+            "generation_logprobs": generator_logprobs,
+        }
+        data = {name: given[name][None] for name in self.loss_fn.requirements.names}
+        data |= {"shift_labels": labels[None], "token_mask": keep[None], "sample_mask": keep.new_ones(1)}
+        tokens = torch.as_tensor(1 if global_valid_tokens is None else global_valid_tokens, device=labels.device)
+        loss, metrics = self.loss_fn(
+            logits[None], data, torch.ones((), device=labels.device), tokens.clamp(min=1), self.groups.tp_rank,
+            self.groups.tensor,
+        )  # fmt: skip
+        parts = {name: metrics.parts(name) for name in metrics}
+        means = {f"loss/{name}": metrics[name] for name, part in parts.items() if part.kind == "share"}
+        most = {
+            f"loss/{name.removesuffix('_max')}/max": metrics[name] for name, part in parts.items() if part.kind == "max"
+        }
+        return loss, {"loss/mean": loss.detach(), **means, **most}

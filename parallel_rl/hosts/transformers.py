@@ -1,0 +1,74 @@
+"""A loss as `compute_loss_func` of Hugging Face's Trainer (transformers 5).
+
+The Trainer's hidden factor: with average_tokens_across_devices, its default, it multiplies the loss by the processes that DDP
+divides by, and `num_items_in_batch` counts the tokens of the whole step; without, each process averages over its own tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from parallel_rl.hosts.fit import check_fits, unit_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.losses.core.base import LossFn
+
+_IGNORE = -100
+
+
+class _Output(Protocol):
+    """A model's output with `logits` [B, S, V]."""
+
+    logits: Tensor
+
+
+def compute_loss_func(loss_fn: LossFn) -> Callable[..., Tensor]:
+    """A loss on tokens alone, such as `NLLLoss`, for `Trainer(..., compute_loss_func=compute_loss_func(loss_fn))`.
+
+    >>> from types import SimpleNamespace
+    >>> from parallel_rl import NLLLoss
+    >>> call = compute_loss_func(NLLLoss())
+    >>> labels = torch.tensor([[-100, 1, 2]])
+    >>> round(call(SimpleNamespace(logits=torch.zeros(1, 3, 4)), labels, num_items_in_batch=2).item(), 4)
+    1.3863
+
+    Raises:
+        ValueError: a loss that reads fields of the data, or is not divided by tokens: the Trainer has neither. In a call: no
+            labels; a count for each of several devices (`nn.DataParallel`).
+    """
+    check_fits("Hugging Face's Trainer", loss_fn, (), entropy=True)
+    name, unit = type(loss_fn).__name__, unit_of(loss_fn)
+    if unit != "tokens":
+        raise ValueError(
+            f"{name} is divided by {unit or 'neither count, or by both'}; Hugging Face's Trainer counts tokens only"
+        )
+
+    def call(outputs: _Output, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        if labels is None:
+            raise ValueError("labels = None: the batches must have labels [B, S], −100 where nothing is scored")
+        logits = outputs.logits
+        if logits.shape[:2] != labels.shape:
+            raise ValueError(
+                f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}; they must be [B, S, V], [B, S]"
+            )
+        scored = labels != _IGNORE
+        count = scored[:, 1:].sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        if count.numel() != 1:
+            raise ValueError(
+                f"num_items_in_batch has shape {list(count.shape)}, one count a device of nn.DataParallel; start one process a "
+                "device (torchrun, accelerate launch)"
+            )
+        data = {
+            "input_ids": torch.where(scored, labels, 0),
+            "token_mask": scored,
+            "sample_mask": torch.ones(len(labels), dtype=torch.bool, device=labels.device),
+        }
+        loss, _ = loss_fn(logits, data, torch.ones((), device=logits.device), count.reshape(()).clamp(min=1))
+        return loss
+
+    return call

@@ -1,0 +1,155 @@
+"""Losses as policy losses of verl (0.9.1), in its registry by the names `parallel_rl:RECIPE`.
+
+verl's hidden factors: the loss of a rank is multiplied by the data ranks' number, which FSDP and DDP divide by; its Megatron
+engine multiplies by the micro-batches itself. verl adds KL and entropy of its own config to what a policy loss returns.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from parallel_rl.hosts.fit import check_fits, scales_with_advantages, unit_of
+from parallel_rl.hosts.scaling import averaged, floats
+from parallel_rl.losses.policy import PolicyLoss
+from parallel_rl.losses.policy_config import PolicyLossConfig
+from parallel_rl.metrics import Metric, Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.losses.core.base import LossFn
+
+_FIELDS = ("advantages", "prev_logprobs")
+_MODES = {
+    "token-mean": "token-mean", "seq-mean-token-mean": "seq-mean-token-mean", "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-sum-norm": "constant-length",
+}  # fmt: skip
+_COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
+
+
+def register(*recipes: str) -> list[str]:
+    """Register losses of recipes in verl's registry, and return their names there.
+
+    In a module of yours that every worker imports (VERL_USE_EXTERNAL_MODULES=my_losses):
+
+        from parallel_rl.hosts import verl
+        verl.register("dapo", "gspo")
+
+    and in verl's config `actor.policy_loss.loss_mode: parallel_rl:dapo`. A recipe's KL and entropy bonus are left to verl's
+    use_kl_loss and entropy_coeff.
+
+    Raises:
+        ValueError: an unknown recipe, one that verl cannot feed; a verl without a registry of policy losses.
+    """
+    from parallel_rl.recipes import find_recipe, load_recipe
+
+    try:
+        host = importlib.import_module("verl.trainer.ppo.core_algos").register_policy_loss
+    except ImportError as error:
+        raise ValueError(f"verl is not installed ({error}); supported is 0.9.1") from None
+    except AttributeError:
+        raise ValueError("this verl has no registry of policy losses; supported is 0.9.1") from None
+    names = []
+    for recipe in recipes:
+        loss_class, config = load_recipe(recipe)
+        if isinstance(config, PolicyLossConfig):
+            config = replace(config, kl=None, entropy_bonus=0.0)
+        names.append(f"parallel_rl:{find_recipe(recipe).stem}")
+        host(names[-1])(policy_loss(loss_class(config)))
+    return names
+
+
+def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]]]:
+    """A loss in verl's call, (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, ...).
+
+    >>> from types import SimpleNamespace
+    >>> from parallel_rl import PolicyLossFn
+    >>> call = policy_loss(PolicyLossFn({"surrogate": {"name": "reinforce"}}))
+    >>> config = SimpleNamespace(global_batch_info={"dp_size": 2, "batch_num_tokens": 4, "global_batch_size": 2})
+    >>> call(None, torch.tensor([[-1.0, -2.0]]), torch.ones(1, 2), torch.ones(1, 2), "token-mean", config)[0].item()
+    1.5
+
+    Raises:
+        ValueError: a loss that verl cannot feed. In a call: loss_agg_mode differs from the loss's own aggregation; no counts of
+            the step; rollout_is_weights with a loss that does not scale with its advantages.
+    """
+    check_fits("verl", loss_fn, _FIELDS)
+    unit, name = unit_of(loss_fn), type(loss_fn).__name__
+
+    def call(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = "token-mean",
+        config: object = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        info = _counts(config)
+        _check_aggregation(loss_fn, unit, loss_agg_mode, info.get("loss_scale_factor") or response_mask.shape[-1])
+        if rollout_is_weights is not None:
+            if not scales_with_advantages(loss_fn):
+                raise ValueError(
+                    f"rollout_is_weights multiply terms that scale with the advantages; those of {name} do not"
+                )
+            advantages = torch.where(response_mask != 0, advantages * rollout_is_weights, 0)
+        fields = {"advantages": advantages, "prev_logprobs": old_log_prob}
+        loss, metrics = loss_fn.from_logprobs(
+            log_prob,
+            data={"response_mask": response_mask, **{field: fields[field] for field in loss_fn.requirements.names}},
+            global_valid_seqs=torch.as_tensor(info["global_batch_size"]).clamp(min=1),
+            global_valid_toks=torch.as_tensor(info["batch_num_tokens"]).clamp(min=1),
+        )
+        return averaged(loss, int(info["dp_size"])), floats(_local_means(metrics, info, response_mask))
+
+    return call
+
+
+def _counts(config: object) -> Mapping[str, int]:
+    info = getattr(config, "global_batch_info", None)
+    if not isinstance(info, Mapping) or any(info.get(name) is None for name in _COUNTS):
+        raise ValueError(
+            f"config.global_batch_info must hold {', '.join(_COUNTS)} of the whole step, as verl's ppo_loss fills them in; got "
+            f"{info!r}"
+        )
+    return info
+
+
+def _check_aggregation(loss_fn: LossFn, unit: str | None, mode: str, length: float) -> None:
+    wanted = _MODES.get(mode)
+    if not isinstance(loss_fn, PolicyLoss):
+        if mode not in _MODES or ("tokens" if mode == "token-mean" else "sequences") != unit:
+            raise ValueError(
+                f"loss_agg_mode = {mode!r}, but {type(loss_fn).__name__} is divided by {unit or 'neither count, or by both'}"
+            )
+        return
+    own = loss_fn.policy
+    if wanted != own.aggregation:
+        theirs = next((name for name, ours in _MODES.items() if ours == own.aggregation), None)
+        raise ValueError(
+            f"loss_agg_mode = {mode!r}, but the loss has aggregation {own.aggregation!r}; "
+            + ("verl has none like it" if theirs is None else f"set actor.loss_agg_mode={theirs}")
+        )
+    if wanted == "constant-length" and cast(int, own.max_length) != length:
+        raise ValueError(
+            f"the loss divides by max_length = {own.max_length}, verl by {length:g}: set actor.loss_scale_factor or max_length"
+        )
+
+
+def _local_means(metrics: Metrics, info: Mapping[str, int], mask: Tensor) -> Metrics:
+    """What verl averages over micro-batches: means over those of this one."""
+    here = {"tokens": mask.sum().clamp(min=1), "sequences": torch.tensor(len(mask))}
+    step = {"tokens": info["batch_num_tokens"], "sequences": info["global_batch_size"]}
+    found = {}
+    for name in metrics:
+        part, per = metrics.parts(name), metrics.divided_by[name]
+        if part.kind == "share" and per in here:
+            found[f"actor/{name}"] = Metric("share", metrics[name] * step[per] / here[per])
+        elif part.denominator is not None:
+            found[f"actor/{name}"] = Metric("share", metrics[name])
+    return Metrics(found)
