@@ -77,6 +77,7 @@ bench: $(STAMP)  ## the benchmarks, with their figures checked
 	$(BIN)/python -m benchmarks.linear --check
 	$(BIN)/python -m benchmarks.distillation --check
 	$(BIN)/python -m benchmarks.losses --check
+	$(BIN)/python -m benchmarks.scaling --check
 	$(BIN)/python -m benchmarks.truncation --check
 	$(BIN)/python -m benchmarks.packing --check
 	$(BIN)/python -m benchmarks.data --check

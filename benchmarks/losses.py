@@ -65,14 +65,15 @@ Call = Callable[[], tuple[Tensor, Tensor]]
 
 
 class CountOperators(TorchDispatchMode):
-    """Counts the operators that torch dispatches inside."""
+    """Counts the operators that torch dispatches inside, and the collectives among them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.collectives = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         self.count += 1
+        self.collectives += func.namespace == "c10d"
         return func(*args, **(kwargs or {}))
 
 
