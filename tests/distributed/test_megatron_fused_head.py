@@ -31,7 +31,7 @@ LAYOUTS = {
 WAYS = {"ddp": {}, "no ddp": {"ddp": False, "per_token": False}, "wgrad fusion": {"wgrad_fusion": True}}
 
 
-@pytest.mark.parametrize("world", list(LAYOUTS))
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_gradients_are_those_of_one_process(world: int) -> None:
     cases = [replace(case, **way) for case in LAYOUTS[world] for way in WAYS.values()]
     for rank, errors in enumerate(run_world(world, compare, _with_references(cases))):

@@ -170,23 +170,43 @@ def test_heads_of_multi_token_prediction(world: int, cases: list[Case]) -> None:
     _check(world, cases)
 
 
-@pytest.mark.parametrize("world", [1, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_routers_and_experts_with_auxiliary_losses(world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (1, EXPERTS[1]),
+        (4, EXPERTS[4][1::2]),  # each dispatcher, TP, CP, a tensor split of experts, shards, overlap, packed rows
+        pytest.param(4, EXPERTS[4][::2], marks=pytest.mark.slow),
+        pytest.param(8, EXPERTS[8], marks=pytest.mark.slow),
+    ],
+    ids=["1", "4", "4-more", "8"],
+)
+def test_routers_and_experts_with_auxiliary_losses(world: int, cases: list[Case]) -> None:
     """Each auxiliary loss weighs as a mean over micro-batches, whatever carries loss, is split or is packed; it was divided by
     the tokens that carry loss, and on TP × CP ranks that many times too weak. Megatron's softmax of routers is float32.
     """
-    _check(world, EXPERTS[world], bound=1e-6)
+    _check(world, cases, bound=1e-6)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_overlapped_reduction_and_the_distributed_optimizers_shards(world: int) -> None:
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        pytest.param(2, REDUCED[2], marks=pytest.mark.slow),
+        (4, REDUCED[4][2:]),
+        pytest.param(4, REDUCED[4][:2], marks=pytest.mark.slow),
+    ],
+    ids=["2", "4", "4-more"],
+)
+def test_overlapped_reduction_and_the_distributed_optimizers_shards(world: int, cases: list[Case]) -> None:
     """Shards that begin and end within parameters, tied embeddings on two stages among them; norms of all shards."""
-    _check(world, REDUCED[world])
+    _check(world, cases)
 
 
-def test_contiguous_rows_and_context_groups_of_micro_batches() -> None:
+@pytest.mark.parametrize(
+    "cases", [CONTEXT[1::2], pytest.param(CONTEXT[::2], marks=pytest.mark.slow)], ids=["one each", "more"]
+)
+def test_contiguous_rows_and_context_groups_of_micro_batches(cases: list[Case]) -> None:
     """Rows cut in order, and rows on groups of one, two and four data ranks, some with fewer: masks, positions, counts."""
-    _check(4, CONTEXT)
+    _check(4, cases)
 
 
 def _check(world: int, cases: list[Case], bound: float = 1e-12) -> None:

@@ -106,8 +106,15 @@ def _error(got: Tensor, right: Tensor) -> float:
     return ((got.double() - right.double()).norm() / right.double().norm()).item()
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("cp", "dtype", "bound"),
+    [
+        pytest.param(cp, dtype, bound, marks=() if cp == 4 or dtype == torch.float64 else pytest.mark.slow)
+        for cp in (1, 2, 4)
+        for dtype, bound in ((torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2))
+        if (cp, dtype) != (4, torch.float32)
+    ],
+)
 def test_packed_attention_is_causal_attention_within_each_sequence(cp: int, dtype: torch.dtype, bound: float) -> None:
     # A sequence above the block size, one that fills it, and many small ones.
     lengths = [8, 600, 16, 8, 512, 24, 40]
@@ -133,7 +140,7 @@ def test_a_layer_does_not_read_the_bounds_from_the_device() -> None:
 
     cu_seqlens = torch.tensor([0, 3, 8], dtype=torch.int32)
     packed = packed_input(torch.zeros(2, 5, dtype=torch.int64, device="meta"), cu_seqlens, context=ALONE).packed
-    assert packed is not None and packed.cu_seqlens_q_padded.is_meta
+    assert packed is not None and packed.cu_seqlens_q.is_meta
     assert _bounds(packed, 8, 1) == (0, 3, 8)
 
 

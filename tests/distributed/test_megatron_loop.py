@@ -68,17 +68,22 @@ def _logits(rank: int, case: Case, alone: bool, virtual: int | None) -> list[Ten
     return [first, second]
 
 
-def test_forward_only_gives_the_same_logits_on_every_layout_and_as_replicas() -> None:
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(Case(pp=2), False, 2), (Case(tp=2, cp=2, sp=True), True, None), (Case(cp=2, pp=2), True, None)],
+        pytest.param(
+            [(Case(tp=2, sp=True), True, None), (Case(cp=2), True, None), (Case(pp=2), False, None)],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["two dimensions", "one"],
+)
+def test_forward_only_gives_the_same_logits_on_every_layout_and_as_replicas(
+    cases: list[tuple[Case, bool, int | None]],
+) -> None:
     reference = run_world(1, _logits, Case(), False, None)[0][0]
     assert reference.abs().max() > 1
-    cases = [
-        (Case(tp=2, sp=True), True, None),
-        (Case(cp=2), True, None),
-        (Case(pp=2), False, None),
-        (Case(pp=2), False, 2),
-        (Case(tp=2, cp=2, sp=True), True, None),
-        (Case(cp=2, pp=2), True, None),
-    ]
     for case, alone, virtual in cases:
         for whole in run_world(case.world, _logits, case, alone, virtual):
             for told in whole:
@@ -231,13 +236,16 @@ def _sharded_steps(rank: int, case: Case) -> tuple[dict[str, Tensor], list[float
 @pytest.mark.parametrize(
     "case",
     [
-        Case(tp=2, sp=True, tied=True, micro_batches=6, overlap=True),
+        pytest.param(Case(tp=2, sp=True, tied=True, micro_batches=6, overlap=True), marks=pytest.mark.slow),
         pytest.param(Case(cp=2, micro_batches=6), marks=pytest.mark.slow),
         pytest.param(Case(pp=2, tied=True, micro_batches=6), marks=pytest.mark.slow),
     ],
 )
 def test_the_distributed_optimizer_gives_the_same_weights_with_its_state_shared(case: Case) -> None:
-    """Norms and clipping see shards only; two data ranks each keep half of the moments, DP 2 × CP 2 a quarter."""
+    """Norms and clipping see shards only; two data ranks each keep half of the moments, DP 2 × CP 2 a quarter.
+
+    In seconds the sharded run of checkpointing/test_distributed_optimizer has the plain one's curve, clipped.
+    """
     ranks = 4 // (case.tp * case.pp)
     plain = run_world(4, _sharded_steps, case)
     sharded = run_world(4, _sharded_steps, replace(case, sharded=True))

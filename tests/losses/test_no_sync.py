@@ -117,7 +117,7 @@ def step(
     reduce_metrics([metrics], groups)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("case", one_of_each(CASES), ids=lambda case: case.name)
 def test_nothing_reads_a_value(case: Case, packed: bool) -> None:
     """On the meta device there are no values: whatever needs one fails."""
@@ -150,8 +150,14 @@ def test_nothing_reads_a_value_from_hidden_states(case: Case) -> None:
     from_hidden_states(get_loss(case.loss)(case.config), torch.bfloat16, packed=True)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "packed"),
+    [
+        pytest.param(dtype, packed, marks=() if packed == (dtype != torch.float32) else pytest.mark.slow)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for packed in (False, True)
+    ],
+)
 @pytest.mark.parametrize("mode", ["in_forward", "resident", "recompute"])
 def test_no_mode_of_the_head_reads_a_value(mode: LinearMode, dtype: torch.dtype, packed: bool) -> None:
     level = "token" if mode == "in_forward" else "sequence-mean"
@@ -163,8 +169,7 @@ def test_no_mode_of_the_head_reads_a_value(mode: LinearMode, dtype: torch.dtype,
         from_hidden_states(loss_fn, dtype, packed, mode)
 
 
-@pytest.mark.parametrize("consume", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("dtype", "consume"), [(torch.bfloat16, True), (torch.float32, False)])
 @pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.9}, {"kept_sets": True}], ids=str)
 def test_nothing_reads_a_value_of_a_truncated_policy(truncation: dict, dtype: torch.dtype, consume: bool) -> None:
     logits, data = make(4, 8, V, "meta")

@@ -12,7 +12,7 @@ from parallel_rl.testing.cases import Case
 from parallel_rl.testing.claims import gradients, influence, token_batch
 from parallel_rl.testing.hidden_states import reads_log_probs
 from parallel_rl.vocab.truncation import Truncation
-from tests.distributed.law import CASES, one_of_each
+from tests.distributed.law import CASES, RECIPES, one_of_each
 
 ON_LOG_PROBS = [case for case in CASES if reads_log_probs(case)]
 
@@ -21,7 +21,11 @@ def batch_of(case: Case, loss_fn: LossFn) -> TokenBatch:
     return token_batch(loss_fn, make_batch(5, False, case.loss, torch.float64))
 
 
-@pytest.mark.parametrize("case", ON_LOG_PROBS, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in RECIPES else ()) for case in ON_LOG_PROBS],
+    ids=lambda case: case.name,
+)
 def test_the_claim_is_true(case: Case) -> None:
     loss_fn = get_loss(case.loss)(case.config)
     found = influence(loss_fn, batch_of(case, loss_fn))

@@ -155,10 +155,10 @@ def sums_of_ranks(rank: int) -> list[str]:
                 want, want_most, want_tokens = (torch.zeros_like(x) for _ in range(3))
                 turns = turns_of(ids, valid)
                 for turn in turns:
-                    of_turn = torch.stack([whole[place] for place in turn])
-                    for place in turn:
-                        want = want.index_put(tuple(torch.tensor([i]) for i in place), of_turn.sum()[None])
-                        want_most[place], want_tokens[place] = of_turn.max().item(), len(turn)
+                    places = tuple(torch.tensor(axis) for axis in zip(*turn, strict=True))
+                    of_turn = whole[places]
+                    want = want.index_put(places, of_turn.sum().expand(len(turn)))
+                    want_most[places], want_tokens[places] = of_turn.max().item(), len(turn)
                 torch.where(here, summed.sin(), 0).sum().backward()
                 torch.where(valid, want.sin(), 0).sum().backward()
                 pairs = {

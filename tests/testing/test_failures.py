@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -95,8 +96,11 @@ def test_the_plugin_has_a_fixture(tmp_path: Path) -> None:
 
 
 def test_nothing_but_the_plugin_imports_pytest() -> None:
-    code = "import sys, parallel_rl.testing, parallel_rl.verify.command; sys.exit('pytest' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0
+    """By name: a user's machine may lack it."""
+    package = ROOT / "parallel_rl"
+    importing = re.compile(r"^\s*(import|from) (_?pytest\b|.*\bpytest_plugin\b)", re.MULTILINE)
+    found = [path for path in package.rglob("*.py") if importing.search(path.read_text(encoding="utf-8"))]
+    assert found == [package / "testing" / "pytest_plugin.py"]
 
 
 def verl_policy(old, new, advantages, mask, mode, config):  # type: ignore[no-untyped-def]
