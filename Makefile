@@ -1,5 +1,6 @@
 # `make demo` and `make test` set everything up by themselves; a second call starts at once.
-# Variables: PYTHON (which interpreter makes .venv), TORCH_INDEX (an index with CPU builds of torch), RANKS, CONFIG.
+# Variables: PYTHON (which interpreter makes .venv), TORCH_INDEX (an index with CPU builds of torch), LOCKED (1: files by their
+# hashes), AUDIT (--required: fail where `make audit` cannot ask), RANKS, CONFIG.
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -19,8 +20,8 @@ help:  ## this list
 
 install: $(STAMP)  ## make or update .venv
 
-$(STAMP): pyproject.toml constraints.txt tools/install.sh
-	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" tools/install.sh
+$(STAMP): pyproject.toml constraints.txt .ci/requirements.txt tools/install.sh
+	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" LOCKED="$(LOCKED)" tools/install.sh
 	@touch $@
 
 demo: $(STAMP)  ## GRPO learns arithmetic on RANKS=4 CPU ranks (TP 2 x CP 2, sequence parallel, packed)
@@ -55,12 +56,19 @@ soak: $(STAMP)  ## each fault of docs/reliability.md three times, and its table 
 	CUDA_VISIBLE_DEVICES= FAULT_ROUNDS=3 FAULT_REPORT=$(REPORT) $(BIN)/python -m pytest -s tests/slurm/test_faults.py
 	$(BIN)/python -m tools.reliability_table $(REPORT)
 
-lint: $(STAMP)  ## ruff, shellcheck, bash -n, the #SBATCH lines
+lint: $(STAMP)  ## ruff, bandit, shellcheck, bash -n, the #SBATCH lines
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/bandit --quiet -c pyproject.toml -r parallel_rl tools examples benchmarks
 	$(BIN)/shellcheck -x $(SHELL_SCRIPTS)
 	for script in $(SHELL_SCRIPTS); do bash -n $$script || exit 1; done
 	$(BIN)/python -m tools.lint_sbatch $(wildcard slurm/*.sbatch)
+
+audit: $(STAMP)  ## known vulnerabilities of what is installed; says so where no advisories can be had
+	$(BIN)/python -m tools.audit $(AUDIT)
+
+lock:  ## .ci/requirements.txt anew (needs uv)
+	tools/lock.sh
 
 types: $(STAMP)  ## mypy
 	$(BIN)/mypy

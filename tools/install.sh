@@ -2,6 +2,7 @@
 # Makes or updates .venv (called by `make install`, from the repository's root).
 #   PYTHON       the interpreter to use; otherwise the first of python3, python3.13 .. python3.10 that is 3.10-3.13
 #   TORCH_INDEX  an extra package index that has CPU builds of torch, where the default one has CUDA builds only
+#   LOCKED       1: nothing but the files whose hashes .ci/requirements.txt has (as the continuous integration does)
 set -euo pipefail
 
 say() { printf 'install: %s\n' "$*" >&2; }
@@ -53,6 +54,14 @@ pip=("$venv/bin/python" -m pip install --quiet "${index[@]}")
 
 # torch first and as an exact version: with a range, pip prefers the newest release, whose default build brings CUDA
 say "torch and the rest; the first time takes minutes"
-"${pip[@]}" "$(grep '^torch==' constraints.txt)"
-"${pip[@]}" -c constraints.txt -e ".[megatron,triton,data,hf,report,dev]"
+torch=$(grep '^torch==' constraints.txt)
+if [ "${LOCKED:-}" = 1 ]; then
+  # torch alone has no hash there: its CPU builds are other files on each index. What they need is in the list
+  "${pip[@]}" --require-hashes --no-deps -r .ci/requirements.txt
+  "${pip[@]}" "$torch"
+  "${pip[@]}" --no-deps --no-build-isolation -e .
+else
+  "${pip[@]}" "$torch"
+  "${pip[@]}" -c constraints.txt -e ".[megatron,triton,data,hf,report,dev]"
+fi
 say "ready: $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)')"

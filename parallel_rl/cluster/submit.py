@@ -180,7 +180,7 @@ def seconds(time: str) -> int | None:
 
 def _sbatch(job: Job) -> str:
     try:
-        done = subprocess.run(job.command, env={**os.environ, **job.environment}, capture_output=True, text=True)
+        done = subprocess.run(job.command, env={**os.environ, **job.environment}, capture_output=True, text=True)  # nosec B603 # no shell
     except FileNotFoundError:
         raise ValueError("sbatch is not there: submit from a host of a Slurm cluster, or add --dry-run") from None
     if done.returncode:
@@ -191,7 +191,7 @@ def _sbatch(job: Job) -> str:
 def _on_offer() -> str:
     """List what the cluster has, where it says so."""
     with contextlib.suppress(OSError):
-        done = subprocess.run(
+        done = subprocess.run(  # nosec B603 B607 # fixed words; PATH has sinfo
             ["sinfo", "-h", "-o", "  %P %D nodes, each %c CPUs, %G, at most %l"], capture_output=True, text=True
         )
         if done.returncode == 0 and done.stdout.strip():
@@ -258,7 +258,7 @@ def _site(path: Path, given: Mapping[str, str]) -> dict[str, str]:
     # as env.sh does it, `module load` included; a name that is not set is none of ours to refuse
     shell = """set -a; trap 'echo "line $LINENO: status $?" >&2; exit 1' ERR; source "$1" >&2; exec env -0"""
     words = ["bash", "-c", shell, "bash", str(path.absolute())]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)  # nosec B603 # the path is an argument
     if done.returncode:
         raise ValueError(f"{path} cannot be read by bash: {done.stderr.strip()}")
     return dict(item.split("=", 1) for item in done.stdout.split("\0") if "=" in item)

@@ -118,7 +118,7 @@ def parsed(text: str) -> object:
         ValueError: it is malformed, or too deep or large; PyYAML's own conversions let other errors through.
     """
     try:
-        return yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)  # nosec B506 # a SafeLoader
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from error
 

@@ -65,7 +65,7 @@ class _Worker:
         seconds = _SECONDS
         if self._process is None:
             script = str(Path(__file__).with_name("math_worker.py"))
-            self._process = subprocess.Popen(
+            self._process = subprocess.Popen(  # nosec B603 # fixed words
                 [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
             )
             seconds = 60.0

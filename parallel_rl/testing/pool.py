@@ -129,7 +129,7 @@ class _Pool:
                 pending.remove(connection)
                 rank = ranks[connection]
                 try:
-                    kind, *answer = pickle.loads(connection.recv_bytes())
+                    kind, *answer = pickle.loads(connection.recv_bytes())  # nosec B301 # of a child, by a pipe
                 except (EOFError, ConnectionResetError):
                     process = self.workers[rank][0]
                     process.join(5)

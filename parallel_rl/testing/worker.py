@@ -48,7 +48,7 @@ def work(rank: int, connection: Connection, folder: str, first: Task | None = No
             try:
                 task: bytes | Callable[[], tuple]
                 if first is None:
-                    setting, task = pickle.loads(connection.recv_bytes()), connection.recv_bytes()
+                    setting, task = pickle.loads(connection.recv_bytes()), connection.recv_bytes()  # nosec B301 # of the parent
                 else:
                     (setting, task), first = first, None
             except (EOFError, ConnectionResetError):
@@ -82,7 +82,7 @@ def _call(rank: int, setting: Setting, task: bytes | Callable[[], tuple]) -> Any
 
     world_size, store, timeout = setting
     # unpickling imports modules: before the rendezvous, so that no rank waits for it in a collective
-    fn, args = task() if callable(task) else pickle.loads(task)
+    fn, args = task() if callable(task) else pickle.loads(task)  # nosec B301 # of the parent
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size))
     torch.manual_seed(0)

@@ -29,7 +29,7 @@ def start(stage: str, limit: float, cpu: bool, folder: Path) -> Outcome:
     command = [sys.executable, "-m", "tools.gpu_check", "--inside", str(told), stage, *(["--cpu"] if cpu else [])]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if cpu else {}
     began = time.monotonic()
-    with subprocess.Popen(command, start_new_session=True, env={**os.environ, **hidden}) as process:
+    with subprocess.Popen(command, start_new_session=True, env={**os.environ, **hidden}) as process:  # nosec B603 # no shell
         try:
             status: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:

@@ -53,7 +53,7 @@ def _train(
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PARALLEL_RL_BACKEND": backend}
     try:
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT)
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT)  # nosec B603 # no shell
     except subprocess.TimeoutExpired:
         facts.check(name, False, f"not done after {_LIMIT:.0f} s")
         return False

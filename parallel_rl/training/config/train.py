@@ -190,7 +190,7 @@ class TrainConfig:
             and not (model.position == "rope" and model.gated)
         ):
             raise ValueError(
-                f"{self.objective}.server.update = {self.server.update!r} needs a model of Hugging Face's families; set "
+                f"{self.objective}.server.update = {self.server.update!r} needs a model of Hugging Face's families; set "  # nosec B608 # no SQL
                 f"model.position = {model.position!r} to 'rope' and model.gated = {model.gated} to true"
             )
         if self.parallel.use_distributed_optimizer and self.run.dtype == "float64":
