@@ -56,6 +56,11 @@ def main(required: bool) -> int:
         word = "FAILED" if required else "SKIPPED, nothing was looked up"
         print(f"audit: {word}: the advisories cannot be had: {error}", file=sys.stderr)
         return int(required)
+    return summary(report)
+
+
+def summary(report: Sequence[dict]) -> int:
+    """Print each vulnerability and a line on all; return the exit status."""
     unknown = [one["name"] for one in report if "skip_reason" in one]
     found = [(one, vulnerability) for one in report for vulnerability in one.get("vulns", ())]
     for one, vulnerability in found:

@@ -11,7 +11,7 @@ import torch
 from parallel_rl.advantages.moments import Whitening, whiten
 from parallel_rl.advantages.returns import discounted_returns, terminal_rewards
 from parallel_rl.advantages.teacher import TeacherKL
-from parallel_rl.config.strict import Variants
+from parallel_rl.config.strict import Variants, at_least
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,17 +110,6 @@ class AdvantageEstimator(Variants):
         if self.clip_low is not None or self.clip_high is not None:
             advantages = torch.where(mask, advantages.clamp(self.clip_low, self.clip_high), 0.0)
         return Advantages(advantages, found.returns)
-
-
-def at_least(config: object, **bounds: float) -> None:
-    """Raises where an attribute is below its bound.
-
-    Raises:
-        ValueError: naming the attribute, its value and the bound.
-    """
-    for name, bound in bounds.items():
-        if not getattr(config, name) >= bound:
-            raise ValueError(f"{name} = {getattr(config, name)} must be at least {bound}")
 
 
 def in_unit(config: object, *names: str) -> None:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from parallel_rl.advantages.base import AdvantageEstimator, at_least
+from parallel_rl.advantages.base import AdvantageEstimator
 from parallel_rl.advantages.moments import Whitening
+from parallel_rl.config.strict import at_least
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import torch.distributed as dist
 
-from parallel_rl.advantages.base import AdvantageEstimator, Advantages, at_least
+from parallel_rl.advantages.base import AdvantageEstimator, Advantages
 from parallel_rl.advantages.table import SampleTable, gather_samples
 from parallel_rl.agreement import communication_device
+from parallel_rl.config.strict import at_least
 from parallel_rl.groups import group_size
 from parallel_rl.segments import sum_groups
 

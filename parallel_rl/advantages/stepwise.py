@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from parallel_rl.advantages.base import at_least, in_unit
+from parallel_rl.advantages.base import in_unit
 from parallel_rl.advantages.grouped import GRPO, DrGRPO, GroupedEstimator
 from parallel_rl.advantages.returns import reverse_scan
 from parallel_rl.advantages.table import SampleTable
+from parallel_rl.config.strict import at_least
 
 if TYPE_CHECKING:
     from torch import Tensor

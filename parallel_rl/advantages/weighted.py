@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from parallel_rl.advantages.base import at_least
 from parallel_rl.advantages.grouped import GRPO, GroupedEstimator
 from parallel_rl.advantages.table import SampleTable
+from parallel_rl.config.strict import at_least
 from parallel_rl.vocab.sampling import sample_keys
 
 if TYPE_CHECKING:

@@ -202,5 +202,5 @@ def at_least(config: object, **bounds: float) -> None:
     ValueError: steps = 0 must be at least 1
     """
     for name, bound in bounds.items():
-        if not bound <= getattr(config, name) < math.inf:
-            raise ValueError(f"{name} = {getattr(config, name)} must be at least {bound}")
+        if not bound <= (value := getattr(config, name)) < math.inf:
+            raise ValueError(f"{name} = {value} must be at least {bound}{' and finite' if value == math.inf else ''}")

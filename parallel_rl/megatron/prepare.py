@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -55,10 +56,7 @@ def prepare(
         if missing:
             raise ValueError(f"data lacks the fields {missing}; this loss needs {', '.join(names)}")
         _check_model(models, head)
-        if mtp_loss is not None and not get_model_config(models[0]).mtp_num_layers:
-            raise ValueError(
-                "mtp_loss is given, but mtp_num_layers = None: the model has no heads of multi-token prediction"
-            )
+        _check_heads(models, mtp_loss)
         if mtp_loss is not None and any(batch.packed for batch in prepared) and not heads_take_packed_rows():
             raise ValueError("mtp_loss with packed rows: heads of this megatron-core take padded ones only; use 0.16")
         check_auxiliary_losses(get_model_config(models[0]), groups.cp_size, any(batch.packed for batch in prepared))
@@ -109,6 +107,20 @@ def _check_model(models: Sequence[torch.nn.Module], head: FusedHead | None) -> N
     if head is None and any(is_fused(model) for model in models):
         raise ValueError(
             "the model has a fused head, so its output is hidden states; pass what `fuse_head` gave as head="
+        )
+
+
+def _check_heads(models: Sequence[torch.nn.Module], mtp_loss: NLLLoss | None) -> None:
+    heads = get_model_config(models[0]).mtp_num_layers
+    if mtp_loss is not None and not heads:
+        raise ValueError(
+            "mtp_loss is given, but mtp_num_layers = None: the model has no heads of multi-token prediction"
+        )
+    wrappers = [model.ddp_config for model in models if isinstance(model, DistributedDataParallel)]
+    if heads and mtp_loss is None and any(wrapper.overlap_grad_reduce for wrapper in wrappers):
+        raise ValueError(
+            f"overlap_grad_reduce = True waits for the gradients of the heads (mtp_num_layers = {heads}), which have none "
+            "without mtp_loss; give it, or build the model without heads"
         )
 
 

@@ -15,7 +15,7 @@ from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import is_dtensor, shard_of_dtensor
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.token_stats import stats_of_head
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.shards import VocabShard, check_spans
 from parallel_rl.vocab.stats import IGNORE_INDEX, check_logits, check_targets
 from parallel_rl.vocab.truncated_stats import check_kept_ids, truncated_stats_of_shard
 from parallel_rl.vocab.truncation import Truncation
@@ -194,6 +194,7 @@ def token_scores(
     if cut_length is not None:  # of parts that need not be even
         same["the number of local tokens"] = logits.shape[0] * cut_length
     of, targets, shard = raise_on_all_ranks(check, groups, logits, same)
+    check_spans(vocab_parallel_group, logits.shape[-1], vocab_size, vocab_start, logits)
     valid = (targets >= 0) & (targets < shard.vocab_size)
     kept_ids = of.shard(data["kept_ids"], fill=-1) if kept_sets else None
     if head is not None:

@@ -10,7 +10,7 @@ import torch
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.groups import all_gather
 from parallel_rl.validation import checks_values
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.shards import VocabShard, check_spans
 from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.truncation import Truncation
 
@@ -88,6 +88,7 @@ def sample_tokens(
         )
 
     shard = raise_on_all_ranks(check, [group], logits)
+    check_spans(group, logits.shape[-1], vocab_size, vocab_start, logits)
     flat, row_keys = logits.reshape(keys.numel(), logits.shape[-1])[:, : shard.valid], keys.reshape(-1)
     floor = kept_floor(flat, shard) if shard.truncation else None
     best = flat.new_empty(flat.shape[0], 2, dtype=torch.float64)  # value, id

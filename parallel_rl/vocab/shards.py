@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 
-from parallel_rl.groups import group_rank, group_size
+from parallel_rl.agreement import communication_device
+from parallel_rl.groups import all_gather, group_rank, group_size
+from parallel_rl.validation import get_validation
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 if TYPE_CHECKING:
@@ -16,6 +19,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from parallel_rl.vocab.backends.choice import Backend
+
+
+_SPANS: WeakKeyDictionary[ProcessGroup, set[int]] = (
+    WeakKeyDictionary()
+)  # vocabularies whose shards are known to be whole
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,38 @@ class VocabShard:
         columns = ids.to(torch.int64) - self.start
         here = (columns >= 0) & (columns < self.valid)
         return torch.where(here, columns, 0), here
+
+
+def check_spans(
+    group: ProcessGroup | None, width: int, vocab_size: int | None, vocab_start: int | None, like: Tensor
+) -> None:
+    """Refuse shards with an explicit `vocab_start` that overlap or leave a hole: softmax and targets would be wrong in silence.
+
+    Costs one all-gather of two integers, and a copy to the host, in the first call on a group with a vocabulary of this
+    size; none without `vocab_start`, nor in mode "never". All ranks of the group call it, with `vocab_start` or without.
+
+    Raises:
+        ValueError: on all ranks of the group.
+    """
+    if vocab_start is None or get_validation() == "never" or torch.compiler.is_compiling():
+        return
+    known = _SPANS.setdefault(group, set()) if group is not None else set()
+    if vocab_size in known:
+        return
+    start, valid, size = _span(width, group, vocab_size, vocab_start)
+    spans = all_gather(torch.tensor([start, valid], device=communication_device(group, like.device)), group).tolist()
+    end = 0
+    for first, count in sorted(span for span in spans if span[1]):
+        if first != end:
+            break
+        end += count
+    if end != size or any(first + count > end for first, count in spans):
+        said = ", ".join(f"[{first}, {first + count})" for first, count in spans)
+        raise ValueError(
+            f"vocab_start: the columns of the tensor ranks are {said}; they must be [0, vocab_size = {size}) without a hole "
+            "and without overlap"
+        )
+    known.add(size)
 
 
 def check_logit_scale(scale: float) -> None:

@@ -20,7 +20,7 @@ from parallel_rl.vocab.consumed import (
     refuse_transforms,
     saved_logits,
 )
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.shards import VocabShard, check_spans
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,6 +99,7 @@ def token_stats(
         return shard
 
     shard = raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size))
+    check_spans(group, logits.shape[-1], vocab_size, vocab_start, logits)
     return stats_of_shard(logits, targets, targets != ignore_index, shard)
 
 

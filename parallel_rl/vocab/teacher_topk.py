@@ -13,7 +13,7 @@ from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.row_values import chunk_size, row_values
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.shards import VocabShard, check_spans
 from parallel_rl.vocab.stats import check_logits, stats_of_shard
 from parallel_rl.vocab.topk import top_columns
 
@@ -84,6 +84,7 @@ def teacher_topk(
         return of, shard
 
     of, shard = raise_on_all_ranks(check, [group, context], logits, shape_facts(logits, vocab_size))
+    check_spans(group, logits.shape[-1], vocab_size, vocab_start, logits)
     keep = of.shard(valid_tokens(data), fill=False)
     best = torch.zeros(len(keep), k, dtype=math_dtype(logits.dtype), device=logits.device)
     ids = torch.zeros(len(keep), k, dtype=torch.int64, device=logits.device)

@@ -10,7 +10,7 @@ import torch
 from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.consumed import mark_consumed, saved_logits
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.shards import VocabShard, check_spans
 from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens, stats_of_shard
 from parallel_rl.vocab.threshold import drop_below_, kept_floor
 from parallel_rl.vocab.topk import check_columns
@@ -85,6 +85,7 @@ def truncated_token_stats(
         return shard
 
     shard = raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size))
+    check_spans(group, logits.shape[-1], vocab_size, vocab_start, logits)
     return truncated_stats_of_shard(logits, targets, targets != ignore_index, shard, kept_ids)
 
 

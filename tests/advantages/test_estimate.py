@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -205,6 +207,7 @@ def test_no_sample() -> None:
             "advantages.singleton = 'drop' is not valid; choose one of 'zero', 'reward'",
         ),
         ({"name": "grpo", "eps": -1}, "eps = -1.0 must be at least 0"),
+        ({"name": "grpo", "eps": math.inf}, "eps = inf must be at least 0 and finite"),
         ({"name": "gae", "lam": 1.2}, r"lam = 1.2 must lie in \[0, 1\]"),
         ({"name": "gae", "lam": 0.9, "length_adaptive": 0.05}, "lam = 0.9 has no effect with length_adaptive = 0.05"),
         ({"name": "gae", "kl_form": "token", "kl_coefficient": 1}, "kl_form = 'token' has no effect on gae"),

@@ -68,6 +68,8 @@ def _bad_step(rank: int, what: str) -> None:
 
 
 def _bad(rank: int, what: str) -> None:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
     import parallel_rl.megatron as M
 
     sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
@@ -136,6 +138,11 @@ def _bad(rank: int, what: str) -> None:
             "sample_mask": torch.ones(1),
         }
         M.forward_backward(make_model(Case()), NLLLoss(), [data], mtp_loss=NLLLoss())
+    elif what == "idle heads":
+        M.initialize()
+        model = M.build_model(M.build_config(**sizes, overrides={"mtp_num_layers": 1}), VOCAB, WIDTH)
+        overlap = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
+        M.forward_backward(M.wrap_model(model, ddp=overlap), NLLLoss(vocab_size=VOCAB), [_rows()])
     elif what == "rotary":
         M.initialize(cp=2)
         M.build_model(M.build_config(**sizes, cp_layout="contiguous"), VOCAB, WIDTH)
@@ -194,6 +201,7 @@ def _rows() -> dict[str, torch.Tensor]:
         *_STEPS.items(),
         ("scalar head", "mtp_num_layers = 1 is incompatible with scalar_head = True"),
         ("no heads", "mtp_loss is given, but mtp_num_layers = None"),
+        ("idle heads", "overlap_grad_reduce = True waits for the gradients of the heads"),
         ("rotary", "cp_layout = 'contiguous' needs position_embedding = 'learned_absolute'"),
         ("another cut", "a micro-batch is cut 'zigzag' over context ranks, the model wants 'contiguous'"),
         ("cut of the loss", "the model wants 'contiguous', the loss 'zigzag'"),

@@ -19,7 +19,7 @@ from parallel_rl.groups import check_rank
 from parallel_rl.labels import check_labels, is_shifted, with_labels
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.call import LossCall
+from parallel_rl.losses.core.call import LossCall, share_of
 from parallel_rl.losses.core.checks import (
     check_counts,
     check_data,
@@ -157,11 +157,10 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
             return self._with_options(options).run(call)
         batch, carrier = self._read(call)
         loss, metrics = self.compute(batch)
-        if batch.local.dropped is not None:
-            metrics = with_dropped(metrics, batch.local.dropped)
+        metrics = with_dropped(metrics, batch.local.dropped)
         if call.observe is not None:
             call.observe(batch, loss.detach(), metrics)
-        return loss if carrier is None else loss + carrier, metrics
+        return share_of(loss, carrier), metrics
 
     @torch.no_grad()
     def count(
@@ -212,6 +211,7 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         layout = raise_on_all_ranks(
             lambda: self._check(call, needs, head, logits), [group, call.context_group], logits, same
         )
+        self.options.check_spans(logits, group)
         given = (torch.as_tensor(n) for n in (call.global_valid_seqs, call.global_valid_toks))
         counts = ValidCounts(*(n.reshape(()).to(logits.device, non_blocking=True) for n in given))
         statistics = None if call.statistics is None else call.statistics.to(logits.device)

@@ -271,3 +271,20 @@ class LossWrapper(LossFunction):
 
     def run_collect(self, call: LossCall) -> Statistics:
         return self.loss_fn.run_collect(call)
+
+
+def share_of(loss: Tensor, carrier: Tensor | None) -> Tensor:
+    """The share that a call returns: the loss, plus an exact 0 that carries a gradient, if there is one.
+
+    Where it is NaN its gradient is not finite: on the way back a clamp or a mask could make a zero of it, and what guards an
+    optimizer's step looks at the norm of the gradient.
+
+    >>> import torch
+    >>> x = torch.tensor([torch.nan, 1.0], requires_grad=True)
+    >>> share_of(x.clamp(max=2.0).sum(), None).backward()
+    >>> x.grad.isfinite()
+    tensor([False, False])
+    """
+    total = loss if carrier is None else loss + carrier
+    value = total.detach()
+    return total / (value == value)  # by 1, to the bit, or by 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from parallel_rl.layout import CPLayout
-from parallel_rl.vocab.shards import VocabShard, check_logit_scale
+from parallel_rl.vocab.shards import VocabShard, check_logit_scale, check_spans
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 if TYPE_CHECKING:
@@ -53,6 +53,10 @@ class VocabOptions:
     def for_batch(self, local: LocalBatch) -> VocabOptions:
         """The options with a temperature for each of this rank's tokens, [T_local], where samples have their own."""
         return replace(self, temperature=local.temperature) if self.per_sample else self
+
+    def check_spans(self, logits: Tensor, group: ProcessGroup | None) -> None:
+        """Refuse an explicit `vocab_start` that does not fit those of the other tensor ranks, which all call it."""
+        check_spans(group, logits.shape[-1], self.vocab_size, self.vocab_start, logits)
 
     def shard(self, width: int, group: ProcessGroup | None, *, entropy: bool = False) -> VocabShard:
         """Build the `VocabShard` that says how this rank's `width` columns are read.

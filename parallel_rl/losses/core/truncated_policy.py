@@ -70,8 +70,10 @@ def _dropped_before(local: LocalBatch) -> Tensor:
     return reduce(or_, (local.field(name) == -torch.inf for name in names), none)
 
 
-def with_dropped(metrics: Metrics, dropped: Tensor) -> Metrics:
-    """The metrics and `dropped_tokens`, the number of valid tokens that left the mask."""
+def with_dropped(metrics: Metrics, dropped: Tensor | None) -> Metrics:
+    """The metrics and `dropped_tokens`, the number of valid tokens that left the mask (None: no truncation, and no metric)."""
+    if dropped is None:
+        return metrics
     count = Metric("count", dropped.sum(dtype=torch.float64))
     return Metrics({**{name: metrics.parts(name) for name in metrics}, "dropped_tokens": count})
 

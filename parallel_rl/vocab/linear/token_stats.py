@@ -16,7 +16,7 @@ from parallel_rl.vocab.linear.forward_backward import run_forward
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, RowOrder
 from parallel_rl.vocab.linear.params import LinearParams, RowStats
 from parallel_rl.vocab.linear.plan import LinearMode
-from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.shards import VocabShard, check_spans
 from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def linear_token_stats(
 
     same = {"the number of hidden rows": hidden[..., 0].numel(), "the hidden size": hidden.shape[-1]}
     shard, flat = raise_on_all_ranks(check, [group], hidden, same)
+    check_spans(group, len(weight), vocab_size, vocab_start, hidden)
 
     def shaped(stats: TokenStats) -> TokenStats:
         return TokenStats(*(None if x is None else x.view(targets.shape) for x in stats))  # type: ignore[arg-type]
