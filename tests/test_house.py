@@ -17,7 +17,7 @@ FLOORS = (
     ("agreement", "functional", "layout", "schema"),
     ("counts", "metrics", "statistics", "vocab"),
     ("advantages", "losses"),
-    ("experience", "explain", "packing", "plan", "recipes"),
+    ("experience", "explain", "packing", "plan", "port", "recipes"),
     ("compat", "hosts", "megatron", "testing"),
     ("doctor", "training", "verify"),
     ("cli",),

@@ -13,6 +13,7 @@ from parallel_rl.cluster import preemption
 from parallel_rl.config.names import ENVIRONMENT, modules_of_user
 from parallel_rl.doctor import command as doctor_command
 from parallel_rl.plan import command as plan_command
+from parallel_rl.port import command as port_command
 from parallel_rl.verify import command as verify_command
 
 _NEVER_IMPORT = ("check", "submit")  # they run on a host that is not the job's, for a config that nobody has read yet
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     export.add_parser(commands)
     sample.add_parser(commands)
     plan_command.add_parser(commands)
+    port_command.add_parser(commands)
     verify_command.add_parser(commands)
     doctor_command.add_parser(commands)
     explain.add_parser(commands)
@@ -95,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return runs.refuse(error)
     if known.command == "plan":
         return tools.plan(known, rest)
+    if known.command == "port":
+        return tools.port(known, rest)
     if known.command == "explain":
         return explain.explain(known, rest, __version__)
     if known.command == "doctor" and not (known.config and not _has_megatron()):

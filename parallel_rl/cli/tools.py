@@ -27,6 +27,17 @@ def plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
         return refuse(error)
 
 
+def port(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    from parallel_rl.port.command import run
+
+    try:
+        if rest:
+            raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl port`")
+        return run(known)
+    except (ValueError, OSError) as error:
+        return refuse(error)
+
+
 def _read_model(path: str) -> ModelShape:
     from parallel_rl.config.yaml_files import read_tree
     from parallel_rl.plan.models import read_model

@@ -1,0 +1,48 @@
+"""The command: another framework's config in our keys, and what is to be known about it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command and its options."""
+    parser = commands.add_parser(
+        "port",
+        help="carry a config of NeMo-RL or verl over into this one's keys",
+        description="Writes our YAML to the standard output or to a file, and says on the standard error which defaults differ "
+        "and what that does to the gradient, which options had no effect, and which keys are unknown. Exit status: 0, or 2 for "
+        "bad input.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file of NeMo-RL, or a resolved one of verl")
+    parser.add_argument("--out", metavar="FILE", help="write our YAML there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command.
+
+    Raises:
+        ValueError: a file that cannot be read or written, a config of an unknown framework.
+    """
+    import yaml
+
+    from parallel_rl.port.options import options_of
+    from parallel_rl.port.read import read_host_config
+
+    ported = options_of(read_host_config(Path(arguments.config)))
+    text = f"# From {ported.framework}: {Path(arguments.config).name}\n" + yaml.safe_dump(
+        ported.config, sort_keys=False
+    )
+    for line in ported.lines():
+        print(line, file=sys.stderr)
+    if arguments.out is None:
+        print(text, end="")
+    else:
+        try:
+            Path(arguments.out).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--out {arguments.out} cannot be written: {error}") from None
+    return 0

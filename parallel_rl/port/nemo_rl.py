@@ -1,0 +1,217 @@
+"""A config of NeMo-RL (its source of August 2026) in our keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from parallel_rl.config.strict import configure
+from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
+from parallel_rl.losses.distillation import DistillationLossConfig
+from parallel_rl.losses.preference import DPOLossConfig
+from parallel_rl.port.ported import Ported, Reader, Tree
+
+_CLIPPED = {field.name: field.default for field in fields(ClippedPGLossConfig)}
+_TIS = "truncated_importance_sampling_"
+_DPO = {
+    "reference_policy_kl_penalty": 0.05, "preference_loss_weight": 1.0, "sft_loss_weight": 0.0,
+    "preference_average_log_probs": False, "sft_average_log_probs": False,
+}  # fmt: skip
+_RUN = (  # of grpo and dpo: how a run is driven, evaluated and logged
+    "max_rollout_turns", "max_num_epochs", "max_num_steps", "val_period", "val_start_at", "val_at_start", "val_at_end",
+    "max_val_samples", "val_num_generations_per_prompt", "stop_at_validation_metric", "stop_at_validation_threshold",
+    "val_batch_size", "val_global_batch_size", "val_micro_batch_size", "val_batches", "seed", "normalize_rewards",
+    "use_leave_one_out_baseline", "dynamic_sampling_max_gen_batches", "minus_baseline",
+    "skip_reference_policy_logprobs_calculation", "deduplicate_multimodal_data", "debug_payload_metrics",
+)  # fmt: skip
+_NOT_HERE = (
+    "overlong_filtering", "reward_scaling", "seq_logprob_error_threshold", "invalid_tool_call_advantage",
+    "malformed_thinking_advantage", "async_grpo", "batch_multiplier",
+)  # fmt: skip
+
+
+def from_nemo_rl(config: Mapping[str, object]) -> Ported:
+    """See `options_of`.
+
+    >>> loss = {"ratio_clip_max": 0.28, "force_on_policy_ratio": True}
+    >>> from_nemo_rl({"loss_fn": loss}).config["rl"]["loss"]["options"]["force_on_policy_ratio"]
+    True
+    """
+    said: dict[str, list[str]] = {"dropped": [], "differs": [], "left": [], "unknown": []}
+    root = Reader("", config, said)
+    ours: Tree = {}
+    loss = root.below("loss_fn").section
+    if "dpo" in config:
+        ours["preference"] = _preference(root.below("dpo"), root)
+    elif "gold_loss" in loss or not (loss or "sft" in config):
+        root.leave("loss_fn" if loss else "rm", "this port carries over RL, DPO, SFT and top-k distillation")
+    elif "distillation" in config or "kl_type" in loss:
+        ours["distillation"] = _distillation(root.below("loss_fn"))
+    elif loss:
+        ours["rl"] = _rl(root)
+    else:
+        ours["sft"] = {"loss": {"name": "nll"}}
+    ours |= _shape(root)
+    return Ported("NeMo-RL", ours, **{kind: tuple(lines) for kind, lines in said.items()})
+
+
+def clipped_pg(loss: Reader) -> Tree:
+    """Options of our clipped_pg, without those that the others leave without effect."""
+    given = {name: loss.get(name) for name in _CLIPPED if name in loss.section}
+    loss.close()
+
+    def drop(names: tuple[str, ...], why: str) -> None:
+        for name in names:
+            if name in given and given[name] not in (_CLIPPED[name], None, False):
+                loss.drop(name, why)
+            given.pop(name, None)
+
+    def on(name: str) -> bool:
+        return bool(given.get(name, _CLIPPED[name]))
+
+    if on("force_on_policy_ratio"):
+        drop(("disable_ppo_ratio",), "with force_on_policy_ratio")
+    if on("force_on_policy_ratio") or on("disable_ppo_ratio"):
+        drop(("ratio_clip_min", "ratio_clip_max", "ratio_clip_c", "use_cispo"), "without a ratio of two policies")
+    if on("use_cispo"):
+        drop(("ratio_clip_c",), "with use_cispo")
+    if not on("reference_policy_kl_penalty") or on("use_kl_in_reward"):
+        why = "without a KL in the loss"
+        drop(("use_on_policy_kl_approximation", "kl_input_clamp_value", "kl_output_clamp_value"), why)
+    if not on("reference_policy_kl_penalty"):
+        drop(("use_kl_in_reward", "reference_policy_kl_type"), "with reference_policy_kl_penalty = 0")
+    if not on("use_importance_sampling_correction"):
+        drop(
+            tuple(_TIS + name for name in ("type", "ratio", "ratio_min")), "without use_importance_sampling_correction"
+        )
+    elif given.get(f"{_TIS}type") is None and given.get(f"{_TIS}ratio") is not None:
+        given[f"{_TIS}type"] = "tis"  # as releases before 0.6 have it
+    if given.get(f"{_TIS}type") is None:
+        drop((f"{_TIS}ratio_min",), f"without {_TIS}type")
+    options = {name: value for name, value in given.items() if value != _CLIPPED[name]}
+    configure(ClippedPGLossConfig, options, loss.where)
+    return options
+
+
+def _rl(root: Reader) -> Tree:
+    loss = root.below("loss_fn")
+    name = next((name for name in ("grpo", "ppo") if name in root.section), "grpo")
+    run, policy = root.below(name), root.below("policy")
+    options = clipped_pg(loss)
+    rl: Tree = {"loss": {"name": "clipped_pg", "options": options}}
+    prompts, group = run.get("num_prompts_per_step"), run.get("num_generations_per_prompt")
+    if isinstance(prompts, int) and isinstance(group, int):
+        rl |= {"prompts": prompts, "group_size": group}
+        batch = policy.get("train_global_batch_size")
+        if isinstance(batch, int) and batch and prompts * group % batch == 0:
+            rl["updates"] = prompts * group // batch
+    advantages = _advantages(run, name)
+    penalty = options.get("reference_policy_kl_penalty", _CLIPPED["reference_policy_kl_penalty"])
+    if options.get("use_kl_in_reward"):
+        advantages |= {"kl_coefficient": penalty, "kl_form": "token"}
+        root.differ(
+            "loss_fn.use_kl_in_reward: each token pays for its own KL (kl_form token); ours spreads it over the return"
+        )
+    rl["advantages"] = advantages
+    if run.flag("use_dynamic_sampling"):
+        rl["dynamic_sampling"] = {"max_rounds": max(int(str(run.get("dynamic_sampling_max_gen_batches", 10))), 2)}
+    shaping = run.below("reward_shaping")
+    if shaping.flag("enabled") and shaping.get("overlong_buffer_length"):
+        rl["overlong"] = {
+            "name": "dapo", "max_length": shaping.get("max_response_length"), "bounded": False,
+            "buffer": shaping.get("overlong_buffer_length"), "factor": shaping.get("overlong_buffer_penalty", 1.0),
+        }  # fmt: skip
+        root.differ(
+            f"{shaping.where}: its penalty goes on growing beyond the longest response (bounded: false); ours stops"
+        )
+    for key in _NOT_HERE:
+        value = run.get(key)
+        if value not in (None, False, 1) and not (isinstance(value, Mapping) and not value.get("enabled")):
+            run.leave(key)
+    run.close(_RUN)
+    if penalty and not options.get("use_kl_in_reward"):
+        root.differ(
+            f"loss_fn.reference_policy_kl_penalty = {penalty}: ours have no KL by default; it pulls back to the reference"
+        )
+    return rl
+
+
+def _advantages(run: Reader, name: str) -> Tree:
+    """The estimator by its name there."""
+    estimator = run.below("adv_estimator")
+    kind = str(estimator.get("name", "gae" if name == "ppo" else "grpo"))
+    for low, high in (("low", "clip_low"), ("high", "clip_high")):
+        if run.get(f"advantage_clip_{low}") is not None:
+            estimator.said["left"].append(f"{run.path('advantage_clip_' + low)}: set advantages.{high}")
+    out: Tree = {"name": kind}
+    if kind == "grpo":
+        normalize = estimator.get("normalize_rewards", run.get("normalize_rewards", True))
+        others = estimator.get("use_leave_one_out_baseline", run.get("use_leave_one_out_baseline", True))
+        out |= {"normalize": "leave_one_out" if normalize and others else "std" if normalize else "none"}
+        out["baseline"] = "leave_one_out" if others else "mean"
+        if others:
+            run.differ(
+                "use_leave_one_out_baseline: mean and deviation without the sample itself; ours take the group's, which makes "
+                "each advantage smaller by (n − 1)/n"
+            )
+    elif kind == "reinforce_plus_plus" and estimator.get("minus_baseline", True):
+        out["name"] = "reinforce_plus_plus_baseline"
+    elif kind == "gae":
+        given = {key: estimator.get(theirs) for key, theirs in (("gamma", "gae_gamma"), ("lam", "gae_lambda"))}
+        out |= {key: value for key, value in given.items() if value is not None}
+    elif kind not in ("gdpo", "reinforce_plus_plus"):
+        estimator.leave("name", "no such estimator here")
+        out["name"] = "grpo"
+    return out
+
+
+def _preference(dpo: Reader, root: Reader) -> Tree:
+    given = {name: dpo.get(name, default) for name, default in _DPO.items()}
+    dpo.close(_RUN)
+    if given["sft_average_log_probs"] and not given["sft_loss_weight"]:
+        dpo.drop("sft_average_log_probs", "with sft_loss_weight = 0")
+        given["sft_average_log_probs"] = False
+    if given["reference_policy_kl_penalty"] == 0:
+        dpo.drop("preference_loss_weight", "with reference_policy_kl_penalty = 0: the term is log 2")
+        given |= {"preference_loss_weight": 0.0, "reference_policy_kl_penalty": _DPO["reference_policy_kl_penalty"]}
+    options = {name: value for name, value in given.items() if value != _DPO[name]}
+    configure(DPOLossConfig, options, dpo.where)
+    section: Tree = {"loss": {"name": "dpo", "options": options}}
+    pairs = root.below("policy").get("train_global_batch_size")
+    return section | ({"pairs": pairs} if isinstance(pairs, int) else {})
+
+
+def _distillation(loss: Reader) -> Tree:
+    given = {
+        name: loss.get(name) for name in ("kl_type", "mixed_kl_weight", "zero_outside_topk") if name in loss.section
+    }
+    loss.close()
+    if given.get("kl_type", "mixed") != "mixed" and given.pop("mixed_kl_weight", None) is not None:
+        loss.drop("mixed_kl_weight", f"with kl_type = {given['kl_type']!r}")
+    configure(DistillationLossConfig, given, loss.where)
+    return {"loss": {"name": "distillation", "options": given}}
+
+
+def _shape(root: Reader) -> Tree:
+    """Model, layout, batch and sampling."""
+    policy = root.below("policy")
+    megatron, generation = policy.below("megatron_cfg"), policy.below("generation")
+    ours: Tree = {}
+    if policy.get("model_name"):
+        ours["model"] = {"hf": policy.get("model_name")}
+    if megatron.flag("enabled"):
+        sizes = ("tensor", "context", "pipeline")
+        given = {name: megatron.get(f"{name}_{'' if name == 'context' else 'model_'}parallel_size") for name in sizes}
+        parallel: Tree = {name: size for name, size in given.items() if isinstance(size, int)}
+        ours["parallel"] = parallel | ({"sequence_parallel": True} if megatron.flag("sequence_parallel") else {})
+    batch: Tree = {"packing": True} if policy.below("sequence_packing").flag("enabled") else {}
+    rows = policy.get("train_micro_batch_size")
+    ours["batch"] = batch | ({"micro_batch_size": rows} if isinstance(rows, int) and not batch else {})
+    sampling = {
+        key: generation.get(key) for key in ("temperature", "top_k", "top_p") if generation.get(key) is not None
+    }
+    if sampling.get("top_p") == 1.0:
+        sampling.pop("top_p")
+    if sampling:
+        ours["sampling"] = sampling
+    return ours

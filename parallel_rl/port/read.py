@@ -1,0 +1,84 @@
+"""YAML files of other frameworks: files that they stand on, and references between keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from parallel_rl.port.ported import Tree
+
+_REFERENCE = re.compile(r"\$\{([.A-Za-z_][\w.]*)\}")
+_DEEPEST = 20
+
+
+def read_host_config(path: Path) -> Tree:
+    """Read a YAML file on top of those that its key `defaults` names (NeMo-RL's way), with ${a.b} and ${..b} resolved.
+
+    What a resolver would compute (${mul:...}, ${oc.select:...}) stays the text that it is. Of verl, whose groups of files Hydra
+    joins, the resolved config is wanted, which a run prints or writes to .hydra/config.yaml.
+
+    Raises:
+        ValueError: a missing or malformed file, `defaults` in a circle, a reference that leads nowhere or to itself.
+    """
+    tree = _read(path, ())
+    return {key: _resolved(value, tree, (key,), 0) for key, value in tree.items()}
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> Tree:
+    path = path.resolve()
+    if path in above:
+        raise ValueError(f"{path}: its defaults lead back to itself")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path} must hold a mapping, got {type(tree).__name__}")
+    below = tree.pop("defaults", [])
+    found: Tree = {}
+    for name in [below] if isinstance(below, str) else below or []:
+        if isinstance(name, str) and name.endswith((".yaml", ".yml")):
+            found = _joined(found, _read(path.parent / name, (*above, path)))
+        elif name != "_self_":
+            raise ValueError(
+                f"{path}: defaults names {name!r}, a group that Hydra joins; give the resolved config, which verl writes to "
+                ".hydra/config.yaml, or `python -m verl.trainer.main_ppo --cfg job --resolve`"
+            )
+    return _joined(found, tree)
+
+
+def _joined(below: Mapping[str, object], above: Mapping[str, object]) -> Tree:
+    out = dict(below)
+    for key, value in above.items():
+        old = out.get(key)
+        out[key] = _joined(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return out
+
+
+def _resolved(value: object, tree: Tree, place: tuple[str, ...], depth: int) -> object:
+    if depth > _DEEPEST:
+        raise ValueError(f"{'.'.join(place)} leads to itself, or through more than {_DEEPEST} references")
+    if isinstance(value, Mapping):
+        return {key: _resolved(item, tree, (*place, str(key)), depth) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_resolved(item, tree, (*place, "-"), depth) for item in value]
+    whole = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    return value if whole is None else _followed(whole[1], tree, place, depth)
+
+
+def _followed(reference: str, tree: Tree, place: tuple[str, ...], depth: int) -> object:
+    """The value that ${reference} names from `place`: one dot is the section that it stands in, each further one above."""
+    name = reference.lstrip(".")
+    dots = len(reference) - len(name)
+    keys = (*(place[: len(place) - dots] if dots else ()), *name.split("."))
+    at: object = tree
+    for key in keys:
+        if not isinstance(at, Mapping) or key not in at:
+            raise ValueError(f"{'.'.join(place)} = ${{{reference}}}: there is no {'.'.join(keys)}")
+        at = at[key]
+    return _resolved(at, tree, keys, depth + 1)

@@ -1,0 +1,221 @@
+"""A config of verl (0.9.1) in our keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parallel_rl.config.strict import configure
+from parallel_rl.losses.policy_config import PolicyLossConfig
+from parallel_rl.port.ported import Ported, Reader, Tree
+
+_AGGREGATIONS = {
+    "token-mean": "token-mean", "seq-mean-token-mean": "seq-mean-token-mean", "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-sum-norm": "constant-length",
+}  # fmt: skip
+_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
+_SEQUENCE_MEAN = ("gspo", "sapo", "geo_mean")
+_ESTIMATORS = (
+    "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "gpg", "gdpo",
+    "optimal_token_baseline",
+)  # fmt: skip
+_ACTOR = (  # no number of the loss
+    "_target_", "rollout_n", "strategy", "ppo_micro_batch_size", "freeze_vision_tower", "use_prefix_grouper",
+    "use_torch_compile", "shuffle", "data_loader_seed", "checkpoint", "optim", "use_fused_kernels", "profiler", "router_replay",
+    "fsdp_config", "megatron", "grad_clip", "ulysses_sequence_parallel_size", "entropy_from_logits_with_chunking",
+    "entropy_checkpointing", "use_remove_padding", "load_weight", "qat", "veomni", "torchtitan", "mtp", "calculate_entropy",
+    "calculate_sum_pi_squared", "sum_pi_squared_checkpointing", "engine", "recompute_old_log_prob", "global_batch_info",
+    "use_rollout_log_probs", "log_prob_micro_batch_size", "model_config", "nccl_timeout", "kl_reference",
+)  # fmt: skip
+_ALGORITHM = ("_target_", "use_pf_ppo", "pf_ppo", "filter_groups", "kl_penalty")
+
+
+def from_verl(config: Mapping[str, object]) -> Ported:
+    """See `options_of`.
+
+    >>> ported = from_verl({"actor_rollout_ref": {"actor": {"clip_ratio_high": 0.28}}})
+    >>> ported.config["rl"]["loss"]["options"]["surrogate"]
+    {'name': 'ppo', 'clip_low': 0.2, 'clip_high': 0.28, 'dual_clip': 3.0}
+    """
+    said: dict[str, list[str]] = {"dropped": [], "differs": [], "left": [], "unknown": []}
+    root = Reader("", config, said)
+    joint = root.below("actor_rollout_ref")
+    actor, rollout, data = joint.below("actor"), joint.below("rollout"), root.below("data")
+    algorithm = root.below("algorithm")
+    options = _loss(actor, data)
+    _correction(algorithm.below("rollout_correction"), options)
+    configure(PolicyLossConfig, options, actor.where)
+    rl: Tree = {"loss": {"name": "policy", "options": options}, "advantages": _advantages(algorithm)}
+    prompts, group = data.get("train_batch_size", 1024), rollout.get("n", 1)
+    rl |= {"prompts": prompts, "group_size": group}
+    mini = actor.get("ppo_mini_batch_size", 256)
+    if isinstance(prompts, int) and isinstance(mini, int) and mini and prompts % mini == 0:
+        rl["updates"] = prompts // mini
+    if actor.get("ppo_epochs", 1) != 1:
+        actor.leave("ppo_epochs", "the samples of a step are read once here")
+    ours: Tree = {"rl": rl}
+    if joint.below("model").get("path"):
+        ours["model"] = {"hf": joint.below("model").get("path")}
+    if actor.flag("use_dynamic_bsz"):
+        ours["batch"] = {"packing": True, "tokens": actor.get("ppo_max_token_len_per_gpu", 16384)}
+    elif actor.get("ppo_micro_batch_size_per_gpu"):
+        ours["batch"] = {"micro_batch_size": actor.get("ppo_micro_batch_size_per_gpu")}
+    actor.seen |= {"ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"}
+    sampling: Tree = {
+        "max_new_tokens": data.get("max_response_length", 512),
+        "temperature": rollout.get("temperature", 1.0),
+    }
+    if rollout.get("top_k", -1) not in (None, -1, 0):
+        sampling["top_k"] = rollout.get("top_k")
+    if rollout.get("top_p", 1) not in (None, 1):
+        sampling["top_p"] = rollout.get("top_p")
+    ours["sampling"] = sampling
+    actor.close(_ACTOR)
+    algorithm.close(_ALGORITHM)
+    return Ported("verl", ours, **{kind: tuple(lines) for kind, lines in said.items()})
+
+
+def _loss(actor: Reader, data: Reader) -> Tree:
+    policy = actor.below("policy_loss")
+    mode = str(policy.get("loss_mode", "vanilla"))
+    clip = actor.get("clip_ratio", 0.2)
+    low, high = (clip if actor.get(key) is None else actor.get(key) for key in ("clip_ratio_low", "clip_ratio_high"))
+    dual, bounds = actor.get("clip_ratio_c", 3.0), {"clip_low": low, "clip_high": high}
+    options: Tree = {"surrogate": {"name": "ppo", **bounds}}
+    tau = {ours: actor.get(ours, default) for ours, default in (("tau_pos", 1.0), ("tau_neg", 1.05))}
+    if mode == "vanilla":
+        options["surrogate"] = {"name": "ppo", **bounds, "dual_clip": dual}
+        actor.differ(
+            f"clip_ratio_c = {dual}: on by default in verl, off here: bounds the gradient of tokens with A < 0"
+        )
+    elif mode == "gspo":
+        options |= {"ratio_level": "sequence-mean", "ratio_gradient": "token"}
+        actor.differ(
+            "gspo has each token's own gradient (ratio_gradient: token); ours takes it through the sequence's mean"
+        )
+    elif mode == "sapo":
+        options["surrogate"] = {"name": "sapo", **tau}
+    elif mode == "gpg":
+        options["surrogate"] = {"name": "reinforce"}
+    elif mode == "cispo":
+        options["surrogate"] = {"name": "cispo", **bounds}
+    elif mode == "geo_mean":
+        options["surrogate"] = {"name": "gmpo", **bounds}
+        actor.differ(
+            "geo_mean ignores the step's counts in verl, so that its loss depends on the micro-batches; ours does not"
+        )
+    elif mode == "clip_cov":
+        names = {"fraction": "clip_cov_ratio", "low": "clip_cov_lb", "high": "clip_cov_ub"}
+        options["surrogate"] = {"name": "clip_cov", **bounds, **_given(policy, names)}
+    elif mode == "kl_cov":
+        options["surrogate"] = {
+            "name": "kl_cov",
+            **_given(policy, {"fraction": "kl_cov_ratio", "coefficient": "ppo_kl_coef"}),
+        }
+    else:
+        raise ValueError(
+            f"{policy.where}.loss_mode = {mode!r} is not carried over; supported are vanilla, gspo, sapo, gpg, cispo, "
+            "geo_mean, clip_cov and kl_cov"
+        )
+    if mode != "gpg":
+        options["log_ratio_clamp"] = 20.0
+        actor.differ(
+            "verl clamps each log-ratio into ±20 (log_ratio_clamp); ours does not: beyond it there is no gradient"
+        )
+    if mode != "vanilla" and "clip_ratio_c" in actor.section:
+        actor.drop("clip_ratio_c", f"with loss_mode = {mode!r}")
+    for key in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta", "_target_"):
+        policy.get(key)
+    policy.close(("rollout_correction",))
+    return options | _averaged(actor, data, mode) | _entropy_and_kl(actor)
+
+
+def _averaged(actor: Reader, data: Reader, mode: str) -> Tree:
+    given, factor = str(actor.get("loss_agg_mode", "token-mean")), actor.get("loss_scale_factor")
+    if mode in _SEQUENCE_MEAN:
+        if given != "seq-mean-token-mean" and mode != "gspo":
+            actor.drop("loss_agg_mode", f"with loss_mode = {mode!r}, which averages each sequence")
+        if mode != "gspo":
+            return {"aggregation": "seq-mean-token-mean"}
+    if given not in _AGGREGATIONS:
+        raise ValueError(
+            f"{actor.path('loss_agg_mode')} = {given!r} is not carried over; supported are {', '.join(_AGGREGATIONS)}"
+        )
+    if given == "seq-mean-token-sum-norm":
+        length = data.get("max_response_length", 512) if factor is None else factor
+        return {"aggregation": "constant-length", "max_length": length}
+    return {"aggregation": _AGGREGATIONS[given]}
+
+
+def _entropy_and_kl(actor: Reader) -> Tree:
+    out: Tree = {}
+    if actor.get("entropy_coeff", 0):
+        out["entropy_bonus"] = actor.get("entropy_coeff")
+    kind, coefficient = str(actor.get("kl_loss_type", "low_var_kl")), actor.get("kl_loss_coef", 0.001)
+    if not actor.flag("use_kl_loss"):
+        return out
+    estimator = _KL.get(kind.removesuffix("+"))
+    if estimator is None:
+        raise ValueError(
+            f"{actor.path('kl_loss_type')} = {kind!r} is not carried over; supported are {', '.join(_KL)}, each with +"
+        )
+    if not coefficient:
+        actor.drop("use_kl_loss", "with kl_loss_coef = 0")
+        return out
+    gradient = "straight-through" if kind.endswith("+") and estimator != "k2" else "plain"
+    actor.differ(
+        f"kl_loss_type = {kind}: the gradient is the estimate's own ({gradient}); ours by default is that of the true KL "
+        "(score-function)"
+    )
+    return {**out, "kl": {"coefficient": coefficient, "estimator": estimator, "gradient": gradient}}
+
+
+def _correction(given: Reader, options: Tree) -> None:
+    """rollout_is and rollout_rs of verl's rollout correction."""
+    weights, high = given.get("rollout_is"), given.get("rollout_is_threshold", 2.0)
+    if weights in ("token", "sequence"):
+        level = "token" if weights == "token" else "sequence-sum"
+        if isinstance(high, str):
+            low, high = (float(part) for part in high.split("_"))
+            options["importance"] = {"level": level, "mode": "icepop", "low": low, "high": high}
+        else:
+            options["importance"] = {"level": level, "mode": "tis", "high": high}
+        if given.flag("rollout_is_batch_normalize"):
+            options["importance"]["normalize"] = True  # type: ignore[index]
+        given.differ(
+            f"{given.where}.rollout_is = {weights}: an importance weight of trainer and sampler, off here by default"
+        )
+    for key in ("rollout_rs", "bypass_mode"):
+        if given.get(key):
+            given.leave(key, "write it as rejection.rules by hand" if key == "rollout_rs" else "no counterpart")
+    given.get("rollout_rs_threshold"), given.get("loss_type")
+    given.close(("_target_",))
+
+
+def _advantages(algorithm: Reader) -> Tree:
+    name = str(algorithm.get("adv_estimator", "gae"))
+    if name not in _ESTIMATORS:
+        raise ValueError(
+            f"algorithm.adv_estimator = {name!r} is not carried over; supported are {', '.join(_ESTIMATORS)}"
+        )
+    out: Tree = {"name": name}
+    gamma, lam = algorithm.get("gamma", 1.0), algorithm.get("lam", 1.0)
+    if name == "gae":
+        out |= {"gamma": gamma, "lam": lam}
+    elif name == "reinforce_plus_plus":
+        out["gamma"] = gamma
+    if not algorithm.get("norm_adv_by_std_in_grpo", True):
+        if name == "grpo":
+            out["name"] = "dr_grpo"
+        else:
+            algorithm.drop("norm_adv_by_std_in_grpo", f"with adv_estimator = {name!r}")
+    if name == "grpo":
+        algorithm.differ("a group of one keeps its reward in verl; here it is an error (advantages.singleton: reward)")
+    control = algorithm.below("kl_ctrl")
+    if algorithm.flag("use_kl_in_reward"):
+        out["kl_coefficient"] = control.get("kl_coef", 0.001)
+    return out
+
+
+def _given(section: Reader, names: Mapping[str, str]) -> Tree:
+    """Options of ours for keys that are there."""
+    return {ours: section.get(theirs) for ours, theirs in names.items() if section.get(theirs) is not None}

@@ -1,0 +1,149 @@
+"""Configs of NeMo-RL and verl in our keys: what is carried over, dropped, said; what cannot be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from parallel_rl.cli import main
+from parallel_rl.config.strict import configure
+from parallel_rl.losses.choice import LossConfig
+from parallel_rl.port.options import options_of
+from parallel_rl.port.read import read_host_config
+
+TIS = "truncated_importance_sampling_"
+NEMO = {
+    "grpo": {
+        "num_prompts_per_step": 32, "num_generations_per_prompt": 16, "normalize_rewards": True,
+        "use_leave_one_out_baseline": True, "async_grpo": {"enabled": True}, "bacth_multiplier": 2,
+    },
+    "loss_fn": {
+        "reference_policy_kl_penalty": 0.0, "use_on_policy_kl_approximation": True, "ratio_clip_max": 0.28,
+        "truncated_importance_sampling_ratio": 2.0, "token_level_loss": True, "ratio_clip_c": None,
+    },
+    "policy": {
+        "model_name": "m", "train_global_batch_size": 128, "train_micro_batch_size": 4,
+        "megatron_cfg": {
+            "enabled": True, "tensor_model_parallel_size": 2, "context_parallel_size": 4, "sequence_parallel": True,
+        },
+        "generation": {"temperature": 0.9, "top_k": None, "top_p": 1.0},
+    },
+}  # fmt: skip
+VERL = {
+    "actor_rollout_ref": {
+        "actor": {
+            "clip_ratio_high": 0.28, "use_kl_loss": True, "kl_loss_type": "low_var_kl", "ppo_mini_batch_size": 64,
+            "use_dynamic_bsz": True, "loss_agg_mode": "seq-mean-token-sum-norm", "clip_ratoi": 1,
+        },
+        "rollout": {"n": 8, "top_k": -1},
+    },
+    "data": {"train_batch_size": 256, "max_response_length": 1024},
+    "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
+}  # fmt: skip
+
+
+def test_nemo_rl() -> None:
+    ported = options_of(NEMO)
+    assert ported.config["rl"] == {
+        "loss": {"name": "clipped_pg", "options": {"reference_policy_kl_penalty": 0.0, "ratio_clip_max": 0.28}},
+        "prompts": 32, "group_size": 16, "updates": 4,
+        "advantages": {"name": "grpo", "normalize": "leave_one_out", "baseline": "leave_one_out"},
+    }  # fmt: skip
+    assert ported.config["parallel"] == {"tensor": 2, "context": 4, "sequence_parallel": True}
+    assert ported.config["sampling"] == {"temperature": 0.9} and ported.config["batch"] == {"micro_batch_size": 4}
+    said = "\n".join(ported.lines())
+    assert "loss_fn.use_on_policy_kl_approximation = True has no effect without a KL in the loss" in said
+    assert "truncated_importance_sampling_ratio = 2.0 has no effect without use_importance_sampling_correction" in said
+    assert "left      grpo.async_grpo" in said and "unknown   grpo.bacth_multiplier = 2" in said and "(n − 1)/n" in said
+
+
+@pytest.mark.parametrize(
+    ("loss", "left"),
+    [
+        ({"force_on_policy_ratio": True, "ratio_clip_max": 0.28, "reference_policy_kl_penalty": 0}, "force_on_policy_ratio"),
+        ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, "disable_ppo_ratio"),
+        ({"use_cispo": True, "ratio_clip_c": 3.0, "ratio_clip_max": 5.0}, "use_cispo"),
+        ({"use_importance_sampling_correction": True, f"{TIS}ratio": 2.0}, f"{TIS}type"),
+        ({"use_kl_in_reward": True, "kl_input_clamp_value": 5.0, "reference_policy_kl_penalty": 0.1}, "use_kl_in_reward"),
+    ],
+)  # fmt: skip
+def test_options_without_effect_are_dropped_and_the_rest_is_a_loss(loss: dict, left: str) -> None:
+    rl = options_of({"grpo": {}, "loss_fn": loss}).config["rl"]
+    assert left in rl["loss"]["options"]  # type: ignore[index]
+    configure(LossConfig, rl["loss"])  # type: ignore[index]
+
+
+def test_dpo_and_distillation() -> None:
+    ported = options_of({"policy": {}, "dpo": {"reference_policy_kl_penalty": 0, "sft_loss_weight": 1.0}})
+    assert ported.config["preference"]["loss"]["options"] == {"preference_loss_weight": 0.0, "sft_loss_weight": 1.0}  # type: ignore[index]
+    ported = options_of({"distillation": {}, "loss_fn": {"kl_type": "reverse", "mixed_kl_weight": 0.5}})
+    assert ported.config["distillation"]["loss"]["options"] == {"kl_type": "reverse"}  # type: ignore[index]
+    assert ported.dropped == ("loss_fn.mixed_kl_weight = 0.5 has no effect with kl_type = 'reverse'",)
+    assert options_of({"distillation": {}, "loss_fn": {"gold_loss": True}}).left
+
+
+def test_verl() -> None:
+    ported = options_of(VERL)
+    rl = ported.config["rl"]
+    assert rl["loss"]["options"] == {  # type: ignore[index]
+        "surrogate": {"name": "ppo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}, "log_ratio_clamp": 20.0,
+        "aggregation": "constant-length", "max_length": 1024,
+        "kl": {"coefficient": 0.001, "estimator": "low_var_kl", "gradient": "plain"},
+        "importance": {"level": "token", "mode": "tis", "high": 2.0},
+    }  # fmt: skip
+    assert (rl["prompts"], rl["group_size"], rl["updates"]) == (256, 8, 4)  # type: ignore[index]
+    assert ported.config["batch"] == {"packing": True, "tokens": 16384}
+    configure(LossConfig, rl["loss"])  # type: ignore[index]
+    said = "\n".join(ported.lines())
+    assert "clip_ratio_c = 3.0: on by default in verl, off here" in said and "clip_ratoi = 1 (did you mean" in said
+
+
+@pytest.mark.parametrize("mode", ["gspo", "sapo", "gpg", "cispo", "geo_mean", "clip_cov", "kl_cov"])
+def test_every_loss_mode_of_verl_is_a_loss(mode: str) -> None:
+    actor = {"policy_loss": {"loss_mode": mode, "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}}
+    rl = options_of({"actor_rollout_ref": {"actor": actor}}).config["rl"]
+    configure(LossConfig, rl["loss"])  # type: ignore[index]
+    mean = rl["loss"]["options"]["aggregation"] == "seq-mean-token-mean"  # type: ignore[index]
+    assert mean == (mode in ("sapo", "geo_mean"))
+
+
+def test_files_defaults_and_references(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("policy: {rows: 4, size: 2}\nloss_fn: {ratio_clip_min: 0.1}\n")
+    (tmp_path / "run.yaml").write_text(
+        "defaults: base.yaml\npolicy: {size: 8, twice: '${.size}', whole: '${policy.twice}', mul: '${mul:2, 3}'}\n"
+    )
+    tree = read_host_config(tmp_path / "run.yaml")
+    assert tree["policy"] == {"rows": 4, "size": 8, "twice": 8, "whole": 8, "mul": "${mul:2, 3}"}
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, out = tmp_path / "grpo.yaml", tmp_path / "ours.yaml"
+    file.write_text(yaml.safe_dump(NEMO))
+    assert main(["port", str(file), "--out", str(out)]) == 0
+    assert yaml.safe_load(out.read_text())["rl"]["group_size"] == 16 and "dropped" in capsys.readouterr().err
+    assert main(["port", str(file)]) == 0
+    assert capsys.readouterr().out.startswith("# From NeMo-RL: grpo.yaml\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("model: {}\ntrainer: {}", "model, trainer, which are of no framework known here; supported are NeMo-RL"),
+        ("- 1", "must hold a mapping"),
+        ("a: [", "is not YAML"),
+        ("defaults: run.yaml", "its defaults lead back to itself"),
+        ("defaults: [{actor: dp}]", "a group that Hydra joins"),
+        ("a: ${b}", "a = ${b}: there is no b"),
+        ("a: ${b}\nb: ${a}", "leads to itself"),
+        ("loss_fn: {ratio_clip_min: -1}", "ratio_clip_min = -1.0 must be at least 0"),
+        ("actor_rollout_ref: {actor: {policy_loss: {loss_mode: dro}}}", "supported are vanilla, gspo"),
+        ("actor_rollout_ref: {actor: {loss_agg_mode: token-sum}}", "'token-sum' is not carried over"),
+        ("actor_rollout_ref: {}\nalgorithm: {adv_estimator: magic}", "algorithm.adv_estimator = 'magic'"),
+    ],
+)
+def test_what_cannot_be_carried_over(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    assert main(["port", str(tmp_path / "run.yaml")]) == 2
+    assert said in capsys.readouterr().err
