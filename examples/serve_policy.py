@@ -1,4 +1,4 @@
-"""Serves the policy of a config as vLLM and SGLang do: python examples/serve_policy.py PORT CONFIG [overrides]
+"""Serves the policy of a config as vLLM and SGLang do: python examples/serve_policy.py [HOST:]PORT CONFIG [overrides]
 
 POST /v1/completions takes prompts as token ids and gives token ids with their log-probs. Weights come in as from both engines'
 own endpoints (`rl.server.update: vllm` or `sglang`): a Hugging Face folder, loaded between a pause and its end. It is there to
@@ -131,7 +131,7 @@ class Server(HTTPServer):
     request_queue_size = 128
 
 
-def main(port: int, arguments: list[str]) -> None:
+def main(address: str, arguments: list[str]) -> None:
     warnings.simplefilter("ignore")
     config = load_config(arguments[0], arguments[1:])
     name = None if config.server is None else config.server.model
@@ -140,10 +140,11 @@ def main(port: int, arguments: list[str]) -> None:
         build_engine(config, config.model.vocabulary(config.tokenizer.build().vocabulary), config.model.max_positions),
         name or "policy",
     )
-    server = Server(("127.0.0.1", port), handler(policy))
-    print(f"serving {arguments[0]} on http://127.0.0.1:{server.server_address[1]}", flush=True)
+    host, _, port = address.rpartition(":")
+    server = Server((host or "127.0.0.1", int(port)), handler(policy))
+    print(f"serving {arguments[0]} on http://{host or '127.0.0.1'}:{server.server_address[1]}", flush=True)
     server.serve_forever()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(sys.argv[1], sys.argv[2:])

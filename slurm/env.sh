@@ -33,6 +33,15 @@ export NPROC_PER_NODE=${NPROC_PER_NODE:-$gpus}
  NPROC_PER_NODE=N sbatch ..., or sbatch --gpus-per-node=N"
 ((gpus == 0 || NPROC_PER_NODE <= gpus)) || fail "NPROC_PER_NODE = $NPROC_PER_NODE: a node has $gpus GPUs here, and a rank needs one"
 
+# servers on the nodes of a second component (with_server.sbatch): the shell command of one, which $HOST and $PORT are given to
+export SERVER_COMMAND=${SERVER_COMMAND:-}
+export SERVER_RESTARTS=${SERVER_RESTARTS:-3} # of a server that ends; then the job is queued again
+SERVER_SECONDS=${SERVER_SECONDS:-1200} # for all of them to answer on /health, which they do once their model is loaded
+SERVER_KEY=${SERVER_KEY:-rl.server.url} # the config's key that gets their addresses
+[ -z "$SERVER_COMMAND" ] || [ "${SLURM_HET_SIZE:-1}" -eq 2 ] || fail "SERVER_COMMAND needs nodes for servers: sbatch slurm/with_server.sbatch"
+[ -n "$SERVER_COMMAND" ] || [ "${SLURM_HET_SIZE:-1}" -eq 1 ] || fail "SERVER_COMMAND is empty, and there are nodes for servers:\
+ SERVER_COMMAND='vllm serve FOLDER --port \$PORT' sbatch ..."
+
 # one task a node has all its cores; torchrun binds each rank to those near its GPU (node, socket, exclusive, core-complex)
 CPUS=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
 export NUMA_BINDING=${NUMA_BINDING-node}
@@ -49,3 +58,6 @@ if [ -n "${CONTAINER_IMAGE:-}" ]; then
   CONTAINER=("--container-image=$CONTAINER_IMAGE" --no-container-mount-home "--container-workdir=$PWD"
     "--container-mounts=$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
 fi
+SERVER_CONTAINER=("${CONTAINER[@]}")
+[ -z "${SERVER_CONTAINER_IMAGE:-}" ] || SERVER_CONTAINER=("--container-image=$SERVER_CONTAINER_IMAGE" --no-container-mount-home
+  "--container-workdir=$PWD" "--container-mounts=$PWD:$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")

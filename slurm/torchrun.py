@@ -1,10 +1,12 @@
 """`torchrun` on one node of a job. It leaves its node's number in the job's folder as soon as Python and torch are there, so
-that hosts which do not come up can be named; and binds ranks to the cores near their GPU."""
+that hosts which do not come up can be named; binds ranks to the cores near their GPU; and gives them a folder on the node for
+what Triton compiles, which is removed at the end."""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,7 +24,11 @@ def main() -> None:
     # since torch 2.9
     binding = [f"--numa-binding={BINDING}"] if BINDING and torch.cuda.device_count() and find_spec("torch.numa") else []
     try:
-        run.main([*binding, *sys.argv[1:]])
+        with tempfile.TemporaryDirectory(
+            prefix=f"triton-{os.environ['SLURM_JOB_ID']}-", ignore_cleanup_errors=True
+        ) as cache:
+            os.environ.setdefault("TRITON_CACHE_DIR", cache)  # what it holds is run: nobody else may write there
+            run.main([*binding, *sys.argv[1:]])
     except DistError as error:
         sys.exit(f"parallel-rl: error ({where}): the nodes did not meet: {str(error).splitlines()[0]}")
     except ChildFailedError as error:

@@ -36,6 +36,7 @@ pool.preload("megatron.core", "parallel_rl.training.preflight.gate")
         ("#!/bin/bash\n#SBATCH -o %j/out-%j\n", 2, "no folder"),
         ("#!/bin/bash\n#SBATCH -e all.out\n", 2, "one file"),
         ("#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH -N4\n", 3, "line 2"),
+        ("#!/bin/bash\n#SBATCH -N2\n#SBATCH hetjob\n#SBATCH -N1\n#SBATCH --nodes=4\n", 5, "line 4"),
         ("#!/bin/bash\n#SBATCH --requeue\n", 2, "append"),
         ("#!/bin/bash\n#SBATCH --signal=USR1@60\ntrap stop USR1\n", 2, "B:USR1@60"),
         ("#!/bin/bash\n#SBATCH --signal=B:USR1@60\n", 2, "dies of it"),
@@ -116,6 +117,8 @@ def test_a_container_has_its_own_python(tmp_path: Path, image: str, python: str)
         ({"SITE_CONF": "/none"}, "SITE_CONF = /none is not there or cannot be read"),
         ({"NPROC_PER_NODE": "16"}, "NPROC_PER_NODE = 16: a node has 8 GPUs here, and a rank needs one"),
         ({"SLURM_GPUS_ON_NODE": "0"}, r"NPROC_PER_NODE = 0 is not a number of ranks \(a node has 0 GPUs here\)"),
+        ({"SERVER_COMMAND": "x"}, "SERVER_COMMAND needs nodes for servers: sbatch slurm/with_server.sbatch"),
+        ({"SLURM_HET_SIZE": "2"}, "SERVER_COMMAND is empty, and there are nodes for servers"),
         ({"JOB_FILES": "none"}, "there is no none/env.sh in .*: call sbatch from the repository's root"),
     ],
 )

@@ -53,9 +53,14 @@ def lint(text: str, folder: Path) -> list[tuple[int, str]]:
         if line.startswith("#SBATCH")
         for option in _options(number, line.removeprefix("#SBATCH"))
     ]
-    found += _twice(options)
+    parts: list[list[Option]] = [[]]  # of a job with several kinds of nodes
+    for option in options:
+        parts += [[]] if option.name == "hetjob" else []
+        parts[-1].append(option)
+    for part in parts:
+        found += _twice(part)
     found += _files(options, folder)
-    found += _together(options, text)
+    found += _together(parts[0], text + _sourced(text, folder))
     return sorted(set(found))
 
 
@@ -67,6 +72,12 @@ def main(arguments: Sequence[str]) -> int:
             failed = True
             print(f"{name}:{line}: {what}", file=sys.stderr)
     return int(failed)
+
+
+def _sourced(text: str, folder: Path) -> str:
+    """What a script sources, as it tells shellcheck."""
+    names = re.findall(r"^# shellcheck source=(\S+)\nsource ", text, re.MULTILINE)
+    return "".join((folder / name).read_text(encoding="utf-8") for name in names if (folder / name).is_file())
 
 
 def _first_command(lines: Sequence[str]) -> int:

@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     check.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
     check.add_argument("--world", metavar="N", type=int, required=True, help="ranks: nodes × GPUs a node")
+    check.add_argument("--dump-step", metavar="N", type=int, help="as `parallel-rl train` has it")
     submit.add_parser(commands)
     data = commands.add_parser(
         "data",
@@ -114,7 +115,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             preemption.listen()
         return runs.train(known.recipe, rest, known.gate, known.dump_step)
     if known.command == "check":
-        return runs.check(known.recipe, known.world, f"{known.world} ranks", rest, known.modules)
+        return runs.check(
+            known.recipe, known.world, f"{known.world} ranks", rest, known.modules, dump_step=known.dump_step
+        )
     if known.command == "sample":
         return sample.sample(known, rest)
     if known.command == "export":

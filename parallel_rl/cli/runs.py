@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 
 def check(
-    recipe: str | None, world: int, ranks: str, rest: Sequence[str], modules: Sequence[str], command: str = "check"
+    recipe: str | None,
+    world: int,
+    ranks: str,
+    rest: Sequence[str],
+    modules: Sequence[str],
+    command: str = "check",
+    dump_step: int | None = None,
 ) -> int:
     """Check a run without importing `modules`, which the ranks will."""
     from parallel_rl.training.config.load import load_config
@@ -29,8 +35,10 @@ def check(
             config = load_config(*source(recipe, rest, command), say)
             data_parallel_size(config.parallel, world)
             warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+            from parallel_rl.training.algorithms.phases import check_dump
             from parallel_rl.training.preflight.check import check_run
 
+            check_dump(config, dump_step)
             found = check_run(config, world)
         print("\n".join([f"ok: {config.objective}, {ranks}, {found}", *left]), flush=True)
     except (ValueError, OSError) as error:  # such as a file that may not be read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,7 +16,7 @@ from parallel_rl.config.names import left_to_ranks
 # what `submit` hands on by the same name
 _SBATCH = (
     *("account", "partition", "qos", "reservation", "constraint", "nodelist", "exclude", "dependency"),
-    *("cpus-per-task", "signal", "job-name", "output"),
+    *("cpus-per-task", "signal", "job-name", "output", "array"),
 )
 _SHORT = {"A": "account", "C": "constraint", "J": "job-name", "N": "nodes", "c": "cpus-per-task", "d": "dependency"}
 _SHORT |= {"o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodelist", "x": "exclude"}
@@ -29,6 +30,9 @@ _SUBMIT = (
     "ranks-per-node",
     "time",
     *_SBATCH,
+    "server-nodes",
+    "server-command",
+    "dump-step",
     "sbatch",
     "dry-run",
     "import",
@@ -40,7 +44,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "submit",
         help="check a run and submit it to Slurm",
         usage="parallel-rl submit (CONFIG | --recipe NAME | --script LOOP.py) --nodes N [--gpus-per-node G] "
-        "[--ranks-per-node R] [--time T] [--account A] [--partition P] [--SBATCH-OPTION ...] [--dry-run] "
+        "[--ranks-per-node R] [--time T] [--array 0-3] [--server-nodes M --server-command C] [--dump-step N] "
+        "[--account A] [--partition P] [--SBATCH-OPTION ...] [--dry-run] "
         "[--section.key value ...]",
         description="Checks the config against nodes × GPUs, then runs `sbatch slurm/train.sbatch` with the settings of "
         "slurm/site.conf. Prints the command; its copy and the config's go to the run's folder.",
@@ -60,6 +65,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     for name in _SBATCH:
         submit.add_argument(f"--{name}", metavar=name[0].upper(), help="as sbatch has it; else the site's")
+    submit.add_argument("--server-nodes", metavar="M", type=int, default=0, help="nodes beside them, a server on each")
+    submit.add_argument("--server-command", metavar="C", help="starts a server: 'vllm serve FOLDER --port $PORT'")
+    submit.add_argument("--dump-step", metavar="N", type=int, help="as `parallel-rl train` has it")
     submit.add_argument(
         "--sbatch", metavar="WORDS", help="more for sbatch, as it has them: '--gres=gpu:8 --mail-type=END'"
     )
@@ -82,24 +90,26 @@ def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
     more = {name: value for name in _SBATCH if (value := getattr(known, name.replace("-", "_"))) is not None}
     try:
         arguments = _arguments(known, rest)
+        one = _of_one_task(rest, known.array)
         if known.nodes is None:
             raise ValueError("--nodes N is needed: the whole nodes of the job")
         words = _words(known.sbatch)
-        resources = cluster.Resources(known.nodes, known.gpus_per_node, known.ranks_per_node, known.time, more, words)
+        sizes = (known.nodes, known.gpus_per_node, known.ranks_per_node, known.time)
+        resources = cluster.Resources(*sizes, more, words, known.server_nodes, known.server_command)
         job = cluster.plan(resources, arguments)
         ranks = f"{known.nodes} nodes × {job.world // known.nodes} = {job.world} ranks"
         if known.script is not None:
             script = Path(known.script)
             folder, texts = Path("runs") / script.stem, {script.name: read(known.script)}
             print(f"ok: {script}, {ranks}", flush=True)
-        elif status := check(known.recipe, job.world, ranks, rest, known.modules, "submit"):
+        elif status := check(known.recipe, job.world, ranks, one, known.modules, "submit", known.dump_step):
             return status
         print(job, flush=True)
         if known.dry_run:
             return 0
         if known.script is None:
             with left_to_ranks(known.modules):
-                folder, texts = _record(*source(known.recipe, rest, "submit"))
+                folder, texts = _record(*source(known.recipe, one, "submit"))
         print(cluster.submit(job, folder, texts))
     except ValueError as error:
         return refuse(error)
@@ -111,14 +121,38 @@ def _arguments(known: argparse.Namespace, rest: Sequence[str]) -> list[str]:
     if known.script is None:
         check_options(rest)
         modules = [word for module in known.modules for word in ("--import", module)]
-        return [*([] if known.recipe is None else ["--recipe", known.recipe]), *rest, *modules]
-    if known.recipe is not None or known.modules:
-        raise ValueError(f"--script {known.script} takes the place of a config, --recipe and --import; leave those out")
+        dump = [] if known.dump_step is None else ["--dump-step", str(known.dump_step)]
+        return [*([] if known.recipe is None else ["--recipe", known.recipe]), *rest, *modules, *dump]
+    if known.recipe is not None or known.modules or known.dump_step is not None:
+        what = "a config, --recipe, --import and --dump-step"
+        raise ValueError(f"--script {known.script} takes the place of {what}; leave those out")
     if rest and rest[0] != "--":
         raise ValueError(
             f"{rest[0]!r} is not an option of `parallel-rl submit`; what is for {known.script} stands behind --"
         )
     return ["--script", known.script, *rest[1:]]
+
+
+def _of_one_task(rest: Sequence[str], array: str | None) -> list[str]:
+    """The arguments of an array's first task: the job puts each task's number in place of {task}.
+
+    Raises:
+        ValueError: the tasks of an array would be one and the same run, or there is no array.
+    """
+    named = any("{task}" in word for word in rest)
+    if array is None:
+        if named:
+            raise ValueError("{task} is the number of a task of an array, and there is none; add --array 0-3")
+        return [*rest]
+    if (first := re.match(r"\d+", array)) is None:
+        raise ValueError(f"--array {array} is not valid; numbers as in 0-3, 1,5 or 0-15%4 are needed")
+    pairs = zip(["", *rest], rest, strict=False)
+    folders = [word for before, word in pairs if before == "--run.dir" or word.startswith("--run.dir=")]
+    if rest[:1] != ["--"] and not any(
+        "{task}" in folder for folder in folders
+    ):  # behind -- a loop's own arguments stand
+        raise ValueError(f"--array {array}: the tasks would write to one folder; add --run.dir runs/seed-{{task}}")
+    return [word.replace("{task}", first[0]) for word in rest]
 
 
 def _record(path: str, overrides: Sequence[str]) -> tuple[Path, dict[str, str]]:

@@ -16,7 +16,10 @@ from pathlib import Path
 # In a checkout a link to /slurm, in a wheel a copy of it.
 _FILES = Path(__file__).parents[1] / "slurm"
 _SCRIPT = "train.sbatch"
-_RECORDED = (_SCRIPT, "env.sh", "job.sh", "site.conf", "torchrun.py")
+_BESIDE = "with_server.sbatch"
+_RECORDED = (_SCRIPT, _BESIDE, "env.sh", "job.sh", "server.sh", "site.conf", "torchrun.py")
+# of sbatch's options, those that the nodes of servers have too
+_SHARED = ("account", "partition", "qos", "reservation", "constraint", "cpus-per-task", "gpus-per-node", "time")
 # what env.sh takes from the shell, ${NAME:-...}, and what sbatch and the libraries of the ranks do
 _SETTING = re.compile(r"\$\{([A-Z_]+):?[-+]")
 _LIBRARIES = ("SBATCH_", "NCCL_", "GLOO_", "TORCH_NCCL_")
@@ -36,6 +39,7 @@ class Resources:
         time: the limit, as sbatch takes it ("8:00:00").
         options: more of sbatch's, by their long names.
         words: for sbatch as they are, such as "--mail-type=END".
+        servers: nodes beside them, for a server on each. server_command: starts one, in a shell, at $HOST and $PORT.
     """
 
     nodes: int
@@ -44,9 +48,11 @@ class Resources:
     time: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     words: Sequence[str] = ()
+    servers: int = 0
+    server_command: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ranks_per_node", 1)):
+        for name, least in (("nodes", 1), ("gpus_per_node", 0), ("ranks_per_node", 1), ("servers", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
@@ -56,6 +62,10 @@ class Resources:
         cpus = self.options.get("cpus-per-task")
         if cpus is not None and not re.fullmatch("[1-9][0-9]*", cpus):
             raise ValueError(f"--cpus-per-task {cpus} is not valid; a number of cores, at least 1, is needed")
+        if self.servers and "array" in self.options:
+            raise ValueError(
+                "--array is incompatible with --server-nodes: Slurm has no arrays of jobs with two kinds of nodes"
+            )
         names = {word.lstrip("-").partition("=")[0] for word in self.words if word.startswith("-")}
         if self.words and not self.words[0].startswith("-"):
             raise ValueError(
@@ -103,6 +113,8 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
         given["JOB_FILES"] = str(files)
     if resources.ranks_per_node is not None:
         given["NPROC_PER_NODE"] = str(resources.ranks_per_node)
+    if resources.server_command is not None:
+        given["SERVER_COMMAND"] = resources.server_command
     path = Path(os.environ.get("SITE_CONF") or files / "site.conf")
     site = _site(path, given)
     if (export := site.get("SBATCH_EXPORT", "ALL")).split(",")[0] != "ALL":
@@ -117,7 +129,15 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
     if notice := re.search(r"@(\d+)$", flags.get("signal") or site.get("SBATCH_SIGNAL", "")):
         given["NOTICE_SECONDS"] = notice[1]
     options_of_sbatch = (*(f"--{name}={value}" for name, value in flags.items()), *resources.words)
-    command = ("sbatch", *options_of_sbatch, str(files / _SCRIPT), *arguments)
+    if bool(resources.servers) != bool(site.get("SERVER_COMMAND")):
+        raise ValueError(
+            f"--server-nodes {resources.servers}, and SERVER_COMMAND is {site.get('SERVER_COMMAND') or ''!r}: servers need "
+            "both, --server-nodes M and --server-command"
+        )
+    beside = [f"--{name}={value}" for name, value in flags.items() if name in _SHARED] if resources.servers else []
+    beside = [":", f"--nodes={resources.servers}", *beside] if resources.servers else []
+    script = _BESIDE if resources.servers else _SCRIPT
+    command = ("sbatch", *options_of_sbatch, *beside, str(files / script), *arguments)
     environment = given | {name: value for name, value in site.items() if name.startswith("SBATCH_")}
     return Job(command, environment, resources.nodes * _ranks(resources, site, path), _logs(flags, site))
 

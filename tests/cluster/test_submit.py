@@ -52,6 +52,34 @@ def test_submit_shows_the_command_and_writes_nothing(
 
 
 @pytest.mark.usefixtures("shell")
+def test_arrays_servers_and_a_dumped_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first task stands for all in the check; the nodes of servers have what holds for the others, too."""
+    given = [
+        CONFIG,
+        "--nodes",
+        "1",
+        "--dry-run",
+        "--array",
+        "3-5",
+        f"--run.dir={tmp_path}/{{task}}",
+        "--run.seed",
+        "{task}",
+    ]
+    assert main(["submit", *given, "--dump-step", "2"]) == 0
+    checked, command = capsys.readouterr().out.splitlines()
+    assert checked.endswith(f"writes to {tmp_path}/3")
+    assert command.endswith(f"'--run.dir={tmp_path}/{{task}}' --run.seed '{{task}}' --dump-step 2")
+    assert "sbatch --nodes=1 --array=3-5 slurm/train.sbatch " in command
+    given = [CONFIG, "--nodes", "2", "--time", "60", "--partition", "p", "--job-name", "x", "--dry-run"]
+    assert main(["submit", *given, "--server-nodes", "1", "--server-command", "serve $PORT"]) == 0
+    sizes = "--nodes=2 --time=60 --partition=p --job-name=x : --nodes=1 --time=60 --partition=p"
+    assert (
+        f"SERVER_COMMAND='serve $PORT' SITE_CONF=/dev/null sbatch {sizes} slurm/with_server.sbatch {CONFIG}"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.usefixtures("shell")
 def test_a_loop_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--script", "tests/launch.py", "--nodes", "2", "--gpus-per-node", "4", "--dry-run", "--", "--lr", "1"]
     assert main(["submit", *given]) == 0
@@ -93,6 +121,12 @@ def test_anything_of_sbatch_is_handed_on(words: str, capsys: pytest.CaptureFixtu
         (["--script", "tests/launch.py", "--nodes", "1", "--recipe", "grpo"], "takes the place of a config"),
         (["configs/none.yaml", "--nodes", "1"], "does not exist"),
         ([CONFIG, "--nodes", "1", "--data.train", "none.jsonl"], "none.jsonl"),
+        ([CONFIG, "--nodes", "1", "--dump-step", "900000"], "--dump-step 900000 is not valid"),
+        ([CONFIG, "--nodes", "1", "--run.seed", "{task}"], "{task} is the number of a task .*add --array"),
+        ([CONFIG, "--nodes", "1", "--array", "x"], "--array x is not valid"),
+        ([CONFIG, "--nodes", "1", "--array", "0-3", "--run.seed", "{task}"], "to one folder; add --run.dir"),
+        ([CONFIG, "--nodes", "1", "--server-nodes", "1"], "--server-nodes 1, and SERVER_COMMAND is '': .* need both"),
+        ([CONFIG, "--nodes", "1", "--server-command", "x"], "--server-nodes 0, and SERVER_COMMAND is 'x'"),
     ],
 )
 @pytest.mark.usefixtures("shell")
@@ -186,7 +220,8 @@ def test_the_record_of_a_job_is_there_before_the_job_is(
     assert main(given) == 2
     assert "sbatch refuses: no such account" in capsys.readouterr().err
     assert sorted(path.name for path in seen.rglob("*.*")) == [
-        *("command.sh", "config.yaml", "env.sh", "job.sh", "site.conf", "torchrun.py", "train.sbatch")
+        *("command.sh", "config.yaml", "env.sh", "job.sh", "server.sh", "site.conf", "torchrun.py", "train.sbatch"),
+        "with_server.sbatch",
     ]
     assert not (tmp_path / "runs").exists()
     (run / "submitted").mkdir(parents=True)  # of another job

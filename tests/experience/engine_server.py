@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,6 +65,8 @@ class EngineServer:
             return 200, answer(Policy(weights=self.weights, version=self.version if self.tells else None), body)
         self.calls.append(path)
         match path:
+            case "/health":
+                return 200, {}
             case "/v1/models":
                 return 200, {"data": [{"id": "tiny", "root": self.model}]}
             case "/server_info":
@@ -104,9 +109,21 @@ class EngineServer:
 
 
 @contextmanager
-def serve_engine(engine: EngineServer) -> Iterator[Server]:
+def serve_engine(engine: EngineServer, port: int = 0, host: str = "127.0.0.1") -> Iterator[Server]:
     """The engine on a port of this host, for the length of a `with` block."""
     found: list[Server] = []
-    with serve(lambda number, body: engine(found[0].paths[number], body)) as server:
+    with serve(lambda number, body: engine(found[0].paths[number], body), port, host) as server:
         found.append(server)
         yield server
+
+
+if __name__ == "__main__":  # HOST PORT SECONDS: of a process of its own, which takes so long for a completion
+    took = float(sys.argv[3])
+
+    class Slow(EngineServer):
+        def __call__(self, path: str, body: dict) -> tuple[int, object]:
+            time.sleep(took if path == "/v1/completions" else 0)
+            return super().__call__(path, body)
+
+    with serve_engine(Slow(), int(sys.argv[2]), sys.argv[1]):
+        threading.Event().wait()

@@ -28,7 +28,7 @@ class Server:
 
 
 @contextmanager
-def serve(answer: Answer, port: int = 0) -> Iterator[Server]:
+def serve(answer: Answer, port: int = 0, host: str = "127.0.0.1") -> Iterator[Server]:
     """A server for the length of a `with` block, or until `stop`; on some port, or on that one."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -65,8 +65,8 @@ def serve(answer: Answer, port: int = 0) -> Iterator[Server]:
     class Listener(ThreadingHTTPServer):
         request_queue_size = 64  # five by default, and a client that comes in a crowd is turned away
 
-    httpd = Listener(("127.0.0.1", port), Handler)
-    state = Server(f"http://127.0.0.1:{httpd.server_address[1]}")
+    httpd = Listener((host, port), Handler)
+    state = Server(f"http://{host}:{httpd.server_address[1]}")
     thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
 

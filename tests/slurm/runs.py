@@ -44,8 +44,12 @@ def submit(
     given: Sequence[str],
     *options: str,
     env: Mapping[str, str] | None = None,
+    servers: int = 0,
 ) -> int:
-    """`sbatch OPTIONS slurm/train.sbatch GIVEN` from the repository's root, one gloo rank a node; the job's id."""
+    """`sbatch OPTIONS slurm/train.sbatch GIVEN` from the repository's root, one gloo rank a node; the job's id.
+
+    With `servers`, nodes of their own for them: slurm/with_server.sbatch.
+    """
     logs.mkdir(parents=True, exist_ok=True)
     settings = {
         "LOG_DIR": str(logs),
@@ -57,7 +61,9 @@ def submit(
         **(env or {}),
     }
     sizes = [f"--nodes={nodes}", "--gpus-per-node=8", "--cpus-per-task=16", f"--output={logs}/batch.out"]
-    return cluster.submit(*sizes, *options, SCRIPT, *given, cwd=ROOT, env=settings)
+    beside = [":", f"--nodes={servers}", "--gpus-per-node=8", "--cpus-per-task=16"] if servers else []
+    script = "slurm/with_server.sbatch" if servers else SCRIPT
+    return cluster.submit(*sizes, *options, *beside, script, *given, cwd=ROOT, env=settings)
 
 
 def alone(given: Sequence[str]) -> None:
