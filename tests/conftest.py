@@ -1,18 +1,21 @@
-"""Hooks for the whole suite."""
+"""Hooks for the whole suite. The process that only hands tests out to others imports no torch."""
+
+import sys
 
 import pytest
-import torch
-
-from parallel_rl.testing import pool
-
-torch.set_num_threads(1)  # OpenMP threads that wait for a busy core cost more than they bring
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The ranks run functions of the test modules: imported once, not by every rank."""
+    import torch
+
+    from parallel_rl.testing import pool
+
+    torch.set_num_threads(1)  # OpenMP threads that wait for a busy core cost more than they bring
     modules = {module.__name__: module for item in session.items if (module := getattr(item, "module", None))}
     pool.preload(*(name for name, module in modules.items() if hasattr(module, "run_world")))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    pool.close()
+    if "parallel_rl.testing.pool" in sys.modules:
+        sys.modules["parallel_rl.testing.pool"].close()

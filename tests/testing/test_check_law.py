@@ -11,11 +11,22 @@ from tests.testing.planted import PLANTED, Planted
 preload("parallel_rl.testing.check", "tests.testing.planted")
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_fault_is_named(name: str) -> None:
+ONE_PROCESS = ("one process", "micro-batches", "packing")
+RUNS = [
+    *((name, (1,) if axis in ONE_PROCESS else (1, 2)) for name, (_, _, axis) in PLANTED.items()),
+    *(
+        pytest.param(name, (1, 2), marks=pytest.mark.slow)
+        for name, (_, _, axis) in PLANTED.items()
+        if axis in ONE_PROCESS
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "worlds"), RUNS)
+def test_a_planted_fault_is_named(name: str, worlds: tuple[int, ...]) -> None:
     """The diagnosis comes from the numbers: nothing in it knows the losses."""
     loss, fault, axis = PLANTED[name]
-    report = check_law(loss, worlds=(1, 2))
+    report = check_law(loss, worlds=worlds)
     print(report)
     assert not report.ok
     assert any(one.fault == fault and axis in one.axis.split(", ") for one in report.findings)
