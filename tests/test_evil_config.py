@@ -49,7 +49,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     registry._LOSSES.pop("evil_loss", None)
 
 
-COMPONENTS = "{name: components, options: {components: {a: {loss: {name: 'evil:evil_loss'}}}}}"
+COMPONENTS = "{name: components, options: {components: {a: {loss: {name: 'evil:evil_loss'}, fields: {x: advantages}}}}}"
 NAMES = [
     (GRPO, "--reward=evil:evil_reward"),
     (GRPO, "--reward=os:system"),
@@ -64,13 +64,15 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("command", [["check", "--world=1"], ["data"], ["train"], ["submit", "--nodes=1", "--dry-run"]])
+@pytest.mark.parametrize(
+    "command", [["check", "--world=1"], ["data", "--steps=1"], ["train"], ["submit", "--nodes=1", "--dry-run"]]
+)
 @pytest.mark.parametrize(("config", "name"), NAMES)
 def test_a_name_with_a_module_is_refused_and_never_imported(
     command: list[str], config: str, name: str, ran: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = main([*command, config, "--parallel={}", f"--run.dir={ran.parent / 'run'}", name])
-    if command != ["data"] or "--reward" not in name:  # which `data` does not ask
+    if command[0] != "data" or "--reward" not in name:  # which `data` does not ask
         said = capsys.readouterr().err
         assert status == 2 and ("a config imports nothing" in said or "is not valid" in said), said
     assert not ran.exists() and not (ran.parent / "run").exists()
@@ -87,18 +89,25 @@ def test_an_evil_yaml_and_jsonl_run_no_program(ran: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("given", ["--import", "environment"])
 @pytest.mark.parametrize(
-    "names", [["--reward=evil_reward"], ["--rl.loss={name: evil_loss}"], ["--run.loggers=[evil_logger]"]]
+    ("override", "name"),
+    [
+        ("--reward=evil_reward", "evil_reward"),
+        ("--rl.loss={name: evil_loss, options: {beta: 1}}", "evil_loss"),
+        (f"--rl.loss={COMPONENTS.replace('evil:', '')}", "evil_loss"),
+        ("--rl.critic={optimizer: {lr: 1e-3}, loss: {name: evil_loss}}", "evil_loss"),
+        ("--run.loggers=[evil_logger]", "evil_logger"),
+    ],
 )
 def test_check_and_submit_do_not_import_and_say_what_they_did_not_look_at(
-    given: str, names: list[str], ran: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    given: str, override: str, name: str, ran: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A login node runs nothing of the user's; the job gets what the command line and the environment name."""
     words = ["--import=evil"] if given == "--import" else []
     if not words:
         monkeypatch.setenv(ENVIRONMENT, "evil")
-    name = names[0].split("=", 1)[1].strip("[]{}").removeprefix("name: ")
     line = f"{name!r}, which evil is to register when the ranks import it"
-    overrides = ["--parallel={}", f"--run.dir={ran.parent / 'run'}", *names]
+    overrides = ["--parallel={}", f"--run.dir={ran.parent / 'run'}", override]
+    overrides += ["--rl.advantages=gae"] if "critic" in override else []
     assert main(["check", "--world=1", GRPO, *words, *overrides]) == 0
     assert line in capsys.readouterr().out
     submit = ["submit", GRPO, "--nodes=1", "--gpus-per-node=1", "--dry-run", *words, *overrides]

@@ -52,7 +52,7 @@ class ComponentConfig:
         needs = self.loss.requirements
         read = [each.name for each in (*needs.fields, *needs.optional)]
         for own in self.fields:
-            if own not in read:
+            if own not in read and not self.loss.unseen:
                 raise ValueError(
                     f"fields.{own} = {self.fields[own]!r} has no effect: loss.name = {self.loss.name!r} does not read {own!r}; "
                     + nearest(own, read)
