@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -242,3 +243,52 @@ def test_the_installed_grpo_trainer() -> None:
         for name in ("loss_type", "importance_sampling_level", "beta"):
             setattr(trainer, name, getattr(args, name))
         _same(lambda: trainer._compute_loss(model, inputs), lambda: theirs(trainer, model, inputs), model)
+
+
+def test_whole_runs_of_the_installed_dpo_trainer(tmp_path: Path) -> None:
+    """`train()` of two accumulated steps: each step's loss, and every gradient that the optimizer sees."""
+    trl = pytest.importorskip("trl", reason="needs trl and transformers, which are not installed")
+    transformers, datasets = pytest.importorskip("transformers"), pytest.importorskip("datasets")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(37))])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    model, _ = _tiny()
+    model.save_pretrained(tmp_path / "model")  # type: ignore[attr-defined]
+    tokenizer.save_pretrained(tmp_path / "model")
+    g = torch.Generator().manual_seed(0)
+
+    def text(length: int) -> str:
+        return " ".join(f"w{i}" for i in torch.randint(0, 37, (length,), generator=g).tolist())
+
+    rows = [{"prompt": text(3), "chosen": " " + text(2 + i % 4), "rejected": " " + text(6 - i % 4)} for i in range(8)]
+
+    class Seen(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self.gradients: list[Tensor] = []
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):  # type: ignore[no-untyped-def]
+            self.gradients += [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
+
+    found = []
+    for trainer_class in (trl.DPOTrainer, type("Ours", (DPOLossMixin, trl.DPOTrainer), {})):
+        arguments = trl.DPOConfig(
+            output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, beta=BETA,
+            learning_rate=1e-2, report_to=[], use_cpu=True, bf16=False, save_strategy="no", logging_steps=1,
+            disable_tqdm=True, gradient_checkpointing=False,
+        )  # fmt: skip
+        seen = Seen()
+        policy = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+        trainer = trainer_class(
+            model=policy, args=arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer,
+            callbacks=[seen],
+        )  # fmt: skip
+        trainer.train()
+        found.append(([one["loss"] for one in trainer.state.log_history if "loss" in one], seen.gradients))
+    (want, right), (losses, gradients) = found
+    assert len(losses) == 2 and losses == pytest.approx(want, rel=1e-6) and len(gradients) == len(right) > 0
+    for x, y in zip(gradients, right, strict=True):
+        assert (x - y).norm() <= 1e-6 * max(1.0, y.norm())
