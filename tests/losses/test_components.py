@@ -187,7 +187,7 @@ def test_the_state_of_schedules_and_components_is_saved_and_restored() -> None:
         ({"a/b": NLL}, "components has the name 'a/b'; a name is made of a-z, 0-9 and _"),
         ({"a": {}}, r"components\.a needs the key 'loss', which is missing"),
         ({"a": {**NLL, "weight": 1.0}}, r"unknown key components\.a\.weight = 1\.0 in ComponentConfig"),
-        ({"a": {"loss": {"name": "nlll"}}}, "no loss is registered as 'nlll'; did you mean 'nll'"),
+        ({"a": {"loss": {"name": "nlll"}}}, "loss = 'nlll' is not valid; did you mean 'nll'"),
         (
             {"a": {**NLL, "coefficient": math.nan}},
             r"components\.a: coefficient = nan must be a finite number other than 0",

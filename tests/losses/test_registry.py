@@ -234,9 +234,9 @@ def test_names_and_levels_that_do_not_do() -> None:
     with pytest.raises(ValueError, match="level = 'word' is not valid; choose 'token', 'sequence' or 'pair'"):
         register_objective("doc_word", level="word")  # type: ignore[arg-type]
     assert "doc_word" not in losses()
-    with pytest.raises(ValueError, match=r"no loss is registered as 'cliped_pg'; did you mean 'clipped_pg'\?"):
+    with pytest.raises(ValueError, match=r"loss = 'cliped_pg' is not valid; did you mean 'clipped_pg'\?"):
         get_loss("cliped_pg")
-    with pytest.raises(ValueError, match=r"no loss is registered as '\?'; valid: .*clipped_pg"):
+    with pytest.raises(ValueError, match=r"loss = '\?' is not valid; valid: .*clipped_pg"):
         get_loss("?")
 
 
