@@ -43,10 +43,12 @@ class StepInfo:
     Attributes:
         title: of the step.
         text_of_token: the text of one token id, such as `lambda token: tokenizer.decode([token])`; None: ids are shown.
+        pipeline: stages of the pipeline, which the loss's groups do not know.
     """
 
     title: str = ""
     text_of_token: Callable[[int], str] | None = None
+    pipeline: int = 1
 
 
 class DumpError(RuntimeError):
@@ -247,7 +249,7 @@ def _meta(
         "reads": needs.reads,
         "paired": needs.paired,
         "shift": needs.shift,
-        "layout": f"TP {groups.tp_size} × CP {groups.cp_size} × DP {groups.dp_size}",
+        "layout": f"TP {groups.tp_size} × CP {groups.cp_size} × PP {info.pipeline} × DP {groups.dp_size}",
         "counts": {"sequences": recorder.counts[0], "tokens": recorder.counts[1]},
         "metrics": {key: float(value) for key, value in metrics.items()},
         "shares": recorder.shares,

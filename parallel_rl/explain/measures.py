@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 _OF_RANGE = ("below_range", "above_range")  # what the clip sees, whether it takes something away or not
 NOT_OWN = "not one of the loss's own tokens, or of weight 0"
 NO_GRADIENT, CARRIES = "no gradient for another reason, such as A = 0", "nothing is taken: it carries gradient"
+REJECTED, _REJECTION = "rejected, trainer and sampler too far apart by ", "rejection, "  # of each of its rules
 _WORDS = {
     "not_kept": "not kept by the sampler's truncation",
-    "rejection": "rejected: trainer and sampler too far apart",
     "off_policy_mask": "off-policy mask: the sequence has drifted",
     "entropy_filter": "below the step's entropy threshold",
     "importance_weight_0": "importance weight set to 0",
@@ -193,7 +193,8 @@ def reasons(step: Step) -> list[Reason]:
 
 def _words(name: str) -> str:
     component, _, own = name.removeprefix("held/").rpartition("/")
-    return (f"{component}: " if component else "") + _WORDS.get(own, own)
+    text = f"{REJECTED}{own.removeprefix(_REJECTION)}" if own.startswith(_REJECTION) else _WORDS.get(own, own)
+    return (f"{component}: " if component else "") + text
 
 
 def _held(step: Step, name: str) -> np.ndarray | None:

@@ -143,9 +143,13 @@ def _mark(gradient: float, scale: float, scored: bool) -> str:
 
 
 def _reason_of_each(step: Step) -> list[str]:
-    words = np.full(len(step.row), "", dtype=object)
+    """The first reason of each token; of rejections each rule."""
+    words, rejected = np.full(len(step.row), "", dtype=object), np.zeros(len(step.row), bool)
     for one in measures.reasons(step):
         words[one.first] = one.words
+        if measures.REJECTED in one.words:
+            words[one.every & rejected] += f"; {one.words.partition(measures.REJECTED)[2]}"
+            rejected |= one.first
     return list(words)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import reduce
+from operator import and_
 
 import torch
 from torch import Tensor
@@ -43,9 +45,10 @@ def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig)
 
 
 @torch.no_grad()
-def kept_tokens(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> Tensor:
-    """[T_local] bool: valid tokens that pass every rule; those that look at the whole step read its samples."""
-    keep = _kept_locally(batch, prev, config)
+def passed_rules(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> dict[str, Tensor]:
+    """[T_local] bool of each rule by its words: the tokens that pass it; rules on the whole step read its samples."""
+    local = [rule for rule in config.rules if rule.level != "step"]
+    passed = {rule.words: _passes(batch, prev, rule, rule.level) for rule in local}  # type: ignore[arg-type]
     for name, rule in config.of_step.items():
         assert batch.statistics is not None
         if name not in (samples := batch.statistics.samples):
@@ -53,8 +56,13 @@ def kept_tokens(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> Ten
                 f"statistics hold the samples {sorted(samples)}, not {name!r}: they are of another loss or configuration"
             )
         value, bound = _of_step(batch, prev, rule), step_bound(samples[name], rule.high)
-        keep = keep & (value.isnan() | (value < bound))
-    return keep
+        passed[rule.words] = value.isnan() | (value < bound)
+    return passed
+
+
+def kept_tokens(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> Tensor:
+    """[T_local] bool: valid tokens that pass every rule."""
+    return reduce(and_, passed_rules(batch, prev, config).values(), batch.mask)
 
 
 @torch.no_grad()

@@ -64,6 +64,12 @@ class RejectionRule:
             return self.low, self.high
         return -math.inf if self.low == 0 else math.log(self.low), math.log(self.high)
 
+    @property
+    def words(self) -> str:
+        """What the rule asks for, such as "k1 in [0.5, 2], turn-max"."""
+        bounds = f"in [{self.low:g}, {self.high:g}]" if self.statistic == "k1" else f"at most {self.high:g}"
+        return f"{self.statistic} {bounds}, {self.level}{', signed' if self.signed else ''}"
+
     def __post_init__(self) -> None:
         if not 0 <= self.low < self.high:
             raise ValueError(f"low = {self.low} and high = {self.high} must be 0 ≤ low < high")

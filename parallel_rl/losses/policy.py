@@ -23,8 +23,8 @@ from parallel_rl.losses.entropy_bonus import EntropyBonus, EntropyCoefficient
 from parallel_rl.losses.off_policy import (
     entropy_threshold,
     importance_weight,
-    kept_tokens,
     off_policy_keep,
+    passed_rules,
 )
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.losses.policy_metrics import clip_fractions, mismatch_metrics, mismatch_values
@@ -130,7 +130,7 @@ class PolicyLoss(AccountedLoss[ConfigT]):
         """The share of everything that the options ask for."""
         cfg, prev = self.policy, self._prev(batch)
         terms = self._terms(batch, prev)
-        kept, metrics = self._kept(batch, prev)
+        kept, rules, metrics = self._kept(batch, prev)
         masked = self._masked(batch, prev, cfg.surrogate(terms), terms, kept)
         metrics |= masked.metrics
         values = {} if masked.importance is None else {"importance": masked.importance}
@@ -159,7 +159,7 @@ class PolicyLoss(AccountedLoss[ConfigT]):
         if isinstance(cfg.entropy_bonus, EntropyBonus):
             value = torch.full_like(loss, self.entropy_bonus.value, requires_grad=False)
             metrics["entropy_coef"] = Metric("max", value)
-        passed = masked.passed if kept is batch.mask else {"rejection": kept, **masked.passed}
+        passed = {**{f"rejection, {words}": x for words, x in rules.items()}, **masked.passed}
         return PolicyShares(loss, {"loss": Metric("share", loss, per=per), **metrics}, terms, shares, passed, values)
 
     def account(self, batch: TokenBatch) -> Account:
@@ -192,12 +192,13 @@ class PolicyLoss(AccountedLoss[ConfigT]):
             random=None if (seed := cfg.surrogate.draw_seed) is None else batch.random(seed),
         )
 
-    def _kept(self, batch: TokenBatch, prev: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-        """[T_local] bool: the tokens that no rejection takes away, and the metric."""
+    def _kept(self, batch: TokenBatch, prev: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Metric]]:
+        """[T_local] bool: the tokens that no rejection takes away, those that pass each of its rules, and the metric."""
         if self.policy.rejection is None:
-            return batch.mask, {}
-        kept = kept_tokens(batch, prev, self.policy.rejection)
-        return kept, {"rejected_fraction": batch.token_mean(~kept)}
+            return batch.mask, {}, {}
+        rules = passed_rules(batch, prev, self.policy.rejection)
+        kept = reduce(and_, rules.values(), batch.mask)
+        return kept, rules, {"rejected_fraction": batch.token_mean(~kept)}
 
     def _masked(
         self, batch: TokenBatch, prev: Tensor, surrogate: Tensor, terms: PolicyTerms, kept: Tensor

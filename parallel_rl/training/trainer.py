@@ -92,7 +92,7 @@ class _Run:
         self.folder = Path(config.run.dir)
         self.picture, self.next_drawing = self.folder / "curves.png", time.monotonic() + _DRAW_EVERY
         self.phases = phases(config)
-        self.dump = StepDump.of(self.folder, self.phases[-1].name, dump_step, tokenizer.decode)
+        self.dump = StepDump.of(config, self.phases[-1].name, dump_step, tokenizer.decode)
         self.rows: list[dict[str, float | int | str]] = []
         self.stop: str | None = None  # the cause, once a rank was asked to stop
         notes: list[str] = []

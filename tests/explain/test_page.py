@@ -14,6 +14,7 @@ import torch
 from parallel_rl import ClippedPGLossFn, NLLLoss, PolicyLossFn
 from parallel_rl.cli import main
 from parallel_rl.explain import Step, StepInfo
+from parallel_rl.explain.measures import reasons
 from parallel_rl.explain.page import page
 from tests.explain.steps import Tables, dumped, of_loss, policy_batch
 
@@ -182,6 +183,26 @@ def folder(tmp_path: Path) -> Path:
     logits, data = policy_batch()
     dumped(tmp_path / "run/dumps/rl_step_000001", ClippedPGLossFn(), logits, data)
     return tmp_path
+
+
+def test_each_rule_that_rejects_a_token_is_named(tmp_path: Path) -> None:
+    """In the table of who masked what a row each, and beside a token all rules that reject it."""
+    rules = [{"statistic": "k1", "low": 0.7, "high": 1.4}, {"statistic": "k3", "high": 0.05, "level": "sequence-max"}]
+    logits, data = policy_batch()
+    loss_fn = PolicyLossFn({"rejection": {"rules": rules}})
+    step = dumped(tmp_path, loss_fn, logits, data, StepInfo("rejected", pipeline=2))
+    one, other = (
+        f"trainer and sampler too far apart by {words}" for words in ("k1 in [0.7, 1.4], token", "k3 at most 0.05,")
+    )
+    found = {reason.words: reason for reason in reasons(step) if reason.words.startswith("rejected")}
+    assert len(found) == 2 and any(one in words for words in found) and any(other in words for words in found)
+    distance = (data["prev_logprobs"] - data["generation_logprobs"]).numpy()
+    outside = (distance < np.log(0.7)) | (distance > np.log(1.4))
+    first = next(reason for words, reason in found.items() if one in words)
+    assert first.every.sum() == (outside & (data["token_mask"] * data["sample_mask"][:, None]).bool().numpy()).sum() > 0
+    text = page([step])
+    assert "by k1 in [0.7, 1.4], token; k3 at most 0.05, sequence-max" in text
+    assert "TP 1 × CP 1 × PP 2 × DP 1" in text
 
 
 def test_the_command_writes_a_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from parallel_rl.explain.dump import DumpError, StepInfo, dump_step
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.losses.core.call import LossFunction
+from parallel_rl.training.config.train import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -23,21 +24,25 @@ class StepDump:
         folder: of the dump.
         title: of the step.
         text_of_token: the text of one token id.
+        pipeline: stages of the run's pipeline.
     """
 
     number: int
     folder: Path
     title: str
     text_of_token: Callable[[int], str]
+    pipeline: int
 
     @classmethod
-    def of(cls, run: Path, phase: str, number: int | None, decode: Callable[[list[int]], str]) -> StepDump | None:
+    def of(
+        cls, config: TrainConfig, phase: str, number: int | None, decode: Callable[[list[int]], str]
+    ) -> StepDump | None:
         """The dump of a run's optimizer step, in its folder; None where none is asked for."""
         if number is None:
             return None
-        name = f"{phase} step {number}"
+        run, name = Path(config.run.dir), f"{phase} step {number}"
         folder = run / "dumps" / f"{phase}_step_{number:06d}"
-        return cls(number, folder, f"{run.name}, {name}", partial(_text, decode))
+        return cls(number, folder, f"{run.name}, {name}", partial(_text, decode), config.parallel.pipeline)
 
     @contextmanager
     def around(self, loss_fn: LossFunction, done: int, groups: ParallelGroups) -> Iterator[LossFunction]:
@@ -46,7 +51,7 @@ class StepDump:
             yield loss_fn
             return
         try:
-            info = StepInfo(self.title, self.text_of_token)
+            info = StepInfo(self.title, self.text_of_token, self.pipeline)
             with dump_step(self.folder, loss_fn, groups=groups, info=info) as recording:
                 yield recording
         except DumpError as error:
