@@ -94,7 +94,7 @@ def merged(below: Mapping[str, object], above: Mapping[str, object]) -> Tree:
 
 
 def override(tree: Tree, arguments: Sequence[str]) -> None:
-    """Set "--a.b", "value" or "--a.b=value" in `tree`, the value in YAML.
+    """Set "--a.b", "value" or "--a.b=value" in `tree`, the value in YAML; relative paths start at the working folder.
 
     >>> tree = {"rl": {"steps": 5}}
     >>> override(tree, ["--rl.steps", "7", "--run.dir=here"])
@@ -105,7 +105,12 @@ def override(tree: Tree, arguments: Sequence[str]) -> None:
         ValueError: an override without a value, or one below a value.
     """
     for dotted, value in _pairs(arguments):
-        _set(tree, dotted, value)
+        keys = dotted.split(".")
+        given: Tree = {keys[-1]: value}
+        for path in _PATHS:
+            if path[: len(keys)] == tuple(keys):  # a path, or a section with some
+                _resolve(given, path[len(keys) - 1 :], Path.cwd())
+        _set(tree, dotted, given[keys[-1]])
 
 
 def parsed(text: str) -> object:
