@@ -171,7 +171,17 @@ def clear_run(folder: Path, names: Sequence[str]) -> None:
 
 
 def _sources(config: TrainConfig) -> list[tuple[str, str, bool]]:
-    """Each checkpoint that the config names: its key, its folder, and whether it may have a scalar head."""
+    """Each checkpoint that the config names: its key, its folder, and whether it may have a scalar head.
+
+    Raises:
+        ValueError: run.init_from names a Hugging Face folder.
+    """
     teacher = ("distillation" if config.distillation is not None else "rl") + ".teacher"
+    if config.run.init_from is not None and is_hf(config.run.init_from):
+        folder = config.run.init_from
+        raise ValueError(
+            f"run.init_from = {folder!r} is a Hugging Face folder, not a checkpoint of this trainer; "
+            f"set model: {{hf: {folder}}} instead"
+        )
     named = [("run.init_from", config.run.init_from, config.scalar_head), (teacher, config.teacher, False)]
     return [(key, name, head) for key, name, head in named if name is not None and not (key == teacher and is_hf(name))]

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from parallel_rl.training.tokenizer.protocol import Message
 
 if TYPE_CHECKING:
-    from jinja2.nodes import Node
+    from jinja2.nodes import Node, Template
     from jinja2.parser import Parser
     from jinja2.runtime import Context
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    from parallel_rl.training.tokenizer.bounds import Bounds
+
 # what `render` gives a template itself
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-_LARGEST = 1 << 24  # product of numbers, or characters of a repeated text
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class ChatTemplate:
         self.where = f"the chat template of {where}"
         self._variables = {**(variables or {}), **options.variables}
         try:
-            self._template = _environment(options.today).from_string(source)
+            environment, self._bounds = _environment(options.today)
+            self._template = environment.from_string(source)
         except TemplateError as error:
             line = getattr(error, "lineno", None)
             raise ValueError(
@@ -77,18 +79,21 @@ class ChatTemplate:
         """The text of a conversation; unless it is answered, up to where the answer begins.
 
         Raises:
-            ValueError: the template refuses the conversation, fails, or reaches out of the sandbox.
+            ValueError: the template refuses the conversation, fails, reaches out of the sandbox, takes too long, grows too large.
         """
         from jinja2 import TemplateError
         from jinja2.exceptions import SecurityError
 
         try:
-            return self._template.render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=not answered,
-                **self._variables,
+            self._bounds.begin()
+            return self._bounds.whole(
+                self._template.generate(
+                    messages=list(messages),
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=not answered,
+                    **self._variables,
+                )
             )
         except SecurityError as error:
             raise ValueError(f"{self.where} tries what the sandbox forbids: {error}") from None
@@ -98,20 +103,29 @@ class ChatTemplate:
             raise ValueError(f"{self.where} fails: {type(error).__name__}: {error}") from None
 
 
-def _environment(today: date | None) -> ImmutableSandboxedEnvironment:
+def _environment(today: date | None) -> tuple[ImmutableSandboxedEnvironment, Bounds]:
     from jinja2 import TemplateError
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.nodes import Scope
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+    from parallel_rl.training.tokenizer.bounds import LARGEST, Bounds
+
     class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**"})
+        intercepted_binops = frozenset({"*", "**", "+"})
+
+        def _parse(self, source: str, name: str | None, filename: str | None) -> Template:
+            return bounds.bounded(super()._parse(source, name, filename))
 
         def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-            sizes = [len(side) if isinstance(side, (str, list, tuple)) else abs(side) for side in (left, right)]
-            if operator == "**" or sizes[0] * sizes[1] > _LARGEST:
-                raise SecurityError(f"a {operator} that may fill the memory")
+            many = [isinstance(side, (str, list, tuple)) for side in (left, right)]
+            if operator != "+":
+                sizes = [len(side) if counted else abs(side) for side, counted in zip((left, right), many, strict=True)]
+                if operator == "**" or sizes[0] * sizes[1] > LARGEST:
+                    raise SecurityError(f"a {operator} that may fill the memory")
+            elif all(many):
+                bounds.check_size(len(left) + len(right))
             return super().call_binop(context, operator, left, right)
 
         def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
@@ -147,7 +161,9 @@ def _environment(today: date | None) -> ImmutableSandboxedEnvironment:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    bounds = Bounds(environment)
+    environment.extensions[Bounds.identifier] = bounds  # a compiled template finds it by this name
     environment.filters["tojson"] = tojson
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
     del environment.filters["random"], environment.globals["lipsum"]  # every rank must render the same
-    return environment
+    return environment, bounds

@@ -112,6 +112,9 @@ def test_folders_that_cannot_be_trained(tmp_path: Path) -> None:
     first, second = run_world(2, refused, arguments(tmp_path / "run", hf))
     assert first == second and "model.hf = " in first and "lacks model.layers.0.self_attn.k_norm.weight" in first
     assert not (tmp_path / "run/checkpoints").exists()
+    sizes = {"layers": 1, "hidden": 16, "heads": 2}
+    [message] = run_world(1, refused, arguments(tmp_path / "init", hf, model=sizes, run__init_from=str(other)))
+    assert "is a Hugging Face folder, not a checkpoint" in message and f"set model: {{hf: {other}}} instead" in message
     learned = {"layers": 1, "hidden": 16, "heads": 2, "position": "learned_absolute"}
     run_arguments = arguments(tmp_path / "learned", hf, model=learned)
     run_world(1, train_rows, run_arguments)
