@@ -79,7 +79,7 @@ class ChatTemplate:
         """The text of a conversation; unless it is answered, up to where the answer begins.
 
         Raises:
-            ValueError: the template refuses the conversation, fails, reaches out of the sandbox, takes too long, grows too large.
+            ValueError: the template refuses the conversation, fails, reaches out of the sandbox, or grows without end.
         """
         from jinja2 import TemplateError
         from jinja2.exceptions import SecurityError
