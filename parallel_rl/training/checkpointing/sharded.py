@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import inspect
+import json
 import queue
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from parallel_rl.agreement import describe, raise_on_all_ranks
 from parallel_rl.training.checkpointing.storage import free_bytes, in_words
+from parallel_rl.training.checkpointing.unpickling import BACKENDS
 
 State = dict[str, Any]
 
@@ -41,18 +42,20 @@ def save_sharded(state: State, folder: Path, what: str) -> None:
     """
     filesystem_async._results_queue = queue.Queue()  # else megatron starts a process to hold it
     strategy = _ShardedOnEveryRank("torch_dist", 1)
+    sharded, common = save_preprocess(state)
+    first = dist.get_rank() == 0
+    # apart, as versions before 0.19 do and later ones still read, so that a checkpoint of one version is one of all
+    write = partial(_write_to, folder, lambda: torch.save(common, folder / "common.pt"))
+    raise_on_all_ranks(lambda: write() if first else None, what=what)
     # newer versions take another package's writers unless told not to
-    own = (
-        {"async_strategy": "mcore"} if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters else {}
-    )
-    with _common_part(what):
-        request = dist_checkpointing.save(state, str(folder), strategy, async_sharded_save=True, **own)
+    which = ["mcore"] if "async_strategy" in inspect.signature(strategy.async_save).parameters else []
+    request = strategy.async_save(sharded, folder, *which)
     raise_on_all_ranks(lambda: _write_to(folder, request.async_fn), what=what)
     failures: list[Exception] = []
     request.finalize_fns[0](failures)
     raise_on_all_ranks(lambda: _raise(failures), what=what)
-    settings = CheckpointingConfig(strategy.backend, strategy.version)
-    raise_on_all_ranks(lambda: save_config(settings, str(folder)) if dist.get_rank() == 0 else None, what=what)
+    settings = json.dumps(BACKENDS)
+    raise_on_all_ranks(lambda: (folder / "metadata.json").write_text(settings) if first else None, what=what)
 
 
 def load_sharded(wanted: State, folder: Path, what: str) -> State:
@@ -79,14 +82,6 @@ def bytes_of(state: State, device: torch.device) -> int:
     total = torch.tensor(mine, dtype=torch.int64, device=device)
     dist.all_reduce(total)
     return int(total)
-
-
-def _common_part(what: str) -> AbstractContextManager[None]:
-    if find_spec("megatron.core.dist_checkpointing.strategies.base") is None:
-        return nullcontext()
-    from parallel_rl.training.checkpointing.common_part import told_to_every_rank
-
-    return told_to_every_rank(what, _write_to)
 
 
 def _write_to(folder: Path, write: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 _INDEX = ".metadata"
-_BACKENDS = {
+BACKENDS = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
     "common_backend": "torch",
@@ -59,8 +59,8 @@ def check_pickles(path: Path) -> None:
         settings = json.loads((path / "metadata.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path.absolute()} is not loaded: metadata.json cannot be read: {error}") from None
-    if settings != _BACKENDS:
-        raise ValueError(f"{path.absolute()} is not loaded: metadata.json is {settings!r}; {_BACKENDS!r} is right")
+    if settings != BACKENDS:
+        raise ValueError(f"{path.absolute()} is not loaded: metadata.json is {settings!r}; {BACKENDS!r} is right")
     objects = _objects(path)
     _check(path, "common.pt", (path / "common.pt").read_bytes())
     for one in objects:
