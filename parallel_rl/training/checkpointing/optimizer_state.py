@@ -112,10 +112,11 @@ def _common(state: Mapping[Any, Any]) -> tuple[list[Mapping[str, Any]], Any]:
 
 def _values_of(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """What a checkpoint has of a group; experts are in a group of their own under expert parallelism alone."""
-    names = [name for name in param_group_identifier_keys if name != "is_expert_parallel"]
+    names = ("wd_mult", "lr_mult", "is_decoupled_lr")
+    present = ("params", *param_group_identifier_keys)  # from 0.17 on the ends of schedules are among them: those of now
     for other in saved:
         if all(group.get(name) == other.get(name) for name in names):
-            return {name: value for name, value in other.items() if name not in ("params", "is_expert_parallel")}
+            return {name: value for name, value in other.items() if name not in present}
     raise ValueError(f"it has no group of parameters with { {name: group.get(name) for name in names} }")
 
 
