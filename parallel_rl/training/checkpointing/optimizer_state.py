@@ -113,7 +113,10 @@ def _common(state: Mapping[Any, Any]) -> tuple[list[Mapping[str, Any]], Any]:
 def _values_of(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """What a checkpoint has of a group; experts are in a group of their own under expert parallelism alone."""
     names = ("wd_mult", "lr_mult", "is_decoupled_lr")
-    present = ("params", *param_group_identifier_keys)  # from 0.17 on the ends of schedules are among them: those of now
+    present = (
+        "params",
+        *param_group_identifier_keys,
+    )  # from 0.17 on the ends of schedules are among them: those of now
     for other in saved:
         if all(group.get(name) == other.get(name) for name in names):
             return {name: value for name, value in other.items() if name not in present}
