@@ -108,10 +108,12 @@ def _rl(root: Reader) -> Tree:
     advantages = _advantages(run, name)
     penalty = options.get("reference_policy_kl_penalty", _CLIPPED["reference_policy_kl_penalty"])
     if options.get("use_kl_in_reward"):
-        advantages |= {"kl_coefficient": penalty, "kl_form": "token"}
-        root.differ(
-            "loss_fn.use_kl_in_reward: each token pays for its own KL (kl_form token); ours spreads it over the return"
-        )
+        advantages["kl_coefficient"] = penalty
+        if advantages["name"] != "gae":
+            advantages["kl_form"] = "token"
+            root.differ(
+                "loss_fn.use_kl_in_reward: each token pays for its own KL (kl_form token); ours for all that follow, too"
+            )
     rl["advantages"] = advantages
     if run.flag("use_dynamic_sampling"):
         rl["dynamic_sampling"] = {"max_rounds": max(int(str(run.get("dynamic_sampling_max_gen_batches", 10))), 2)}
@@ -140,10 +142,8 @@ def _advantages(run: Reader, name: str) -> Tree:
     """The estimator by its name there."""
     estimator = run.below("adv_estimator")
     kind = str(estimator.get("name", "gae" if name == "ppo" else "grpo"))
-    for low, high in (("low", "clip_low"), ("high", "clip_high")):
-        if run.get(f"advantage_clip_{low}") is not None:
-            estimator.said["left"].append(f"{run.path('advantage_clip_' + low)}: set advantages.{high}")
-    out: Tree = {"name": kind}
+    bounds = {side: run.get(f"advantage_clip_{side}") for side in ("low", "high")}
+    out: Tree = {"name": kind, **{f"clip_{side}": bound for side, bound in bounds.items() if bound is not None}}
     if kind == "grpo":
         normalize = estimator.get("normalize_rewards", run.get("normalize_rewards", True))
         others = estimator.get("use_leave_one_out_baseline", run.get("use_leave_one_out_baseline", True))

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import yaml
-
+from parallel_rl.config.yaml_files import parsed
 from parallel_rl.port.ported import Tree
 
 _REFERENCE = re.compile(r"\$\{([.A-Za-z_][\w.]*)\}")
-_DEEPEST = 20
+# what each reference names, resolved; None while that is under way
+Known = dict[tuple[str, ...], tuple[object] | None]
 
 
 def read_host_config(path: Path) -> Tree:
@@ -24,7 +24,8 @@ def read_host_config(path: Path) -> Tree:
         ValueError: a missing or malformed file, `defaults` in a circle, a reference that leads nowhere or to itself.
     """
     tree = _read(path, ())
-    return {key: _resolved(value, tree, (key,), 0) for key, value in tree.items()}
+    known: Known = {}
+    return {key: _resolved(value, tree, (key,), known) for key, value in tree.items()}
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> Tree:
@@ -32,10 +33,12 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
     if path in above:
         raise ValueError(f"{path}: its defaults lead back to itself")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    try:
+        tree = parsed(text)
+    except ValueError as error:
         raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{path} must hold a mapping, got {type(tree).__name__}")
@@ -60,18 +63,16 @@ def _joined(below: Mapping[str, object], above: Mapping[str, object]) -> Tree:
     return out
 
 
-def _resolved(value: object, tree: Tree, place: tuple[str, ...], depth: int) -> object:
-    if depth > _DEEPEST:
-        raise ValueError(f"{'.'.join(place)} leads to itself, or through more than {_DEEPEST} references")
+def _resolved(value: object, tree: Tree, place: tuple[str, ...], known: Known) -> object:
     if isinstance(value, Mapping):
-        return {key: _resolved(item, tree, (*place, str(key)), depth) for key, item in value.items()}
+        return {key: _resolved(item, tree, (*place, str(key)), known) for key, item in value.items()}
     if isinstance(value, list):
-        return [_resolved(item, tree, (*place, "-"), depth) for item in value]
+        return [_resolved(item, tree, (*place, "-"), known) for item in value]
     whole = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
-    return value if whole is None else _followed(whole[1], tree, place, depth)
+    return value if whole is None else _followed(whole[1], tree, place, known)
 
 
-def _followed(reference: str, tree: Tree, place: tuple[str, ...], depth: int) -> object:
+def _followed(reference: str, tree: Tree, place: tuple[str, ...], known: Known) -> object:
     """The value that ${reference} names from `place`: one dot is the section that it stands in, each further one above."""
     name = reference.lstrip(".")
     dots = len(reference) - len(name)
@@ -81,4 +82,10 @@ def _followed(reference: str, tree: Tree, place: tuple[str, ...], depth: int) ->
         if not isinstance(at, Mapping) or key not in at:
             raise ValueError(f"{'.'.join(place)} = ${{{reference}}}: there is no {'.'.join(keys)}")
         at = at[key]
-    return _resolved(at, tree, keys, depth + 1)
+    if keys not in known:
+        known[keys] = None
+        known[keys] = (_resolved(at, tree, keys, known),)
+    found = known[keys]
+    if found is None:
+        raise ValueError(f"{'.'.join(place)} = ${{{reference}}} leads to itself")
+    return found[0]

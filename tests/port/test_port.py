@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from parallel_rl.advantages.base import AdvantageEstimator
 from parallel_rl.cli import main
 from parallel_rl.config.strict import configure
 from parallel_rl.losses.choice import LossConfig
@@ -73,6 +74,16 @@ def test_options_without_effect_are_dropped_and_the_rest_is_a_loss(loss: dict, l
     rl = options_of({"grpo": {}, "loss_fn": loss}).config["rl"]
     assert left in rl["loss"]["options"]  # type: ignore[index]
     configure(LossConfig, rl["loss"])  # type: ignore[index]
+    configure(AdvantageEstimator, rl["advantages"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "gae", "reinforce_plus_plus", "gdpo"])
+def test_estimators_are_ours(kind: str) -> None:
+    run = {"adv_estimator": {"name": kind, "gae_lambda": 0.9}, "advantage_clip_low": -5.0, "advantage_clip_high": 5.0}
+    loss = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1}
+    advantages = options_of({"ppo" if kind == "gae" else "grpo": run, "loss_fn": loss}).config["rl"]["advantages"]  # type: ignore[index]
+    made = configure(AdvantageEstimator, advantages)
+    assert (made.clip_low, made.clip_high, made.kl_coefficient) == (-5.0, 5.0, 0.1)
 
 
 def test_dpo_and_distillation() -> None:
@@ -116,6 +127,13 @@ def test_files_defaults_and_references(tmp_path: Path) -> None:
     )
     tree = read_host_config(tmp_path / "run.yaml")
     assert tree["policy"] == {"rows": 4, "size": 8, "twice": 8, "whole": 8, "mul": "${mul:2, 3}"}
+
+
+def test_many_references_to_many_references(tmp_path: Path) -> None:
+    """Resolved once each: 2**40 copies would not end."""
+    links = "".join(f"k{i}: {{a: '${{k{i + 1}}}', b: '${{k{i + 1}}}'}}\n" for i in range(40))
+    (tmp_path / "run.yaml").write_text(links + "k40: 1\n")
+    assert read_host_config(tmp_path / "run.yaml")["k39"] == {"a": 1, "b": 1}
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
