@@ -62,6 +62,6 @@ if [ "${LOCKED:-}" = 1 ]; then
   "${pip[@]}" --no-deps --no-build-isolation -e .
 else
   "${pip[@]}" "$torch"
-  "${pip[@]}" -c constraints.txt -e ".[megatron,triton,data,hf,report,dev]"
+  "${pip[@]}" -c constraints.txt -e ".[megatron,triton,data,hf,math,report,dev]"
 fi
 say "ready: $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)')"

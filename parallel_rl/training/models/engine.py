@@ -164,7 +164,10 @@ def load_frozen(engine: Engine, folder: str) -> torch.nn.Module:
         vocab_multiple=config.model.vocab_multiple,
     )
     if model.true_vocab_size != engine.vocab_size:
-        raise ValueError(f"{folder} has {model.true_vocab_size} words and the policy has {engine.vocab_size}")
+        raise ValueError(
+            f"the teacher {folder} has {model.true_vocab_size} words, padding of its config.json included, and the policy has "
+            f"{engine.vocab_size}; distillation compares word by word: cut or pad embed_tokens and lm_head of one to the other"
+        )
     return wrap_model(model.requires_grad_(False), ddp=False)
 
 
