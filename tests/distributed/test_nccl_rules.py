@@ -99,7 +99,7 @@ def run(
     return seen
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("case", [*one_of_each(CASES), *TRUNCATED], ids=lambda case: case.name)
 def test_a_loss_on_logits(case: Case, packed: bool, groups: ParallelGroups) -> None:
     columns = 1 if has_scalar_head(case.loss) else COLUMNS
@@ -120,7 +120,9 @@ def head(shape: tuple[int, int], split: bool, mode: LinearMode) -> LMHeadInput:
 
 
 @pytest.mark.parametrize(
-    ("packed", "split"), [(False, False), (True, True)], ids=["padded", "packed, sequence parallel"]
+    ("packed", "split"),
+    [pytest.param(False, False, marks=pytest.mark.slow), (True, True)],
+    ids=["padded", "packed, sequence parallel"],
 )
 @pytest.mark.parametrize(
     "case",
