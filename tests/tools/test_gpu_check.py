@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel_rl.testing.pool import run_world
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import head, host, kernels
 from tools.gpu_check.facts import Fact, Facts, read_facts
@@ -48,12 +49,20 @@ def test_a_stage_tells_what_is_wrong_what_is_missed_and_what_did_not_run(
     assert "| in_forward | 49 ms | ≤ 38: missed |" in page(outcomes, "a card")
 
 
-def test_stages_run_at_tiny_sizes_on_a_cpu() -> None:
-    """The same code as on a card; `--cpu` runs all of them, each in a process of its own."""
+def run_stages(rank: int) -> list[tuple[str, bool, int]]:
+    found = []
     for stage in (kernels, host):
         facts = Facts(stage.__name__)
         stage.run(facts, "cpu")
-        assert facts.right and len(facts.all) >= 4
+        found.append((stage.__name__, facts.right, len(facts.all)))
+    return found
+
+
+def test_stages_run_at_tiny_sizes_on_a_cpu() -> None:
+    """The same code as on a card, which joins a world: not in this process; `--cpu` runs each stage in one of its own."""
+    [found] = run_world(1, run_stages)
+    for name, right, told in found:
+        assert right and told >= 4, name
 
 
 def test_a_stage_that_hangs_is_stopped_and_the_rest_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
