@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -18,17 +18,47 @@ from parallel_rl.layout import CPLayout
 CUT = "cp_partition_mode"
 
 
-def has_transformer_engine(dtype: torch.dtype) -> bool:
-    """Whether Megatron's Transformer Engine layers are used for a model of `dtype`, else its local ones.
+class Layers(NamedTuple):
+    """Which layers a model gets, and why."""
 
-    They need the package, a CUDA device, and bfloat16 or float16: the engine's attention takes no other dtype with context
-    parallelism, and its float32 products are TF32.
+    engine: bool
+    why: str
+
+
+def choose_layers(package: bool, card: bool, dtype: torch.dtype) -> Layers:
+    """Choose Transformer Engine's layers, or Megatron's local ones with `SelfAttentionCore`, by package, card and dtype.
+
+    The engine's attention takes bfloat16 and float16 alone under context parallelism, and its float32 products are TF32.
+
+    >>> choose_layers(package=True, card=True, dtype=torch.float32)
+    Layers(engine=False, why='Transformer Engine has no attention for float32 under context parallelism')
+    """
+    name = str(dtype).removeprefix("torch.")
+    if not card:
+        return Layers(False, "there is no GPU")
+    if not package:
+        return Layers(False, "Transformer Engine is not installed")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Layers(False, f"Transformer Engine has no attention for {name} under context parallelism")
+    return Layers(True, f"{name} on a GPU")
+
+
+def layers_here(dtype: torch.dtype) -> Layers:
+    """`choose_layers` for this machine.
+
+    >>> layers_here(torch.float64).engine
+    False
+    """
+    return choose_layers(importlib.util.find_spec("transformer_engine") is not None, torch.cuda.is_available(), dtype)
+
+
+def has_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether Megatron's Transformer Engine layers are used for a model of `dtype` on this machine, else its local ones.
 
     >>> has_transformer_engine(torch.float32)
     False
     """
-    on_gpu, half = torch.cuda.is_available(), dtype in (torch.bfloat16, torch.float16)
-    return on_gpu and half and importlib.util.find_spec("transformer_engine") is not None
+    return layers_here(dtype).engine
 
 
 def default_ffn_hidden_size(hidden_size: int, gated: bool) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
-from parallel_rl.megatron.model_config import has_transformer_engine
+from parallel_rl.megatron.model_config import layers_here
 from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.vocab.backends.choice import runs_on_triton
@@ -26,19 +25,13 @@ def choices(config: TrainConfig) -> Iterator[Choice]:
     """Name what the run would be made of."""
     cuda, name = torch.cuda.is_available(), config.run.dtype
     dtype = DTYPES[name]
-    if has_transformer_engine(dtype):
-        yield Choice("layers and attention", f"Transformer Engine's, for {name} on a GPU")
+    layers = layers_here(dtype)
+    if layers.engine:
+        yield Choice("layers and attention", f"Transformer Engine's, for {layers.why}")
     else:
-        why = "there is no GPU" if not cuda else "Transformer Engine is not installed"
-        if cuda and find_spec("transformer_engine") is not None:
-            why = f"Transformer Engine has no attention for {name} under context parallelism"
-        advice = (
-            ""
-            if not cuda
-            else "its attention in plain PyTorch is much slower; run.dtype = bfloat16 with Transformer Engine"
-        )
-        text = f"Megatron's local ones with SelfAttentionCore: {why}"
-        yield Choice("layers and attention", text, advice)
+        better = "its attention in plain PyTorch is much slower; run.dtype = bfloat16 with Transformer Engine"
+        text = f"Megatron's local ones with SelfAttentionCore: {layers.why}"
+        yield Choice("layers and attention", text, better if cuda else "")
     probe = torch.empty(0, dtype=dtype, device="cuda" if cuda else "cpu")
     kernels = runs_on_triton(probe, "auto")
     yield Choice("token statistics", "Triton's kernels" if kernels else "PyTorch: " + _why_no_triton(cuda, name))
