@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _CAUSES = ("", "the file STOP", *(name.name for name in _SIGNALS))  # the later wins
 
+_ended = 0.0  # when SIGTERM came, by time.monotonic()
 _seen = 0  # of _CAUSES: a signal may come before there is a run to stop
 _listens = False
 
@@ -60,6 +62,15 @@ def asked() -> bool:
     False
     """
     return bool(_seen) or _asked_by_file()
+
+
+def ending() -> float | None:
+    """Seconds since SIGTERM came; None where it has not.
+
+    >>> ending() is None
+    True
+    """
+    return time.monotonic() - _ended if _ended else None
 
 
 def agree(device: torch.device, failed: bool) -> Boundary:
@@ -102,7 +113,9 @@ def ask_for_restart(text: str) -> bool:
 
 
 def _remember(number: int, frame: FrameType | None) -> None:
-    global _seen
+    global _ended, _seen
+    if number == signal.SIGTERM:
+        _ended = _ended or time.monotonic()
     _seen = max(_seen, _CAUSES.index(signal.Signals(number).name))
 
 

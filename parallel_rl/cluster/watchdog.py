@@ -21,7 +21,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from parallel_rl.cluster import heartbeat, stack_trace
+from parallel_rl.cluster import heartbeat, preemption, stack_trace
 from parallel_rl.cluster.watchdog_report import NAMED, Kind, Post, name_of, post_of, report, where
 
 FRACTION = 0.9  # of the groups' timeout: the alarm comes before the collectives fail one by one
@@ -30,6 +30,7 @@ _BEAT = 10.0  # between signs of life
 _GATHER = 4.0  # for the others' word
 _LINGER = 1.5  # for the others to print, and for whoever failed to end first
 _ANSWER = 5.0  # of the store
+_TERM = 15.0  # after SIGTERM; torchrun kills after 30
 
 
 @contextlib.contextmanager
@@ -153,6 +154,9 @@ class _Watch:
         elif self._orphaned():
             self._tell(self._post("failed", self._agent_gone()))
             self._end(f"parallel-rl: error{name_of(self._rank, heartbeat.step_name())}: {self._agent_gone()}\n")
+        elif self._stuck(now) and not self._store.check([self._key("alarm")]):
+            self._tell(self._post("failed", f"stuck at {self._place} as SIGTERM came"))
+            self._end(f"parallel-rl: error{name_of(self._rank, heartbeat.step_name())}: {self._stuck(now)}\n")
         elif self._store.check([self._key("alarm")]):
             self._answer()
         elif now - self._moved > FRACTION * self._timeout and self._waits():
@@ -218,6 +222,16 @@ class _Watch:
     def _post(self, kind: Kind, what: str, reason: str = "") -> Post:
         age = time.monotonic() - self._moved
         return Post(kind, self._rank, self._host, what, heartbeat.step_name(), heartbeat.doing(), age, reason)
+
+    def _stuck(self, now: float) -> str:
+        """What this rank is in, such as a read or a reward, where it has not moved since SIGTERM came: SIGKILL is near."""
+        ending, still = preemption.ending(), now - self._moved
+        if ending is None or min(ending, still) < _TERM or self._waits():
+            return ""
+        return (
+            f"SIGTERM came {ending:.0f} s ago, and it is stuck since {still:.0f} s at {self._place}, in {heartbeat.doing()}; "
+            "it ends without a save, and the last checkpoint stays"
+        )
 
     def _orphaned(self) -> bool:
         return self._agent is not None and os.getppid() != self._agent

@@ -247,7 +247,13 @@ class Workers:
             start = self._running < self.limit
             self._running += start
         if start:
-            threading.Thread(target=self._work, daemon=True).start()
+            try:
+                threading.Thread(target=self._work, daemon=True).start()
+            except RuntimeError:  # the system has no more threads: those that run will do
+                with self._lock:
+                    self._running -= 1
+                    if not self._running:
+                        raise
         return future
 
     def _work(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallel_rl.cluster import heartbeat, stack_trace
+from parallel_rl.cluster import heartbeat, preemption, stack_trace
 from parallel_rl.cluster import watchdog as watch_module
 from parallel_rl.cluster.watchdog import _Watch, lost_peer
 from parallel_rl.cluster.watchdog_report import Post, post_of, report
@@ -175,6 +176,30 @@ def test_long_work_outside_of_collectives_is_no_hang(
     time.sleep(1.0)
     watch.close()
     assert not store.check(["parallel_rl/watch/0/alarm"])
+
+
+def test_a_rank_that_is_stuck_as_sigterm_comes_says_where_and_ends(
+    watches: tuple[dist.TCPStore, Callable[[int, float], _Watch]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a read or a reward it would be killed without a word: no step's end, no collective, no timeout comes before."""
+    said: list[str] = []
+    monkeypatch.setattr(_Watch, "_end", lambda self, text: said.append(text))
+    monkeypatch.setattr(watch_module, "_GATHER", 0.1)
+    monkeypatch.setattr(watch_module, "_TERM", 0.3)
+    _, make = watches
+    watch = make(0, 2.0)
+    heartbeat.tick("asking the reward function")
+    watch.start()
+    time.sleep(1.0)
+    assert not said  # nobody has asked it to end
+    monkeypatch.setattr(preemption, "_ended", time.monotonic())
+    time.sleep(1.5)
+    watch.close()
+    where = r"test_watchdog.py:\d+ test_a_rank_that_is_stuck\w+, in asking the reward function"
+    assert re.match(
+        rf"parallel-rl: error \(rank 0\): SIGTERM came \d s ago, and it is stuck since \d s at {where}; it ends",
+        said[0],
+    )
 
 
 def test_an_error_of_the_gpu_is_not_taken_for_a_lost_store(

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ _MADE = re.compile(
     r"(\.(partial|replaced|pruned)_|[a-z]+_)?step_\d{6,}(\.damaged\d*|_\d+\.jsonl)?"
     r"|\.?version_\d{6,}_\d+(\.\d+\.partial)?|events\.out\.tfevents\..*|\.nfs.*"
 )
+_PATIENCE = 5.0  # seconds that all ranks wait for a removal
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _PARTIAL, _REPLACED, _PRUNED = ".partial_", ".replaced_", ".pruned_"
 
@@ -80,16 +82,36 @@ def publish(partial: Path, final: Path) -> None:
 
 
 def prune(folder: Path, keep: Retention, written: Path) -> None:
-    """Removes what `keep` does not hold; never `written`, nor one that is being read: its turn comes with the next save."""
+    """Removes what `keep` does not hold; never `written`, nor one that is being read: its turn comes with the next save.
+
+    A slow disk is not waited for: what takes longer than some seconds goes on beside the run.
+
+    Raises:
+        OSError: one could not be removed.
+    """
+    gone = []
     for path in list_checkpoints(folder)[: -keep.newest]:
         if path == written or (keep.every and _step_of(path) % keep.every == 0):
             continue
         with _lock(path, fcntl.LOCK_EX) as free:
             if not free:
                 continue
-            gone = path.with_name(_PRUNED + path.name)  # a half removed one must not look like a whole one
-            path.rename(gone)
-        shutil.rmtree(gone)
+            gone.append(path.with_name(_PRUNED + path.name))  # a half removed one must not look like a whole one
+            path.rename(gone[-1])
+    failed: list[OSError] = []
+
+    def remove() -> None:
+        try:
+            for path in gone:
+                shutil.rmtree(path)
+        except OSError as error:
+            failed.append(error)
+
+    removal = threading.Thread(target=remove, name="prune")  # the process ends after it
+    removal.start()
+    removal.join(_PATIENCE)
+    if failed:
+        raise failed[0]
 
 
 def _step_of(path: Path) -> int:

@@ -230,8 +230,11 @@ def read_metrics(path: Path) -> list[dict[str, float | int | str]]:
 
 
 def _read(path: Path) -> tuple[list[dict[str, float | int | str]], bool]:
-    """The rows, and whether the last line was cut off."""
-    *lines, rest = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    """The rows, and whether the last line was cut off: by a kill, or by a power cut, which leaves zeros behind."""
+    text = path.read_bytes() if path.is_file() else b""
+    whole = text.rstrip(b"\0\n")
+    zeros = b"\0" in text[len(whole) :]
+    *lines, rest = (whole + b"\n" if text[len(whole) :].startswith(b"\n") else whole).split(b"\n")
     rows: list[dict[str, float | int | str]] = []
     for number, line in enumerate([*lines, rest] if rest else lines, start=1):
         try:
@@ -246,7 +249,7 @@ def _read(path: Path) -> tuple[list[dict[str, float | int | str]], bool]:
                 "the line, or move the file away"
             ) from None
         rows.append(row)
-    return rows, False
+    return rows, zeros
 
 
 def _kept(path: Path, after: Mapping[str, int]) -> tuple[list[dict[str, float | int | str]], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import threading
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -293,6 +294,20 @@ def test_pruning_keeps_the_newest_and_every_mth_and_what_is_being_read(tmp_path:
     assert [path.name for path in storage.list_checkpoints(folder)] == ["step_000014", "step_000019"]
     with open(folder / "step_000014" / MANIFEST, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # free: no lock was left behind
+
+
+def test_a_slow_removal_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks wait for the first one's pruning: on a slow disk longer than for any collective."""
+    folder, remove, go = _folder(tmp_path, {1: 1, 2: 2}), shutil.rmtree, threading.Event()
+    monkeypatch.setattr(storage.shutil, "rmtree", lambda path: go.wait(60) and remove(path))
+    monkeypatch.setattr(storage, "_PATIENCE", 0.1)
+    storage.prune(folder, Retention(1), folder / "step_000002")
+    assert [path.name for path in storage.list_checkpoints(folder)] == ["step_000002"]
+    assert (folder / ".pruned_step_000001").exists()
+    go.set()
+    [removal] = [thread for thread in threading.enumerate() if thread.name == "prune"]
+    removal.join(60)
+    assert [path.name for path in folder.iterdir()] == ["step_000002"]
 
 
 def test_what_a_kill_left_is_cleared_up_and_said(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ ROWS = "".join(
     [
         (ROWS, {"warmup": 2, "rl": 3}, "1 2 1 2 3", None),
         (ROWS + '{"phase": "r', {"warmup": 2, "rl": 3}, "1 2 1 2 3", "the last line was cut off"),
+        (ROWS + "\0\0\0\n", {"warmup": 2, "rl": 3}, "1 2 1 2 3", "the last line was cut off"),
+        (ROWS + '{"phase": "r\0\0\n\0', {"warmup": 2, "rl": 3}, "1 2 1 2 3", "the last line was cut off"),
         (ROWS.removesuffix("\n"), {"warmup": 2, "rl": 3}, "1 2 1 2 3", None),  # whole but for its end
         (
             ROWS,
