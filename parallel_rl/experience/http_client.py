@@ -253,6 +253,7 @@ class Workers:
                 with self._lock:
                     self._running -= 1
                     if not self._running:
+                        self._queue.clear()
                         raise
         return future
 

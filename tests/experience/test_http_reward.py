@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parallel_rl.experience import HTTPReward, HTTPRewardConfig, RewardServerError, reward_function
-from parallel_rl.experience.http_client import ServerAwayError, any_server_away
+from parallel_rl.experience.http_client import ServerAwayError, Workers, any_server_away
 from tests.experience.server import Answer, lengths, serve
 
 
@@ -180,6 +180,18 @@ def test_a_server_that_is_not_up_yet_is_waited_for(capsys: pytest.CaptureFixture
     with pytest.raises(ServerAwayError, match=rf"^reward server {url}: no connection: .*refused, for 0\.2 s"):
         HTTPReward(replace(waits, wait=0.2))(*texts(2))
     assert not any_server_away()
+
+
+def test_a_thread_that_cannot_start_takes_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or no call would ever run again: each waits for a place that nobody gives back."""
+    workers = Workers(1)
+    with monkeypatch.context() as full:
+        full.setattr(
+            threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
+        )
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            workers.submit(lambda: 1)
+    assert workers.submit(lambda: 2).result(10) == 2
 
 
 def test_one_failure_ends_the_others() -> None:
