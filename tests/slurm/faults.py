@@ -8,113 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
-from tests.slurm.cluster import ENDED, Cluster
-from tests.slurm.runs import arguments, submit, words
+from tests.slurm.case import Case
+from tests.slurm.runs import words
 
-STEPS = 14
-WAIT = 900.0  # seconds, for a busy machine
-RANK = r"python\S* -u -m parallel_rl\.cli train"
 AGENT = r"python\S* \S*torchrun\.py"
-
-
-@dataclass
-class Case:
-    """One job on node1 and node2 of a cluster of its own, which has a node to spare."""
-
-    cluster: Cluster
-    draw: random.Random
-    timeout: int = 300  # run.timeout, in which the ranks may be held
-    options: tuple[str, ...] = ()
-    job: int = 0
-    state: str = ""
-    seconds: float = 0.0
-    began: float = 0.0  # of time.monotonic(), when it happens
-    instant: str = ""
-    held: dict[str, int] = field(default_factory=dict)  # the rank of each node
-
-    @property
-    def run(self) -> Path:
-        return self.cluster.disk / "run"
-
-    @property
-    def logs(self) -> Path:
-        return self.cluster.folder / "logs"
-
-    def start(self) -> None:
-        """`sbatch`, with the same command each time."""
-        given = arguments(self.run, STEPS, rl__optimizer="{lr: 1e-3}", run__timeout=self.timeout)
-        self.job = submit(self.cluster, self.logs, 2, given, *self.options, env={"GATE_SECONDS": "300"})
-
-    def rows(self) -> int:
-        """Steps in metrics.jsonl now."""
-        path = self.run / "metrics.jsonl"
-        return path.read_text().count("\n") if path.exists() else 0
-
-    def ranks(self) -> dict[str, int]:
-        """The process of the rank on each node, where there is one."""
-        found = {node: self.cluster.processes(self.job, RANK, node) for node in ("node1", "node2")}
-        return {node: processes[0] for node, processes in found.items() if processes}
-
-    def at_a_random_instant(self, first: int) -> None:
-        """Holds the ranks some moment after some step, the `first` or a later one."""
-        step, moment = self.draw.randint(first, STEPS // 2), self.draw.uniform(0.0, 0.5)
-        self.instant = f"{moment:.2f} s after step {step}"
-        self.cluster.until(lambda: len(self.ranks()) == 2 or self.ended(), WAIT, "its ranks")
-        ranks = self.ranks()
-        assert len(ranks) == 2, f"the job is {self.cluster.state(self.job)} before its ranks started"
-        there = [Path(f"/proc/{rank}") for rank in ranks.values()]
-        # nothing slow in here: it has only so many steps
-        self.cluster.until(
-            lambda: self.rows() >= step or not all(path.exists() for path in there), WAIT, f"step {step}", every=0.02
-        )
-        assert self.rows() >= step, f"the job is {self.cluster.state(self.job)} before anything happened to it"
-        time.sleep(moment)
-        self.held = ranks
-        for rank in ranks.values():
-            os.kill(rank, signal.SIGSTOP)
-        self.began = time.monotonic()
-
-    def release(self) -> None:
-        """The held ranks that are still there go on."""
-        for rank in self.held.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(rank, signal.SIGCONT)
-        self.held = {}
-
-    def until_told(self, number: signal.Signals) -> None:
-        """Until a signal waits for each held rank, or Slurm has let it go on."""
-        self.cluster.until(lambda: all(_told(rank, number) for rank in self.held.values()), WAIT, number.name)
-
-    def until_asked(self) -> None:
-        """Until the batch script has heard USR1 and left word for the ranks."""
-        self.cluster.until((self.logs / str(self.job) / "STOP").exists, WAIT, "the file STOP")
-
-    def wait(self) -> str:
-        """The state that the job comes into by it."""
-        if not self.state:
-            self.state = self.cluster.wait(self.job, [*ENDED, "PENDING", "REQUEUED"], timeout=WAIT)
-            self.seconds = time.monotonic() - self.began
-        return self.state
-
-    def ended(self) -> bool:
-        return self.cluster.state(self.job) in ENDED
-
-
-def _told(process: int, number: signal.Signals) -> bool:
-    try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    except OSError:
-        return True
-    status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-    waiting = int(status["ShdPnd"], 16) | int(status["SigPnd"], 16)
-    return not status["State"].startswith("T") or bool(waiting >> (number - 1) & 1)
 
 
 @dataclass(frozen=True)
@@ -127,6 +28,7 @@ class Fault:
         ends: the state that the job comes into by it, as a regular expression: PENDING is back in the queue by itself.
         says: what stands in the job's logs then, as a regular expression: who, and the cause.
         options: of sbatch. timeout: run.timeout. disk: MB of the run's own file system.
+        at: the check of the config or the gate before the first step, in place of a random instant of the run.
         first: the step that it may happen after, or after a later one.
         held_by: what else shows it in `make test-slurm`, where there is something; `make soak` does it all the same.
     """
@@ -139,6 +41,7 @@ class Fault:
     options: tuple[str, ...] = ()
     timeout: int = 300
     disk: int | None = None
+    at: str = ""
     first: int = 1
     held_by: str = ""
 
@@ -152,6 +55,10 @@ def _time_limit(case: Case) -> None:
     case.cluster.run("scontrol", "update", f"job={case.job}", "timelimit=10")  # USR1 is due 10 minutes before it
     case.until_asked()
     case.cluster.run("scontrol", "update", f"job={case.job}", "timelimit=60")  # or its next start would hear the same
+
+
+def _rank_at_the_gate(case: Case) -> None:
+    os.kill(case.ranks()["node2"], signal.SIGKILL)
 
 
 def _scancel(case: Case) -> None:
@@ -229,6 +136,24 @@ FAULTS = (
         _usr1,
         "PENDING",
         rf"stopped by the file STOP {_SAVED}",
+    ),
+    Fault(
+        "asked to stop during the check",
+        "the same, while one process checks config and files",
+        _usr1,
+        "PENDING",
+        r"queued again: stopped before its ranks started",
+        at="check",
+        held_by="test_restarts, which asks at three instants of the start",
+    ),
+    Fault(
+        "a rank is killed at the gate",
+        "`kill -9` of rank 1, which waits for rank 0",
+        _rank_at_the_gate,
+        "FAILED",
+        r"rank 1 was killed by SIGKILL",
+        at="gate",
+        held_by="test_scripts, where a rank dies at the start",
     ),
     Fault(
         "time limit",

@@ -12,8 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from tests.slurm.case import STEPS, WAIT, Case
 from tests.slurm.cluster import Cluster, missing
-from tests.slurm.faults import FAULTS, STEPS, WAIT, Case, Fault
+from tests.slurm.faults import FAULTS, Fault
 from tests.slurm.runs import Rows, arguments, checked, curve, submit, words
 
 pytestmark = pytest.mark.slurm
@@ -79,7 +80,10 @@ def _happen(fault: Fault, number: int, calm: Future[Rows]) -> Outcome:
 
 def _one(fault: Fault, case: Case, calm: Future[Rows]) -> Outcome:
     case.start()
-    case.at_a_random_instant(fault.first)
+    if fault.at:
+        case.at_the_start(fault.at)
+    else:
+        case.at_a_random_instant(fault.first)
     done = case.rows()
     assert done < STEPS, f"the run was done {case.instant}: this process had no turn in time"
     fault.does(case)
