@@ -40,6 +40,7 @@ def compare(
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one process"])
 def test_twenty_steps_in_float64(layout: str, tmp_path: Path) -> None:
+    """May take over twenty seconds: only after some steps do clipping and the KL act, and do small differences grow."""
     expected = twenty_steps("one process", "float64", tmp_path / "one")
     rows = twenty_steps(layout, "float64", tmp_path / "many")
     compare(rows, expected, "float64", set(expected[0]) - {"phase"})
@@ -54,6 +55,7 @@ def test_twenty_steps_in_float64(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["TP 2 × CP 2 × SP packed", "PP 2"])
 def test_the_fused_head_changes_nothing(layout: str, tmp_path: Path) -> None:
+    """May take over twenty seconds: the same twenty steps, with logits that are never whole."""
     expected = twenty_steps("one process", "float64", tmp_path / "one")
     rows = twenty_steps(layout, "float64", tmp_path / "fused", model__fused_head=True)
     compare(rows, expected, "float64", set(expected[0]) - {"phase"})
@@ -61,12 +63,14 @@ def test_the_fused_head_changes_nothing(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["TP 2 × CP 2 × SP packed"])
 def test_twenty_steps_in_float32(layout: str, tmp_path: Path) -> None:
+    """May take over twenty seconds: rounding adds up over steps, and what grows faster than it is a fault."""
     expected = twenty_steps("one process", "float32", tmp_path / "one")
     rows = twenty_steps(layout, "float32", tmp_path / "many")
     compare(rows, expected, "float32", {"loss", "grad_norm"})
 
 
 def test_data_parallel_and_gated_tied_model_in_float64(tmp_path: Path) -> None:
+    """May take over twenty seconds: three runs of twenty steps, two of them on several ranks."""
     model = {"model__gated": True, "model__tie_embeddings": True}
     expected = twenty_steps("one process", "float64", tmp_path / "one", **model)
     for name, world, parallel, packing in (
