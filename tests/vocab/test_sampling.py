@@ -224,10 +224,10 @@ def _draw(rank: int, split: str, temperature: float, dtype: torch.dtype) -> tupl
     logits = _logits(200, 103).to(dtype)
     logits[0] = logits[1, :] = 0.25  # ties over the shards
     part, vocab, start = _shard(logits, rank, split, size)
+    shard = {"group": dist.group.WORLD, "vocab_size": vocab, "vocab_start": start}
+    sample_tokens(part, _keys(200), **shard)  # the first call on a group compares where the shards start
     with recorded() as collectives:
-        tokens = sample_tokens(
-            part, _keys(200), temperature=temperature, group=dist.group.WORLD, vocab_size=vocab, vocab_start=start
-        )
+        tokens = sample_tokens(part, _keys(200), temperature=temperature, **shard)
     one = sample_tokens(logits, _keys(200), temperature=temperature)
     return tokens, torch.equal(tokens, one), collectives.count("_allgather_base_")
 

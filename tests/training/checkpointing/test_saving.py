@@ -136,7 +136,7 @@ def test_a_disk_that_fills_up_at_any_file_leaves_the_last_good_one(tmp_path: Pat
     causes, others = run_world(2, _on_a_small_disk, arguments(place, "{tensor: 2}"), place, timeout=300)
     print("\n".join(causes))
     assert causes == others  # every rank says the same
-    assert len(causes) >= 7  # the folder, the common part, four shards, the index, the manifest
+    assert len(causes) >= 6  # the common part, the shards, the index, two small files; older versions' folder, too
     assert any("rank 1" in cause for cause in causes) and all("No space left on device" in cause for cause in causes)
 
 
