@@ -92,6 +92,7 @@ def _train_for_a_job(rank: int, given: list[str], job: str) -> list[dict[str, fl
         del os.environ[FOLDER]
 
 
+@pytest.mark.slow
 def test_the_file_stop_ends_a_run_between_two_steps_and_it_goes_on_to_the_same_bits(tmp_path: Path) -> None:
     whole, stopped, job = tmp_path / "whole", tmp_path / "stopped", tmp_path / "job"
     job.mkdir()

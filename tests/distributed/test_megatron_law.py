@@ -50,7 +50,7 @@ WAYS = [
 ]
 
 # each setting of a way once; what two ranks have beyond four is in the layouts
-FAST = {1: WAYS, 2: [WAYS[1]], 4: [WAYS[1], WAYS[2], WAYS[4], WAYS[6]]}
+FAST = {1: WAYS, 2: [], 4: [WAYS[1], WAYS[2], WAYS[6]]}
 
 # heads of multi-token prediction: their labels cross context ranks, packed sequences and prompts
 MTP = {

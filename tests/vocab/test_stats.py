@@ -108,7 +108,7 @@ def test_temperature(per_token: bool, backend: Backend) -> None:
     [
         (torch.float32, "eager", "eager"),
         (torch.bfloat16, "eager", "eager"),
-        (torch.float32, "eager", "compiled"),
+        pytest.param(torch.float32, "eager", "compiled", marks=pytest.mark.slow),
         pytest.param(torch.float32, "compiled", "compiled", marks=pytest.mark.slow),
         pytest.param(torch.bfloat16, "compiled", "compiled", marks=pytest.mark.slow),
     ],

@@ -119,8 +119,10 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))  # builds are really made
 
 
-@pytest.mark.parametrize("entropy", [True, False])
-@pytest.mark.parametrize("dtype", list(TYPES), ids=str)
+@pytest.mark.parametrize("entropy", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", ["stats", "gradient"])
 def test_passes(name: str, architecture: int, dtype: torch.dtype, entropy: bool, tmp_path: Path) -> None:
@@ -142,7 +144,13 @@ def test_passes(name: str, architecture: int, dtype: torch.dtype, entropy: bool,
 
 
 @pytest.mark.parametrize(
-    "dtype, width", [(torch.bfloat16, 128256), (torch.bfloat16, 16032), (torch.bfloat16, 18992), (torch.float32, 16032)]
+    "dtype, width",
+    [
+        pytest.param(torch.bfloat16, 128256, marks=pytest.mark.slow),
+        (torch.bfloat16, 16032),
+        pytest.param(torch.bfloat16, 18992, marks=pytest.mark.slow),
+        (torch.float32, 16032),
+    ],
 )
 @pytest.mark.parametrize("name", ["stats", "gradient"])
 def test_instructions_of_the_loop(name: str, dtype: torch.dtype, width: int, tmp_path: Path) -> None:

@@ -98,7 +98,13 @@ def _train_and_tell(rank: int, given: list[str]) -> list[str]:
     return taken
 
 
-@pytest.mark.parametrize(("name", "kind"), zip(RUNS, ["jsonl", "parquet"] * 2, strict=True))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=[] if kind == "parquet" else pytest.mark.slow)
+        for name, kind in zip(RUNS, ["jsonl", "parquet"] * 2, strict=True)
+    ],
+)
 def test_a_restart_with_other_sizes_takes_the_next_record(name: str, kind: str, tmp_path: Path) -> None:
     """Takes some twenty seconds: a run, its first part and the rest of it with other sizes, through all records."""
     *_, records, _, smaller = RUNS[name]

@@ -133,6 +133,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow
 def test_random_states_and_the_kl_controller_go_on(tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     more = {**KL_AND_CRITIC, "reward": "chance"}

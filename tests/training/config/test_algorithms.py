@@ -47,7 +47,8 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("config", ["sft_arithmetic.yaml", pytest.param("dpo_arithmetic.yaml", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", list(OBJECTIVES))
 def test_the_other_objectives_agree_and_learn(config: str, tmp_path: Path) -> None:
     one = rows_of(config, tmp_path / "one", "one process", **OBJECTIVES[config])
     four = rows_of(config, tmp_path / "four", "TP 2 × CP 2 × SP packed", **OBJECTIVES[config])

@@ -93,7 +93,14 @@ def _arguments(folder: Path, layout: str, **sampling: float) -> tuple[int, list[
     return world, arguments
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one process"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[] if name in ("TP 2 × CP 2 × SP packed", "PP 2") else pytest.mark.slow)
+        for name in LAYOUTS
+        if name != "one process"
+    ],
+)
 def test_any_layout_draws_the_same_tokens(layout: str, tmp_path: Path) -> None:
     one, arguments = _arguments(tmp_path, "one process")
     [expected] = run_world(one, draw, arguments, 5)
