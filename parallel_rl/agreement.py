@@ -143,12 +143,13 @@ def check_replicated(gradients: Sequence[Tensor | None], group: ProcessGroup | N
         )
 
 
-def shape_facts(logits: Tensor, vocab_size: int | None) -> dict[str, int]:
-    """Facts that ranks with a common batch must agree on: tokens, and without `vocab_size` the shard's width."""
+def shape_facts(logits: Tensor, vocab_size: int | None, vocab_start: int | None = None) -> dict[str, int]:
+    """Facts that ranks with a common batch must agree on: tokens, how shards are told, and their width without `vocab_size`."""
     width = logits.shape[-1] if logits.dim() else 1
     return {
         "the number of local tokens": logits.shape[:-1].numel(),  # a shard may have no column
         "the width of the vocabulary shard (without vocab_size)": width if vocab_size is None else 0,
+        "how many give a vocab_start (1, or 0)": int(vocab_start is not None),
     }
 
 

@@ -190,7 +190,7 @@ def token_scores(
         return of, targets, shard
 
     groups = [vocab_parallel_group, context_parallel_group]
-    same = shape_facts(logits, vocab_size)
+    same = shape_facts(logits, vocab_size, vocab_start)
     if cut_length is not None:  # of parts that need not be even
         same["the number of local tokens"] = logits.shape[0] * cut_length
     of, targets, shard = raise_on_all_ranks(check, groups, logits, same)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.groups import all_gather
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.shards import VocabShard, check_spans
@@ -87,7 +87,7 @@ def sample_tokens(
             logits.shape[-1], group, vocab_size, vocab_start, temperature=temperature or 1.0, truncation=truncation
         )
 
-    shard = raise_on_all_ranks(check, [group], logits)
+    shard = raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size, vocab_start))
     check_spans(group, logits.shape[-1], vocab_size, vocab_start, logits)
     flat, row_keys = logits.reshape(keys.numel(), logits.shape[-1])[:, : shard.valid], keys.reshape(-1)
     floor = kept_floor(flat, shard) if shard.truncation else None

@@ -98,7 +98,7 @@ def token_stats(
         check_tokens(targets, logits.shape[:-1], shard, ignore_index)
         return shard
 
-    shard = raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size))
+    shard = raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size, vocab_start))
     check_spans(group, logits.shape[-1], vocab_size, vocab_start, logits)
     return stats_of_shard(logits, targets, targets != ignore_index, shard)
 

@@ -84,7 +84,7 @@ def truncated_token_stats(
             check_kept_ids(kept_ids, targets != ignore_index, shard.vocab_size)
         return shard
 
-    shard = raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size))
+    shard = raise_on_all_ranks(check, [group], logits, shape_facts(logits, vocab_size, vocab_start))
     check_spans(group, logits.shape[-1], vocab_size, vocab_start, logits)
     return truncated_stats_of_shard(logits, targets, targets != ignore_index, shard, kept_ids)
 

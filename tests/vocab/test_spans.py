@@ -16,7 +16,7 @@ WORDS = 9
 DATA = {"input_ids": torch.tensor([[1, 8, 4]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
 
 
-def _calls(start: int, logits: torch.Tensor) -> dict[str, Callable[[], object]]:
+def _calls(start: int | None, logits: torch.Tensor) -> dict[str, Callable[[], object]]:
     group, spans = dist.group.WORLD, {"vocab_size": WORDS, "vocab_start": start}
     counts = torch.tensor(1), torch.tensor(2)
     return {
@@ -27,7 +27,7 @@ def _calls(start: int, logits: torch.Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def _on_shards(rank: int, splits: Sequence[Sequence[tuple[int, int]]]) -> list[str]:
+def _on_shards(rank: int, splits: Sequence[Sequence[tuple[int | None, int]]]) -> list[str]:
     """What each reader says of each split, in turn."""
     found = []
     for split in splits:
@@ -50,3 +50,12 @@ def test_spans_that_overlap_or_leave_a_hole_are_refused() -> None:
         for text in ranks[0][4 * place : 4 * place + 4]:
             assert f"the columns of the tensor ranks are {said}; they must be [0, vocab_size = 9)" in text
     assert all(text.endswith(" ok") for text in ranks[0][12:])
+
+
+def test_a_start_on_one_rank_only_is_refused() -> None:
+    """Else the rank that gave it would wait for the others in a collective of its own."""
+    ranks = run_world(2, _on_shards, (((0, 5), (None, 4)),))
+    assert ranks[0] == ranks[1]
+    assert all(
+        "differ in how many give a vocab_start (1, or 0): it is 0 on one and 1 on another" in x for x in ranks[0]
+    )

@@ -207,7 +207,7 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
             needs = needs.with_temperature()
         head, logits = split_output(call.output, group)
         call = replace(call, data=self._complete(logits, call.data))
-        same = call.facts(logits, self.options.vocab_size)
+        same = call.facts(logits, self.options.vocab_size, self.options.vocab_start)
         layout = raise_on_all_ranks(
             lambda: self._check(call, needs, head, logits), [group, call.context_group], logits, same
         )

@@ -94,9 +94,9 @@ class LossCall:
         tensors, heads = split_fields(data, groups[0])
         return cls(output, tensors, *counts, tensor_rank, *groups, statistics, heads=heads)
 
-    def facts(self, logits: Tensor, vocab_size: int | None) -> dict[str, int]:
+    def facts(self, logits: Tensor, vocab_size: int | None, vocab_start: int | None) -> dict[str, int]:
         """Numbers in which the ranks of both groups must agree."""
-        facts = shape_facts(logits, vocab_size)
+        facts = shape_facts(logits, vocab_size, vocab_start)
         if self.cut_length is not None:  # of parts that need not be even
             facts["the number of local tokens"] = logits.shape[0] * self.cut_length
         return facts
