@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,8 @@ from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.reporting.logger import Row, RunInfo, register_logger, registered
 from parallel_rl.training.reporting.loggers import Loggers, check_loggers
-from tests.training.checkpointing.saves import arguments
+from parallel_rl.training.reporting.run_log import RunLog, read_metrics
+from tests.training.checkpointing.saves import arguments, can_mount, disk
 from tests.training.helpers import cut, train_rows
 
 OWN = '''
@@ -170,3 +172,21 @@ def test_a_tracker_takes_config_rows_and_texts(name: str, tmp_path: Path, monkey
         ]
     else:
         assert any(path.is_file() for path in (tmp_path / name).rglob("*"))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_under_tensorboard_alone_keeps_no_row_from_the_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its writer fails in a thread of its own, which must neither end the run nor keep its end waiting."""
+    pytest.importorskip("tensorboard")
+    if not can_mount(tmp_path / "probe"):
+        pytest.skip("this user may not mount a file system")
+    with disk(tmp_path / "run" / "tensorboard", "size=8k"):
+        with RunLog(tmp_path / "run", "sft", active=True, after=None, loggers=["tensorboard"]) as log:
+            for step in range(1, 41):
+                log.step("sft", step, {f"metric {number}": float(step) for number in range(20)})
+        free = shutil.disk_usage(tmp_path / "run" / "tensorboard").free
+    assert free == 0, "the disk was never full"
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 41))
+    assert capsys.readouterr().out.count("No space left on device") == 1
