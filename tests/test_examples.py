@@ -36,6 +36,7 @@ def test_the_megatron_loop_has_the_same_losses_on_any_layout() -> None:
         assert found == pytest.approx(losses, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_megatron_grpo_draws_and_rewards_the_same_on_any_layout() -> None:
     pytest.importorskip("megatron.core")
     [alone] = run_world(1, train, "megatron_grpo.py", 1, 1, 2)

@@ -110,6 +110,7 @@ def test_peak_memory_sees_an_allocation_once() -> None:
     assert afterwards <= 1 << 20
 
 
+@pytest.mark.slow
 def test_the_operators_of_a_loss_do_not_grow(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = {name: tmp_path / f"losses.{name}" for name in ("json", "png")}

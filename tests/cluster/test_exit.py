@@ -61,7 +61,7 @@ def _nothing(rank: int) -> None:
     pass
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_a_signal_in_the_last_step_finds_a_complete_run(number: signal.Signals, tmp_path: Path) -> None:
     run_world(1, _nothing)  # starts the pool's server, from which the process below is forked
     folder, job = tmp_path / "run", tmp_path / "job"

@@ -69,6 +69,7 @@ def same(step: Step, wanted: Step) -> None:
     assert step.meta["metrics"] == pytest.approx(wanted.meta["metrics"], rel=1e-8, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_four_ranks_dump_what_one_process_does_and_train_as_without(tmp_path: Path) -> None:
     """TP 2 × CP 2, sequence parallel, packed, for every layout; weights to the bit with and without a dump."""
     world, parallel, packing = LAYOUTS["TP 2 × CP 2 × SP packed"]

@@ -265,6 +265,7 @@ WHOLE = """{name: components, options: {components: {
     teacher: {loss: {name: full_distillation, options: {divergence: reverse_kl}}, coefficient: 0.5}}}}"""
 
 
+@pytest.mark.slow
 def test_a_policy_and_the_teachers_distributions_in_one_forward(tmp_path: Path, taught: Path) -> None:
     """The estimator reads no teacher, the loss does: its logits of each micro-batch."""
     more = {"rl.teacher": taught, "rl.loss": WHOLE.replace("\n", "")}
@@ -288,7 +289,7 @@ def test_a_teacher_that_nothing_reads_is_refused() -> None:
 @pytest.mark.parametrize(
     "layout", ["TP 2", *(pytest.param(x, marks=pytest.mark.slow) for x in ("TP 2 × CP 2 × SP packed", "PP 2"))]
 )
-@pytest.mark.parametrize("name", ["gkd", "distillation_topk"])
+@pytest.mark.parametrize("name", ["gkd", pytest.param("distillation_topk", marks=pytest.mark.slow)])
 def test_distillation_from_hidden_states_of_both(name: str, layout: str, tmp_path: Path, taught: Path) -> None:
     """With a fused head neither model makes logits, and the numbers stay those of whole logits in one process."""
     teacher = {"distillation.teacher": taught}

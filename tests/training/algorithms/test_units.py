@@ -54,7 +54,9 @@ def config(folder: Path, mode: str, file: Path, **more: object) -> list[str]:
     )
 
 
-@pytest.mark.parametrize("mode", LOSSES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=pytest.mark.slow if number else []) for number, mode in enumerate(LOSSES)]
+)
 def test_units_weigh_the_same_on_one_rank_and_on_two(mode: str, tmp_path: Path) -> None:
     """Rows of a prompt and of a trajectory are dealt to data ranks and micro-batches; the numbers of the run do not move."""
     write_rollouts(tmp_path / "rollouts.jsonl", rollouts(32))

@@ -61,7 +61,7 @@ RUNS = {
     "critic": ("DP 2", "PP 2 × DP 2"),
     "reward model": ("DP 2",),
 }
-QUICK = {("GRPO", "TP 2 × DP 2 × SP"), ("DPO", "PP 2 × DP 2")}
+QUICK = {("GRPO", "TP 2 × DP 2 × SP")}
 _expected: dict[str, list[dict[str, float | int | str]]] = {}
 
 

@@ -62,6 +62,7 @@ def test_the_other_objectives_agree_and_learn(config: str, tmp_path: Path) -> No
 LAYOUTS["DP 2"] = (2, {}, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", ["TP 2 × CP 2 × SP packed", *(pytest.param(x, marks=pytest.mark.slow) for x in ("PP 2", "DP 2"))]
 )

@@ -308,7 +308,7 @@ def test_what_exceeds_the_budget_is_checked_evenly_and_then_when_read(tmp_path: 
         records.stream(range(len(records)), seed=0)
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", [pytest.param("jsonl", marks=pytest.mark.slow), "parquet"])
 def test_memory_does_not_grow_with_the_file(kind: str, tmp_path: Path) -> None:
     """6 MB of records through a window of 256 KiB, in passes over every tenth record of the stream."""
     size, window = 30_000, 1 << 18

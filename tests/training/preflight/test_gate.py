@@ -104,7 +104,7 @@ def _losses(rank: int, overrides: list[str]) -> tuple[list[str], bool]:
 
 @pytest.mark.parametrize(
     "overrides",
-    [*LAYOUTS[:2], pytest.param(LAYOUTS[2], marks=pytest.mark.slow)],
+    [LAYOUTS[0], *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[1:])],
     ids=["tensor, context", "pipeline, packed", "fused head, truncated"],
 )
 def test_the_losses_of_a_run_pass_on_its_groups_which_it_keeps(overrides: list[str]) -> None:

@@ -163,6 +163,7 @@ def test_greedy_answers_come_from_the_server(tmp_path: Path) -> None:
     assert heats.count(0) == 3 * SAMPLES // 4 and heats.count(1) == 3 * SAMPLES
 
 
+@pytest.mark.slow
 def test_students_rows_come_from_the_server(tmp_path: Path) -> None:
     """On-policy distillation, of the weights of each step."""
     with serve_engine(EngineServer()) as server:
@@ -224,6 +225,7 @@ def drift(rows: list[dict]) -> list[float]:
     return [abs(row["sampling_importance_ratio"] - 1) for row in rows]
 
 
+@pytest.mark.slow
 def test_the_server_has_the_trainers_weights(tmp_path: Path) -> None:
     """With real weights and log-probs, which come from another seed's model before the first update."""
     with own_server() as server:

@@ -80,6 +80,7 @@ def test_every_layout_asks_once_and_trains_alike(
     assert len({row["reward"] for row in expected}) > 1
 
 
+@pytest.mark.slow
 def test_the_rule_of_the_sampler_is_the_loss_s(tmp_path: Path, alone: tuple[list[dict], list[str]]) -> None:
     """A server that draws from everything all the same: what the trainer's truncated policy does not keep leaves the mask."""
     rule = {"sampling": "{max_new_tokens: 8, top_k: 8, top_p: 0.95}"}
