@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from parallel_rl.functional.rec import REC
 from parallel_rl.functional.surrogates import TOPR
 from parallel_rl.losses.policy import PolicyLoss
+from parallel_rl.losses.policy_config import PolicyLossConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,6 +45,24 @@ def check_fits(host: str, loss_fn: LossFn, fields: Collection[str], *, entropy: 
         )
     if needs.entropy and not needs.entropy_measured and not entropy:
         raise ValueError(f"{name} in this configuration reads the entropy, which {host} does not hand over")
+
+
+def losses_of(recipes: Sequence[str], **left: object) -> Iterator[tuple[str, LossFn]]:
+    """The losses of recipes by the names that a host's registry gets; `left` are options of a policy loss left to the host.
+
+    >>> [name for name, _ in losses_of(["dapo"], kl=None)]
+    ['parallel_rl:dapo']
+
+    Raises:
+        ValueError: an unknown recipe.
+    """
+    from parallel_rl.recipes import find_recipe, load_recipe
+
+    for recipe in recipes:
+        loss_class, config = load_recipe(recipe)
+        if isinstance(config, PolicyLossConfig):
+            config = replace(config, **left)  # type: ignore[arg-type]
+        yield f"parallel_rl:{find_recipe(recipe).stem}", loss_class(config)
 
 
 def divided_by(loss_fn: LossFn) -> dict[str, str | None]:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.hosts.fit import check_fits, scales_with_advantages
+from parallel_rl.hosts.fit import check_fits, losses_of, scales_with_advantages
 from parallel_rl.hosts.scaling import floats
 from parallel_rl.losses.policy import PolicyLoss
-from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.metrics import Metric, Metrics
 
 if TYPE_CHECKING:
@@ -35,8 +33,6 @@ def register(*recipes: str) -> list[str]:
     Raises:
         ValueError: an unknown recipe, one that SkyRL cannot feed; a SkyRL without a registry of policy losses.
     """
-    from parallel_rl.recipes import find_recipe, load_recipe
-
     try:
         host = importlib.import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
     except ImportError as error:
@@ -44,12 +40,9 @@ def register(*recipes: str) -> list[str]:
     except AttributeError:
         raise ValueError("this SkyRL has no PolicyLossRegistry; supported is its source of August 2026") from None
     names = []
-    for recipe in recipes:
-        loss_class, config = load_recipe(recipe)
-        if isinstance(config, PolicyLossConfig):
-            config = replace(config, kl=None, entropy_bonus=0.0, aggregation="token-mean", max_length=None)
-        names.append(f"parallel_rl:{find_recipe(recipe).stem}")
-        host.register(names[-1], policy_loss(loss_class(config)))
+    for name, loss_fn in losses_of(recipes, kl=None, entropy_bonus=0.0, aggregation="token-mean", max_length=None):
+        host.register(name, policy_loss(loss_fn))
+        names.append(name)
     return names
 
 

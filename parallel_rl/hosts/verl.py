@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from parallel_rl.hosts.fit import check_fits, scales_with_advantages, unit_of
+from parallel_rl.hosts.fit import check_fits, losses_of, scales_with_advantages, unit_of
 from parallel_rl.hosts.scaling import averaged, floats
 from parallel_rl.losses.policy import PolicyLoss
-from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.metrics import Metric, Metrics
 
 if TYPE_CHECKING:
@@ -46,8 +44,6 @@ def register(*recipes: str) -> list[str]:
     Raises:
         ValueError: an unknown recipe, one that verl cannot feed; a verl without a registry of policy losses.
     """
-    from parallel_rl.recipes import find_recipe, load_recipe
-
     try:
         host = importlib.import_module("verl.trainer.ppo.core_algos").register_policy_loss
     except ImportError as error:
@@ -55,12 +51,9 @@ def register(*recipes: str) -> list[str]:
     except AttributeError:
         raise ValueError("this verl has no registry of policy losses; supported is 0.9.1") from None
     names = []
-    for recipe in recipes:
-        loss_class, config = load_recipe(recipe)
-        if isinstance(config, PolicyLossConfig):
-            config = replace(config, kl=None, entropy_bonus=0.0)
-        names.append(f"parallel_rl:{find_recipe(recipe).stem}")
-        host(names[-1])(policy_loss(loss_class(config)))
+    for name, loss_fn in losses_of(recipes, kl=None, entropy_bonus=0.0):
+        host(name)(policy_loss(loss_fn))
+        names.append(name)
     return names
 
 
