@@ -20,6 +20,7 @@ from urllib3.util.connection import create_connection
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+    from urllib3.response import HTTPResponse
 
 _HEAD = 1 << 20  # bytes beside an answer's body: its head, and those of "100 Continue" before it
 _REFUSAL = 1 << 20  # bytes that are read of an answer that is none
@@ -60,33 +61,37 @@ def exchange(url: str, body: bytes | None, headers: Mapping[str, str], seconds: 
     host, path = parts.hostname or "", (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     meter = _Meter(seconds, most + _HEAD)
     try:
-        secure = parts.scheme == "https"
-        connection = _Secure(host, parts.port or 443, meter) if secure else _Plain(host, parts.port or 80, meter)
+        if parts.scheme == "https":
+            connection: _Plain = _Secure(host, parts.port or 443, ssl_context=_trusted())
+        else:
+            connection = _Plain(host, parts.port or 80)
+        connection.meter = meter
         with contextlib.closing(connection):
             own = {"Accept-Encoding": "identity", "Connection": "close", **headers}
             with contextlib.suppress(BrokenPipeError):  # it may have answered before it had all of it
                 method = "GET" if body is None else "POST"
                 connection.request(method, path, body, own, preload_content=False, decode_content=False)
             response = connection.getresponse()
-            try:
-                well = 200 <= response.status < 300
-                coded = response.headers.get("Content-Encoding", "identity").strip().lower()
-                if well and coded != "identity":
-                    raise ValueError(f"the answer is compressed ({coded[:20]}), which was not asked for")
-                taken = most if well else _REFUSAL
-                parts_of_body, size = [], 0
-                with contextlib.nullcontext() if well else contextlib.suppress(HTTPError, OSError):
-                    while size <= taken and (part := response.read1(1 << 16, decode_content=False)):
-                        parts_of_body.append(part)
-                        size += len(part)
-                if well and size > most:
-                    raise ValueError(_too_long(most))
-                shown = b"".join(parts_of_body) if coded == "identity" else b""
-                return Answer(response.status, response.reason or "", shown)
-            finally:
-                response.close()
+            with contextlib.closing(response):
+                return _read(response, most)
     except (HTTPError, http.client.HTTPException, OSError) as error:
         raise meter.failure(most) or _no_answer(error) from None
+
+
+def _read(response: HTTPResponse, most: int) -> Answer:
+    """The answer whose head has come."""
+    well = 200 <= response.status < 300
+    coded = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if well and coded != "identity":
+        raise ValueError(f"the answer is compressed ({coded[:20]}), which was not asked for")
+    taken, parts, size = most if well else _REFUSAL, [], 0
+    with contextlib.nullcontext() if well else contextlib.suppress(HTTPError, OSError):
+        while size <= taken and (part := response.read1(1 << 16, decode_content=False)):
+            parts.append(part)
+            size += len(part)
+    if well and size > most:
+        raise ValueError(_too_long(most))
+    return Answer(response.status, response.reason or "", b"".join(parts) if coded == "identity" else b"")
 
 
 def _no_answer(error: Exception) -> NoAnswerError:
@@ -189,31 +194,18 @@ class _Reader(io.RawIOBase):
 class _Plain(HTTPConnection):
     """A connection that is made, and used, on a meter."""
 
-    def __init__(self, host: str, port: int, meter: _Meter) -> None:
-        super().__init__(host, port)
-        self._meter = meter
+    meter: _Meter
 
     def _new_conn(self) -> socket.socket:
-        return _connected(self, self._meter)
+        return _connected(self, self.meter)
 
     def connect(self) -> None:
         super().connect()
-        self.sock = _Bounded(self.sock, self._meter)
+        self.sock = _Bounded(self.sock, self.meter)
 
 
-class _Secure(HTTPSConnection):
+class _Secure(_Plain, HTTPSConnection):
     """The same through TLS."""
-
-    def __init__(self, host: str, port: int, meter: _Meter) -> None:
-        super().__init__(host, port, ssl_context=_trusted())
-        self._meter = meter
-
-    def _new_conn(self) -> socket.socket:
-        return _connected(self, self._meter)
-
-    def connect(self) -> None:
-        super().connect()
-        self.sock = _Bounded(self.sock, self._meter)
 
 
 def _connected(connection: HTTPConnection, meter: _Meter) -> socket.socket:
