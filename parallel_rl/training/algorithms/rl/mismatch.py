@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.experience import Experience
-from parallel_rl.groups import group_size
+from parallel_rl.groups import group_sum
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
@@ -60,8 +59,4 @@ def _sums(session: Session, made: Experience, own: Tensor, servers: int) -> Tens
     of_samples = torch.stack([distance.sum(1), valid.sum(1).double()], 1)
     place = made.others["servers"] % (servers + 1)  # −1 is the last
     sums = torch.zeros(servers + 1, 2, dtype=torch.float64).index_add(0, place, of_samples)
-    group = session.engine.groups.data
-    sums = sums.to(session.engine.device)
-    if group_size(group) > 1:
-        dist.all_reduce(sums, group=group)
-    return sums.cpu()
+    return group_sum(sums.to(session.engine.device), session.engine.groups.data).cpu()
