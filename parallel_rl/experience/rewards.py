@@ -111,9 +111,9 @@ def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> Rewar
             (prompt, completion, answer) -> float; one that has a fourth argument `extra` gets a mapping in it.
 
     Returns:
-        (prompts, completions, answers), N strings each, and `extras`, N mappings -> [N] float64, on the host. Of a Python
-        function a reward that is no number, or infinite in float32, is a ValueError that names the sample; of a server see
-        `HTTPReward`.
+        (prompts, completions, answers), N strings each, and `extras`, N mappings -> [N] float64, on the host. A Python function
+        that gives no number, or one that is infinite in float32, ends in a ValueError that names the sample; what a server may
+        give is in `HTTPReward`.
 
     Raises:
         ValueError: a name that is not registered, or options that are not valid.

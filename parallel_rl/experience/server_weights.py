@@ -122,7 +122,7 @@ class ServerWeights:
         return [workers.submit(lambda url=url: call(url)) for url in urls or self.config.urls]  # type: ignore[misc]
 
     def _update(self, url: str, folder: str, version: str) -> None:
-        for last in (False, True):  # one that ends meanwhile is waited for, and begins anew
+        for last in (False, True):  # a server that ends on the way is waited for, and its update starts over once
             self._post(self._poster, url, self._protocol.pause)
             try:
                 for order in self._protocol.load(folder, version):

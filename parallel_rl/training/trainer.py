@@ -164,7 +164,7 @@ class _Run:
         after = None if self.starts_over else self._done()
         log = RunLog(self.folder, self.config.objective, active=first, after=after, config=config, loggers=run.loggers)
         if first:
-            notes += write_config(self.folder, config, anew=self.starts_over)
+            notes += write_config(self.folder, config, starts_over=self.starts_over)
         return log
 
     def _draw(self) -> bool:

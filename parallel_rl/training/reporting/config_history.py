@@ -18,9 +18,9 @@ _SHOWN = 40  # differences
 _ABSENT = object()
 
 
-def write_config(folder: Path, config: Mapping[str, object], *, anew: bool = False) -> list[str]:
+def write_config(folder: Path, config: Mapping[str, object], *, starts_over: bool = False) -> list[str]:
     """Write `config` to config.yaml. Where another one stands there, keep that as config.<number>.yaml, the next free number,
-    and return a line on each difference; `anew` replaces it without a word, for a run that starts over.
+    and return a line on each difference; a run that `starts_over` replaces it without a word.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -34,7 +34,7 @@ def write_config(folder: Path, config: Mapping[str, object], *, anew: bool = Fal
     """
     path, text = folder / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False)
     lines: list[str] = []
-    if path.is_file() and not anew:
+    if path.is_file() and not starts_over:
         before = path.read_text(encoding="utf-8", errors="replace")
         if lines := _differences(before, text):
             kept = _keep(folder, before)
