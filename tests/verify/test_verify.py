@@ -179,6 +179,13 @@ def test_through_a_host(host: str, loss: str, options: str, capsys: pytest.Captu
     assert report["ok"] and len(report["layouts"]) == 1
 
 
+def test_the_command_names_every_host() -> None:
+    """By names of its own, so that `--help` loads no torch."""
+    from parallel_rl.verify import command, hosts
+
+    assert tuple(hosts.HOSTS) == command.HOSTS
+
+
 def test_a_fault_shows_through_a_host(capsys: pytest.CaptureFixture[str]) -> None:
     """The adapters hide nothing: a statistic of the micro-batch is found behind verl's call."""
     layouts = ["--layouts", "dp=2", "packing=padded"]
