@@ -5,10 +5,10 @@
 BIN := .venv/bin
 STAMP := .venv/.installed
 RANKS ?= 4
-PROCESSES ?= 2
+PROCESSES ?= 3
 CONFIG ?= configs/grpo_arithmetic.yaml
 REPORT ?= runs/faults.jsonl
-# two processes with a pool of ranks each; a file's tests share the worlds that it launches
+# three processes on two cores, for a world often waits; a file's tests share the worlds that it launches
 # ... on the CPU, also where the machine has a GPU; compiled modules are kept, for some hundred processes import them
 PYTEST := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh slurm/*.sbatch slurm/*.sh slurm/*.conf)
