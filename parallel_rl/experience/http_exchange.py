@@ -55,7 +55,8 @@ def exchange(url: str, body: bytes | None, headers: Mapping[str, str], seconds: 
     Raises:
         SlowError: no whole answer in `seconds`.
         NoAnswerError: no connection, no HTTP, or an answer that breaks off.
-        ValueError: an answer that is longer than `most`, or compressed, which is not asked for.
+        ValueError: an answer that is longer than `most`, or compressed, which is not asked for; a certificate that this
+            machine does not trust.
     """
     parts = urlsplit(url)
     host, path = parts.hostname or "", (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
@@ -74,6 +75,9 @@ def exchange(url: str, body: bytes | None, headers: Mapping[str, str], seconds: 
             response = connection.getresponse()
             with contextlib.closing(response):
                 return _read(response, most)
+    except ssl.SSLCertVerificationError as error:
+        why = f"the server's certificate is not trusted: {error.verify_message}"
+        raise ValueError(f"{why}; the file that SSL_CERT_FILE names must have its authority") from None
     except (HTTPError, http.client.HTTPException, OSError) as error:
         raise meter.failure(most) or _no_answer(error) from None
 

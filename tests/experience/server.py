@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,8 +29,10 @@ class Server:
 
 
 @contextmanager
-def serve(answer: Answer, port: int = 0, host: str = "127.0.0.1") -> Iterator[Server]:
-    """A server for the length of a `with` block, or until `stop`; on some port, or on that one."""
+def serve(
+    answer: Answer, port: int = 0, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+) -> Iterator[Server]:
+    """A server for the length of a `with` block, or until `stop`; on some port, or on that one; plain, or through TLS."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -66,7 +69,9 @@ def serve(answer: Answer, port: int = 0, host: str = "127.0.0.1") -> Iterator[Se
         request_queue_size = 64  # five by default, and a client that comes in a crowd is turned away
 
     httpd = Listener((host, port), Handler)
-    state = Server(f"http://{host}:{httpd.server_address[1]}")
+    if tls is not None:  # each connection shakes hands on the thread that answers it
+        httpd.socket = tls.wrap_socket(httpd.socket, server_side=True, do_handshake_on_connect=False)
+    state = Server(f"{'http' if tls is None else 'https'}://{host}:{httpd.server_address[1]}")
     thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import gzip
 import json
 import pickle
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from parallel_rl.config.shown import Secret, check_address
-from parallel_rl.experience import HTTPReward, HTTPRewardConfig, RewardServerError
+from parallel_rl.experience import HTTPReward, HTTPRewardConfig, RewardServerError, http_exchange
 from parallel_rl.experience.completions import Expected, read_native, read_openai
 from tests.experience.server import serve
 
@@ -120,6 +124,26 @@ def test_a_handshake_and_an_upload_that_do_not_end() -> None:
         with pytest.raises(RewardServerError, match=r"no answer in 0\.3 s"):
             HTTPReward(config)(["q" * (1 << 24)], ["c"], ["a"])
     assert time.monotonic() - start < 20
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
+def test_a_certificate_is_trusted_or_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later attempt would trust it; and TLS serves where the certificate is known."""
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    made = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run([*made.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with serve(lambda number, body: (200, {"rewards": [0.5]}), tls=context) as server:
+        assert server.url.startswith("https://")
+        found = score(server.url, timeout=60.0, retries=3, backoff=1e6)
+        assert (
+            "attempt 1 of 4: the server's certificate is not trusted: self-signed certificate; the file that" in found
+        )
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        http_exchange._trusted.cache_clear()
+        assert HTTPReward(HTTPRewardConfig(server.url))(["q"], ["c"], ["a"]).tolist() == [0.5]
+        http_exchange._trusted.cache_clear()
 
 
 @pytest.mark.parametrize("before", [0, 150, 190, 380, 395, 100_000])  # cuts are at 200 bytes and 400 characters
