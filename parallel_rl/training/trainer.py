@@ -72,7 +72,7 @@ def train(config: TrainConfig, dump_step: int | None = None) -> Result:
     check_layout(config, dist.get_world_size())
     config = settle_alphabet(config, files)
     tokenizer = raise_on_all_ranks(config.tokenizer.build)
-    vocabulary = check_vocabulary(config, tokenizer.vocabulary)
+    vocabulary = raise_on_all_ranks(lambda: check_vocabulary(config, tokenizer.vocabulary))
     with queued_again_without_servers():
         check_servers(config, vocabulary)
         data = read_datasets(config, tokenizer, files, length_check(config))

@@ -154,7 +154,7 @@ def load_frozen(engine: Engine, folder: str) -> torch.nn.Module:
     """A model of its own sizes from a Hugging Face folder, which never trains: a teacher.
 
     Raises:
-        ValueError: `load_hf` refuses it, or its vocabulary is not the policy's; on all ranks.
+        ValueError: `load_hf` refuses it; on all ranks.
     """
     config = engine.config
     [model] = load_hf(
@@ -163,11 +163,6 @@ def load_frozen(engine: Engine, folder: str) -> torch.nn.Module:
         sequence_parallel=config.parallel.sequence_parallel,
         vocab_multiple=config.model.vocab_multiple,
     )
-    if model.true_vocab_size != engine.vocab_size:
-        raise ValueError(
-            f"the teacher {folder} has {model.true_vocab_size} words, padding of its config.json included, and the policy has "
-            f"{engine.vocab_size}; distillation compares word by word: cut or pad embed_tokens and lm_head of one to the other"
-        )
     return wrap_model(model.requires_grad_(False), ddp=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from parallel_rl.config.hf_config import is_hf, read_hf
 from parallel_rl.training.batching.bin_packing import Capacity
 from parallel_rl.training.batching.micro_batches import width_unit
 from parallel_rl.training.config.algorithms import rows_of_pair
@@ -35,16 +36,24 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
 
 
 def check_vocabulary(config: TrainConfig, tokenizer: Vocabulary) -> Vocabulary:
-    """Return the token ids that the model draws from; those of the tokenizer are among them, and sampling keeps no more.
+    """Return the token ids that the model draws from; those of the tokenizer are among them, sampling keeps no more, and a
+    teacher's are as many.
 
     Raises:
-        ValueError: the model has too few, or sampling would keep more than there are.
+        ValueError: the model has too few, sampling would keep more than there are, or the teacher's folder has others.
     """
     vocabulary = config.model.vocabulary(tokenizer)
     try:
         config.sampling.truncation.check(vocabulary.size)
     except ValueError as error:
         raise ValueError(f"sampling: {error}") from None
+    if config.teacher is not None and is_hf(config.teacher):
+        words = read_hf(config.teacher).architecture.vocab
+        if words != vocabulary.size:
+            raise ValueError(
+                f"the teacher {config.teacher} has {words} words, padding of its config.json included, and the policy has "
+                f"{vocabulary.size}; distillation goes word by word: cut or pad embed_tokens and lm_head of one to the other"
+            )
     return vocabulary
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,16 @@ def test_folders_that_cannot_be_trained(tmp_path: Path) -> None:
     first, second = run_world(2, refused, arguments(tmp_path / "run", hf))
     assert first == second and "model.hf = " in first and "lacks model.layers.0.self_attn.k_norm.weight" in first
     assert not (tmp_path / "run/checkpoints").exists()
+    wide = tmp_path / "wide"
+    shutil.copytree(other, wide)
+    described = json.loads((wide / "config.json").read_text())
+    (wide / "config.json").write_text(json.dumps({**described, "vocab_size": described["vocab_size"] + 64}))
+    taught = {"rl__teacher": str(wide), "rl__advantages": {"name": "grpo", "teacher_kl": {"coefficient": 1.0}}}
+    [message] = run_world(1, refused, arguments(tmp_path / "taught", other, **taught))
+    assert (
+        f"the teacher {wide} has {described['vocab_size'] + 64} words" in message
+        and "cut or pad embed_tokens" in message
+    )
     sizes = {"layers": 1, "hidden": 16, "heads": 2}
     [message] = run_world(1, refused, arguments(tmp_path / "init", hf, model=sizes, run__init_from=str(other)))
     assert "is a Hugging Face folder, not a checkpoint" in message and f"set model: {{hf: {other}}} instead" in message
