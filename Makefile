@@ -13,7 +13,7 @@ REPORT ?= runs/faults.jsonl
 PYTEST := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh slurm/*.sbatch slurm/*.sh slurm/*.conf)
 
-.PHONY: help install demo demo-hf test test-slow test-all test-slurm test-vllm soak lint types format docs bench gpu-check clean
+.PHONY: help install install-chromium install-slurm demo demo-hf test test-slow test-all test-slurm test-vllm soak lint types format docs bench gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -36,16 +36,20 @@ demo-hf: $(STAMP)  ## SFT and GRPO on word problems from a tiny random Qwen3 fol
 test: $(STAMP)  ## every module in four minutes: each loss and feature on one layout that stands for the others
 	$(PYTEST) -m "not slow and not gpu and not slurm and not vllm"
 
-test-slow: $(STAMP)  ## the other layouts, dtypes and backends, and a page in a browser
-	tools/install_chromium.sh || echo "no Chromium: the test of the page in a browser will be skipped" >&2
+test-slow: $(STAMP) install-chromium  ## the other layouts, dtypes and backends, and a page in a browser
 	$(PYTEST) -m "slow and not gpu and not slurm and not vllm"
 
 test-all: $(STAMP)  ## both
 	$(PYTEST) -m "not gpu and not slurm and not vllm"
 
-test-slurm: $(STAMP)  ## the tests on a private Slurm cluster; skipped where its packages cannot be had
-	tools/install_slurm.sh || echo "no Slurm packages: its tests will be skipped" >&2
+test-slurm: $(STAMP) install-slurm  ## the tests on a private Slurm cluster; skipped where its packages cannot be had
 	$(PYTEST) -m slurm tests/slurm
+
+install-chromium:
+	tools/install_chromium.sh || echo "no Chromium: the test of the page in a browser will be skipped" >&2
+
+install-slurm:
+	tools/install_slurm.sh || echo "no Slurm packages: its tests will be skipped" >&2
 
 test-vllm: $(STAMP)  ## GRPO with a real vLLM on the CPU, in a virtual environment of its own; skipped where it cannot be had
 	PYTHON="$(PYTHON)" tools/install_vllm.sh || echo "no vLLM: its tests will be skipped" >&2
