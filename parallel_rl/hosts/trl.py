@@ -73,13 +73,13 @@ class DPOLossMixin:
         config = {name: getattr(trainer, name) for name in ("beta", "label_smoothing")}
         kinds = dict(zip(trainer.loss_types, trainer.loss_weights, strict=True))
         logprobs = outputs.log_probs[:, -mask.shape[1] :]
-        loss, metrics = dpo_loss(logprobs, mask, torch.cat(list(reference)), kinds, **config)
+        loss, ratios = dpo_loss(logprobs, mask, torch.cat(list(reference)), kinds, **config)
         if trainer.aux_loss_enabled:
             loss = loss + trainer.router_aux_loss_coef * outputs.aux_loss
+        chosen, rejected = (trainer.beta * ratios).chunk(2)
         _log(trainer, {
-            "rewards/chosen": trainer.beta * metrics["rewards_chosen_mean"],
-            "rewards/rejected": trainer.beta * metrics["rewards_rejected_mean"],
-            "rewards/accuracies": metrics["accuracy"],
+            "rewards/chosen": chosen.mean(), "rewards/rejected": rejected.mean(),
+            "rewards/accuracies": (chosen > rejected).double().mean(), "rewards/margins": (chosen - rejected).mean(),
         })  # fmt: skip
         return loss
 
@@ -92,8 +92,11 @@ def dpo_loss(
     *,
     beta: float,
     label_smoothing: float = 0.0,
-) -> tuple[Tensor, Metrics]:
-    """The loss of TRL's DPO, a mean over the call's pairs, from rows [chosen; rejected], and the metrics of its last kind.
+) -> tuple[Tensor, Tensor]:
+    """The loss of TRL's DPO, a mean over the call's pairs, from rows [chosen; rejected], and the log-ratios [2P] of the rows.
+
+    Policy and reference are summed alike, in the precision of the log-probs: the errors of two float32 sums of the same
+    numbers cancel, that of a float32 sum against an exact one would not, and kinds with a steep gate (discopop) show it.
 
     >>> logprobs, mask = torch.tensor([[-1.0], [-3.0]]), torch.ones(2, 1)
     >>> loss, _ = dpo_loss(logprobs, mask, torch.tensor([-2.0, -2.0]), {"hinge": 1.0}, beta=0.1)
@@ -108,29 +111,22 @@ def dpo_loss(
     Raises:
         ValueError: another kind than those of `DPO_KINDS`.
     """
+    ratios = torch.where(mask != 0, logprobs, 0).sum(1) - reference
+    means = ratios / mask.sum(1).clamp(min=1)
     order = torch.arange(len(mask), device=mask.device).view(2, -1).T.flatten()  # pairs are (even, odd) rows here
-    logprobs, mask, reference = logprobs[order], mask[order], reference[order]
-    first = (mask.cumsum(1) == 1) & (mask != 0)
-    data = {
-        "response_mask": mask,
-        # a sum over the response is all that is read of it, so that one token may carry it
-        "reference_policy_logprobs": torch.where(first, reference[:, None], 0).to(logprobs.dtype),
-    }
-    total: Tensor | None = None
-    metrics: Metrics | None = None
+    total = torch.zeros_like(ratios[0])
+    seqs = torch.tensor(len(mask), device=mask.device)
     for kind, weight in kinds.items():
         if kind not in DPO_KINDS:
             raise ValueError(f"loss_type = {kind!r} is not supported here; supported are {', '.join(DPO_KINDS)}")
         smoothed = {"label_smoothing": label_smoothing} if kind in ("robust", "exo_pair") else {}
-        loss_fn = DPOLossFn({
-            "kind": DPO_KINDS[kind], "reference_policy_kl_penalty": beta, "preference_average_log_probs": kind == "ipo",
-            **smoothed,
-        })  # fmt: skip
-        seqs = torch.tensor(len(mask), device=mask.device)
-        share, metrics = loss_fn.from_logprobs(logprobs, data=data, global_valid_seqs=seqs, global_valid_toks=seqs)
-        total = weight * share if total is None else total + weight * share
-    assert total is not None and metrics is not None
-    return total, metrics
+        loss_fn = DPOLossFn({"kind": DPO_KINDS[kind], "reference_policy_kl_penalty": beta, **smoothed})
+        # the loss reads a row's log-ratio alone, so that one token carries it
+        row = (means if kind == "ipo" else ratios)[order, None]
+        data = {"response_mask": torch.ones_like(row), "reference_policy_logprobs": torch.zeros_like(row)}
+        share, _ = loss_fn.from_logprobs(row, data=data, global_valid_seqs=seqs, global_valid_toks=seqs)
+        total = total + weight * share
+    return total, ratios.detach()
 
 
 class GRPOLossMixin:
