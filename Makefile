@@ -10,7 +10,7 @@ CONFIG ?= configs/grpo_arithmetic.yaml
 REPORT ?= runs/faults.jsonl
 # three processes on two cores, for a world often waits; a file's tests share the worlds that it launches
 # ... on the CPU, also where the machine has a GPU; compiled modules are kept, for some hundred processes import them
-PYTEST := CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
+PYTEST = CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh slurm/*.sbatch slurm/*.sh slurm/*.conf)
 
 .PHONY: help install install-chromium install-slurm demo demo-hf test test-slow test-all test-slurm test-vllm soak lint types format docs bench gpu-check clean
@@ -42,6 +42,7 @@ test-slow: $(STAMP) install-chromium  ## the other layouts, dtypes and backends,
 test-all: $(STAMP)  ## both
 	$(PYTEST) -m "not gpu and not slurm and not vllm"
 
+test-slurm: PROCESSES = 2# the faults, some at a time, and the other tests
 test-slurm: $(STAMP) install-slurm  ## the tests on a private Slurm cluster; skipped where its packages cannot be had
 	$(PYTEST) -m slurm tests/slurm
 
