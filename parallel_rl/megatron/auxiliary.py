@@ -65,6 +65,20 @@ def count_routed(
     return [RoutedTokens(count, total) for count in here]
 
 
+def balance_coefficients(config: TransformerConfig) -> dict[str, float]:
+    """The coefficients above 0 of the losses that balance a model's experts, by Megatron's names of them.
+
+    >>> balance_coefficients(config)
+    {}
+    """
+    if not config.num_moe_experts:
+        return {}
+    kinds = getattr(config, "moe_router_load_balancing_type", "aux_loss")
+    values = getattr(config, "moe_aux_loss_coeff", 0.0)
+    both = dict(zip(kinds, values, strict=True)) if isinstance(values, list) else {kinds: values}
+    return {kind: value for kind, value in both.items() if value}
+
+
 def has_auxiliary_loss(config: TransformerConfig) -> bool:
     """Whether a model adds losses of its own in backward, beside what its output gives: of its routers, or of DSA's indexer.
 
@@ -73,12 +87,8 @@ def has_auxiliary_loss(config: TransformerConfig) -> bool:
     """
     coefficients = [getattr(config, "dsa_indexer_loss_coeff", None)]
     if config.num_moe_experts:
-        balance = getattr(config, "moe_aux_loss_coeff", None)
-        coefficients += [
-            *(balance if isinstance(balance, list) else [balance]),
-            getattr(config, "moe_z_loss_coeff", None),
-        ]
-    return any(coefficients)
+        coefficients.append(getattr(config, "moe_z_loss_coeff", None))
+    return any(coefficients) or bool(balance_coefficients(config))
 
 
 @contextlib.contextmanager
@@ -95,34 +105,33 @@ def without_auxiliary_losses(config: TransformerConfig) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def check_auxiliary_losses(config: TransformerConfig, cp_size: int, packed: bool = False) -> None:
+def check_auxiliary_losses(config: TransformerConfig, cp_size: int, *, by_megatron: bool = False) -> None:
     """Refuse auxiliary losses whose gradients depend on the layout, by their definition or in this megatron-core.
 
     >>> check_auxiliary_losses(config, cp_size=1)
 
+    Args:
+        by_megatron: `seq_aux_loss` and `global_aux_loss` are what routers make of them, not `RouterBalance`.
+
     Raises:
-        ValueError: experts balanced over data ranks (`global_aux_loss`); by sequences (`seq_aux_loss`) in packed
-            rows; on a version that gets them wrong: `seq_aux_loss` with calculate_per_token_loss, DSA's indexer, context ranks
-            without calculate_per_token_loss.
+        ValueError: on a version that gets them wrong, DSA's indexer, or context ranks without calculate_per_token_loss.
+            By Megatron: experts balanced over data ranks (`global_aux_loss`), or by sequences (`seq_aux_loss`).
     """
     if not has_auxiliary_loss(config):
         return
-    per_token, name = config.calculate_per_token_loss, "moe_router_load_balancing_type"
-    kinds, values = getattr(config, name, "aux_loss"), getattr(config, "moe_aux_loss_coeff", 0.0)
-    both = dict(zip(kinds, values, strict=True)) if isinstance(values, list) else {kinds: values}
-    on = {kind for kind, value in both.items() if value} if config.num_moe_experts else set()
-    if "global_aux_loss" in on:
+    per_token, on = config.calculate_per_token_loss, balance_coefficients(config)
+    name = "moe_router_load_balancing_type"
+    if by_megatron and "global_aux_loss" in on:
         raise ValueError(
             f"{name} = 'global_aux_loss' balances what data ranks have routed in the micro-batches so far: its gradient "
-            "depends on their number and order, and Megatron divides it by the data ranks; use 'aux_loss'"
+            "depends on their number and order, and Megatron divides it by the data ranks; use `forward_backward`, which "
+            "balances the whole step, or 'aux_loss'"
         )
-    if "seq_aux_loss" in on and per_token and not routers_count_the_whole_row():
+    if by_megatron and "seq_aux_loss" in on:
         raise ValueError(
-            f"{name} = 'seq_aux_loss' with calculate_per_token_loss = True is divided by the rows of a micro-batch in this "
-            "megatron-core; use calculate_per_token_loss = False, or 0.19"
+            f"{name} = 'seq_aux_loss' takes a packed row for one sequence and padding for tokens of it, and weighs rows by "
+            "micro-batches; use `forward_backward`, which balances each sequence's own tokens, or 'aux_loss'"
         )
-    if "seq_aux_loss" in on and packed:
-        raise ValueError(f"{name} = 'seq_aux_loss' takes a packed row for one sequence; use 'aux_loss', or padded rows")
     if getattr(config, "dsa_indexer_loss_coeff", None) and not schedules_scale_the_indexer():
         raise ValueError(
             f"dsa_indexer_loss_coeff = {config.dsa_indexer_loss_coeff} is scaled by no schedule of this megatron-core: each "

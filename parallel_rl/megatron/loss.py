@@ -91,9 +91,11 @@ def megatron_loss_func(
             context_parallel_group=where.context,
         )
 
-    return scaled_loss_func(
+    loss_func = scaled_loss_func(
         share, config=config, num_microbatches=num_microbatches, ddp=ddp, groups=where, routed=routed
     )
+    check_auxiliary_losses(config, where.cp_size, by_megatron=True)
+    return loss_func
 
 
 def scaled_loss_func(
@@ -109,7 +111,6 @@ def scaled_loss_func(
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches = {num_microbatches} must be at least 1")
     auxiliary = has_auxiliary_loss(config)  # multi-token prediction is in the share, see `mtp_share`
-    check_auxiliary_losses(config, groups.cp_size)
     if auxiliary and not ddp:
         raise ValueError(
             "auxiliary losses (of experts) need Megatron's DDP (ddp=True), which takes part in their scaling"

@@ -59,7 +59,7 @@ def prepare(
         _check_heads(models, mtp_loss)
         if mtp_loss is not None and any(batch.packed for batch in prepared) and not heads_take_packed_rows():
             raise ValueError("mtp_loss with packed rows: heads of this megatron-core take padded ones only; use 0.16")
-        check_auxiliary_losses(get_model_config(models[0]), groups.cp_size, any(batch.packed for batch in prepared))
+        check_auxiliary_losses(get_model_config(models[0]), groups.cp_size)
         _check_context(models, loss_fn, prepared, groups)
         _check_pipeline(models, [batch.input.tokens for batch in prepared])
         return prepared

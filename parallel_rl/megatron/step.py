@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from parallel_rl.groups import ParallelGroups, group_rank
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.nll import NLLLoss
 from parallel_rl.megatron.auxiliary import RoutedTokens, count_routed, has_auxiliary_loss, without_auxiliary_losses
+from parallel_rl.megatron.balance import RouterBalance, needs_balance
 from parallel_rl.megatron.context import context_group
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
@@ -33,6 +35,7 @@ from parallel_rl.megatron.prepare import prepare
 from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.statistics import Statistics
 
+ResultT = TypeVar("ResultT")
 Queue = Iterator[tuple[MicroBatch, RoutedTokens | None]]
 
 
@@ -105,14 +108,32 @@ def forward_backward(
     prepared = prepare(models, loss_fn, batches, head, mtp_loss, groups)
     counts = count_valid(_counted(prepared), groups.data)
 
+    inputs = [batch.input for batch in prepared]
+    routed: Sequence[RoutedTokens | None] = [None] * len(inputs)
+    if has_auxiliary_loss(config):
+        routed = count_routed(inputs, config=config, groups=groups, made_up=not batches)
+    balance: RouterBalance | None = None
+    if needs_balance(config):
+        divisor = routed[0].step if config.calculate_per_token_loss and routed[0] else len(prepared) * groups.dp_size
+        balance = RouterBalance(models, prepared, config=config, groups=groups, divisor=divisor)
+
     def forward(model: torch.nn.Module, batch: MicroBatch, mtp: bool = False) -> Tensor:
         if before_forward is not None:
             before_forward()
         own = batch.context_group
+        if balance is not None:
+            balance.enter(batch)
         with nullcontext() if own == "model" else context_group(model, own):
-            return forward_logits(model, batch.input, mtp=mtp)
+            output = forward_logits(model, batch.input, mtp=mtp)
+        if balance is not None:
+            balance.follow(output, batch)
+        return output
 
     statistics = _statistics(forward, models, loss_fn, prepared, counts, head, groups, idle=not batches)
+
+    if balance is not None and balance.counts_first:
+        with balance.counting():
+            _pass(partial(forward, mtp=mtp_loss is not None), models, prepared, lambda *_: None)
 
     def share(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         if mtp_loss is None:
@@ -125,11 +146,6 @@ def forward_backward(
         more, of_heads = mtp_share(mtp_loss, call, inputs, config.mtp_loss_scaling_factor)
         parts_of_all = {name: found.parts(name) for found in (metrics, of_heads) for name in found}
         return loss + more, Metrics(parts_of_all)
-
-    inputs = [batch.input for batch in prepared]
-    routed: Sequence[RoutedTokens | None] = [None] * len(inputs)
-    if has_auxiliary_loss(config):
-        routed = count_routed(inputs, config=config, groups=groups, made_up=not batches)
 
     MoEAuxLossAutoScaler.main_loss_backward_scale = None  # a backward without a schedule leaves one of another shape
 
@@ -146,7 +162,10 @@ def forward_backward(
         return forward(model, batch, mtp_loss is not None), loss_func
 
     iterators = [iter(list(zip(prepared, routed, strict=True))) for _ in models]
-    with nullcontext() if batches else without_auxiliary_losses(config):
+    with (
+        nullcontext() if batches else without_auxiliary_losses(config),
+        nullcontext() if balance is None else balance.installed(),
+    ):
         reports: list[LossReport] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=iterators if len(models) > 1 else iterators[0],
@@ -183,7 +202,20 @@ def _statistics(
     def collect(output: Tensor, index: int) -> Statistics:
         return loss_fn.run_collect(_call(output, batches[index], counts, head, groups))
 
-    found = forward_only(
+    found = _pass(forward, models, batches, collect)
+    if found is None:
+        return counted
+    return counted | (Statistics({}) if idle else reduce(add, found)).reduce(groups)
+
+
+def _pass(
+    forward: Callable[[torch.nn.Module, MicroBatch], Tensor],
+    models: Sequence[torch.nn.Module],
+    batches: Sequence[MicroBatch],
+    collect: Callable[[Tensor, int], ResultT],
+) -> list[ResultT] | None:
+    """All micro-batches forward, without gradient."""
+    return forward_only(
         forward,
         models,
         batches,
@@ -191,9 +223,6 @@ def _statistics(
         seq_length=batches[0].width,
         micro_batch_size=batches[0].input.tokens.shape[0],
     )
-    if found is None:
-        return counted
-    return counted | (Statistics({}) if idle else reduce(add, found)).reduce(groups)
 
 
 def _counted(batches: Sequence[MicroBatch]) -> list[Mapping[str, Tensor]]:

@@ -45,6 +45,7 @@ class Case:
     data: What = "ragged"
     loss: Literal["nll", "pg", "cov"] = "nll"  # cov reads statistics of the whole step
     experts: Literal["", "alltoall", "allgather"] = ""  # four of them with auxiliary losses, and how tokens reach them
+    balance: Literal["aux_loss", "seq_aux_loss", "global_aux_loss"] = "aux_loss"  # of experts
     idle: bool = False  # all data ranks but the first have no micro-batch
     ep: int = 1
     etp: int = 1
@@ -52,11 +53,15 @@ class Case:
     wgrad_fusion: bool = False  # with it the weight's gradient goes straight to main_grad
     cut: Literal["zigzag", "contiguous"] = "zigzag"  # of rows over context ranks
     dynamic: bool = False  # micro-batches on context groups of their own, of two, four and one of the four data ranks
+    recompute: bool = False
     mtp: Literal["", "token-mean", "seq-mean-token-mean"] = ""  # two heads of multi-token prediction, how they average
 
     @property
-    def model(self) -> tuple[str, bool, int, int, int]:
-        experts = self.micro_batches if self.experts else 0  # auxiliary losses are of a micro-batch
+    def model(self) -> tuple[object, ...]:
+        of_batch = (
+            self.micro_batches if self.balance == "aux_loss" else 0
+        )  # that one's auxiliary losses are of a micro-batch
+        experts = (self.balance, of_batch) if self.experts else ()
         return self.position, self.tied, self.groups, self.layers, experts
 
     @property
@@ -112,7 +117,8 @@ def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3, ch
     old = case.position == "learned_absolute"
     overrides: dict[str, object] = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.3} if case.mtp else {}
     if case.experts:
-        overrides |= {"moe_token_dispatcher_type": case.experts, "moe_z_loss_coeff": Z_COEFFICIENT}
+        overrides |= {"moe_token_dispatcher_type": case.experts, "moe_router_load_balancing_type": case.balance}
+        overrides |= {"moe_z_loss_coeff": Z_COEFFICIENT} if case.balance == "aux_loss" else {}
         overrides |= {} if case.experts == "alltoall" else {"variable_seq_lengths": False}
     config = M.build_config(
         num_layers=case.layers,
@@ -127,6 +133,7 @@ def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3, ch
         bias=old,
         qk_norm=not old,
         init_std=0.3,
+        recompute=case.recompute,
         virtual_pp=None if chunk is None else case.chunks,
         cp_layout=case.cut,
         experts=Experts(4, ffn_hidden=8) if case.experts else None,
@@ -145,7 +152,7 @@ def oracle(rank: int, cases: list[Case]) -> list[Outcome]:
     M.initialize()
     outcomes = []
     for case in cases:
-        model = make_model(replace(case, sp=False, ep=1, etp=1, experts="alltoall" if case.experts else ""))
+        model = make_model(replace(case, sp=False, recompute=False, experts="alltoall" if case.experts else ""))
         model.config.moe_aux_loss_coeff, model.config.moe_z_loss_coeff = 0.0, None  # added by hand
         whole = make_data(case.data)
         n_tokens = (whole["token_mask"][:, 1:] * whole["sample_mask"][:, None]).sum()
@@ -160,7 +167,8 @@ def oracle(rank: int, cases: list[Case]) -> list[Outcome]:
                     loss = loss + 0.3 / 2 * _heads_of_row(model, case, whole, i, n_tokens)
             reported = loss.item()
             if case.experts:
-                loss = loss + _auxiliary_losses(model, case, whole)
+                added = _auxiliary_losses if case.balance == "aux_loss" else _balance
+                loss = loss + added(model, case, whole)
         else:
             from parallel_rl.testing.cases import step_statistics
 
@@ -193,19 +201,47 @@ def _heads_of_row(model: GPTModel, case: Case, whole: Batch, i: int, n_tokens: T
     return total
 
 
+def _gates(model: GPTModel) -> list[Tensor]:
+    """A list to which the model's routers add their logits [S, B, E] from now on."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    logits: list[Tensor] = []
+    for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+        gating = TopKRouter.gating.__get__(router)
+        router.gating = lambda x, gating=gating: (logits.append(gating(x)), logits[-1])[1]
+    return logits
+
+
+def _balance(model: GPTModel, case: Case, whole: Batch) -> Tensor:
+    """E/K · Σ_e (choices of e) · (sum of e's probability) / n², the mean over sequences, or of all their n tokens. A sequence
+    ends with its last token that carries loss.
+    """
+    import parallel_rl.megatron as M
+
+    logits = _gates(model)
+    carries = (whole["token_mask"] * whole["sample_mask"][:, None])[:, 1:] > 0
+    found: list[list[Tensor]] = []
+    for row, mask in zip(whole["input_ids"], carries, strict=True):
+        if mask.any():
+            del logits[:]
+            M.forward_logits(model, M.padded_input(row[None, : int(mask.nonzero().max()) + 2]))
+            found.append([each[:, 0] for each in logits])
+    if case.balance == "global_aux_loss":
+        found = [[torch.cat(parts) for parts in zip(*found, strict=True)]]
+    total = torch.zeros((), dtype=torch.float64)
+    for each in (layer for layers in found for layer in layers):
+        chosen = torch.zeros_like(each).scatter(1, each.topk(2, dim=1).indices, 1.0)
+        total = total + 4 / 2 * (chosen.sum(0) * each.softmax(1).sum(0)).sum() / len(each) ** 2
+    return AUX_COEFFICIENT * total / len(found)
+
+
 def _auxiliary_losses(model: GPTModel, case: Case, whole: Batch) -> Tensor:
     """The mean over micro-batches of the routers' losses on all of their rows' tokens, whichever carry loss:
     E · Σ_e (share of the tokens' choices that e got) · (mean probability of e), and the mean of logsumexp².
     """
-    from megatron.core.transformer.moe.router import TopKRouter
-
     import parallel_rl.megatron as M
 
-    logits: list[Tensor] = []
-    routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
-    for router in routers:
-        gating = TopKRouter.gating.__get__(router)
-        router.gating = lambda x, gating=gating: (logits.append(gating(x)), logits[-1])[1]
+    logits = _gates(model)
     batches = split(whole, case.micro_batches)
     for batch in batches:
         M.forward_logits(model, M.padded_input(batch["input_ids"]))

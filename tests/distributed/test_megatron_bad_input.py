@@ -116,11 +116,8 @@ def _bad(rank: int, what: str) -> None:
         M.forward_backward(M.wrap_model(bare), NLLLoss(vocab_size=VOCAB), [_rows()])
     elif what in ("global_aux_loss", "seq_aux_loss"):
         M.initialize()
-        model = make_model(Case(experts="alltoall"))
-        model.config.moe_router_load_balancing_type = what
-        rows = M.padded_batch(_rows()) if what[0] == "g" else M.packed_batch(_rows(), torch.tensor([4]))
-        model.config.calculate_per_token_loss = what[0] == "g"
-        M.forward_backward(M.wrap_model(model), NLLLoss(vocab_size=VOCAB), [rows])
+        config = make_model(Case(experts="alltoall", per_token=False, balance=what)).config
+        M.megatron_loss_func(None, {}, None, None, config=config, num_microbatches=1)
     elif what == "micro-batches":
         M.initialize()
         M.megatron_loss_func(None, {}, None, None, config=SimpleNamespace(), num_microbatches=0)
@@ -195,8 +192,8 @@ def _rows() -> dict[str, torch.Tensor]:
         ),
         ("uneven experts", "differ in the number of micro-batches (with expert parallelism; add masked ones): it is 1"),
         ("unmarked replicas", "tensor ranks hold replicas of experts (expert_tensor_parallel_size = 1 of 2)"),
-        ("global_aux_loss", "'global_aux_loss' balances what data ranks have routed"),
-        ("seq_aux_loss", "'seq_aux_loss' takes a packed row for one sequence"),
+        ("global_aux_loss", "divides it by the data ranks; use `forward_backward`, which balances the whole step"),
+        ("seq_aux_loss", "'seq_aux_loss' takes a packed row for one sequence and padding for tokens of it"),
         ("micro-batches", "num_microbatches = 0 must be at least 1"),
         *_STEPS.items(),
         ("scalar head", "mtp_num_layers = 1 is incompatible with scalar_head = True"),

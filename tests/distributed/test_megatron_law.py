@@ -99,6 +99,25 @@ EXPERTS = {
     8: [Case(experts="alltoall", ep=2, tp=2, cp=2, pp=2, sp=True, per_token=per_token) for per_token in (True, False)],
 }
 
+# experts balanced over sequences or over the step: the same for padded rows, packed ones and any micro-batches
+SEQ: dict[str, object] = {"experts": "alltoall", "balance": "seq_aux_loss"}
+STEP: dict[str, object] = {"experts": "allgather", "balance": "global_aux_loss"}
+BALANCED = {
+    1: [Case(**SEQ), Case(rows="packed", recompute=True, **STEP)],  # type: ignore[arg-type]
+    4: [
+        Case(cp=2, ep=2, micro_batches=6, per_token=False, **SEQ),  # type: ignore[arg-type]
+        Case(tp=2, ep=2, sp=True, rows="padding", recompute=True, micro_batches=2, **SEQ),  # type: ignore[arg-type]
+        Case(tp=2, pp=2, sp=True, tied=True, recompute=True, data="masked micro-batch", **SEQ),  # type: ignore[arg-type]
+        Case(cp=2, pp=2, chunks=2, rows="packed", micro_batches=6, recompute=True, **SEQ),  # type: ignore[arg-type]
+        Case(cp=2, idle=True, rows="packed", **SEQ),  # type: ignore[arg-type]
+        Case(tp=2, cp=2, sp=True, rows="packed", data="masked micro-batch", **STEP),  # type: ignore[arg-type]
+        Case(cp=2, ep=2, micro_batches=2, per_token=False, data="masked micro-batch", **STEP),  # type: ignore[arg-type]
+        Case(cp=2, pp=2, rows="packed", recompute=True, micro_batches=3, data="one context rank", **STEP),  # type: ignore[arg-type]
+        Case(tp=2, sp=True, micro_batches=6, overlap=True, sharded=True, **STEP),  # type: ignore[arg-type]
+        Case(cp=2, idle=True, loss="nll", **STEP),  # type: ignore[arg-type]
+    ],
+}
+
 # reductions that overlap the backward, and gradients of which each data rank gets its shard only
 REDUCED = {
     2: [
@@ -118,6 +137,7 @@ REDUCED = {
     ],
 }
 
+_OF_MODEL = ("position", "tied", "groups", "chunks", "data", "loss", "mtp", "experts", "balance", "micro_batches")
 _references: dict[tuple[object, ...], Outcome] = {}
 
 
@@ -125,16 +145,7 @@ def _with_references(cases: list[Case]) -> list[tuple[Case, Outcome]]:
     """Each case with its one-process outcome; each outcome is computed once a session."""
     keys = [(*case.model, case.data, case.loss, case.mtp) for case in cases]
     missing = {key: case for key, case in zip(keys, cases, strict=True) if key not in _references}
-    plain = [
-        replace(
-            Case(),
-            **{
-                name: getattr(case, name)
-                for name in ("position", "tied", "groups", "chunks", "data", "loss", "mtp", "experts", "micro_batches")
-            },
-        )
-        for case in missing.values()
-    ]
+    plain = [Case(**{name: getattr(case, name) for name in _OF_MODEL}) for case in missing.values()]
     if plain:
         _references.update(zip(missing, run_world(1, oracle, plain)[0], strict=True))
     return [(case, _references[key]) for case, key in zip(cases, keys, strict=True)]
@@ -183,6 +194,22 @@ def test_heads_of_multi_token_prediction(world: int, cases: list[Case]) -> None:
 def test_routers_and_experts_with_auxiliary_losses(world: int, cases: list[Case]) -> None:
     """Each auxiliary loss weighs as a mean over micro-batches, whatever carries loss, is split or is packed; it was divided by
     the tokens that carry loss, and on TP × CP ranks that many times too weak. Megatron's softmax of routers is float32.
+    """
+    _check(world, cases, bound=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (4, BALANCED[4][2::3]),
+        pytest.param(1, BALANCED[1], marks=pytest.mark.slow),
+        *(pytest.param(4, BALANCED[4][i::3], marks=pytest.mark.slow) for i in (0, 1)),
+    ],
+    ids=["4", "1", "4-more", "4-rest"],
+)
+def test_experts_balanced_over_sequences_and_over_the_step(world: int, cases: list[Case]) -> None:
+    """Whatever the micro-batches, padding and masked rows, and where layers run again in backward; Megatron's own are of a
+    micro-batch's rows, padding among them, and of the micro-batches so far.
     """
     _check(world, cases, bound=1e-6)
 

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -44,6 +45,10 @@ def _rank_1_cannot_write(rank: int, given: list[str]) -> None:
     assert small.load() >= {2.0} and len(list(small.folder.iterdir())) == 2
 
 
+@pytest.mark.skipif(
+    sys.version_info[:3] in ((3, 12, 0), (3, 12, 1)),
+    reason="CPython 3.12.0 and 3.12.1 crash on the BytesIO of a failed write (gh-111049)",
+)
 def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path: Path) -> None:
     run_world(2, _rank_1_cannot_write, arguments(tmp_path, "{tensor: 2}"))
 
