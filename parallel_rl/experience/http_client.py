@@ -49,7 +49,7 @@ class PostingConfig:
     """Timeout, retries and concurrency of requests to a server.
 
     Attributes:
-        timeout: seconds for one attempt, from the connection to the last byte, however few come at a time.
+        timeout: seconds for one attempt, from the look-up of the name to the last byte, however few come at a time.
         retries: attempts after a first that failed in passing: connection lost, too slow, status 408, 425, 429 or 5xx.
         backoff: seconds before the first of them; doubled for each that follows.
         wait: seconds for a server that refuses connections, as one does that is started (again) and loads its model; no
@@ -113,37 +113,41 @@ class Poster:
         attempts, raw = self.config.retries + 1, None if body is None else json.dumps(body).encode()
         status: int | None = None
         attempt, away_since = 1, None
-        while True:
-            address = url if isinstance(url, str) else url(attempt)
-            where = f"{address}, attempt {attempt} of {attempts}"
-            if stop.is_set():
-                raise self.failure(where, "not asked, for another request has failed")
-            status, lost, away = None, False, False
-            try:
-                answer = self._once(address, raw)
-                _waiting.ends(f"{self.name} {address}", answers=True)
-                if 200 <= answer.status < 300:
-                    return self._read(answer.body, read)
-                what, status = f"status {answer.status} {self._start(answer)}", answer.status
-                if status < 500 and status not in _PASSING:
-                    raise self.failure(where, what, status)
-            except SlowError:
-                what = f"no answer in {self.config.timeout:g} s"
-            except NoAnswerError as error:
-                what, lost = f"no connection: {error}", True
-                away = self.config.wait > 0 and error.errno in _AWAY
-            except PassingError as error:
-                what = str(error)
-            except ValueError as error:
-                raise self.failure(where, str(error)) from None
-            if away:
-                away_since = away_since or time.monotonic()
-                self._await(f"{self.name} {address}", what, away_since + self.config.wait, stop)
-                continue
-            away_since = None
-            if attempt == attempts or stop.wait(self.config.backoff * 2 ** min(attempt - 1, 20)):
-                raise self.failure(where, what, status, lost)
-            attempt += 1
+        try:
+            while True:
+                address = url if isinstance(url, str) else url(attempt)
+                where = f"{address}, attempt {attempt} of {attempts}"
+                if stop.is_set():
+                    raise self.failure(where, "not asked, for another request has failed")
+                status, lost, away = None, False, False
+                try:
+                    answer = self._once(address, raw)
+                    _waiting.ends(f"{self.name} {address}")
+                    if 200 <= answer.status < 300:
+                        return self._read(answer.body, read)
+                    what, status = f"status {answer.status} {self._start(answer)}", answer.status
+                    if status < 500 and status not in _PASSING:
+                        raise self.failure(where, what, status)
+                except SlowError:
+                    what = f"no answer in {self.config.timeout:g} s"
+                except NoAnswerError as error:
+                    what, lost = f"no connection: {error}", True
+                    away = self.config.wait > 0 and error.errno in _AWAY
+                except PassingError as error:
+                    what = str(error)
+                except ValueError as error:
+                    raise self.failure(where, str(error)) from None
+                if away:
+                    away_since = away_since or time.monotonic()
+                    self._await(f"{self.name} {address}", what, away_since + self.config.wait, stop)
+                    continue
+                away_since = None
+                _waiting.ends()
+                if attempt == attempts or stop.wait(self.config.backoff * 2 ** min(attempt - 1, 20)):
+                    raise self.failure(where, what, status, lost)
+                attempt += 1
+        finally:
+            _waiting.ends()
 
     def _await(self, server: str, what: str, end: float, stop: threading.Event) -> None:
         """Wait a little for a server that is away.
@@ -153,7 +157,6 @@ class Poster:
         """
         left = end - time.monotonic()
         if left <= 0:
-            _waiting.ends(server, answers=False)
             raise ServerAwayError(f"{server}: {what}, for {self.config.wait:g} s (`wait`)")
         _waiting.goes_on(server, what, left)
         stop.wait(min(left, _LOOK, max(self.config.backoff, 0.01)))
@@ -186,33 +189,32 @@ class Poster:
 
 
 class _Waiting:
-    """The servers that are waited for, each with a line on it a minute, however many requests wait."""
+    """The threads that wait for a server, each server with a line on it a minute, however many requests wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._away: set[str] = set()
+        self._threads: set[int] = set()
         self._told: dict[str, float] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._away)
+    def __len__(self) -> int:
+        return len(self._threads)
 
     def goes_on(self, server: str, what: str, left: float) -> None:
         now = time.monotonic()
         with self._lock:
-            self._away.add(server)
+            self._threads.add(threading.get_ident())
             if now - self._told.get(server, -_TELL) < _TELL:
                 return
             self._told[server] = now
         print(f"waiting for the {server}: {what}; {left:.0f} s left", flush=True)
 
-    def ends(self, server: str, *, answers: bool) -> None:
+    def ends(self, answering: str | None = None) -> None:
+        """This thread waits no longer; the server that answers it, if one does, is told where the waiting was."""
         with self._lock:
-            told = server in self._away and answers
-            self._away.discard(server)
-            if answers:
-                self._told.pop(server, None)
+            self._threads.discard(threading.get_ident())
+            told = answering is not None and self._told.pop(answering, None) is not None
         if told:
-            print(f"the {server} answers", flush=True)
+            print(f"the {answering} answers", flush=True)
 
 
 _waiting = _Waiting()

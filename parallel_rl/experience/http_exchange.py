@@ -7,8 +7,10 @@ import http.client
 import io
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -49,7 +51,7 @@ def exchange(url: str, body: bytes | None, headers: Mapping[str, str], seconds: 
     """Post `body` to `url`, or get `url` where it is None, without a proxy, a redirection or a second attempt.
 
     Args:
-        seconds: from the connection to the last byte; a name is looked up before, as long as the system's resolver takes.
+        seconds: from the look-up of the name to the last byte.
         most: bytes of an answer's body.
 
     Raises:
@@ -215,15 +217,31 @@ class _Secure(_Plain, HTTPSConnection):
 def _connected(connection: HTTPConnection, meter: _Meter) -> socket.socket:
     """A socket to the first of the host's addresses that answers."""
     failure: OSError = OSError("the host has no address")
-    for *_, address in socket.getaddrinfo(connection.host, connection.port, type=socket.SOCK_STREAM):
+    for *_, address in _looked_up(connection.host, connection.port, meter):
         try:
-            found = create_connection(address[:2], meter.seconds(), socket_options=connection.socket_options)  # type: ignore[arg-type]
+            found = create_connection(address[:2], meter.seconds(), socket_options=connection.socket_options)
         except OSError as error:
             failure = error
         else:
             found.settimeout(meter.seconds())  # TLS shakes hands within this
             return found
     raise failure
+
+
+def _looked_up(host: str, port: int, meter: _Meter) -> list[tuple]:
+    """The host's addresses. The system's resolver has timeouts of its own, so a thread waits for it."""
+    found: Future[list[tuple]] = Future()
+
+    def look_up() -> None:
+        try:
+            found.set_result(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=look_up, daemon=True).start()
+    wait([found], meter.seconds())
+    meter.seconds()  # or TimeoutError
+    return found.result()
 
 
 @cache

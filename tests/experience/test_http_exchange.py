@@ -126,6 +126,17 @@ def test_a_handshake_and_an_upload_that_do_not_end() -> None:
     assert time.monotonic() - start < 20
 
 
+def test_a_name_that_is_looked_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resolver's own patience is no part of `timeout`; a name that is not there is told as the resolver tells it."""
+    assert "no connection: [Errno" in score("http://no-such-host.invalid/", timeout=60.0)
+    over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: over.wait(600) and [])
+    start = time.monotonic()
+    assert "no answer in 0.3 s" in score("http://localhost/")
+    assert time.monotonic() - start < 20
+    over.set()
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificate with openssl")
 def test_a_certificate_is_trusted_or_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No later attempt would trust it; and TLS serves where the certificate is known."""

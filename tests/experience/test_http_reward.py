@@ -12,8 +12,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from parallel_rl.experience import HTTPReward, HTTPRewardConfig, RewardServerError, reward_function
-from parallel_rl.experience.http_client import ServerAwayError, Workers, any_server_away
+from parallel_rl.experience import HTTPReward, HTTPRewardConfig, RewardServerError, http_client, reward_function
+from parallel_rl.experience.http_client import (
+    Poster,
+    ServerAwayError,
+    ServerError,
+    Workers,
+    any_server_away,
+    read_json,
+)
 from tests.experience.server import Answer, lengths, serve
 
 
@@ -170,7 +177,7 @@ def test_a_server_that_is_not_up_yet_is_waited_for(capsys: pytest.CaptureFixture
     waits = HTTPRewardConfig(url, retries=0, backoff=0.01, batch_size=1, wait=30)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(HTTPReward(waits), *texts(4))
-        while not any_server_away():
+        while len(http_client._waiting) < 4:
             time.sleep(0.01)
         with serve(lengths, int(url.split(":")[2].split("/")[0])):
             assert asked.result(30).tolist() == [0, 1, 2, 3]
@@ -179,6 +186,16 @@ def test_a_server_that_is_not_up_yet_is_waited_for(capsys: pytest.CaptureFixture
     assert told[1:] == [f"the reward server {url} answers"] and not any_server_away()
     with pytest.raises(ServerAwayError, match=rf"^reward server {url}: no connection: .*refused, for 0\.2 s"):
         HTTPReward(replace(waits, wait=0.2))(*texts(2))
+    while any_server_away():  # the other request's thread has yet to see that it is over
+        time.sleep(0.01)
+    stop = threading.Event()
+    with ThreadPoolExecutor(1) as pool:  # another request has failed, and nobody waits any more
+        given_up = pool.submit(Poster("reward server", waits, ServerError).post, url, {}, read_json, stop)
+        while not any_server_away():
+            time.sleep(0.01)
+        stop.set()
+        with pytest.raises(ServerError, match="another request has failed"):
+            given_up.result(30)
     assert not any_server_away()
 
 
