@@ -148,7 +148,10 @@ def refused(rank: int, given: list[str], checkpoint: str | None = None, out: str
 
 @pytest.mark.slow
 def test_the_command_exports_what_was_drawn_here(tmp_path: Path) -> None:
-    """A model of the trainer's own that is a llama; its end token is told to engines."""
+    """A model of the trainer's own that is a llama; its end token is told to engines.
+
+    May take twenty seconds: the command starts twice, once on two ranks, and imports torch and Megatron each time.
+    """
     sizes = {"layers": 2, "hidden": 16, "heads": 2, "position": "rope", "gated": True}
     run_world(1, train_rows, arguments(tmp_path / "run", tmp_path, model=sizes))
     checkpoint, out = tmp_path / "run/checkpoints/step_000002", tmp_path / "out"

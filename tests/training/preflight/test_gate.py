@@ -60,6 +60,7 @@ pass_gate(load_config(sys.argv[1], sys.argv[2:]), 40.0)
 
 @pytest.mark.slow
 def test_a_pair_that_stands_still_is_named_when_the_gate_closes(tmp_path: Path) -> None:
+    """Takes a minute: torchrun starts two ranks, which may be slow to come up, so the gate is open for forty seconds."""
     (tmp_path / "silent.py").write_text(SILENT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     config = [str(CONFIGS / "sft_arithmetic.yaml"), "--parallel={pipeline: 2}", f"--run.dir={tmp_path / 'run'}"]

@@ -240,6 +240,7 @@ def test_the_server_has_the_trainers_weights(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_policy_learns_from_its_own_server(tmp_path: Path) -> None:
+    """Takes half a minute: three runs of twelve steps, until the reward is learned, each with a real server's samples."""
     options = "update: sglang, batch_size: 16"
     with own_server() as server:
         rows = in_step(tmp_path / "one", server, "one process", options, **{**SEVENS, "rl__steps": 12})
