@@ -23,13 +23,15 @@ def failed(error: BaseException) -> int:
     Returns:
         the exit status: 2 where a config, data or world does not fit, else 1.
     """
-    meant = _is_meant(error)
+    meant = _reader_left(error) or _is_meant(error)
     if not meant:
         traceback.print_exception(error)
     rank, step = os.environ.get("RANK"), step_name()
     name = name_of(int(rank), step) if rank is not None else f" ({step})" if step else ""
     cause = str(error) if meant else f"{type(error).__name__}: {error}"
-    if isinstance(error, SystemExit):
+    if _reader_left(error):
+        cause = "nobody reads its output any more (of a pipe such as `| head`); write it to a file instead"
+    elif isinstance(error, SystemExit):
         cause = f"sys.exit({error.code!r}) was called before the run was done"
     print(f"parallel-rl: error{name}: {cause}", file=sys.stderr, flush=True)
     status = 2 if isinstance(error, ValueError) else 1
@@ -40,6 +42,11 @@ def failed(error: BaseException) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
+
+
+def _reader_left(error: BaseException) -> bool:
+    """Whether stdout is a pipe that was closed: rich ends the program there."""
+    return isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
 
 
 def _is_meant(error: BaseException | None) -> bool:

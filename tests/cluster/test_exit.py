@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -122,3 +123,21 @@ def test_what_torch_raises_keeps_its_type_and_its_traceback(
         raise meant
     assert failed(caught.value) == 1
     assert capfd.readouterr().err == "parallel-rl: error: too small\n"
+
+
+def test_a_reader_that_leaves_ends_the_run_in_one_line() -> None:
+    """`parallel-rl train ... | head`: rich raises SystemExit(1) from the closed pipe, a traceback in itself."""
+    code = (
+        "import sys\nfrom rich.console import Console\nfrom parallel_rl.cluster.exit import failed\nsys.stdin.read()\n"
+        "try:\n    Console().print('a row')\nexcept SystemExit as error:\n    sys.exit(failed(error))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdin and process.stdout and process.stderr
+    process.stdout.close()
+    process.stdin.close()
+    assert process.stderr.read() == (
+        "parallel-rl: error: nobody reads its output any more (of a pipe such as `| head`); write it to a file instead\n"
+    )
+    assert process.wait(60) == 1

@@ -23,6 +23,7 @@ from parallel_rl.vocab.backends.triton import kernels, operators  # noqa: E402
 from parallel_rl.vocab.backends.triton.cuts import CUTS, tiling  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 WIDE = {"stats": 8, "gradient": 4}  # loads of 128 bits of a thread: in the loop, and as many in the tail
 ARCHITECTURES = [90, pytest.param(100, marks=pytest.mark.slow)]
@@ -134,9 +135,9 @@ def test_passes(name: str, architecture: int, dtype: torch.dtype, entropy: bool,
     assert sum(load.endswith("v4.b32") for load in loads) == WIDE[name] and not any(".v2" in load for load in loads)
     threads = 32 * CUTS[name, (9, 0)].warps
     at_once = 65536 // (-(-registers // 8) * 8 * threads)
-    assert (
-        at_once * threads * WIDE[name] // 2 * 16 >= 40 << 10
-    )  # bytes in flight on a multiprocessor; some 28 KiB hide the delay
+    # bytes in flight on a multiprocessor; some 28 KiB hide the delay. Older compilers, the last for Python 3.10 among them,
+    # take more registers
+    assert at_once * threads * WIDE[name] // 2 * 16 >= (40 if RELEASE >= (3, 9) else 28) << 10
     if name == "gradient":
         assert [store for store in stores if not store.endswith("v4.b32")] == [] and len(stores) == 4
     # lanes meet at the end of the row only, and nothing is atomic

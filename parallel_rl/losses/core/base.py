@@ -243,7 +243,6 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         self._check_heads(head, {field: call.heads[field] for field in read if field in call.heads}, group)
         check_statistics(name, needs, call.statistics)
         check_rank(call.tensor_rank, group)
-        check_counts(call.global_valid_seqs, call.global_valid_toks)
         rows, width = check_data(call.data, needs, logits)
         if checks_values(call.data["input_ids"]):
             self._check_values(call.data, needs)
@@ -254,6 +253,7 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         layout = self._layout(call, logits, rows, width)
         if call.packed_sequences is not None and checks_values(call.data["token_mask"]):
             check_lengths(self._scored(call.data), layout)
+        check_counts(call.global_valid_seqs, call.global_valid_toks, call.data)
         self._check_output(logits, call.data, group)
         if head is not None:
             head.check_rows(layout.shard(self._scored(call.data), needs.shift, fill=False), group)

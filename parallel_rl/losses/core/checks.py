@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -40,14 +41,35 @@ def check_predicts(loss: str, needs: Requirements) -> None:
         raise ValueError(f"{loss} reads {what}, which predicts no token; give input_ids in place of shift_labels")
 
 
-def check_counts(global_valid_seqs: object, global_valid_toks: object) -> None:
-    """Raises ValueError for a count of the step that is not one number, at least 1."""
+def check_counts(
+    global_valid_seqs: object, global_valid_toks: object, data: Mapping[str, Tensor] | None = None
+) -> None:
+    """Check the counts of the step that a call gives.
+
+    Args:
+        data: with masks whose values were looked at; None where the counts are a host's, in whatever unit it divides by.
+
+    Raises:
+        ValueError: a count that is not one finite number, at least 1; one below that of `data` alone, which is a part of the
+            step, unless it is 1: its caller divides by himself.
+    """
     for name, count in (("global_valid_seqs", global_valid_seqs), ("global_valid_toks", global_valid_toks)):
         if not isinstance(count, (int, float, Tensor)) or torch.as_tensor(count).numel() != 1:
             got = f"shape {list(count.shape)}" if isinstance(count, Tensor) else repr(count)
             raise ValueError(f"{name} must be one number, see count_valid; got {got}")
-        if checks_values(torch.as_tensor(count)) and not count >= 1:
-            raise ValueError(f"{name} = {count} must be at least 1, see count_valid")
+        if not checks_values(torch.as_tensor(count)):
+            continue
+        if not 1 <= count < math.inf:
+            wanted = "finite" if count == math.inf else "at least 1"
+            raise ValueError(f"{name} = {float(count):g} must be {wanted}, see count_valid")
+        if data is None or count == 1 or not checks_values(data["token_mask"]):
+            continue
+        mine = data["sample_mask"].bool() if name == "global_valid_seqs" else valid_tokens(data)
+        if count < (number := int(mine.sum())):
+            raise ValueError(
+                f"{name} = {float(count):g} is below the {number} of this batch alone; it counts the whole step (sequences "
+                "first, then tokens: count_valid), or is 1 where the caller divides"
+            )
 
 
 def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) -> tuple[int, int]:

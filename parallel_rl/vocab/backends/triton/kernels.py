@@ -112,7 +112,8 @@ def stats_kernel(
     z_y = tl.load(z_row + y.to(tl.int64) * column_stride, mask=here, other=float("-inf")).to(tl.float32)
     step = tl.load(inv_t + row * inv_t_stride)
     high, low = _log2_e_over(step)
-    lowest = tl.maximum(_LOWEST / high, _LOWEST * 1e8)
+    # a constant on the left of a division is no operand of a maximum in Triton 3.8's interpreter
+    lowest = tl.maximum(tl.full([], _LOWEST, tl.float32) / high, _LOWEST * 1e8)
     columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
 
     m = tl.full([LANES], float("-inf"), tl.float32)
