@@ -52,7 +52,8 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
 
         gspo = slime.custom_loss(PolicyLossFn({"ratio_level": "sequence-mean", "aggregation": "seq-mean-token-mean"}))
 
-    The KL of the loss and its entropy bonus are its own; slime's use_kl_loss and entropy_coef are not read.
+    The KL of the loss and its entropy bonus are its own; slime's use_kl_loss and entropy_coef are not read. With
+    use_rollout_logprobs the sampler's log-probs are prev_logprobs.
 
     >>> from types import SimpleNamespace
     >>> from parallel_rl import NLLLoss
@@ -95,12 +96,14 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
 
         logprobs = split(stats.logprobs)
         data: dict[str, Values] = {"response_mask": _masks(batch, pieces)}
+        sampler = bool(getattr(args, "use_rollout_logprobs", False))  # is the old policy
         for name in needs.names:
-            values = batch.get(_NAMES[name])
-            if not values and name == "prev_logprobs":  # on policy, as slime has it
+            theirs = "rollout_log_probs" if sampler and name == "prev_logprobs" else _NAMES[name]
+            values = batch.get(theirs)
+            if not values and theirs == "log_probs":  # on policy, as slime has it
                 values = [x.detach() for x in logprobs]
             if not values:
-                raise ValueError(f"batch has no {_NAMES[name]!r}, which {loss_name} reads as {name}")
+                raise ValueError(f"batch has no {theirs!r}, which {loss_name} reads as {name}")
             data[name] = values
         one = torch.ones((), device=logits.device)
         loss, metrics = loss_fn.from_logprobs(

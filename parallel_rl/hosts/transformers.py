@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from parallel_rl.groups import ParallelGroups
 from parallel_rl.hosts.fit import check_fits, unit_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ class _Output(Protocol):
     logits: Tensor
 
 
-def compute_loss_func(loss_fn: LossFn) -> Callable[..., Tensor]:
+def compute_loss_func(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Callable[..., Tensor]:
     """A loss on tokens alone, such as `NLLLoss`, for `Trainer(..., compute_loss_func=compute_loss_func(loss_fn))`.
 
     >>> from types import SimpleNamespace
@@ -36,6 +37,10 @@ def compute_loss_func(loss_fn: LossFn) -> Callable[..., Tensor]:
     >>> labels = torch.tensor([[-100, 1, 2]])
     >>> round(call(SimpleNamespace(logits=torch.zeros(1, 3, 4)), labels, num_items_in_batch=2).item(), 4)
     1.3863
+
+    Args:
+        groups: tensor-parallel ranks over whose words the logits are cut, as a DTensor or as plain shards; without, they are
+            whole, as plans of transformers that gather the head's output have it.
 
     Raises:
         ValueError: a loss that reads fields of the data, or is not divided by tokens: the Trainer has neither. In a call: no
@@ -47,6 +52,8 @@ def compute_loss_func(loss_fn: LossFn) -> Callable[..., Tensor]:
         raise ValueError(
             f"{name} is divided by {unit or 'neither count, or by both'}; Hugging Face's Trainer counts tokens only"
         )
+
+    at = groups or ParallelGroups()
 
     def call(outputs: _Output, labels: Tensor | None, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         if labels is None:
@@ -68,7 +75,8 @@ def compute_loss_func(loss_fn: LossFn) -> Callable[..., Tensor]:
             "token_mask": scored,
             "sample_mask": torch.ones(len(labels), dtype=torch.bool, device=labels.device),
         }
-        loss, _ = loss_fn(logits, data, torch.ones((), device=logits.device), count.reshape(()).clamp(min=1))
+        one = torch.ones((), device=labels.device)
+        loss, _ = loss_fn(logits, data, one, count.reshape(()).clamp(min=1), at.tp_rank, at.tensor)
         return loss
 
     return call

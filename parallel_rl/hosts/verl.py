@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _FIELDS = ("advantages", "prev_logprobs")
 _MODES = {
     "token-mean": "token-mean", "seq-mean-token-mean": "seq-mean-token-mean", "seq-mean-token-sum": "seq-mean-token-sum",
-    "seq-mean-token-sum-norm": "constant-length",
+    "seq-mean-token-sum-norm": "constant-length", "token-sum": "token-sum",
 }  # fmt: skip
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
@@ -116,7 +116,7 @@ def _counts(config: object) -> Mapping[str, int]:
 def _check_aggregation(loss_fn: LossFn, unit: str | None, mode: str, length: float) -> None:
     wanted = _MODES.get(mode)
     if not isinstance(loss_fn, PolicyLoss):
-        if mode not in _MODES or ("tokens" if mode == "token-mean" else "sequences") != unit:
+        if mode not in _MODES or {"token-mean": "tokens", "token-sum": None}.get(mode, "sequences") != unit:
             raise ValueError(
                 f"loss_agg_mode = {mode!r}, but {type(loss_fn).__name__} is divided by {unit or 'neither count, or by both'}"
             )

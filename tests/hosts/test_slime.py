@@ -65,15 +65,21 @@ def zigzag(x: Tensor, total: int, rank: int, fill: float) -> Tensor:
     return torch.cat([padded[at * chunk : (at + 1) * chunk] for at in (rank, 3 - rank)])
 
 
+def cut_field(values: list[Tensor], rank: int) -> list[Tensor]:
+    """A rank's pieces of whole responses."""
+    pieces = []
+    for x, (n, r) in zip(values, SAMPLES, strict=True):
+        at_predictors = torch.cat([x.new_full((n - r - 1,), torch.nan), x, x.new_full((1,), torch.nan)])
+        mine = zigzag(at_predictors, n, rank, torch.nan)
+        pieces.append(mine[~mine.isnan()])
+    return pieces
+
+
 def cut(logits: list[Tensor], batch: dict[str, list], rank: int) -> tuple[Tensor, dict[str, list]]:
     """A rank's logits, its rows and a tail of alignment, all NaN where nothing is scored; its pieces of the responses."""
     own = dict(batch)
     for name in ("log_probs", "ref_log_probs", "advantages"):
-        own[name] = []
-        for x, (n, r) in zip(batch[name], SAMPLES, strict=True):
-            at_predictors = torch.cat([x.new_full((n - r - 1,), torch.nan), x, x.new_full((1,), torch.nan)])
-            mine = zigzag(at_predictors, n, rank, torch.nan)
-            own[name].append(mine[~mine.isnan()])
+        own[name] = cut_field(batch[name], rank)
     rows = [zigzag(z, n, rank, torch.nan) for z, (n, _) in zip(logits, SAMPLES, strict=True)]
     return torch.cat([*rows, torch.full((3, V), torch.nan, dtype=torch.float64)])[None], own
 

@@ -18,6 +18,7 @@ MODES = {
     "token-mean": {}, "seq-mean-token-mean": {"aggregation": "seq-mean-token-mean"},
     "seq-mean-token-sum": {"aggregation": "seq-mean-token-sum"},
     "seq-mean-token-sum-norm": {"aggregation": "constant-length", "max_length": A},
+    "token-sum": {"aggregation": "token-sum"},
 }  # fmt: skip
 
 
@@ -28,8 +29,8 @@ def config(ranks: int = 1, **more: object) -> SimpleNamespace:
 
 def by_hand(x: Tensor, mask: Tensor, mode: str) -> Tensor:
     x = x * mask
-    if mode == "token-mean":
-        return x.sum() / TOKENS
+    if mode in ("token-mean", "token-sum"):
+        return x.sum() / (TOKENS if mode == "token-mean" else 1)
     if mode == "seq-mean-token-mean":
         return (x.sum(1) / mask.sum(1).clamp(min=1)).sum() / B
     return x.sum() / B / (A if mode.endswith("norm") else 1)
@@ -121,6 +122,8 @@ def test_what_does_not_fit() -> None:
         run({"aggregation": "constant-length", "max_length": 9}, "seq-mean-token-sum-norm")
     with pytest.raises(ValueError, match="loss_agg_mode = 'token-sum'"):
         run({}, "token-sum")
+    with pytest.raises(ValueError, match="loss_agg_mode = 'token-sum', but NLLLoss is divided by tokens"):
+        call(NLLLoss(), data["new"], data, "token-sum", config(), False)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="global_batch_info must hold dp_size, batch_num_tokens"):
         run({}, settings=SimpleNamespace(global_batch_info={}))
     with pytest.raises(ValueError, match="rollout_is_weights multiply terms that scale with the advantages"):
