@@ -17,11 +17,15 @@ from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.hosts.fit import check_fits, unit_of
+from parallel_rl.losses.nll import NLLLossConfig
+from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.vocab.stats import check_targets, stats_of_shard
 
 if TYPE_CHECKING:
     from parallel_rl.losses.core.base import LossFn
     from parallel_rl.losses.core.log_prob_rows import Values
+    from parallel_rl.metrics import Metrics
+    from parallel_rl.statistics import Statistics
 
 _NAMES = {
     "advantages": "advantages", "prev_logprobs": "log_probs", "generation_logprobs": "rollout_log_probs",
@@ -69,7 +73,8 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
 
     Raises:
         ValueError: a loss that slime cannot feed. In a call: an aggregation that does not go with calculate_per_token_loss;
-            contiguous context ranks (allgather_cp); several samples of one rollout; a replay of the sampler's top-p.
+            contiguous context ranks (allgather_cp); several samples of one rollout, for a loss without `token_weights` or with
+            another aggregation than seq-mean-token-mean; a replay of the sampler's top-p.
     """
     check_fits("slime", loss_fn, tuple(_NAMES), entropy=True)
     unit, loss_name = unit_of(loss_fn), type(loss_fn).__name__
@@ -78,9 +83,11 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
             f"{loss_name} is divided by neither the step's tokens nor its sequences, or by both; slime divides by one"
         )
     needs = loss_fn.requirements
+    of_rollouts = _of_rollouts(loss_fn)
 
     def call(args: object, batch: Mapping[str, Any], logits: Tensor, _: object) -> tuple[Tensor, dict[str, Tensor]]:
         _check(args, batch, unit, loss_name)
+        shared = None if unit == "tokens" else _shared_denominators(batch)
         at = _megatron() if groups is None else groups
         pieces, rows = _cut(batch, at.cp_rank, at.cp_size)
         if logits.dim() != 3 or len(logits) != 1 or logits.shape[1] < rows:
@@ -106,10 +113,29 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
                 raise ValueError(f"batch has no {theirs!r}, which {loss_name} reads as {name}")
             data[name] = values
         one = torch.ones((), device=logits.device)
-        loss, metrics = loss_fn.from_logprobs(
-            logprobs, data=data, global_valid_seqs=one, global_valid_toks=one, context_parallel_group=at.context,
-            entropy=None if stats.entropy is None else split(stats.entropy),
-        )  # fmt: skip
+        entropy = None if stats.entropy is None else split(stats.entropy)
+
+        def of(fn: LossFn, statistics: Statistics | None = None) -> tuple[Tensor, Metrics]:
+            return fn.from_logprobs(
+                logprobs, data=data, global_valid_seqs=one, global_valid_toks=one, context_parallel_group=at.context,
+                entropy=entropy, statistics=statistics,
+            )  # fmt: skip
+
+        if shared is not None:
+            if of_rollouts is None:
+                raise ValueError(
+                    f"samples share the denominators {shared.tolist()} (rollout_mask_sums), being several of one rollout; "
+                    f"{loss_name} has no weights of tokens with aggregation 'seq-mean-token-mean' that would say so; use "
+                    "aggregation 'token-mean' and calculate_per_token_loss"
+                )
+            data["token_weights"] = [torch.ones_like(x) / n for x, n in zip(logprobs, shared, strict=True)]
+            statistics = of_rollouts.collect_from_logprobs(
+                logprobs, data=data, global_valid_seqs=one, global_valid_toks=one, context_parallel_group=at.context,
+                entropy=entropy,
+            )  # fmt: skip
+            loss, _ = of(of_rollouts, statistics.reduce())
+            return loss, {"loss": loss.detach()}
+        loss, metrics = of(loss_fn)
         return loss, {name: metrics[name] for name, per in metrics.divided_by.items() if name == "loss" or per == unit}
 
     return call
@@ -126,15 +152,27 @@ def _check(args: object, batch: Mapping[str, Any], unit: str, name: str) -> None
         raise ValueError("allgather_cp cuts the whole row over context ranks; supported is the zigzag of each sample")
     if batch.get("rollout_top_p_token_ids"):
         raise ValueError("rollout_top_p_token_ids: a replay of the sampler's top-p is not supported here")
+
+
+def _shared_denominators(batch: Mapping[str, Any]) -> Tensor | None:
+    """[B] what each sample is divided by, where it is not the sample's own number of tokens."""
     denominators = batch.get("rollout_mask_sums")
-    if not whole and denominators is not None:
-        own = torch.stack([mask.sum() for mask in batch["loss_masks"]]).clamp(min=1).double()
-        theirs = torch.as_tensor([*denominators], device=own.device).clamp(min=1).double()
-        if not torch.equal(own, theirs):
-            raise ValueError(
-                f"samples of {own.tolist()} tokens are divided by {theirs.tolist()} (rollout_mask_sums): several samples of "
-                "one rollout are not supported here; use aggregation 'token-mean' and calculate_per_token_loss"
-            )
+    if denominators is None:
+        return None
+    own = torch.stack([mask.sum() for mask in batch["loss_masks"]]).clamp(min=1).double()
+    theirs = torch.as_tensor([*denominators], device=own.device).clamp(min=1).double()
+    return None if torch.equal(own, theirs) else theirs
+
+
+def _of_rollouts(loss_fn: LossFn) -> LossFn | None:
+    """The same loss as a sum over weighted tokens, for weights that are 1 / a rollout's tokens; None: it has no such form."""
+    config = loss_fn.config
+    weighted = isinstance(config, (PolicyLossConfig, NLLLossConfig)) and config.token_weights is None
+    if not weighted or config.aggregation != "seq-mean-token-mean":
+        return None
+    found = type(loss_fn)(replace(config, aggregation="token-sum", token_weights="count"))
+    found.options = loss_fn.options
+    return found
 
 
 def _megatron() -> ParallelGroups:

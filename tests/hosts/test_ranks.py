@@ -39,6 +39,10 @@ class Case:
     args: dict[str, object] = field(default_factory=dict)
 
 
+KL = {"coefficient": 0.1, "estimator": "k3", "gradient": "plain"}
+SIBLINGS = (5.0, 5.0, 1.0, 4.0)  # the first two samples are of one rollout of 2 + 3 tokens
+
+
 def kl(estimator: str, unbiased: bool = False) -> Case:
     penalty = {"coefficient": 0.1, "estimator": estimator, "gradient": "old" if unbiased else "plain"}
     return Case({"surrogate": PPO, "kl": penalty, **MEAN}, args={"kl": estimator, "unbiased": unbiased})
@@ -55,6 +59,8 @@ CASES = [
     Case({"surrogate": PPO, "importance": {"mode": "icepop", "low": 0.5, "high": 1.2}}, True, {"tis": "icepop"}),
     Case({"surrogate": PPO, "off_policy_mask": {"delta": 0.05}, **MEAN}, args={"opsm_delta": 0.05}),
     Case({"surrogate": PPO}, True, {"use_rollout_logprobs": True}),
+    Case({"surrogate": PPO, "entropy_bonus": 0.2, "kl": KL, **MEAN}, args={"entropy_coef": 0.2, "kl": "k3", "siblings": True}),
+    Case({"surrogate": PPO, "ratio_level": "sequence-mean", **MEAN}, args={"estimator": "gspo", "siblings": True}),
 ]  # fmt: skip
 
 
@@ -92,9 +98,10 @@ def slimes(logits: list[Tensor], batch: dict[str, list], case: Case) -> Tensor:
         if "kl" in args:
             d = batch["ref_log_probs"][i] - new
             by = {"k1": -d, "k2": d.square() / 2}.get(str(args["kl"]), d.exp() - 1 - d)
-            by = by * (new - old).exp() if args["unbiased"] else by
+            by = by * (new - old).exp() if args.get("unbiased") else by
             x = x + 0.1 * (by.clamp(-10, 10) if args["kl"] == "low_var_kl" else by)
-        total = total + (x * mask).sum() / (1 if case.per_token else mask.sum())
+        by_rollout = SIBLINGS[i] if args.get("siblings") else mask.sum()
+        total = total + (x * mask).sum() / (1 if case.per_token else by_rollout)
     return total
 
 
@@ -130,6 +137,8 @@ def of_slime(groups: ParallelGroups, names: list[str], every: int) -> list[str]:
     wrong = []
     for i, case in list(enumerate(CASES))[::every]:
         truth, batch = rollouts()
+        if case.args.get("siblings"):
+            batch["rollout_mask_sums"] = [torch.tensor(n) for n in SIBLINGS]
         leaves = [x.clone().requires_grad_() for x in truth]
         mine = [j for j in range(len(truth)) if j % groups.dp_size == groups.dp_rank]
         parts = [cut_words(x, groups) for x in leaves]

@@ -137,8 +137,9 @@ def test_what_does_not_fit() -> None:
         custom_loss(PolicyLossFn())(mean, batch, flat, None)
     with pytest.raises(ValueError, match="supported is the zigzag of each sample"):
         policy(SimpleNamespace(allgather_cp=True), batch, flat, None)
-    with pytest.raises(ValueError, match="several samples of one rollout are not supported"):
-        policy(mean, {**batch, "rollout_mask_sums": [torch.tensor(9.0)] * 4}, flat, None)
+    summed = custom_loss(PolicyLossFn({"aggregation": "seq-mean-token-sum"}))
+    with pytest.raises(ValueError, match=r"share the denominators \[9.0, 9.0, 9.0, 9.0\] .* several of one rollout"):
+        summed(mean, {**batch, "rollout_mask_sums": [torch.tensor(9.0)] * 4}, flat, None)
     with pytest.raises(ValueError, match="batch has no 'advantages'"):
         policy(mean, {**batch, "advantages": None}, flat, None)
     with pytest.raises(ValueError, match=r"\[1, T, V/tp\] with T ≥ 22 for total_lengths, got \[1, 21, 7\]"):
