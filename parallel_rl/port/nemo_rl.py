@@ -109,6 +109,7 @@ def _rl(root: Reader) -> Tree:
     penalty = options.get("reference_policy_kl_penalty", _CLIPPED["reference_policy_kl_penalty"])
     if options.get("use_kl_in_reward"):
         advantages["kl_coefficient"] = penalty
+        rl["reward_kl"] = options.get("reference_policy_kl_type", _CLIPPED["reference_policy_kl_type"])
         if advantages["name"] != "gae":
             advantages["kl_form"] = "token"
             root.differ(

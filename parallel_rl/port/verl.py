@@ -26,7 +26,13 @@ _ACTOR = (  # no number of the loss
     "calculate_sum_pi_squared", "sum_pi_squared_checkpointing", "engine", "recompute_old_log_prob", "global_batch_info",
     "use_rollout_log_probs", "log_prob_micro_batch_size", "model_config", "nccl_timeout", "kl_reference",
 )  # fmt: skip
-_ALGORITHM = ("_target_", "use_pf_ppo", "pf_ppo", "filter_groups", "kl_penalty")
+_ALGORITHM = ("_target_", "use_pf_ppo", "pf_ppo", "filter_groups")
+_OF_RETURNS = (
+    "gae",
+    "reinforce_plus_plus",
+    "remax",
+    "optimal_token_baseline",
+)  # a token's KL is taken from those up to it
 
 
 def from_verl(config: Mapping[str, object]) -> Ported:
@@ -44,7 +50,9 @@ def from_verl(config: Mapping[str, object]) -> Ported:
     options = _loss(actor, data)
     _correction(algorithm.below("rollout_correction"), options)
     configure(PolicyLossConfig, options, actor.where)
-    rl: Tree = {"loss": {"name": "policy", "options": options}, "advantages": _advantages(algorithm)}
+    advantages = _advantages(algorithm)
+    rl: Tree = {"loss": {"name": "policy", "options": options}, "advantages": advantages}
+    rl |= _kl_in_reward(algorithm, advantages)
     prompts, group = data.get("train_batch_size", 1024), rollout.get("n", 1)
     rl |= {"prompts": prompts, "group_size": group}
     mini = actor.get("ppo_mini_batch_size", 256)
@@ -210,10 +218,32 @@ def _advantages(algorithm: Reader) -> Tree:
             algorithm.drop("norm_adv_by_std_in_grpo", f"with adv_estimator = {name!r}")
     if name == "grpo":
         algorithm.differ("a group of one keeps its reward in verl; here it is an error (advantages.singleton: reward)")
-    control = algorithm.below("kl_ctrl")
-    if algorithm.flag("use_kl_in_reward"):
-        out["kl_coefficient"] = control.get("kl_coef", 0.001)
     return out
+
+
+def _kl_in_reward(algorithm: Reader, advantages: Tree) -> Tree:
+    """Options of the section rl; the coefficient joins the estimator's."""
+    control, kind = algorithm.below("kl_ctrl"), str(algorithm.get("kl_penalty", "kl"))
+    coefficient, adaptive = control.get("kl_coef", 0.001), control.get("type", "fixed") == "adaptive"
+    led = {"target": control.get("target_kl", 0.1), "horizon": control.get("horizon", 10000)}
+    control.close(("_target_",))
+    if not algorithm.flag("use_kl_in_reward"):
+        return {}
+    if not coefficient:
+        algorithm.drop("use_kl_in_reward", "with kl_ctrl.kl_coef = 0")
+        return {}
+    estimator = _KL.get(kind.removesuffix("+"))  # no gradient flows into a reward
+    if estimator is None:
+        raise ValueError(
+            f"{algorithm.path('kl_penalty')} = {kind!r} is not carried over; supported are {', '.join(_KL)}, each with +"
+        )
+    advantages["kl_coefficient"] = coefficient
+    if advantages["name"] not in _OF_RETURNS:
+        algorithm.differ(
+            "use_kl_in_reward: the samples of a group are compared with their whole KL taken off; here each token pays for "
+            "its own and all that follow"
+        )
+    return {"reward_kl": estimator, **({"kl_controller": led} if adaptive else {})}
 
 
 def _given(section: Reader, names: Mapping[str, str]) -> Tree:

@@ -12,7 +12,9 @@ from parallel_rl.cli import main
 from parallel_rl.config.strict import configure
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.port.options import options_of
+from parallel_rl.port.ported import Ported
 from parallel_rl.port.read import read_host_config
+from parallel_rl.training.config.algorithms import RLConfig
 
 TIS = "truncated_importance_sampling_"
 NEMO = {
@@ -81,8 +83,9 @@ def test_options_without_effect_are_dropped_and_the_rest_is_a_loss(loss: dict, l
 def test_estimators_are_ours(kind: str) -> None:
     run = {"adv_estimator": {"name": kind, "gae_lambda": 0.9}, "advantage_clip_low": -5.0, "advantage_clip_high": 5.0}
     loss = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1}
-    advantages = options_of({"ppo" if kind == "gae" else "grpo": run, "loss_fn": loss}).config["rl"]["advantages"]  # type: ignore[index]
-    made = configure(AdvantageEstimator, advantages)
+    rl = options_of({"ppo" if kind == "gae" else "grpo": run, "loss_fn": loss}).config["rl"]
+    made = configure(AdvantageEstimator, rl["advantages"])  # type: ignore[index]
+    assert rl["reward_kl"] == "k3"  # type: ignore[index]
     assert (made.clip_low, made.clip_high, made.kl_coefficient) == (-5.0, 5.0, 0.1)
 
 
@@ -118,6 +121,76 @@ def test_every_loss_mode_of_verl_is_a_loss(mode: str) -> None:
     configure(LossConfig, rl["loss"])  # type: ignore[index]
     mean = rl["loss"]["options"]["aggregation"] == "seq-mean-token-mean"  # type: ignore[index]
     assert mean == (mode in ("sapo", "geo_mean"))
+
+
+def of_verl(algorithm: dict | None = None, **sections: dict) -> Ported:
+    """A config with what is in the text of each section; its rl must be one that this trainer takes."""
+    ported = options_of({"actor_rollout_ref": sections, "algorithm": {"adv_estimator": "grpo", **(algorithm or {})}})
+    required = {"steps": 1, "optimizer": {"lr": 1e-3}, "prompts": 8, "group_size": 4, "updates": 1}
+    configure(RLConfig, {**ported.config["rl"], **required})  # type: ignore[dict-item]
+    return ported
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({}, {"reward_kl": "k1"}),
+        ({"kl_penalty": "mse", "kl_ctrl": {"kl_coef": 0.1, "target_kl": 9}}, {"reward_kl": "k2"}),
+        (
+            {"kl_penalty": "k3+", "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1}},
+            {"reward_kl": "low_var_kl", "kl_controller": {"target": 0.1, "horizon": 10000}},
+        ),
+    ],
+)
+def test_a_kl_in_the_reward_of_verl(given: dict, ours: dict, estimator: str) -> None:
+    ported = of_verl({"use_kl_in_reward": True, "adv_estimator": estimator, **given})
+    rl: dict = ported.config["rl"]  # type: ignore[assignment]
+    assert {key: rl[key] for key in rl if "kl" in key} == ours
+    assert rl["advantages"]["kl_coefficient"] == given.get("kl_ctrl", {}).get("kl_coef", 0.001)
+    assert any("whole KL taken off" in line for line in ported.differs) == (estimator == "grpo") and not ported.unknown
+
+
+def test_a_kl_in_the_reward_that_weighs_nothing() -> None:
+    ported = of_verl({"use_kl_in_reward": True, "kl_ctrl": {"kl_coef": 0.0, "typ": "adaptive"}})
+    assert ported.dropped == ("algorithm.use_kl_in_reward = True has no effect with kl_ctrl.kl_coef = 0",)
+    assert ported.unknown == ("algorithm.kl_ctrl.typ = 'adaptive' (did you mean 'type'?)",)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "ours"),
+    [("0.5_5.0", {"mode": "icepop", "low": 0.5, "high": 5.0}), (3.0, {"mode": "tis", "high": 3.0})],
+)
+def test_importance_weights_of_verl(threshold: object, ours: dict) -> None:
+    given = {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": threshold,
+        "rollout_is_batch_normalize": True,
+        "rollout_rs": "k1",
+    }
+    ported = of_verl({"rollout_correction": given})
+    options = ported.config["rl"]["loss"]["options"]  # type: ignore[index]
+    assert options["importance"] == {"level": "sequence-sum", "normalize": True, **ours}
+    assert ported.left == ("algorithm.rollout_correction.rollout_rs = 'k1': write it as rejection.rules by hand",)
+
+
+def test_what_else_a_config_of_verl_holds() -> None:
+    actor = {"entropy_coeff": 0.01, "ppo_epochs": 2, "ppo_micro_batch_size_per_gpu": 4, "clip_ratio_c": 5.0}
+    actor |= {"use_kl_loss": True, "kl_loss_coef": 0.0, "policy_loss": {"loss_mode": "cispo"}}
+    ported = of_verl(
+        {"norm_adv_by_std_in_grpo": False, "adv_estimator": "rloo"},
+        actor=actor, model={"path": "/m"}, rollout={"top_k": 40, "top_p": 0.9},
+    )  # fmt: skip
+    assert ported.config["model"] == {"hf": "/m"} and ported.config["batch"] == {"micro_batch_size": 4}
+    assert ported.config["sampling"] == {"max_new_tokens": 512, "temperature": 1.0, "top_k": 40, "top_p": 0.9}
+    assert ported.config["rl"]["loss"]["options"]["entropy_bonus"] == 0.01  # type: ignore[index]
+    assert ported.left == ("actor_rollout_ref.actor.ppo_epochs = 2: the samples of a step are read once here",)
+    assert [line.split(" = ")[0].rpartition(".")[2] for line in ported.dropped] == [
+        "clip_ratio_c", "use_kl_loss", "norm_adv_by_std_in_grpo",
+    ]  # fmt: skip
+    advantages = of_verl({"norm_adv_by_std_in_grpo": False}).config["rl"]["advantages"]  # type: ignore[index]
+    assert advantages == {"name": "dr_grpo"}
+    assert of_verl({"adv_estimator": "reinforce_plus_plus", "gamma": 0.9}).config["rl"]["advantages"]["gamma"] == 0.9  # type: ignore[index]
 
 
 def test_files_defaults_and_references(tmp_path: Path) -> None:
@@ -158,6 +231,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("loss_fn: {ratio_clip_min: -1}", "ratio_clip_min = -1.0 must be at least 0"),
         ("actor_rollout_ref: {actor: {policy_loss: {loss_mode: dro}}}", "supported are vanilla, gspo"),
         ("actor_rollout_ref: {actor: {loss_agg_mode: token-sum}}", "'token-sum' is not carried over"),
+        (
+            "actor_rollout_ref: {actor: {use_kl_loss: true, kl_loss_type: full}}",
+            "kl_loss_type = 'full' is not carried over",
+        ),
+        ("actor_rollout_ref: {}\nalgorithm: {use_kl_in_reward: true, kl_penalty: full}", "kl_penalty = 'full' is not"),
         ("actor_rollout_ref: {}\nalgorithm: {adv_estimator: magic}", "algorithm.adv_estimator = 'magic'"),
     ],
 )
