@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups
@@ -91,6 +92,15 @@ def has_auxiliary_loss(config: TransformerConfig) -> bool:
     return any(coefficients) or bool(balance_coefficients(config))
 
 
+def forget_scales(config: TransformerConfig) -> None:
+    """Forget how the last backward scaled auxiliary losses: one without a schedule leaves a scale of another shape."""
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    if getattr(config, "experimental_attention_variant", None) == "dsa":
+        from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossAutoScaler
+
+        DSAIndexerLossAutoScaler.main_loss_backward_scale = None
+
+
 @contextlib.contextmanager
 def without_auxiliary_losses(config: TransformerConfig) -> Iterator[None]:
     """Inside, a model adds no loss of its own in backward."""
@@ -136,6 +146,12 @@ def check_auxiliary_losses(config: TransformerConfig, cp_size: int, *, by_megatr
         raise ValueError(
             f"dsa_indexer_loss_coeff = {config.dsa_indexer_loss_coeff} is scaled by no schedule of this megatron-core: each "
             "micro-batch adds all of it; use 0.19, or 0"
+        )
+    if cp_size > 1 and not per_token and getattr(config, "dsa_indexer_loss_coeff", None):
+        raise ValueError(
+            f"dsa_indexer_loss_coeff = {config.dsa_indexer_loss_coeff} at CP {cp_size} with calculate_per_token_loss = False "
+            "counts times CP in this megatron-core, whose context ranks each add a mean of their own; use "
+            "calculate_per_token_loss = True, or 0"
         )
     if cp_size > 1 and not per_token and not auxiliary_losses_know_context_ranks():
         raise ValueError(

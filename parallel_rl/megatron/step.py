@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -21,7 +20,13 @@ from parallel_rl.counts import ValidCounts, count_valid
 from parallel_rl.groups import ParallelGroups, group_rank
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.nll import NLLLoss
-from parallel_rl.megatron.auxiliary import RoutedTokens, count_routed, has_auxiliary_loss, without_auxiliary_losses
+from parallel_rl.megatron.auxiliary import (
+    RoutedTokens,
+    count_routed,
+    forget_scales,
+    has_auxiliary_loss,
+    without_auxiliary_losses,
+)
 from parallel_rl.megatron.balance import RouterBalance, needs_balance
 from parallel_rl.megatron.context import context_group
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
@@ -147,7 +152,9 @@ def forward_backward(
         parts_of_all = {name: found.parts(name) for found in (metrics, of_heads) for name in found}
         return loss + more, Metrics(parts_of_all)
 
-    MoEAuxLossAutoScaler.main_loss_backward_scale = None  # a backward without a schedule leaves one of another shape
+    forget_scales(config)
+    if len(models) > 1 and config.no_sync_func is not None:
+        config.no_sync_func = [each.no_sync for each in models]  # a schedule reads the first chunk's config alone
 
     def step(queue: Queue, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
         batch, routed_tokens = next(queue)

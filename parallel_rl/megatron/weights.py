@@ -21,6 +21,8 @@ HEAD = "output_layer.weight"
 # an expert's number among those of its rank: Megatron's own spelling, and Transformer Engine's of grouped matrices
 _EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
+_HEAD = re.compile(r"mtp\.layers\.(\d+)\.")
+
 
 def global_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Parameter]]:
     """Iterate over this rank's parameters with the names that a one-process model gives them.
@@ -34,15 +36,21 @@ def global_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
     for model in models:
         module = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
         layers = {
-            name: layer.layer_number - 1
-            for name, layer in module.named_modules()
-            if isinstance(layer, TransformerLayer)
+            name: _number(name, layer) for name, layer in module.named_modules() if isinstance(layer, TransformerLayer)
         }
         experts = (module.config.num_moe_experts or 0) // parallel_state.get_expert_model_parallel_world_size()
         first_expert = experts * parallel_state.get_expert_model_parallel_rank()
         for name, parameter in module.named_parameters():
             whole = _global_name(name, layers, module.share_embeddings_and_output_weights)
             yield shift_expert(whole, first_expert), parameter
+
+
+def _number(name: str, layer: TransformerLayer) -> int:
+    """A layer's number from 0; that of a head of multi-token prediction is the head's, which Megatron's versions number each
+    in a way of its own.
+    """
+    head = _HEAD.match(name)
+    return layer.layer_number - 1 if head is None else int(head[1])
 
 
 def _global_name(name: str, layers: dict[str, int], tied: bool) -> str:

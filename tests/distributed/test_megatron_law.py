@@ -17,7 +17,7 @@ LAYOUTS = {
     2: [
         Case(tp=2),
         Case(tp=2, sp=True),
-        *([Case(tp=2, groups=1)] if core.__version__ >= "0.16" else []),  # fewer key heads than tensor ranks
+        Case(tp=2, groups=1),  # fewer key heads than tensor ranks
         Case(tp=2, sp=True, rows="packed", position="learned_absolute", tied=True),
         Case(cp=2),
         Case(cp=2, rows="packed", position="learned_absolute"),
@@ -236,7 +236,14 @@ def test_contiguous_rows_and_context_groups_of_micro_batches(cases: list[Case]) 
     _check(4, cases)
 
 
+def _is_refused(case: Case) -> bool:
+    """Whether this megatron-core lacks what the case needs, which `forward_backward` or Megatron's config says."""
+    packed_heads, context = case.mtp and case.rows != "padded", case.experts and case.cp > 1 and not case.per_token
+    return core.__version__ < "0.16" and bool(packed_heads or context or case.groups < case.tp)
+
+
 def _check(world: int, cases: list[Case], bound: float = 1e-12) -> None:
+    cases = [case for case in cases if not _is_refused(case)]
     results = run_world(world, compare, _with_references(cases))
     for rank, errors in enumerate(results):
         for case, worst in zip(cases, errors, strict=True):
