@@ -53,7 +53,8 @@ def _model(layout: Layout) -> GPTModel:
     """Latent attention with an indexer that keeps four keys. Its naive backward is in float32."""
     from megatron.core import parallel_state
     from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt import GPTModel, experimental_attention_variant_module_specs as variants
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
     from megatron.core.transformer.transformer_config import MLATransformerConfig
