@@ -89,6 +89,23 @@ def test_estimators_are_ours(kind: str) -> None:
     assert (made.clip_low, made.clip_high, made.kl_coefficient) == (-5.0, 5.0, 0.1)
 
 
+def test_what_else_a_run_of_nemo_rl_holds() -> None:
+    shaping = {"enabled": True, "overlong_buffer_length": 64, "max_response_length": 512}
+    run = {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1, "reward_shaping": shaping}
+    ported = options_of(
+        {"grpo": {**run, "adv_estimator": {"name": "raft"}}, "loss_fn": {"reference_policy_kl_penalty": 0}}
+    )
+    rl: dict = ported.config["rl"]  # type: ignore[assignment]
+    assert rl["dynamic_sampling"] == {"max_rounds": 2}  # one round draws none anew
+    overlong = {"name": "dapo", "max_length": 512, "bounded": False, "buffer": 64, "factor": 1.0}
+    assert rl["overlong"] == overlong and "goes on growing beyond" in ported.differs[0]
+    assert rl["advantages"] == {"name": "grpo"} and ported.left == (
+        "grpo.adv_estimator.name = 'raft': no such estimator here",
+    )
+    configure(RLConfig, {**rl, "steps": 1, "optimizer": {"lr": 1e-3}, "prompts": 8, "group_size": 4})
+    assert options_of({"policy": {}, "sft": {}}).config["sft"] == {"loss": {"name": "nll"}}
+
+
 def test_dpo_and_distillation() -> None:
     ported = options_of({"policy": {}, "dpo": {"reference_policy_kl_penalty": 0, "sft_loss_weight": 1.0}})
     assert ported.config["preference"]["loss"]["options"] == {"preference_loss_weight": 0.0, "sft_loss_weight": 1.0}  # type: ignore[index]
