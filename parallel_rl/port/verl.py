@@ -6,33 +6,23 @@ from collections.abc import Mapping
 
 from parallel_rl.config.strict import configure
 from parallel_rl.losses.policy_config import PolicyLossConfig
+from parallel_rl.port import verl_keys
 from parallel_rl.port.ported import Ported, Reader, Tree
 
 _AGGREGATIONS = {
     "token-mean": "token-mean", "seq-mean-token-mean": "seq-mean-token-mean", "seq-mean-token-sum": "seq-mean-token-sum",
-    "seq-mean-token-sum-norm": "constant-length",
+    "seq-mean-token-sum-norm": "constant-length", "token-sum": "token-sum",
 }  # fmt: skip
 _KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
-_SEQUENCE_MEAN = ("gspo", "sapo", "geo_mean")
+_SEQUENCE_MEAN = ("sapo", "geo_mean")
 _ESTIMATORS = (
     "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "gpg", "gdpo",
     "optimal_token_baseline",
 )  # fmt: skip
-_ACTOR = (  # no number of the loss
-    "_target_", "rollout_n", "strategy", "ppo_micro_batch_size", "freeze_vision_tower", "use_prefix_grouper",
-    "use_torch_compile", "shuffle", "data_loader_seed", "checkpoint", "optim", "use_fused_kernels", "profiler", "router_replay",
-    "fsdp_config", "megatron", "grad_clip", "ulysses_sequence_parallel_size", "entropy_from_logits_with_chunking",
-    "entropy_checkpointing", "use_remove_padding", "load_weight", "qat", "veomni", "torchtitan", "mtp", "calculate_entropy",
-    "calculate_sum_pi_squared", "sum_pi_squared_checkpointing", "engine", "recompute_old_log_prob", "global_batch_info",
-    "use_rollout_log_probs", "log_prob_micro_batch_size", "model_config", "nccl_timeout", "kl_reference",
-)  # fmt: skip
-_ALGORITHM = ("_target_", "use_pf_ppo", "pf_ppo", "filter_groups")
-_OF_RETURNS = (
-    "gae",
-    "reinforce_plus_plus",
-    "remax",
-    "optimal_token_baseline",
-)  # a token's KL is taken from those up to it
+# a token's KL is taken from those up to it
+_OF_RETURNS = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline")
+# gspo bounds the sum of its exponent from above alone; the others leave the log-ratio
+_CLAMPED = ("vanilla", "sapo", "cispo", "dppo_tv", "dppo_kl")
 
 
 def from_verl(config: Mapping[str, object]) -> Ported:
@@ -77,8 +67,11 @@ def from_verl(config: Mapping[str, object]) -> Ported:
     if rollout.get("top_p", 1) not in (None, 1):
         sampling["top_p"] = rollout.get("top_p")
     ours["sampling"] = sampling
-    actor.close(_ACTOR)
-    algorithm.close(_ALGORITHM)
+    for section, known in (
+        (root, verl_keys.ROOT), (joint, verl_keys.JOINT), (actor, verl_keys.ACTOR), (rollout, verl_keys.ROLLOUT),
+        (data, verl_keys.DATA), (algorithm, verl_keys.ALGORITHM),
+    ):  # fmt: skip
+        section.close(known)
     return Ported("verl", ours, **{kind: tuple(lines) for kind, lines in said.items()})
 
 
@@ -119,17 +112,33 @@ def _loss(actor: Reader, data: Reader) -> Tree:
             "name": "kl_cov",
             **_given(policy, {"fraction": "kl_cov_ratio", "coefficient": "ppo_kl_coef"}),
         }
+    elif mode in ("dppo_tv", "dppo_kl"):
+        divergence = "tv" if mode == "dppo_tv" else "binary_kl"
+        region = {"divergence": divergence, "low": low, "high": high, "ratio_max": dual, "detached": True}
+        options["surrogate"] = {"name": "dppo", **region}
+        actor.differ(
+            f"{mode}: clip_ratio bounds a divergence and clip_ratio_c = {dual} the ratio (ratio_max, off here by default)"
+        )
+    elif mode == "dro":
+        if actor.flag("use_kl_loss"):
+            raise ValueError(
+                f"{policy.where}.loss_mode = 'dro' with use_kl_loss has two penalties, of the old policy and of the "
+                "reference; a policy loss has one here: set use_kl_loss: false"
+            )
+        options["surrogate"] = {"name": "reinforce"}
+        penalty = {"estimator": "k2", "gradient": "plain", "against": "prev"}
+        options["kl"] = {"coefficient": policy.get("dro_beta"), **penalty}
     else:
         raise ValueError(
             f"{policy.where}.loss_mode = {mode!r} is not carried over; supported are vanilla, gspo, sapo, gpg, cispo, "
-            "geo_mean, clip_cov and kl_cov"
+            "geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl and dro"
         )
-    if mode != "gpg":
+    if mode in _CLAMPED:
         options["log_ratio_clamp"] = 20.0
         actor.differ(
             "verl clamps each log-ratio into ±20 (log_ratio_clamp); ours does not: beyond it there is no gradient"
         )
-    if mode != "vanilla" and "clip_ratio_c" in actor.section:
+    if mode not in ("vanilla", "dppo_tv", "dppo_kl") and "clip_ratio_c" in actor.section:
         actor.drop("clip_ratio_c", f"with loss_mode = {mode!r}")
     for key in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta", "_target_"):
         policy.get(key)
@@ -140,10 +149,14 @@ def _loss(actor: Reader, data: Reader) -> Tree:
 def _averaged(actor: Reader, data: Reader, mode: str) -> Tree:
     given, factor = str(actor.get("loss_agg_mode", "token-mean")), actor.get("loss_scale_factor")
     if mode in _SEQUENCE_MEAN:
-        if given != "seq-mean-token-mean" and mode != "gspo":
+        if given != "seq-mean-token-mean" and (actor.flag("use_kl_loss") or actor.get("entropy_coeff")):
+            actor.leave(
+                "loss_agg_mode",
+                f"{mode} averages each sequence, KL and entropy by this; here one aggregation is of all",
+            )
+        elif given != "seq-mean-token-mean":
             actor.drop("loss_agg_mode", f"with loss_mode = {mode!r}, which averages each sequence")
-        if mode != "gspo":
-            return {"aggregation": "seq-mean-token-mean"}
+        return {"aggregation": "seq-mean-token-mean"}
     if given not in _AGGREGATIONS:
         raise ValueError(
             f"{actor.path('loss_agg_mode')} = {given!r} is not carried over; supported are {', '.join(_AGGREGATIONS)}"
@@ -195,7 +208,8 @@ def _correction(given: Reader, options: Tree) -> None:
     for key in ("rollout_rs", "bypass_mode"):
         if given.get(key):
             given.leave(key, "write it as rejection.rules by hand" if key == "rollout_rs" else "no counterpart")
-    given.get("rollout_rs_threshold"), given.get("loss_type")
+    for key in ("rollout_rs_threshold", "loss_type", "rollout_is_batch_normalize"):
+        given.get(key)
     given.close(("_target_",))
 
 

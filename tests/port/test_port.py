@@ -131,11 +131,21 @@ def test_verl() -> None:
     assert "clip_ratio_c = 3.0: on by default in verl, off here" in said and "clip_ratoi = 1 (did you mean" in said
 
 
-@pytest.mark.parametrize("mode", ["gspo", "sapo", "gpg", "cispo", "geo_mean", "clip_cov", "kl_cov"])
+@pytest.mark.parametrize(
+    "mode", ["gspo", "sapo", "gpg", "cispo", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"]
+)
 def test_every_loss_mode_of_verl_is_a_loss(mode: str) -> None:
-    actor = {"policy_loss": {"loss_mode": mode, "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0}}
-    rl = options_of({"actor_rollout_ref": {"actor": actor}}).config["rl"]
+    policy = {"loss_mode": mode, "clip_cov_ratio": 2e-4, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0, "dro_beta": 0.1}
+    actor = {"policy_loss": policy}
+    ported = options_of({"actor_rollout_ref": {"actor": actor}})
+    rl = ported.config["rl"]
     configure(LossConfig, rl["loss"])  # type: ignore[index]
+    if mode == "sapo":  # has an aggregation of its own, but its entropy has not
+        shaped = {"policy_loss": policy, "loss_agg_mode": "token-mean", "entropy_coeff": 0.1}
+        assert (
+            "averages each sequence, KL and entropy by this"
+            in options_of({"actor_rollout_ref": {"actor": shaped}}).left[0]
+        )
     mean = rl["loss"]["options"]["aggregation"] == "seq-mean-token-mean"  # type: ignore[index]
     assert mean == (mode in ("sapo", "geo_mean"))
 
@@ -210,6 +220,17 @@ def test_what_else_a_config_of_verl_holds() -> None:
     assert of_verl({"adv_estimator": "reinforce_plus_plus", "gamma": 0.9}).config["rl"]["advantages"]["gamma"] == 0.9  # type: ignore[index]
 
 
+def test_unknown_keys_of_verl_in_any_section() -> None:
+    """A misspelt length or temperature would leave the default in its place, silently."""
+    config = {
+        "actor_rollout_ref": {"rollout": {"temprature": 0.7}, "rolout": {}}, "data": {"max_respons_length": 9},
+        "algorithm": {"kl_ctrl": {"kl_coeff": 1}}, "datta": {},
+    }  # fmt: skip
+    unknown = " ".join(options_of(config).unknown)
+    for key in ("rollout.temprature", "rolout", "data.max_respons_length", "kl_ctrl.kl_coeff", "datta"):
+        assert key in unknown
+
+
 def test_files_defaults_and_references(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("policy: {rows: 4, size: 2}\nloss_fn: {ratio_clip_min: 0.1}\n")
     (tmp_path / "run.yaml").write_text(
@@ -246,8 +267,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("a: ${b}", "a = ${b}: there is no b"),
         ("a: ${b}\nb: ${a}", "leads to itself"),
         ("loss_fn: {ratio_clip_min: -1}", "ratio_clip_min = -1.0 must be at least 0"),
-        ("actor_rollout_ref: {actor: {policy_loss: {loss_mode: dro}}}", "supported are vanilla, gspo"),
-        ("actor_rollout_ref: {actor: {loss_agg_mode: token-sum}}", "'token-sum' is not carried over"),
+        ("actor_rollout_ref: {actor: {policy_loss: {loss_mode: magic}}}", "supported are vanilla, gspo"),
+        ("actor_rollout_ref: {actor: {policy_loss: {loss_mode: dro}, use_kl_loss: true}}", "has two penalties"),
+        ("actor_rollout_ref: {actor: {loss_agg_mode: token-max}}", "'token-max' is not carried over"),
         (
             "actor_rollout_ref: {actor: {use_kl_loss: true, kl_loss_type: full}}",
             "kl_loss_type = 'full' is not carried over",
