@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import get_args
 
 from parallel_rl.config.strict import nearest
 from parallel_rl.losses.core.base import LossFn
@@ -71,5 +72,7 @@ def _imported(module: str, name: str) -> object:
     known = losses()
     if name in known:
         return known[name]
-    own = [key for key, value in vars(imported).items() if isinstance(value, type) and issubclass(value, LossFn)]
+    # an alias such as list[int] passes for a class in Python 3.10
+    classes = {key: value for key, value in vars(imported).items() if isinstance(value, type) and not get_args(value)}
+    own = [key for key, value in classes.items() if issubclass(value, LossFn)]
     raise ValueError(f"--loss {module}:{name}: {module} has no {name!r}, and none is registered; {nearest(name, own)}")

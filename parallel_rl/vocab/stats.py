@@ -162,6 +162,8 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None
             f"the logits must be floating point [..., V/tp] with two dimensions or more, "
             f"got {logits.dtype} {list(logits.shape)}"
         )
+    if logits.dtype.itemsize < 2 or logits.layout != torch.strided:
+        raise ValueError(f"the logits must be dense, of 16 bits or more; got {logits.dtype}, {logits.layout}")
     if consume_logits and not logits.is_contiguous():
         raise ValueError(
             f"consume_logits=True writes into the logits, which must be contiguous; got strides {logits.stride()} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -224,6 +225,8 @@ FAULTS = [
     # the logits
     Fault("flat logits", r"next_token_logits must be \[B, S/cp, V/tp\]", logits(lambda z: z.flatten(0, 1))),
     Fault("integer logits", r"the logits must be floating point .* got torch.int64", logits(lambda z: z.long())),
+    Fault("logits of 8 bits", "the logits must be dense, of 16 bits or more; got torch.float8_e4m3fn",
+          logits(lambda z: z.to(torch.float8_e4m3fn))),
     Fault("a row too few", r"leading shape \[3, \d\]; data of shape \[4, 8\]", logits(lambda z: z[:3])),
     Fault("a token too few", r"leading shape \[4, \d\]; .* needs \[4, \d\]", logits(lambda z: z[:, 1:])),
     Fault("logits given up", "the logits were given up by consume_logits=True, and a backward wrote", given_up,
@@ -275,7 +278,11 @@ FAULTS = [
     Fault("a list for a tensor", "advantages must be a tensor, got list", use(advantages=[[0.0] * 8] * 4)),
     Fault("a field elsewhere", "advantages is on meta, the model's output on cpu; they must be on one device",
           use(advantages=torch.ones(4, 8, device="meta"))),
+    Fault("a field with a gradient", r"prev_logprobs requires a gradient, .* give prev_logprobs.detach\(\)",
+          use(prev_logprobs=torch.ones(4, 8, requires_grad=True))),
     # their values
+    *(Fault(f"infinite {name}", rf"{name} is -?inf at \[2, 6\], a valid place", at(name, (2, 6), value), by_value=True)
+      for name, value in (("advantages", math.inf), ("advantages", -math.inf))),
     Fault("a soft mask", r"token_mask = 0.5 at \[0, 0\] must be 0 or 1; a weight",
           use(token_mask=torch.full((4, 8), 0.5)), by_value=True),
     Fault("a mask of 2", r"token_mask = 2 at \[0, 0\] must be 0 or 1", at("token_mask", (0, 0), 2), by_value=True),
@@ -299,8 +306,8 @@ FAULTS = [
           argument("counts", (3, 21)), by_value=True),
     *(Fault(f"{count} tokens", f"global_valid_toks = {count} must be at least 1, see count_valid",
             argument("counts", (4, count)), by_value=True) for count in (0, -3, math.nan)),
-    Fault("infinitely many tokens", "global_valid_toks = inf must be finite",
-          argument("counts", (4, math.inf)), by_value=True),
+    *(Fault(f"{count} tokens", rf"global_valid_toks = {re.escape(f'{float(count):g}')} must be below 2\^63",
+            argument("counts", (4, count)), by_value=True) for count in (math.inf, 10**30)),
     Fault("no statistics", "ClippedPGLossFn in this configuration needs statistics=", argument("statistics", None),
           config=NLL),
     Fault("needless statistics", "ClippedPGLossFn in this configuration takes no statistics=",

@@ -104,6 +104,31 @@ def test_log_probs_as_data(arguments: dict, data: dict | None, message: str) -> 
         token_logprobs(torch.zeros(4, S, V), make_data() if data is None else data, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"next_token_logits": None}, "next_token_logits must be a tensor or an LMHeadInput, got NoneType"),
+        ({"next_token_logits": [[0.0]]}, "next_token_logits must be a tensor or an LMHeadInput, got list"),
+        ({"data": None}, "data must be a mapping from names to tensors, got NoneType"),
+        ({"data": [make_data()]}, "data must be a mapping from names to tensors, got list"),
+        ({"vocab_parallel_group": 2}, "vocab_parallel_group must be a ProcessGroup or None, got 2"),
+        ({"context_parallel_group": "cp"}, "context_parallel_group must be a ProcessGroup or None, got 'cp'"),
+    ],
+)
+def test_an_argument_of_another_kind_is_named(change: dict, message: str) -> None:
+    """What any rank's program has wrong before a tensor is looked at; these were AttributeErrors."""
+    data = make_data()
+    right = {"next_token_logits": torch.zeros(4, S, V), "data": data} | count_valid(data)._asdict()
+    right = {{"seqs": "global_valid_seqs", "toks": "global_valid_toks"}.get(k, k): v for k, v in right.items()}
+    with pytest.raises(ValueError, match=message):
+        NLLLoss()(**{**right, **change})
+
+
+def test_bounds_that_are_no_tensor_are_named() -> None:
+    with pytest.raises(ValueError, match=r"cu_seqlens must be a tensor of integers \[B \+ 1\], got \[0, 8\]"):
+        SequencePackingLossWrapper(NLLLoss(), [0, 8])  # type: ignore[arg-type]
+
+
 def test_collect_is_checked_like_the_call() -> None:
     call = make_call("clipped_pg", {"positive_example_nll_weight": 0.1}, False, ALONE)
     del call.data["rewards"]

@@ -7,21 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
 from parallel_rl.agreement import shape_facts
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
-from parallel_rl.vocab.linear.lm_head import split_fields
+from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_fields
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
-
     from parallel_rl.losses.core.batch import TokenBatch
     from parallel_rl.losses.core.requirements import Requirements
     from parallel_rl.metrics import Metrics
     from parallel_rl.statistics import Statistics
-    from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +37,11 @@ class PackedSequences:
     cu_seqlens_padded: Tensor | None = None
     tail: int = 0
     _layouts: dict[tuple[object, ...], SequenceLayout] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, bounds in (("cu_seqlens", self.cu_seqlens), ("cu_seqlens_padded", self.cu_seqlens_padded)):
+            if not isinstance(bounds, Tensor) and (bounds is not None or name == "cu_seqlens"):
+                raise ValueError(f"{name} must be a tensor of integers [B + 1], got {bounds!r}")
 
     def layout(
         self, seq_len: int, total: int, cp_size: int, cp_rank: int, cp_layout: CPLayout, device: torch.device
@@ -91,6 +95,13 @@ class LossCall:
         statistics: Statistics | None = None,
     ) -> LossCall:
         """Make the call of an `LMHeadInput` in the data; a stand-in takes its place."""
+        for name, group in zip(("vocab_parallel_group", "context_parallel_group"), groups, strict=True):
+            if group is not None and not isinstance(group, ProcessGroup):
+                raise ValueError(f"{name} must be a ProcessGroup or None, got {group!r}")
+        if not isinstance(output, (Tensor, LMHeadInput)):
+            raise ValueError(f"next_token_logits must be a tensor or an LMHeadInput, got {type(output).__name__}")
+        if not isinstance(data, Mapping):
+            raise ValueError(f"data must be a mapping from names to tensors, got {type(data).__name__}")
         tensors, heads = split_fields(data, groups[0])
         return cls(output, tensors, *counts, tensor_rank, *groups, statistics, heads=heads)
 

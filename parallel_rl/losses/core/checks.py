@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,10 @@ from parallel_rl.vocab.dtensor import check_plain
 if TYPE_CHECKING:
     from parallel_rl.layout import SequenceLayout
     from parallel_rl.losses.core.requirements import Requirements
+
+
+_MOST = 2.0**63  # a count is an int64
+_FINITE = ("advantages", "returns", "rewards", "values")  # in log-probs and in teachers' logits −inf is a number
 
 
 def check_statistics(loss: str, needs: Requirements, statistics: object) -> None:
@@ -54,13 +57,15 @@ def check_counts(
             step, unless it is 1: its caller divides by himself.
     """
     for name, count in (("global_valid_seqs", global_valid_seqs), ("global_valid_toks", global_valid_toks)):
+        if isinstance(count, int) and count >= _MOST:
+            count = float(count)  # too large for a tensor
         if not isinstance(count, (int, float, Tensor)) or torch.as_tensor(count).numel() != 1:
             got = f"shape {list(count.shape)}" if isinstance(count, Tensor) else repr(count)
             raise ValueError(f"{name} must be one number, see count_valid; got {got}")
         if not checks_values(torch.as_tensor(count)):
             continue
-        if not 1 <= count < math.inf:
-            wanted = "finite" if count == math.inf else "at least 1"
+        if not 1 <= count < _MOST:
+            wanted = "below 2^63" if count >= _MOST else "at least 1"
             raise ValueError(f"{name} = {float(count):g} must be {wanted}, see count_valid")
         if data is None or count == 1 or not checks_values(data["token_mask"]):
             continue
@@ -79,8 +84,7 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
         output: the model's, for its device and its leading shape.
 
     Raises:
-        ValueError: a missing field, anything but a tensor, a wrong shape, dtype or device; a mask with values other than 0 and
-            1; NaN in a valid place.
+        ValueError: a missing field, anything but a tensor, a wrong shape, dtype or device, a field that requires a gradient.
     """
     names = ("input_ids", "token_mask", "sample_mask", *needs.names)
     for name in names:
@@ -105,6 +109,8 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
         if floats != (field.dtype == "float"):
             wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
             raise ValueError(f"{field.name} must {wanted}, got {data[field.name].dtype}")
+        if data[field.name].requires_grad:
+            raise ValueError(f"{field.name} requires a gradient, which ends at the data; give {field.name}.detach()")
     return rows, width
 
 
@@ -151,8 +157,8 @@ def check_values(data: Mapping[str, Tensor], needs: Requirements) -> None:
     """Check the values of data whose shapes are right.
 
     Raises:
-        ValueError: a mask with values other than 0 and 1; NaN in a valid place; a weight of a
-            token that is negative or not finite; segment ids that decrease.
+        ValueError: a mask with values other than 0 and 1; NaN in a valid place, or an infinite advantage, return, reward or
+            value; a weight of a token that is negative or not finite; segment ids that decrease.
     """
     check_zeros_and_ones(data)
     valid = valid_tokens(data, needs.shift)
@@ -171,6 +177,9 @@ def check_values(data: Mapping[str, Tensor], needs: Requirements) -> None:
         if field.per == "sequence":
             place = data["sample_mask"].bool()
         values = data[field.name]
-        bad = values.isnan() & place.view(*place.shape, *[1] * (values.dim() - place.dim()))
+        wrong = ~values.isfinite() if field.name in _FINITE else values.isnan()
+        bad = wrong & place.view(*place.shape, *[1] * (values.dim() - place.dim()))
         if bool(bad.any()):
-            raise ValueError(f"{field.name} is NaN at {bad.nonzero()[0].tolist()}, a valid place")
+            at = bad.nonzero()[0].tolist()
+            what = "NaN" if bool(values[tuple(at)].isnan()) else f"{float(values[tuple(at)]):g}"
+            raise ValueError(f"{field.name} is {what} at {at}, a valid place")
