@@ -24,7 +24,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setattr(sys, "argv", ["loop"])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(preemption, "_listens", False)
+    for name, value in (("_listens", False), ("_seen", 0), ("_ended", 0.0)):
+        monkeypatch.setattr(preemption, name, value)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     yield path
     for number, handler in handlers.items():
