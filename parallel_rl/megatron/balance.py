@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,12 +24,23 @@ if TYPE_CHECKING:
 _KINDS = ("seq_aux_loss", "global_aux_loss")
 
 
+_HEAD = re.compile(r"(?:^|\.)mtp\.layers\.(\d+)\.")
+
+
 class _Tokens(NamedTuple):
-    """A micro-batch's tokens in the order in which this rank's routers see them, [n]: their sequences, and which count."""
+    """A micro-batch's tokens in the order in which this rank's routers see them, [n]: their sequences and positions."""
 
     rows: Tensor
-    counted: Tensor
+    positions: Tensor
     lengths: Tensor  # [B] tokens of each sequence that count
+
+
+class _Placed(NamedTuple):
+    """A router, its row in what is counted, and how many tokens it reads ahead: k in head k of multi-token prediction."""
+
+    router: TopKRouter
+    index: int
+    ahead: int
 
 
 class RouterBalance:
@@ -38,7 +50,8 @@ class RouterBalance:
 
     with a token's scores p over E experts, of which it chooses K, and c_be, C_e the choices of e in a sequence and in the
     step. A sequence's n_b tokens are its prompt and what follows up to the last token that carries loss: the same on
-    padded and on packed rows; rows that carry none are left out. N_seq and N count over the step. The choices of the whole step
+    padded and on packed rows; rows that carry none are left out, and of a head of multi-token prediction the last tokens, which
+    have nothing ahead that it could read. N_seq and N count over the step. The choices of the whole step
     are known before the first gradient, from a forward pass without: see `counts_first`. Papers: DeepSeek-V3, arXiv 2412.19437;
     arXiv 2501.11873.
 
@@ -55,14 +68,30 @@ class RouterBalance:
         groups: ParallelGroups,
         divisor: Tensor | int,
     ) -> None:
-        """Take the `divisor` by which Megatron divides what a router adds in backward."""
+        """Take the `divisor` by which Megatron divides what a router adds in backward.
+
+        Raises:
+            ValueError: heads of multi-token prediction that share a layer.
+        """
         coefficients = balance_coefficients(config)
+        if getattr(config, "mtp_use_repeated_layer", False):
+            raise ValueError(
+                "mtp_use_repeated_layer = True runs one router for all heads of multi-token prediction, which "
+                "'seq_aux_loss' and 'global_aux_loss' have to tell apart; use False, or 'aux_loss'"
+            )
         self._of_sequences, self._of_step = (coefficients.get(kind, 0.0) for kind in _KINDS)
         self.counts_first = bool(self._of_step)
-        self._routers = [each for model in models for each in model.modules() if isinstance(each, TopKRouter)]
+        named = [each for model in models for each in model.named_modules()]
+        routers = [(router, _HEAD.search(name)) for name, router in named if isinstance(router, TopKRouter)]
+        self._routers = [
+            _Placed(router, index, 0 if head is None else int(head[1]) + 1)
+            for index, (router, head) in enumerate(routers)
+        ]
         self._config, self._groups, self._divisor = config, groups, divisor
         lengths = torch.cat([_lengths(batch) for batch in batches])
-        self._totals = torch.stack([(lengths > 0).sum(), lengths.sum()])
+        ahead = torch.arange(1 + (config.mtp_num_layers or 0), device=lengths.device)
+        counted = (lengths - ahead[:, None]).clamp(min=0)  # of each sequence, as the model and each head see it
+        self._totals = torch.stack([(counted > 0).sum(1), counted.sum(1)], dim=1)
         if groups.dp_size > 1:
             dist.all_reduce(self._totals, group=groups.data)
         self._totals = self._totals.clamp(min=1).to(torch.float64)
@@ -74,14 +103,14 @@ class RouterBalance:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, routers add these losses and leave out Megatron's of the same names."""
-        for index, router in enumerate(self._routers):
-            router.get_aux_loss_coeff = _without(router.get_aux_loss_coeff)
-            router.routing = self._routing(index, router, router.routing)
+        for placed in self._routers:
+            placed.router.get_aux_loss_coeff = _without(placed.router.get_aux_loss_coeff)
+            placed.router.routing = self._routing(placed, placed.router.routing)
         try:
             yield
         finally:
-            for router in self._routers:
-                del router.get_aux_loss_coeff, router.routing
+            for placed in self._routers:
+                del placed.router.get_aux_loss_coeff, placed.router.routing
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -101,7 +130,7 @@ class RouterBalance:
         if self._config.sequence_parallel:
             places = [each.chunk(self._groups.tp_size)[self._groups.tp_rank] for each in places]
         rows, positions = (each.flatten() for each in places)
-        self._present = _Tokens(rows, positions < lengths[rows], lengths)
+        self._present = _Tokens(rows, positions, lengths)
 
     def follow(self, output: Tensor, batch: MicroBatch) -> None:
         """Enter the micro-batch again as its backward begins, where recomputed layers run their routers a second time."""
@@ -109,41 +138,45 @@ class RouterBalance:
             output.grad_fn.register_prehook(lambda _: self.enter(batch))
 
     def _routing(
-        self, index: int, router: TopKRouter, megatrons: Callable[..., tuple[Tensor, Tensor]]
+        self, placed: _Placed, megatrons: Callable[..., tuple[Tensor, Tensor]]
     ) -> Callable[..., tuple[Tensor, Tensor]]:
         def routing(logits: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
             probs, choice = megatrons(logits, *args, **kwargs)
             if torch.is_grad_enabled():
-                loss = self._loss(index, router, *self._scores(router, logits))
-                probs = MoEAuxLossAutoScaler.apply(probs, loss * self._divisor)
+                probs = MoEAuxLossAutoScaler.apply(probs, self._loss(placed, logits) * self._divisor)
             elif self._is_counting:
-                self._chosen[index] += self._scores(router, logits)[1].sum(0)
+                self._chosen[placed.index] += self._scores(placed, logits)[1].sum(0)
             return probs, choice
 
         return routing
 
-    def _scores(self, router: TopKRouter, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of this rank's tokens, [n, E], and their choices, 0 where a token does not count."""
+    def _scores(self, placed: _Placed, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of this rank's tokens and their choices, [n, E], 0 where a token does not count."""
         assert self._present is not None
-        rows = logits.reshape(-1, logits.shape[-1])
-        fused = self._config.moe_router_fusion
-        chosen, scores = compute_routing_scores_for_aux_loss(rows, router.topk, router.score_function, fused=fused)
-        return scores, (chosen & self._present.counted[:, None]).to(torch.float64)
+        rows, positions, lengths = self._present
+        counted = (positions + placed.ahead < lengths[rows])[:, None]
+        chosen, scores = compute_routing_scores_for_aux_loss(
+            logits.reshape(-1, logits.shape[-1]),
+            placed.router.topk,
+            placed.router.score_function,
+            fused=self._config.moe_router_fusion,
+        )
+        return torch.where(counted, scores, 0.0), (chosen & counted).to(torch.float64)
 
-    def _loss(self, index: int, router: TopKRouter, scores: Tensor, chosen: Tensor) -> Tensor:
+    def _loss(self, placed: _Placed, logits: Tensor) -> Tensor:
         """This rank's part of both losses of a router."""
         assert self._present is not None
-        rows, counted, lengths = self._present
-        n_sequences, n_tokens = self._totals.unbind()
-        weight = self._of_step / n_tokens.square() * self._chosen[index]
+        rows, _, lengths = self._present
+        scores, chosen = self._scores(placed, logits)
+        n_sequences, n_tokens = self._totals[placed.ahead].unbind()
+        weight = self._of_step / n_tokens.square() * self._chosen[placed.index]
         if self._of_sequences:
             choices = chosen.new_zeros(len(lengths), chosen.shape[1]).index_add_(0, rows, chosen)
-            if router.tp_cp_group.size() > 1:
-                dist.all_reduce(choices, group=router.tp_cp_group)
-            of_row = self._of_sequences / n_sequences / lengths.clamp(min=1).square()
-            weight = weight + (of_row[:, None] * choices)[rows]
-        weight = (weight * (scores.shape[1] / router.topk)).to(scores.dtype)
-        return torch.where(counted[:, None], scores * weight, 0.0).sum()
+            if placed.router.tp_cp_group.size() > 1:
+                dist.all_reduce(choices, group=placed.router.tp_cp_group)
+            counted = (lengths - placed.ahead).clamp(min=1)
+            weight = weight + (self._of_sequences / n_sequences / counted.square()[:, None] * choices)[rows]
+        return (scores * (weight * (scores.shape[1] / placed.router.topk)).to(scores.dtype)).sum()
 
 
 def needs_balance(config: TransformerConfig) -> bool:

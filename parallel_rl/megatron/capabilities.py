@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from types import SimpleNamespace
 
@@ -67,3 +68,14 @@ def heads_take_packed_rows() -> bool:
     True
     """
     return hasattr(multi_token_prediction, "_roll_tensor_packed_seq")
+
+
+@cache
+def heads_recompute_packed_rows() -> bool:
+    """Whether heads of multi-token prediction may recompute packed rows' activations (from 0.18 on); before, a TypeError.
+
+    >>> heads_recompute_packed_rows() in (True, False)
+    True
+    """
+    recompute = multi_token_prediction.MultiTokenPredictionLayer._checkpointed_forward
+    return "packed_seq_params" in inspect.signature(recompute).parameters

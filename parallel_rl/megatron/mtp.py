@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from parallel_rl.megatron.capabilities import heads_recompute_packed_rows
 from parallel_rl.metrics import Metrics
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.packed_seq_params import PackedSeqParams
 
     from parallel_rl.losses.core.call import LossCall
     from parallel_rl.losses.nll import NLLLoss
@@ -36,13 +39,33 @@ def heads_running(model: GPTModel, wanted: bool) -> Iterator[None]:
     handle = block.register_forward_hook(hide) if block is not None and wanted else None
     if handle is None:
         hide()
+    layers = [] if block is None or heads_recompute_packed_rows() else block.layers
+    for layer in layers:
+        layer._checkpointed_forward = partial(_checkpointed, layer._checkpointed_forward)
     try:
         yield
     finally:
+        for layer in layers:
+            del layer._checkpointed_forward
         model.config.mtp_num_layers = count
         model.mtp_process = block is not None
         if handle is not None:
             handle.remove()
+
+
+def _checkpointed(
+    megatrons: Callable[..., Tensor],
+    forward: Callable[..., Tensor],
+    *,
+    packed_seq_params: PackedSeqParams | None,
+    **inputs: Tensor | None,
+) -> Tensor:
+    """Megatron's recomputation of a head, which saves what it is given for backward, and can save tensors alone."""
+
+    def on_packed_rows(*values: Tensor | None) -> Tensor:
+        return forward(**dict(zip(inputs, values, strict=True)), packed_seq_params=packed_seq_params)
+
+    return megatrons(on_packed_rows, **inputs)
 
 
 def split_heads(output: Tensor, heads: int, parts: int) -> list[Tensor]:

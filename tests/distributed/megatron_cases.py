@@ -224,15 +224,21 @@ def _balance(model: GPTModel, case: Case, whole: Batch) -> Tensor:
     for row, mask in zip(whole["input_ids"], carries, strict=True):
         if mask.any():
             del logits[:]
-            M.forward_logits(model, M.padded_input(row[None, : int(mask.nonzero().max()) + 2]))
-            found.append([each[:, 0] for each in logits])
+            length = int(mask.nonzero().max()) + 2
+            M.forward_logits(model, M.padded_input(row[None, :length]), mtp=bool(case.mtp))
+            # head k reads k tokens ahead, and has nothing to read at the last k
+            ends = [length] * case.layers + [length - 1 - k for k in range(len(logits) - case.layers)]
+            found.append([each[: max(end, 0), 0] for each, end in zip(logits, ends, strict=True)])
     if case.balance == "global_aux_loss":
         found = [[torch.cat(parts) for parts in zip(*found, strict=True)]]
     total = torch.zeros((), dtype=torch.float64)
-    for each in (layer for layers in found for layer in layers):
-        chosen = torch.zeros_like(each).scatter(1, each.topk(2, dim=1).indices, 1.0)
-        total = total + 4 / 2 * (chosen.sum(0) * each.softmax(1).sum(0)).sum() / len(each) ** 2
-    return AUX_COEFFICIENT * total / len(found)
+    for sequences in zip(*found, strict=True):
+        full = [each for each in sequences if len(each)]
+        for each in full:
+            chosen = torch.zeros_like(each).scatter(1, each.topk(2, dim=1).indices, 1.0)
+            balance = 4 / 2 * (chosen.sum(0) * each.softmax(1).sum(0)).sum() / len(each) ** 2
+            total = total + AUX_COEFFICIENT * balance / len(full)
+    return total
 
 
 def _auxiliary_losses(model: GPTModel, case: Case, whole: Batch) -> Tensor:

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_rl.testing.pool import preload, run_world
-from tests.distributed.megatron_cases import Case, Outcome, compare, oracle
+from parallel_rl.testing.pool import preload
+from tests.distributed.megatron_cases import Case
+from tests.distributed.megatron_check import check_law
 
-core = pytest.importorskip("megatron.core")
+pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")
 
 LAYOUTS = {
@@ -110,6 +111,7 @@ BALANCED = {
         Case(tp=2, pp=2, sp=True, tied=True, recompute=True, data="masked micro-batch", **SEQ),  # type: ignore[arg-type]
         Case(cp=2, pp=2, chunks=2, rows="packed", micro_batches=6, recompute=True, **SEQ),  # type: ignore[arg-type]
         Case(cp=2, idle=True, rows="packed", **SEQ),  # type: ignore[arg-type]
+        Case(tp=2, cp=2, sp=True, rows="packed", mtp="token-mean", **STEP),  # type: ignore[arg-type]
         Case(tp=2, cp=2, sp=True, rows="packed", data="masked micro-batch", **STEP),  # type: ignore[arg-type]
         Case(cp=2, ep=2, micro_batches=2, per_token=False, data="masked micro-batch", **STEP),  # type: ignore[arg-type]
         Case(cp=2, pp=2, rows="packed", recompute=True, micro_batches=3, data="one context rank", **STEP),  # type: ignore[arg-type]
@@ -137,19 +139,6 @@ REDUCED = {
     ],
 }
 
-_OF_MODEL = ("position", "tied", "groups", "chunks", "data", "loss", "mtp", "experts", "balance", "micro_batches")
-_references: dict[tuple[object, ...], Outcome] = {}
-
-
-def _with_references(cases: list[Case]) -> list[tuple[Case, Outcome]]:
-    """Each case with its one-process outcome; each outcome is computed once a session."""
-    keys = [(*case.model, case.data, case.loss, case.mtp) for case in cases]
-    missing = {key: case for key, case in zip(keys, cases, strict=True) if key not in _references}
-    plain = [Case(**{name: getattr(case, name) for name in _OF_MODEL}) for case in missing.values()]
-    if plain:
-        _references.update(zip(missing, run_world(1, oracle, plain)[0], strict=True))
-    return [(case, _references[key]) for case, key in zip(cases, keys, strict=True)]
-
 
 @pytest.mark.parametrize(
     ("world", "way"),
@@ -168,7 +157,7 @@ def test_every_layout_gives_the_gradients_of_one_process(world: int, way: dict[s
     # How the loss is scaled has nothing to do with tensor parallelism: there the first ways are enough.
     layouts = [case for case in LAYOUTS[world] if case.tp == 1 or way in WAYS[:2]]
     cases = [replace(case, **way) for case in layouts]  # type: ignore[arg-type]
-    _check(world, cases)
+    check_law(world, cases)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +167,7 @@ def test_every_layout_gives_the_gradients_of_one_process(world: int, way: dict[s
 )
 def test_heads_of_multi_token_prediction(world: int, cases: list[Case]) -> None:
     """Both heads' losses and all gradients, the shared embedding's and head's among them; no Megatron rolls our labels."""
-    _check(world, cases)
+    check_law(world, cases)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +184,7 @@ def test_routers_and_experts_with_auxiliary_losses(world: int, cases: list[Case]
     """Each auxiliary loss weighs as a mean over micro-batches, whatever carries loss, is split or is packed; it was divided by
     the tokens that carry loss, and on TP × CP ranks that many times too weak. Megatron's softmax of routers is float32.
     """
-    _check(world, cases, bound=1e-6)
+    check_law(world, cases, bound=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +200,7 @@ def test_experts_balanced_over_sequences_and_over_the_step(world: int, cases: li
     """Whatever the micro-batches, padding and masked rows, and where layers run again in backward; Megatron's own are of a
     micro-batch's rows, padding among them, and of the micro-batches so far.
     """
-    _check(world, cases, bound=1e-6)
+    check_law(world, cases, bound=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +214,7 @@ def test_experts_balanced_over_sequences_and_over_the_step(world: int, cases: li
 )
 def test_overlapped_reduction_and_the_distributed_optimizers_shards(world: int, cases: list[Case]) -> None:
     """Shards that begin and end within parameters, tied embeddings on two stages among them; norms of all shards."""
-    _check(world, cases)
+    check_law(world, cases)
 
 
 @pytest.mark.parametrize(
@@ -233,19 +222,4 @@ def test_overlapped_reduction_and_the_distributed_optimizers_shards(world: int, 
 )
 def test_contiguous_rows_and_context_groups_of_micro_batches(cases: list[Case]) -> None:
     """Rows cut in order, and rows on groups of one, two and four data ranks, some with fewer: masks, positions, counts."""
-    _check(4, cases)
-
-
-def _is_refused(case: Case) -> bool:
-    """Whether this megatron-core lacks what the case needs, which `forward_backward` or Megatron's config says."""
-    packed_heads, context = case.mtp and case.rows != "padded", case.experts and case.cp > 1 and not case.per_token
-    return core.__version__ < "0.16" and bool(packed_heads or context or case.groups < case.tp)
-
-
-def _check(world: int, cases: list[Case], bound: float = 1e-12) -> None:
-    cases = [case for case in cases if not _is_refused(case)]
-    results = run_world(world, compare, _with_references(cases))
-    for rank, errors in enumerate(results):
-        for case, worst in zip(cases, errors, strict=True):
-            bad = {name: error for name, error in worst.items() if not error < bound}
-            assert not bad, f"rank {rank}, {case}: {bad}"
+    check_law(4, cases)
