@@ -39,7 +39,7 @@ class _Placed(NamedTuple):
     """A router, its row in what is counted, and how many tokens it reads ahead: k in head k of multi-token prediction."""
 
     router: TopKRouter
-    index: int
+    slot: int
     ahead: int
 
 
@@ -145,7 +145,7 @@ class RouterBalance:
             if torch.is_grad_enabled():
                 probs = MoEAuxLossAutoScaler.apply(probs, self._loss(placed, logits) * self._divisor)
             elif self._is_counting:
-                self._chosen[placed.index] += self._scores(placed, logits)[1].sum(0)
+                self._chosen[placed.slot] += self._scores(placed, logits)[1].sum(0)
             return probs, choice
 
         return routing
@@ -169,7 +169,7 @@ class RouterBalance:
         rows, _, lengths = self._present
         scores, chosen = self._scores(placed, logits)
         n_sequences, n_tokens = self._totals[placed.ahead].unbind()
-        weight = self._of_step / n_tokens.square() * self._chosen[placed.index]
+        weight = self._of_step / n_tokens.square() * self._chosen[placed.slot]
         if self._of_sequences:
             choices = chosen.new_zeros(len(lengths), chosen.shape[1]).index_add_(0, rows, chosen)
             if placed.router.tp_cp_group.size() > 1:
