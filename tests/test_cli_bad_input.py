@@ -48,7 +48,14 @@ def checked(*arguments: str) -> list[str]:
         (checked("twice_below.yaml"), "the key 'steps' stands twice"),
         (checked("latin.yaml"), "latin.yaml is not valid YAML: no UTF-8 (invalid continuation byte at byte 11)"),  # no file
         (["data", "mine.jsonl"], "mine.jsonl holds data; a config is needed, and --data.train mine.jsonl names the data"),
+        (checked("twice.yaml"), "the key 'rl' stands twice (line "),  # three lines
+        (["check", "grpo", "--world", "4"], "the config file grpo does not exist; for the recipe write --recipe grpo"),
+        (["check", "--recipe", "gpro", "--world", "4"], "there is no recipe 'gpro'; did you mean 'grpo'?"),  # 'gspo'
+        (["export", "nowhere", "out"], "nowhere is not a run's checkpoint, such as runs/grpo/checkpoints/step_000100: the "),
+        (["sample", "folder", "--prompt", "1"], "folder is not a run's checkpoint, such as runs/grpo/checkpoints/step_000100"),
         # overrides
+        (checked(GRPO, "--data.train=*.nothing"), "*.nothing"),  # no valid YAML: an alias
+        (checked(GRPO, "--tokenizer.alphabet= "), "tokenizer.alphabet = ' ' lacks"),  # None
         (checked(GRPO, "--rl..steps=3"), "the override --rl..steps lacks a name before, between or after its dots"),
         (checked(GRPO, "--.rl=3"), "the override --.rl lacks a name"),
         (checked(GRPO, "--rl.", "3"), "the override --rl. lacks a name"),
@@ -68,6 +75,7 @@ def checked(*arguments: str) -> list[str]:
         (checked(GRPO, f"--rl.steps=1{'0' * 400}"), "0... is not valid; an integer of 64 bits is needed"),
         (checked(GRPO, f"--rl.optimizer.lr=1{'0' * 400}"), "is not valid; a value of type float is needed"),  # a traceback
         # what is found later
+        (checked(GRPO, "--run.dir=loop/run"), "run.dir = 'loop/run' cannot be made: "),  # RuntimeError: Symlink loop
         (checked(GRPO, f"--run.dir={'x' * 300}"), "xxx' cannot be made: File name too long"),  # the key was not named
         (checked(GRPO, "--reward=.:x"), "reward = '.:x' is not valid: a config imports nothing"),  # a traceback
         (checked(GRPO, "--reward=broken_reward:f"), "pass --import broken_reward"),  # it was imported
@@ -100,8 +108,9 @@ def test_what_is_wrong_is_one_line(
     for name, text in FILES.items():
         (tmp_path / name).write_bytes(text)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert main(arguments) == 2
     said = capsys.readouterr().err
-    assert said.startswith("parallel-rl: error: ") and message in said and "Traceback" not in said
+    assert said.startswith("parallel-rl: error: ") and message in said and said.count("\n") == 1

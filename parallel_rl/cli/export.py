@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_rl.cli.runs import check_world, refuse, say
+from parallel_rl.cli.runs import check_world, config_of, refuse, say
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -34,8 +34,7 @@ def export(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
     checkpoint, out = Path(known.checkpoint), Path(known.out)
     try:
-        run = checkpoint.absolute().parent.parent
-        config = load_config(str(run / "config.yaml"), ["--parallel={}", *rest], say)
+        config = load_config(config_of(known.checkpoint), ["--parallel={}", *rest], say)
         check_world(config.parallel)
         warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
         import torch.distributed as dist

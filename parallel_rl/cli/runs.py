@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_rl.config.names import left_to_ranks
@@ -117,7 +118,7 @@ def data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
 
 def source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, Sequence[str]]:
     """The config's file, and the overrides."""
-    from parallel_rl.recipes import find_recipe
+    from parallel_rl.recipes import find_recipe, recipes
 
     given = bool(rest) and not rest[0].startswith("--") and (recipe is None or "=" not in rest[0])
     if recipe is not None:
@@ -128,7 +129,25 @@ def source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, 
         raise ValueError(
             f"there is no config: write parallel-rl {command} CONFIG, or parallel-rl {command} --recipe NAME"
         )
+    if rest[0] in recipes() and not os.path.exists(rest[0]):
+        raise ValueError(f"the config file {rest[0]} does not exist; for the recipe write --recipe {rest[0]}")
     return rest[0], rest[1:]
+
+
+def config_of(checkpoint: str) -> str:
+    """The file of the config beside a checkpoint.
+
+    Raises:
+        ValueError: there is none, or no checkpoint.
+    """
+    folder = Path(checkpoint).absolute()
+    file = folder.parent.parent / "config.yaml"
+    if not folder.is_dir() or not file.is_file():
+        missing = f"{file} does not" if folder.is_dir() else f"the folder {folder} does not"
+        raise ValueError(
+            f"{checkpoint} is not a run's checkpoint, such as runs/grpo/checkpoints/step_000100: {missing} exist"
+        )
+    return str(file)
 
 
 def import_modules(names: Sequence[str]) -> None:

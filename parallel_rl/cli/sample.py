@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from parallel_rl.cli.runs import check_world, refuse, say
+from parallel_rl.cli.runs import check_world, config_of, refuse, say
 from parallel_rl.config.shown import printable
 
 
@@ -45,8 +45,7 @@ def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:
         from parallel_rl.training.config.load import load_config
 
         checkpoint = Path(known.checkpoint).absolute()
-        path = Path(known.config) if known.config else checkpoint.parent.parent / "config.yaml"
-        config = load_config(str(path), ["--parallel={}", *rest])
+        config = load_config(known.config or config_of(known.checkpoint), ["--parallel={}", *rest])
         greedy = known.temperature == 0
         asked = {"temperature": None if greedy else known.temperature, "max_new_tokens": known.max_new_tokens}
         sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})

@@ -107,7 +107,8 @@ def nearest(key: str, valid: typing.Iterable[str]) -> str:
     "did you mean 'gspo'?"
     """
     names = sorted(valid)
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+    swapped = [name for name in names if sorted(name) == sorted(key)]  # a slip of the fingers: gpro
+    close = swapped or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"
 
 

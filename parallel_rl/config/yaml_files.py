@@ -124,6 +124,10 @@ def parsed(text: str) -> object:
     """
     try:
         return yaml.load(text, _Loader)  # nosec B506 # a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise ValueError(f"{error.problem or error.context}{at}") from error
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from error
 
@@ -208,9 +212,11 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
 
 def _value(text: str) -> object:
     """Read a value in YAML; a plain text keeps its blanks and its "#", which YAML would take for a comment."""
+    if text[:1] in ("*", "%", "@", "`"):  # an alias of nothing, or reserved: a text such as *.jsonl
+        return text
     value = parsed(text)
     plain = text.lstrip()[:1] not in ("'", '"', "|", ">", "!", "&")
-    return text if plain and (isinstance(value, str) or (value is None and "#" in text)) else value
+    return text if plain and (isinstance(value, str) or (value is None and ("#" in text or text.isspace()))) else value
 
 
 def _set(tree: Tree, dotted: str, value: object) -> None:

@@ -54,6 +54,8 @@ def check_writable(folder: Path) -> None:
     there = folder.absolute()
     try:
         while not there.exists() and there != there.parent:
+            if there.is_symlink():  # of a name that is not there, or of itself
+                raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {there} is a link to nothing")
             there = there.parent
     except OSError as error:  # a name that is too long
         raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {error.strerror}") from None
