@@ -39,15 +39,39 @@ def _refuse(options: Mapping[str, object], supported: str) -> None:
             raise ValueError(f"{name} = {value!r} is not supported here; supported are {supported}")
 
 
+def _check_trainer(cls: type, mixin: type) -> None:
+    """Refuse a trainer that would never call the mixin's loss."""
+    theirs = [base for base in cls.__mro__ if base is not cls and base.__module__.partition(".")[0] == "trl"]
+    if theirs and not any("_compute_loss" in vars(base) for base in theirs):
+        raise ValueError(
+            f"{theirs[0].__name__} of this TRL has no _compute_loss, so that {mixin.__name__} would be without effect; "
+            "supported is TRL 1.16"
+        )
+
+
+def _check_has(trainer: object, *names: str) -> None:
+    lacking = [name for name in names if not hasattr(trainer, name)]
+    if lacking:
+        raise ValueError(f"{type(trainer).__name__} of this TRL has no {', '.join(lacking)}; supported is TRL 1.16")
+
+
 class DPOLossMixin:
     """A `trl.DPOTrainer` whose loss is `DPOLossFn`: eleven kinds, and weighted sums of them.
 
     Raises:
-        ValueError: in the first step, another kind, divergence or option.
+        ValueError: a trainer of another TRL that has no such loss; in the first step, another kind, divergence or option.
     """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_trainer(cls, DPOLossMixin)
 
     def _compute_loss(self, model, inputs, return_outputs=False):  # type: ignore[no-untyped-def]
         trainer: Any = self
+        _check_has(
+            self, "f_divergence_type", "ld_alpha", "use_weighting", "aux_loss_enabled", "precompute_ref_logps", "loss_types",
+            "loss_weights", "beta", "label_smoothing",
+        )  # fmt: skip
         _refuse(
             {
                 "f_divergence_type": trainer.f_divergence_type not in ("reverse_kl",) and trainer.f_divergence_type,
@@ -133,11 +157,19 @@ class GRPOLossMixin:
     """A `trl.GRPOTrainer` whose loss is `PolicyLossFn`: grpo, bnpo, dr_grpo, dapo, luspo, cispo, sapo and vespo.
 
     Raises:
-        ValueError: in the first step, another kind or option.
+        ValueError: a trainer of another TRL that has no such loss; in the first step, another kind or option.
     """
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        _check_trainer(cls, GRPOLossMixin)
 
     def _compute_loss(self, model, inputs):  # type: ignore[no-untyped-def]
         trainer: Any = self
+        _check_has(
+            self, "top_entropy_quantile", "off_policy_mask_threshold", "_entropy_bonus_enabled", "aux_loss_enabled",
+            "current_gradient_accumulation_steps", "_get_per_token_logps_and_entropies", "loss_type", "beta",
+        )  # fmt: skip
         _refuse(
             {
                 "top_entropy_quantile": trainer.top_entropy_quantile < 1 and trainer.top_entropy_quantile,
@@ -217,7 +249,7 @@ def grpo_loss(
 
     Args:
         data: response_mask and the fields of `PolicyLossFn`; advantages may be [B], prev_logprobs None (on policy).
-        counts: sequences and tokens.
+        counts: sequences and tokens; tokens may be below 1, TRL's being a share of the step's among processes.
         options: see `grpo_options`.
     """
     fields = {name: x for name, x in data.items() if x is not None}
@@ -225,9 +257,12 @@ def grpo_loss(
     if advantages.dim() == 1:
         fields["advantages"] = advantages[:, None].expand(logprobs.shape)
     fields.setdefault("prev_logprobs", logprobs.detach())
-    return PolicyLossFn(options).from_logprobs(
-        logprobs, data=fields, global_valid_seqs=counts[0], global_valid_toks=counts[1], entropy=entropy
+    seqs, tokens = counts
+    whole = tokens.clamp(min=1)
+    loss, metrics = PolicyLossFn(options).from_logprobs(
+        logprobs, data=fields, global_valid_seqs=seqs, global_valid_toks=whole, entropy=entropy
     )
+    return loss * (whole / tokens), metrics
 
 
 def _log(trainer: object, numbers: Mapping[str, Tensor]) -> None:
