@@ -45,11 +45,23 @@ def test_the_table_names_everything() -> None:
     assert all(re.search(r"\d", version) for version in versions.values())
 
 
-@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))])
-def test_links_lead_somewhere(page: str) -> None:
-    for target in re.findall(r"\]\(([^)#]+?)\)", (ROOT / page).read_text(encoding="utf-8")):
-        if not target.startswith("http"):
-            assert ((ROOT / page).parent / target).exists(), target
+PAGES = [
+    *(path for path in sorted(ROOT.glob("*.md"))),
+    *(path for room in ("docs", "slurm", "benchmarks", "examples") for path in sorted((ROOT / room).rglob("*.md"))),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """To a file that there is and to a heading that it has."""
+    for target, _, heading in re.findall(r"\]\(([^)#]*)(#([^)]+))?\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.M)
+            assert heading in {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}, heading
 
 
 def test_the_example_of_another_projects_loss_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_rl.cli.runs import check_world, config_of, refuse, say
+from parallel_rl.cli.runs import check_world, config_of, quiet, refuse, say
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -36,7 +35,7 @@ def export(known: argparse.Namespace, rest: Sequence[str]) -> int:
     try:
         config = load_config(config_of(known.checkpoint), ["--parallel={}", *rest], say)
         check_world(config.parallel)
-        warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+        quiet()
         import torch.distributed as dist
 
         from parallel_rl.training.checkpointing.export import export_checkpoint

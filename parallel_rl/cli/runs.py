@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -14,6 +15,9 @@ from parallel_rl.config.names import left_to_ranks
 
 if TYPE_CHECKING:
     from parallel_rl.training.config.sections import ParallelConfig
+
+# megatron-core 0.19 logs at each model and each checkpoint what its caller cannot change
+_DEPRECATES = ("megatron.core.models.gpt.gpt_model", "megatron.core.dist_checkpointing.strategies.common")
 
 
 def check(
@@ -35,7 +39,7 @@ def check(
         with left_to_ranks(modules) as left:
             config = load_config(*source(recipe, rest, command), say)
             data_parallel_size(config.parallel, world)
-            warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+            quiet()
             from parallel_rl.training.algorithms.phases import check_dump
             from parallel_rl.training.preflight.check import check_run
 
@@ -58,7 +62,7 @@ def train(recipe: str | None, rest: Sequence[str], gate: float | None, dump_step
         check_world(config.parallel)
     except ValueError as error:
         return refuse(error)
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")  # of optional packages that are not there
+    quiet()
     # Megatron's distributed optimizer asks views of parameters for their gradient
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     import torch.distributed as dist
@@ -101,7 +105,7 @@ def data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
         if steps is not None and steps < 1:
             raise ValueError(f"--steps {steps} is not valid; at least 1 is needed")
         config = load_config(*source(recipe, rest, "data"), say)
-        warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+        quiet()
         from parallel_rl.training.preflight.dry_run import dry_run
 
         for done in dry_run(config, steps, lambda line: print(line, flush=True)):
@@ -163,6 +167,13 @@ def import_modules(names: Sequence[str]) -> None:
             import_module(name)
         except (Exception, SystemExit) as error:  # whatever the module does when it is imported
             raise ValueError(f"--import {name} failed: {type(error).__name__}: {error}") from error
+
+
+def quiet() -> None:
+    """Keep from the screen what libraries say of optional packages that are not there and of their own deprecations."""
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+    for name in _DEPRECATES:
+        logging.getLogger(name).addFilter(lambda record: "deprecated" not in record.getMessage().lower())
 
 
 def say(line: str) -> None:

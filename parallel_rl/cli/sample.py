@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from parallel_rl.cli.runs import check_world, config_of, refuse, say
+from parallel_rl.cli.runs import check_world, config_of, quiet, refuse, say
 from parallel_rl.config.shown import printable
 
 
@@ -50,7 +49,7 @@ def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:
         asked = {"temperature": None if greedy else known.temperature, "max_new_tokens": known.max_new_tokens}
         sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})
         check_world(config.parallel)
-        warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+        quiet()
         import torch.distributed as dist
 
         from parallel_rl.training.algorithms.sampling import sample_prompts

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_rl.cli.runs import refuse
+from parallel_rl.cli.runs import quiet, refuse
 
 if TYPE_CHECKING:
     from parallel_rl.doctor.command import OfConfig
@@ -64,7 +63,7 @@ def verify(known: argparse.Namespace, rest: Sequence[str]) -> int:
 def _loss_of_config(path: str) -> Subject:
     from parallel_rl.training.config.load import load_config
 
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")  # of optional packages that are not there
+    quiet()
     from parallel_rl.training.preflight.own_losses import own_loss
 
     return own_loss(load_config(path, []))
