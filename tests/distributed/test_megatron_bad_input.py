@@ -118,6 +118,11 @@ def _bad(rank: int, what: str) -> None:
         M.initialize()
         config = make_model(Case(experts="alltoall", per_token=False, balance=what)).config
         M.megatron_loss_func(None, {}, None, None, config=config, num_microbatches=1)
+    elif what == "shared heads":
+        M.initialize()
+        model = make_model(Case(experts="alltoall", balance="seq_aux_loss", mtp="token-mean"))
+        model.config.mtp_use_repeated_layer = True
+        M.forward_backward(M.wrap_model(model), NLLLoss(vocab_size=VOCAB), [_rows()])
     elif what == "micro-batches":
         M.initialize()
         M.megatron_loss_func(None, {}, None, None, config=SimpleNamespace(), num_microbatches=0)
@@ -194,6 +199,7 @@ def _rows() -> dict[str, torch.Tensor]:
         ("unmarked replicas", "tensor ranks hold replicas of experts (expert_tensor_parallel_size = 1 of 2)"),
         ("global_aux_loss", "divides it by the data ranks; use `forward_backward`, which balances the whole step"),
         ("seq_aux_loss", "'seq_aux_loss' takes a packed row for one sequence and padding for tokens of it"),
+        ("shared heads", "mtp_use_repeated_layer = True runs one router for all heads"),
         ("micro-batches", "num_microbatches = 0 must be at least 1"),
         *_STEPS.items(),
         ("scalar head", "mtp_num_layers = 1 is incompatible with scalar_head = True"),
