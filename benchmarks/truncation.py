@@ -43,7 +43,8 @@ RULES: dict[str, dict] = {
     "top-k 1000, top-p 0.95": {"top_k": 1000, "top_p": 0.95},
 }
 OURS = "ours, in place"
-MAX_EXTRA = 0.1  # bytes of extra memory per local logit that ours may take in place
+# bytes of extra memory per local logit that ours may take in place: top-p copies a hundredth of the logits, once or twice
+MAX_EXTRA, MAX_EXTRA_TOP_P = 0.1, 0.25
 LOGPROB_ERROR = 1e-4  # nats
 GRADIENT_ERROR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 # The sum of sorted float32 probabilities is off by enough to keep a few words more or fewer.
@@ -344,8 +345,9 @@ def missed(results: Results) -> list[str]:
     for dtype, rules in results.items():
         for rule, figures in rules.items():
             ours = figures[OURS]
-            if ours.bytes > MAX_EXTRA:
-                lines.append(f"{dtype}, {rule}: ours takes {ours.bytes:.2f} bytes per logit in place, over {MAX_EXTRA}")
+            limit = MAX_EXTRA_TOP_P if "top_p" in RULES[rule] else MAX_EXTRA
+            if ours.bytes > limit:
+                lines.append(f"{dtype}, {rule}: ours takes {ours.bytes:.2f} bytes per logit in place, over {limit}")
             for method in METHODS:
                 if method.kind != "peer" or method.name not in figures:
                     continue
@@ -407,10 +409,10 @@ def measure_growth(tokens: int, vocab: int, tp: int, repeats: int) -> Growth:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.truncation", description=__doc__)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel processes, one thread each")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
     add_report_options(parser)
     options = parser.parse_args(arguments)
     size = (options.tokens, options.vocab, options.tp)

@@ -11,7 +11,14 @@ from parallel_rl.agreement import check_replicated, raise_on_all_ranks, shape_fa
 from parallel_rl.groups import all_gather, group_size
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.choice import Backend, check_backend
-from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts, row_stats
+from parallel_rl.vocab.backends.passes import (
+    RowSpec,
+    combine_rows,
+    row_gradient,
+    row_parts,
+    row_stats,
+    truncated_row_parts,
+)
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.consumed import (
     check_backward,
@@ -103,27 +110,44 @@ def token_stats(
     return stats_of_shard(logits, targets, targets != ignore_index, shard)
 
 
-def stats_of_shard(logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabShard) -> TokenStats:
-    """`token_stats` after its checks, of the untruncated policy; `keep` [...] marks the tokens that count."""
+def stats_of_shard(
+    logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabShard, floor: Tensor | None = None
+) -> TokenStats:
+    """`token_stats` after its checks; `keep` [...] marks the tokens that count.
+
+    Args:
+        floor: [T, 1] the smallest logit that each row keeps; None keeps all, whatever `shard.truncation` says.
+    """
     size = targets.numel(), logits.shape[-1]  # not −1: an empty shard of an uneven split has no column
     flat = logits.view(size) if shard.consume_logits else logits.reshape(size)
     inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
-    stats = _TokenStats.apply(flat, targets.reshape(-1), keep.reshape(-1), inv_t, shard)
+    stats = _TokenStats.apply(flat, targets.reshape(-1), keep.reshape(-1), inv_t, shard, floor)
     return TokenStats(*(None if x is None else x.view(targets.shape) for x in stats))  # type: ignore[arg-type]
 
 
 class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, z: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, shard: VocabShard
+        ctx: FunctionCtx,
+        z: Tensor,
+        targets: Tensor,
+        keep: Tensor,
+        inv_t: Tensor,
+        shard: VocabShard,
+        floor: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         spec = RowSpec(targets, keep, inv_t, shard.start, shard.valid)
         asked = shard.entropy, shard.backend, shard.sum_pi_squared
-        if group_size(shard.group) == 1:
+        if floor is not None:  # the dropped ones have probability 0, so their gradient is 0 already
+            kept = None if shard.consume_logits else torch.empty_like(z, memory_format=torch.contiguous_format)
+            parts = truncated_row_parts(z.detach(), floor, spec, *asked, kept=kept)
+            z = z if kept is None else kept
+        elif group_size(shard.group) > 1:
+            parts = row_parts(z, spec, *asked)
+        if floor is None and group_size(shard.group) == 1:
             logp, ent, lse, squares, rows = row_stats(z, spec, *asked)
         else:
-            parts = all_gather(row_parts(z, spec, *asked), shard.group)
-            logp, ent, lse, squares, rows = combine_rows(parts, spec, shard.backend)
+            logp, ent, lse, squares, rows = combine_rows(all_gather(parts, shard.group), spec, shard.backend)
         ctx.save_for_backward(z, targets, keep, inv_t, rows)
         ctx.shard, ctx.consumed = shard, False  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
@@ -140,14 +164,14 @@ class _TokenStats(torch.autograd.Function):
         shard: VocabShard = ctx.shard  # type: ignore[attr-defined]
         check_replicated([g_logp, g_ent, g_lse], shard.group, rows[:, 0])
         if g_logp is None and g_ent is None and g_lse is None:
-            return (None,) * 5
+            return (None,) * 6
         spec = RowSpec(targets, keep, inv_t, shard.start, shard.valid)
         if shard.consume_logits:
             ctx.consumed, z = True, z.detach()  # type: ignore[attr-defined]
         dz = row_gradient(z, spec, rows, (g_logp, g_ent, g_lse), z if shard.consume_logits else None, shard.backend)
         if shard.consume_logits:
             mark_consumed(z)
-        return dz, *(None,) * 4
+        return dz, *(None,) * 5
 
 
 def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None:

@@ -6,21 +6,32 @@ It is the largest number τ with H(τ) ≥ target, where
     top-p:  H(τ) = Σ_{z_v ≥ τ} e^{(z_v − max z)/T}         target = p · H(−∞), over what top-k left
 
 so that ties at the threshold stay, and the largest logit too. τ is found digit by digit on the ordered bit patterns of the
-logits' dtype: a pass reads the shard once, and one all-reduce of [T, 8] integers joins the ranks. Masses are integers too,
-multiples of a fixed fraction of the largest one, so that their sums depend on no order and no split.
+logits' dtype, and one all-reduce of [T, 8] integers a digit joins the ranks. Masses are integers too, multiples of a fixed
+fraction of the largest one, so that their sums depend on no order and no split.
+
+On a CPU top-p's digits are found among a few logits of each row, which `brackets` gets from two reads of the shard. On a card,
+where their number could not be known without waiting, each digit reads the shard; so does top-k alone, which that suits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from parallel_rl.groups import group_size
-from parallel_rl.vocab.backends.torch_backend import compiled, compiler_works, compiles, math_dtype, row_blocks
+from parallel_rl.vocab.backends.torch_backend import (
+    compiled,
+    compiler_works,
+    compiles,
+    even_blocks,
+    math_dtype,
+    row_blocks,
+)
+from parallel_rl.vocab.brackets import copy_candidates, find_brackets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +43,7 @@ if TYPE_CHECKING:
 _DIGIT = 3  # bits of the threshold that one pass finds
 # A search makes several passes, and eager ones are slow: compiling pays from fewer logits on than for one pass.
 _COMPILE_FROM = 1 << 18
+_SCRATCH = 1 << 12  # candidates that are weighed at once
 # bits of a float, the integer of that size, and the pattern of +inf
 _PATTERNS = {
     torch.bfloat16: (16, torch.int16, 0x7F80),
@@ -52,35 +64,93 @@ def kept_floor(z: Tensor, shard: VocabShard) -> Tensor:
     Args:
         z: [T, W] the shard's real columns.
     """
-    top_k, top_p, vocab_size = shard.truncation.top_k, shard.truncation.top_p, shard.vocab_size
-    group, backend = shard.group, shard.backend
-    floor = torch.full((z.shape[0], 1), -torch.inf, dtype=math_dtype(z.dtype), device=z.device)
-    if top_k is not None and top_k < vocab_size:
-        floor = _search(partial(_held, _counts, z, backend, ()), lambda total: torch.full_like(total, top_k), z, group)
-    if top_p is not None and top_p < 1:
-        top = (z.amax(1, keepdim=True) if z.shape[1] else floor).double()
-        if group_size(group) > 1:
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        top = torch.where(top == -torch.inf, 0.0, top)
-        bits = 62 - max(1, (vocab_size - 1).bit_length())  # the sum of V masses of at most 2^bits fits
-        scale = torch.full((1, 1), 2.0**bits, dtype=torch.float64, device=z.device)
-        inv_t = shard.inverse_temperature(torch.float64, z.device).expand(len(z), 1).contiguous()
-        rest = (floor, top, inv_t, scale)
-
-        def target(total: Tensor) -> Tensor:
-            return (total.double() * top_p).ceil().to(torch.int64).minimum(total).clamp(min=1)
-
-        floor = _search(partial(_held, _masses, z, backend, rest), target, z, group)
+    rule, vocab_size = shard.truncation, shard.vocab_size
+    top_k = None if rule.top_k is None or rule.top_k >= vocab_size else rule.top_k
+    top_p = None if rule.top_p is None or rule.top_p >= 1 else rule.top_p
+    if top_k is top_p is None or not len(z):
+        return torch.full((len(z), 1), -torch.inf, dtype=z.dtype, device=z.device)
+    inv_t = shard.inverse_temperature(torch.float64, z.device)
+    search = _Search(top_k, top_p, inv_t, vocab_size, shard.group, shard.backend)
+    if top_p is None or z.device.type != "cpu" or torch.compiler.is_compiling():
+        return search.in_logits(z).to(z.dtype)
+    floor = search.in_candidates(z)
+    missed = floor.isinf()[:, 0].nonzero()[:, 0]  # the same rows on every rank
+    if len(missed) == len(z):
+        floor = search.in_logits(z)
+    elif len(missed):
+        floor[missed] = search.of_rows(missed).in_logits(z[missed])
     return floor.to(z.dtype)
 
 
-def drop_below_(z: Tensor, floor: Tensor) -> None:
-    """Write −inf over the logits [T, W] below each row's floor [T, 1], as found by `kept_floor`."""
-    for rows in row_blocks(z):  # the mask is never whole
-        z[rows].masked_fill_(z[rows] < floor[rows], -torch.inf)
+class _Search(NamedTuple):
+    """A search for the thresholds [T, 1] of some rows, in the dtype of the mathematics."""
+
+    top_k: int | None
+    top_p: float | None
+    inv_t: Tensor  # [T, 1] or [1, 1] float64
+    vocab_size: int
+    group: ProcessGroup | None
+    backend: Backend
+
+    def of_rows(self, rows: Tensor) -> _Search:
+        return self if len(self.inv_t) == 1 else self._replace(inv_t=self.inv_t[rows])
+
+    def in_logits(self, z: Tensor) -> Tensor:
+        """Read all logits for each digit. Nothing waits for a value."""
+        floor = torch.full((len(z), 1), -torch.inf, dtype=math_dtype(z.dtype), device=z.device)
+        if self.top_k is not None:
+            k = torch.full((len(z), 1), self.top_k, device=z.device)
+            floor = _digits(partial(_held, _counts, z, self.backend, ()), lambda _: k, z, self.group)
+        if self.top_p is not None:
+            top = z.amax(1, keepdim=True) if z.shape[1] else floor
+            rest = (floor, *self.scale(top))
+            floor = _digits(partial(_held, _masses, z, self.backend, rest), self.fraction, z, self.group)
+        return floor
+
+    def in_candidates(self, z: Tensor) -> Tensor:
+        """Read all logits twice, and a few of them for each digit; a row is ±inf where the few do not hold the threshold."""
+        assert self.top_p is not None
+        brackets = find_brackets(z, self.top_k, self.top_p, self.inv_t, self.vocab_size, self.group)
+        scale, all_stay = self.scale(brackets.largest), torch.full_like(brackets.largest, -torch.inf)
+        low, high = (torch.cat(ends, 1) for ends in zip(*brackets.each, strict=True))
+        above = torch.zeros(len(z), 4, dtype=torch.int64)
+        weigh = compiled(_weigh) if _pays(z, self.backend) else _weigh
+
+        def weigh_above(rows: slice) -> None:
+            above[rows, :3] = weigh(z[rows], high[rows], *(x if len(x) == 1 else x[rows] for x in scale))
+
+        found = copy_candidates(z, low, high, weigh_above)
+        above[:, 3:] = torch.cat([x.overflow for x in found], 1).sum(1, keepdim=True)
+        local = above.clone()
+        if group_size(self.group) > 1:
+            dist.all_reduce(above, group=self.group)
+        floor, total, missed = all_stay, above[:, 1:2], above[:, 3:] > 0
+        if self.top_k is not None:
+            k, values = torch.full_like(total, self.top_k), found[0].values
+            floor = _digits(partial(_held_above, values, local[:, :1], ()), lambda _: k, values, self.group)
+            kept = _held_above(values, torch.zeros_like(total), (all_stay, *scale), floor)
+            if group_size(self.group) > 1:
+                dist.all_reduce(kept, group=self.group)
+            total, missed = total + kept, missed | floor.isinf()
+        wanted, values = self.fraction(total), found[-1].values
+        held = partial(_held_above, values, local[:, 2:3], (floor, *scale))
+        return torch.where(missed, torch.inf, _digits(held, lambda _: wanted, values, self.group))
+
+    def scale(self, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(the row's largest logit, 1/temperature, the largest mass), [T, 1] or [1, 1], from each shard's largest logits."""
+        top = largest.double()
+        if group_size(self.group) > 1:
+            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
+        bits = 62 - max(1, (self.vocab_size - 1).bit_length())  # the sum of V masses of at most 2^bits fits
+        unit = torch.full((1, 1), 2.0**bits, dtype=torch.float64, device=top.device)
+        return torch.where(top == -torch.inf, 0.0, top), self.inv_t.expand(len(top), 1).contiguous(), unit
+
+    def fraction(self, total: Tensor) -> Tensor:
+        assert self.top_p is not None
+        return (total.double() * self.top_p).ceil().to(torch.int64).minimum(total).clamp(min=1)
 
 
-def _search(
+def _digits(
     held: Callable[[Tensor], Tensor], target: Callable[[Tensor], Tensor], z: Tensor, group: ProcessGroup | None
 ) -> Tensor:
     """Find [T, 1] the largest τ with H(τ) ≥ target(H(−inf)); `held` gives this shard's part of H at pivots [T, 8]."""
@@ -111,11 +181,43 @@ def _held(
 ) -> Tensor:
     if not z.numel():
         return torch.zeros(pivots.shape, dtype=torch.int64, device=z.device)
-    worth = backend == "auto" and z.numel() >= _COMPILE_FROM and compiler_works(z.device.type)
-    if worth or compiles(z, backend):
+    if _pays(z, backend):
         return compiled(function)(z, pivots, *rest)
     operands = (z, pivots, *rest)
     return torch.cat([function(*(x if len(x) == 1 else x[rows] for x in operands)) for rows in row_blocks(z)])
+
+
+def _held_above(values: Tensor, base: Tensor, rest: tuple[Tensor, ...], pivots: Tensor) -> Tensor:
+    """`base` [T, 1] and the number of the ascending values [T, C] from each pivot on, or with the `rest` of it their mass."""
+    held = []
+    for rows in even_blocks(values, _SCRATCH):
+        part = values[rows]
+        at = torch.searchsorted(part, pivots[rows].to(part.dtype))
+        if rest:
+            sums = _mass(part, *(x if len(x) == 1 else x[rows] for x in rest)).cumsum_(1)
+            held.append(sums[:, -1:] - torch.where(at > 0, sums.gather(1, (at - 1).clamp_(min=0)), 0))
+        else:
+            held.append(part.shape[1] - at)
+    return base + torch.cat(held)
+
+
+def _weigh(z: Tensor, high: Tensor, top: Tensor, inv_t: Tensor, scale: Tensor) -> Tensor:
+    """Weigh the logits above the brackets of top-k, if it asks, and of top-p, from their upper ends [T, 1 or 2].
+
+    Returns:
+        [T, 3] how many are above the first; their mass, or without top-k that of all; the mass above the last.
+    """
+    mass = _mass(z, torch.full_like(high[:, :1], -torch.inf), top, inv_t, scale)
+    z = z.to(high.dtype)
+    first, last = z >= high[:, :1], z >= high[:, -1:]
+    of_first = mass if high.shape[1] == 1 else torch.where(first, mass, 0)
+    number = first.sum(1, dtype=torch.int32).long()
+    return torch.stack([number, of_first.sum(1), torch.where(last, mass, 0).sum(1)], 1)
+
+
+def _pays(z: Tensor, backend: Backend) -> bool:
+    """Whether passes over these logits, or over blocks of their rows, run compiled."""
+    return (backend == "auto" and z.numel() >= _COMPILE_FROM and compiler_works(z.device.type)) or compiles(z, backend)
 
 
 def _counts(z: Tensor, pivots: Tensor) -> Tensor:
@@ -124,8 +226,12 @@ def _counts(z: Tensor, pivots: Tensor) -> Tensor:
 
 
 def _masses(z: Tensor, pivots: Tensor, floor: Tensor, top: Tensor, inv_t: Tensor, scale: Tensor) -> Tensor:
+    mass = _mass(z, floor, top, inv_t, scale)
     z = z.to(pivots.dtype)
+    return torch.stack([torch.where(z >= pivot[:, None], mass, 0).sum(1) for pivot in pivots.unbind(1)], 1)
+
+
+def _mass(z: Tensor, floor: Tensor, top: Tensor, inv_t: Tensor, scale: Tensor) -> Tensor:
     # in float64: another rounding of e^x, on another width of a shard, must not move a threshold
     mass = (((z.double() - top) * inv_t).exp() * scale).to(torch.int64)
-    mass = torch.where(z >= floor, mass, 0)
-    return torch.stack([torch.where(z >= pivot[:, None], mass, 0).sum(1) for pivot in pivots.unbind(1)], 1)
+    return torch.where(z.to(floor.dtype) >= floor, mass, 0)

@@ -12,7 +12,7 @@ from parallel_rl.validation import checks_values
 from parallel_rl.vocab.consumed import mark_consumed, saved_logits
 from parallel_rl.vocab.shards import VocabShard, check_spans
 from parallel_rl.vocab.stats import IGNORE_INDEX, TokenStats, check_logits, check_tokens, stats_of_shard
-from parallel_rl.vocab.threshold import drop_below_, kept_floor
+from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.topk import check_columns
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
@@ -45,9 +45,11 @@ def truncated_token_stats(
 
         log p_y = z_y/T − lse       lse = log Σ_{v kept} e^{z_v/T}       −inf where y is not kept
 
-    Ties with the last kept logit stay, and the largest one always. The threshold is found without sorting or gathering: 7 small
-    all-reduces of [tokens, 8] integers for 16-bit logits and 12 for float32, beside the one of the statistics; it is the same
-    for every split of the vocabulary. Gradients pass through the kept logits; the kept set is a constant.
+    Ties with the last kept logit stay, and the largest one always. The threshold is found without sorting or gathering, by
+    small all-reduces of [tokens, 8] integers, 6 for 16-bit logits and 11 for float32, beside the collective of the statistics;
+    it is the same for every split of the vocabulary. On a CPU top-p reads the logits three times in all, and rows with
+    thousands of equal logits at the threshold once more for each all-reduce; on a card, and for top-k alone, each all-reduce
+    has its read. Gradients pass through the kept logits; the kept set is a constant.
 
     >>> truncated_token_stats(torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2), torch.tensor([3, 0]), top_k=2).logprobs
     tensor([-0.3133,    -inf])
@@ -128,24 +130,9 @@ def truncated_stats_of_shard(
         stats = stats_of_shard(kept, y.view(targets.shape), keep, of_kept)
     else:
         floor = kept_floor(flat.detach()[:, : shard.valid], shard)
-        kept = _DropBelow.apply(flat, floor, shard)
-        stats = stats_of_shard(kept.view(logits.shape), targets, keep, shard)
+        stats = stats_of_shard(logits, targets, keep, shard, floor)
     outside = stats.logprobs == -torch.inf
     return stats._replace(logprobs=torch.where(outside, -torch.inf, stats.logprobs))
-
-
-class _DropBelow(torch.autograd.Function):
-    """Write −inf below each row's floor. Those logits have probability 0, so their gradient arrives as 0 already."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, z: Tensor, floor: Tensor, shard: VocabShard) -> Tensor:
-        out = z.detach() if shard.consume_logits else z.detach().clone(memory_format=torch.contiguous_format)
-        drop_below_(out[:, : shard.valid], floor)
-        return out
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, None, None
 
 
 def _kept_columns(z: Tensor, targets: Tensor, kept_ids: Tensor, shard: VocabShard) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from parallel_rl.vocab.backends.choice import Backend, runs_on_triton
-from parallel_rl.vocab.backends.torch_backend import combine_parts, combine_squares, shard_grad, shard_stats
+from parallel_rl.vocab.backends.torch_backend import (
+    combine_parts,
+    combine_squares,
+    compiles,
+    even_blocks,
+    row_blocks,
+    shard_grad,
+    shard_stats,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +50,46 @@ def row_parts(z: Tensor, spec: RowSpec, entropy: bool, backend: Backend, squares
 
         return vocab_stats(z, *spec, entropy, squares)
     return shard_stats(z[:, : spec.valid], _local_column(spec), spec.inv_t, entropy, backend, squares)
+
+
+def truncated_row_parts(
+    z: Tensor,
+    floor: Tensor,
+    spec: RowSpec,
+    entropy: bool,
+    backend: Backend,
+    squares: bool = False,
+    kept: Tensor | None = None,
+) -> Tensor:
+    """`row_parts` of the logits from each row's floor [T, 1] on, while −inf is written over the others: on a CPU one read.
+
+    Args:
+        kept: [T, W] to write all of it to, real columns only, instead of over `z`.
+    """
+    out = z if kept is None else kept
+    if z.device.type != "cpu" or torch.compiler.is_compiling() or not z.numel():
+        _drop_below(z[:, : spec.valid], floor, None if kept is None else kept[:, : spec.valid])
+        return row_parts(out, spec, entropy, backend, squares)
+    of_block: Backend = "compiled" if compiles(z, backend) else "eager"
+    columns, parts = _local_column(spec), []
+    for rows in even_blocks(z, 1 << 16, least=8):
+        real = out[rows, : spec.valid]
+        _drop_below(z[rows, : spec.valid], floor[rows], None if kept is None else real)
+        inv_t = spec.inv_t if len(spec.inv_t) == 1 else spec.inv_t[rows]
+        parts.append(shard_stats(real, columns[rows], inv_t, entropy, of_block, squares))
+    return torch.cat(parts)
+
+
+def drop_below_(z: Tensor, floor: Tensor) -> None:
+    """Write −inf over the logits [T, W] below each row's floor [T, 1], as found by `kept_floor`."""
+    _drop_below(z, floor, None)
+
+
+def _drop_below(z: Tensor, floor: Tensor, kept: Tensor | None) -> None:
+    for rows in row_blocks(z):  # the mask is never whole
+        if kept is not None:
+            kept[rows] = z[rows]
+        (z if kept is None else kept)[rows].masked_fill_(z[rows] < floor[rows], -torch.inf)
 
 
 def row_stats(z: Tensor, spec: RowSpec, entropy: bool, backend: Backend, squares: bool = False) -> RowStats:

@@ -147,6 +147,19 @@ def row_blocks(z: Tensor) -> Iterator[slice]:
     return (slice(i, i + rows) for i in range(0, z.shape[0], rows))
 
 
+def even_blocks(z: Tensor, elements: int, least: int = 1) -> Iterator[slice]:
+    """Slices of the rows of [T, W] with about so many elements, of sizes that differ by one at most.
+
+    >>> list(even_blocks(torch.zeros(5, 4), 8))
+    [slice(0, 1, None), slice(1, 3, None), slice(3, 5, None)]
+
+    Args:
+        least: rows of a block, where there are as many: torch.compile makes another function for a single row.
+    """
+    count = -(-len(z) // max(least, elements // max(z.shape[1], 1)))
+    return (slice(len(z) * i // count, len(z) * (i + 1) // count) for i in range(count))
+
+
 @cache
 def compiled(function: Callable) -> Callable:
     """The function through torch.compile, made once a process."""

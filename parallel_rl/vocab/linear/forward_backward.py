@@ -14,10 +14,18 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from parallel_rl.groups import Pending, all_gather_start, group_size, sum_start
-from parallel_rl.vocab.backends.passes import OutputGrads, RowSpec, combine_rows, row_gradient, row_parts
+from parallel_rl.vocab.backends.passes import (
+    OutputGrads,
+    RowSpec,
+    combine_rows,
+    drop_below_,
+    row_gradient,
+    row_parts,
+    truncated_row_parts,
+)
 from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient
 from parallel_rl.vocab.linear.params import LinearParams, RowStats
-from parallel_rl.vocab.threshold import drop_below_, kept_floor
+from parallel_rl.vocab.threshold import kept_floor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,10 +102,14 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
         kept = _reserve(params, out.kept, span) if plan.resident else None
         place = kept.values if kept is not None and kept.top is None else buffer[index % count * half :]
         z, indices = params.logits(hidden, place, whole), params.rows.gathered(span)
+        spec, asked = params.spec(indices, whole), (shard.entropy, shard.backend, shard.sum_pi_squared)
         if out.floor is not None:
-            out.floor.index_copy_(0, indices, kept_floor(z, shard.at(indices)))
-        _drop_(z, params, indices, out.floor)
-        parts = row_parts(z, params.spec(indices, whole), shard.entropy, shard.backend, shard.sum_pi_squared)
+            floor = kept_floor(z, shard.at(indices))
+            out.floor.index_copy_(0, indices, floor.to(out.floor.dtype))
+            parts = truncated_row_parts(z, floor, spec, *asked)
+        else:
+            _drop_(z, params, indices, None)
+            parts = row_parts(z, spec, *asked)
         if kept is not None and kept.top is not None:
             _keep(z, kept.values, kept.top, parts[:, :1])
         waiting.append(_Chunk(span, hidden, z, all_gather_start(parts, shard.group)))
