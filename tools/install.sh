@@ -62,6 +62,15 @@ if [ "${LOCKED:-}" = 1 ]; then
   "${pip[@]}" --no-deps --no-build-isolation -e .
 else
   "${pip[@]}" "$torch"
-  "${pip[@]}" -c constraints.txt -e ".[megatron,triton,data,hf,math,report,dev]"
+  # a CUDA build of torch needs the very triton that it brings
+  brings='from importlib.metadata import requires; print(*[name for name in requires("torch") if name.startswith("triton")])'
+  constraints=$(mktemp)
+  trap 'rm -f "$constraints"' EXIT
+  if [ -n "$("$venv/bin/python" -c "$brings")" ]; then
+    grep -v '^triton==' constraints.txt >"$constraints"
+  else
+    cat constraints.txt >"$constraints"
+  fi
+  "${pip[@]}" -c "$constraints" -e ".[megatron,triton,data,hf,math,report,dev]"
 fi
 say "ready: $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)')"
