@@ -18,9 +18,9 @@ from parallel_rl.vocab.backends.passes import (
     OutputGrads,
     RowSpec,
     combine_rows,
-    drop_below_,
     row_gradient,
     row_parts,
+    row_stats,
     truncated_row_parts,
 )
 from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient
@@ -62,7 +62,7 @@ class _Chunk(NamedTuple):
     span: slice
     hidden: Tensor
     logits: Tensor
-    parts: Pending
+    stats: Pending | tuple[Tensor | None, ...]  # parts on the way to all ranks, or what one rank's are combined to
 
 
 def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | None = None) -> Forward:
@@ -81,10 +81,11 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
 
     def finish(chunks: list[_Chunk]) -> None:
         for chunk in chunks:
-            gathered = chunk.parts.wait().view(-1, chunk.logits.shape[0], 3 + shard.entropy + shard.sum_pi_squared)
-            indices = params.rows.gathered(chunk.span)
-            *values, rows = combine_rows(gathered, params.spec(indices, whole), shard.backend)
-            for target, part in zip((*out.stats, table), (*values, rows), strict=True):
+            indices, made = params.rows.gathered(chunk.span), chunk.stats
+            if isinstance(made, Pending):
+                gathered = made.wait().view(-1, chunk.logits.shape[0], 3 + shard.entropy + shard.sum_pi_squared)
+                made = combine_rows(gathered, params.spec(indices, whole), shard.backend)
+            for target, part in zip((*out.stats, table), made, strict=True):
                 if target is not None and part is not None:
                     target.index_copy_(0, indices, part)
         if then is not None and chunks:
@@ -103,31 +104,28 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
         place = kept.values if kept is not None and kept.top is None else buffer[index % count * half :]
         z, indices = params.logits(hidden, place, whole), params.rows.gathered(span)
         spec, asked = params.spec(indices, whole), (shard.entropy, shard.backend, shard.sum_pi_squared)
-        if out.floor is not None:
-            floor = kept_floor(z, shard.at(indices))
-            out.floor.index_copy_(0, indices, floor.to(out.floor.dtype))
-            parts = truncated_row_parts(z, floor, spec, *asked)
+        made: Pending | tuple[Tensor | None, ...]
+        if out.floor is None and group_size(shard.group) == 1:  # a row's splits are combined at once
+            params.drop_(z, indices, None)
+            made = combined = row_stats(z, spec, *asked)
+            top = combined[4][:, :1]
         else:
-            _drop_(z, params, indices, None)
-            parts = row_parts(z, spec, *asked)
+            if out.floor is None:
+                params.drop_(z, indices, None)
+                parts = row_parts(z, spec, *asked)
+            else:
+                floor = kept_floor(z, shard.at(indices))
+                out.floor.index_copy_(0, indices, floor.to(out.floor.dtype))
+                parts = truncated_row_parts(z, floor, spec, *asked)
+            made, top = all_gather_start(parts, shard.group), parts[:, :1]
         if kept is not None and kept.top is not None:
-            _keep(z, kept.values, kept.top, parts[:, :1])
-        waiting.append(_Chunk(span, hidden, z, all_gather_start(parts, shard.group)))
+            _keep(z, kept.values, kept.top, top)
+        waiting.append(_Chunk(span, hidden, z, made))
         ready = len(waiting) - count + 1 if then is None else len(waiting) // count * count
         finish(waiting[:ready])
         waiting = waiting[ready:]
     finish(waiting)
     return out
-
-
-def _drop_(z: Tensor, params: LinearParams, indices: Tensor, floor: Tensor | None) -> None:
-    """Write −inf over the logits [n, W] of some rows that the policy does not keep. A row's target counts as recorded."""
-    if floor is not None:
-        drop_below_(z, floor[indices])
-    elif params.kept_ids is not None and z.shape[1]:
-        column, here = params.shard.local(torch.cat([params.kept_ids[indices], params.targets[indices, None]], 1))
-        kept = torch.where(here, z.gather(1, column), -torch.inf)
-        z.fill_(-torch.inf).scatter_reduce_(1, column, kept, "amax")
 
 
 def _reserve(params: LinearParams, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
@@ -316,5 +314,5 @@ def _logits_again(
 ) -> tuple[Tensor, None]:
     z = params.logits(hidden, buffer, columns)
     if indices is not None:
-        _drop_(z, params, indices, floor)
+        params.drop_(z, indices, floor)
     return z, None

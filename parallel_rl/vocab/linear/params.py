@@ -10,7 +10,7 @@ import torch
 
 from parallel_rl.groups import Pending, all_gather_start, group_size
 from parallel_rl.vocab.backends.choice import runs_on_triton
-from parallel_rl.vocab.backends.passes import RowSpec
+from parallel_rl.vocab.backends.passes import RowSpec, drop_below_
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.gemm import project
 from parallel_rl.vocab.linear.plan import LossRows, Plan, columns_of_rank, kept_dtype, make_plan
@@ -129,6 +129,15 @@ class LinearParams:
         z = out.view(-1)[: rows * width].view(rows, width)
         bias = None if self.bias is None else self.bias[columns]
         return project_rows(hidden, self.weight[columns], bias, self.softcap, z)
+
+    def drop_(self, z: Tensor, indices: Tensor, floor: Tensor | None) -> None:
+        """Write −inf over the logits [n, W] of some rows that the policy does not keep. A row's target counts as recorded."""
+        if floor is not None:
+            drop_below_(z, floor[indices])
+        elif self.kept_ids is not None and z.shape[1]:
+            column, here = self.shard.local(torch.cat([self.kept_ids[indices], self.targets[indices, None]], 1))
+            kept = torch.where(here, z.gather(1, column), -torch.inf)
+            z.fill_(-torch.inf).scatter_reduce_(1, column, kept, "amax")
 
     def buffer(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
         """An empty [rows · parts, columns] tensor for that many rows of the order."""
