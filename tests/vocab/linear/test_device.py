@@ -133,7 +133,7 @@ class Kernels(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.products = self.amax = self.all = 0
+        self.products = self.amax = self.all = self.merges = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         name = func._schema.name.split("::")[1]
@@ -148,6 +148,7 @@ class Kernels(TorchDispatchMode):
             self.all += 1
             self.products += name in ("mm", "addmm", "addmm_")
             self.amax += name == "amax"
+            self.merges += name in ("vocab_stats", "vocab_combine")  # of a shard's splits, and of the shards
         return func(*args, **(kwargs or {}))
 
 
@@ -159,8 +160,8 @@ def test_a_step_has_few_products_and_kernels(
     mode: LinearMode, products: int, kernels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gradient of the weight was made in 128 products of 1024 rows each, where one gives the same sums; a third pass over
-    all logits found the row maximum that the statistics had."""
+    all logits found the row maximum that the statistics had; and the splits of a row were merged to be combined with nothing."""
     monkeypatch.setattr(choice, "_INTERPRETED", True)
     with Kernels() as seen:
         step(mode, torch.bfloat16, "triton", None, shape=(8192, 4096, 131072))
-    assert (seen.products, seen.amax) == (products, 0) and seen.all <= kernels
+    assert (seen.products, seen.amax, seen.merges) == (products, 0, 0) and seen.all <= kernels
