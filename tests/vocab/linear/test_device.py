@@ -160,7 +160,7 @@ def test_a_step_has_few_products_and_kernels(
     mode: LinearMode, products: int, kernels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gradient of the weight was made in 128 products of 1024 rows each, where one gives the same sums; a third pass over
-    all logits found the row maximum that the statistics had; and the splits of a row were merged to be combined with nothing."""
+    all logits found the row maximum that the statistics had; and a row's splits were merged to be combined with nothing."""
     monkeypatch.setattr(choice, "_INTERPRETED", True)
     with Kernels() as seen:
         step(mode, torch.bfloat16, "triton", None, shape=(8192, 4096, 131072))
