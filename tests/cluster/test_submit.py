@@ -111,6 +111,7 @@ def test_anything_of_sbatch_is_handed_on(words: str, capsys: pytest.CaptureFixtu
         ([CONFIG, "--nodes", "1", "--time", "1 hour"], "--time 1 hour is not valid; minutes"),
         ([CONFIG, "--nodes", "1", "--partion", "x"], "--partion is not an option .* did you mean '--partition'"),
         ([CONFIG, "--node", "1"], "--node is not an option .* did you mean '--nodes'"),
+        ([CONFIG, "--nodes", "1", "--gres", "x"], "--gres is not an option .* did you mean '--gpus-per-node'"),
         ([CONFIG, "-p", "x"], "-p is not an option .* did you mean '--partition'"),
         ([CONFIG, "--nodes", "1", "--sbatch", "--nodes=3"], "--sbatch has nodes, which `submit` reads itself"),
         ([CONFIG, "--nodes", "1", "--sbatch", "gres=gpu:8"], "--sbatch gres=gpu:8 must begin with an option of sbatch"),

@@ -60,3 +60,11 @@ def test_braces_that_name_more_files_than_anybody_has() -> None:
     for pattern in ("{0..99999999}.jsonl", "{0..9}" * 9, "{0..9}{a,b" + ",c" * 200_000 + "}", "{0.." + "9" * 50 + "}"):
         with pytest.raises(ValueError, match="name more than 1,000,000 files"):
             braces(pattern)
+
+
+@pytest.mark.parametrize("text", [" lead", "#abc", "a #b", " ", "*.jsonl", "@x", "%"])
+def test_a_plain_text_of_an_override_is_kept_as_it_is(text: str) -> None:
+    """YAML would eat the blank, take what follows # for a comment, and look for an anchor behind *."""
+    tree: dict[str, object] = {}
+    override(tree, ["--run.dir", text, "--rl.steps", "3", "--evaluation", "null"])
+    assert tree == {"run": {"dir": text}, "rl": {"steps": 3}, "evaluation": None}
