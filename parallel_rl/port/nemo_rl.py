@@ -26,7 +26,7 @@ _RUN = (  # of grpo and dpo: how a run is driven, evaluated and logged
 )  # fmt: skip
 _NOT_HERE = (
     "overlong_filtering", "reward_scaling", "seq_logprob_error_threshold", "invalid_tool_call_advantage",
-    "malformed_thinking_advantage", "async_grpo", "batch_multiplier",
+    "malformed_thinking_advantage", "async_grpo", "async_ppo", "batch_multiplier",
 )  # fmt: skip
 
 
@@ -116,6 +116,10 @@ def _rl(root: Reader) -> Tree:
                 "loss_fn.use_kl_in_reward: each token pays for its own KL (kl_form token); ours for all that follow, too"
             )
     rl["advantages"] = advantages
+    if advantages["name"] == "gae":
+        rl["critic"] = _critic(root, run)
+    if run.get("ppo_epochs", 1) != 1:
+        run.leave("ppo_epochs", "the samples of a step are read once here")
     if run.flag("use_dynamic_sampling"):
         rl["dynamic_sampling"] = {"max_rounds": max(int(str(run.get("dynamic_sampling_max_gen_batches", 10))), 2)}
     shaping = run.below("reward_shaping")
@@ -158,12 +162,39 @@ def _advantages(run: Reader, name: str) -> Tree:
     elif kind == "reinforce_plus_plus" and estimator.get("minus_baseline", True):
         out["name"] = "reinforce_plus_plus_baseline"
     elif kind == "gae":
-        given = {key: estimator.get(theirs) for key, theirs in (("gamma", "gae_gamma"), ("lam", "gae_lambda"))}
-        out |= {key: value for key, value in given.items() if value is not None}
+        out |= _gae(estimator)
     elif kind not in ("gdpo", "reinforce_plus_plus"):
         estimator.leave("name", "no such estimator here")
         out["name"] = "grpo"
     return out
+
+
+def _gae(estimator: Reader) -> Tree:
+    """Its options; λ of the values and of the policy apart, as VAPO has them."""
+    lam, values = estimator.get("gae_lambda", 0.95), estimator.get("gae_lambda_value")
+    policy, by_length = estimator.get("gae_lambda_policy"), estimator.get("length_adaptive_alpha", 0.0)
+    out: Tree = {"gamma": estimator.get("gae_gamma", 1.0)}
+    out |= {"length_adaptive": by_length} if by_length else {"lam": lam if policy is None else policy}
+    if by_length or policy is not None or values is not None:
+        out["value_lam"] = lam if values is None else values
+    if estimator.get("normalize_advantages", True):
+        out["whiten"] = "unbiased"
+        estimator.differ("gae: advantages are whitened over the step (whiten: unbiased); ours by default are not")
+    estimator.close()
+    return out
+
+
+def _critic(root: Reader, run: Reader) -> Tree:
+    """The value function of gae."""
+    value, loss = root.below("value"), root.below("value_loss_fn")
+    of_megatron = value.below("megatron_cfg")
+    rate = of_megatron.below("optimizer").get("lr") if of_megatron.flag("enabled") else None
+    rate = value.below("optimizer").below("kwargs").get("lr", 1e-5) if rate is None else rate
+    options = {key: given for key in ("scale", "cliprange") if (given := loss.get(key)) is not None}
+    loss.close()
+    critic: Tree = {"loss": {"name": "value", "options": options}, "optimizer": {"lr": rate}}
+    warmup = run.get("policy_training_start_step", 0)
+    return critic | ({"warmup_steps": warmup} if warmup else {})
 
 
 def _preference(dpo: Reader, root: Reader) -> Tree:

@@ -21,6 +21,7 @@ _ESTIMATORS = (
 )  # fmt: skip
 # a token's KL is taken from those up to it
 _OF_RETURNS = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline")
+_WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 # gspo bounds the sum of its exponent from above alone; the others leave the log-ratio
 _CLAMPED = ("vanilla", "sapo", "cispo", "dppo_tv", "dppo_kl")
 
@@ -43,6 +44,10 @@ def from_verl(config: Mapping[str, object]) -> Ported:
     advantages = _advantages(algorithm)
     rl: Tree = {"loss": {"name": "policy", "options": options}, "advantages": advantages}
     rl |= _kl_in_reward(algorithm, advantages)
+    if advantages["name"] == "gae":
+        rl["critic"] = _critic(root.below("critic"), actor, data) | _given(
+            root.below("trainer"), {"warmup_steps": "critic_warmup"}
+        )
     prompts, group = data.get("train_batch_size", 1024), rollout.get("n", 1)
     rl |= {"prompts": prompts, "group_size": group}
     mini = actor.get("ppo_mini_batch_size", 256)
@@ -225,6 +230,12 @@ def _advantages(algorithm: Reader) -> Tree:
         out |= {"gamma": gamma, "lam": lam}
     elif name == "reinforce_plus_plus":
         out["gamma"] = gamma
+    if name in _WHITENED:
+        out["whiten"] = "unbiased"
+        default = "not at all" if name == "gae" else "by the population's deviation"
+        algorithm.differ(
+            f"{name}: whitened over the step by the unbiased deviation (whiten); ours by default {default}"
+        )
     if not algorithm.get("norm_adv_by_std_in_grpo", True):
         if name == "grpo":
             out["name"] = "dr_grpo"
@@ -233,6 +244,20 @@ def _advantages(algorithm: Reader) -> Tree:
     if name == "grpo":
         algorithm.differ("a group of one keeps its reward in verl; here it is an error (advantages.singleton: reward)")
     return out
+
+
+def _critic(critic: Reader, actor: Reader, data: Reader) -> Tree:
+    """The value function of gae; what averages the policy's loss averages its own, unless it says otherwise."""
+    rates = critic.below("optim")
+    clip = critic.get("cliprange_value", 0.5)
+    averaged = _averaged(critic if "loss_agg_mode" in critic.section else actor, data, "vanilla")
+    critic.differ(
+        f"critic.cliprange_value = {clip}: on in verl, off here by default: bounds how far a value moves in a step"
+    )
+    critic.seen |= {"loss_agg_mode", "loss_scale_factor"}
+    critic.close(verl_keys.CRITIC)
+    optimizer = {"lr": rates.get("lr", 1e-5), "weight_decay": rates.get("weight_decay", 0.01)}
+    return {"loss": {"name": "value", "options": {"cliprange": clip, **averaged}}, "optimizer": optimizer}
 
 
 def _kl_in_reward(algorithm: Reader, advantages: Tree) -> Tree:

@@ -14,6 +14,10 @@ ACTOR = (
     "recompute_old_log_prob", "global_batch_info", "use_rollout_log_probs", "log_prob_micro_batch_size", "model_config",
     "nccl_timeout", "kl_reference",
 )  # fmt: skip
+CRITIC = (
+    *ACTOR, "enable", "model", "forward_max_token_len_per_gpu", "forward_micro_batch_size", "forward_micro_batch_size_per_gpu",
+    "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz",
+)  # fmt: skip
 ALGORITHM = ("_target_", "use_pf_ppo", "pf_ppo", "filter_groups")
 ROLLOUT = (
     "_target_", "agent", "calculate_log_probs", "checkpoint_engine", "cudagraph_capture_sizes", "data_parallel_size",

@@ -89,6 +89,39 @@ def test_estimators_are_ours(kind: str) -> None:
     assert (made.clip_low, made.clip_high, made.kl_coefficient) == (-5.0, 5.0, 0.1)
 
 
+NEMO_PPO = {
+    "ppo": {
+        "num_prompts_per_step": 8, "num_generations_per_prompt": 4, "policy_training_start_step": 3,
+        "adv_estimator": {"name": "gae", "gae_lambda": 0.95, "gae_gamma": 1, "normalize_advantages": True,
+                          "gae_lambda_value": 1.0, "gae_lambda_policy": None, "length_adaptive_alpha": 0.05},
+    },
+    "loss_fn": {"reference_policy_kl_penalty": 0}, "value_loss_fn": {"scale": 0.4, "cliprange": 0.2},
+    "value": {"optimizer": {"kwargs": {"lr": 3e-6}}},
+}  # fmt: skip
+VERL_PPO = {
+    "algorithm": {"adv_estimator": "gae", "lam": 0.9},
+    "actor_rollout_ref": {"actor": {"loss_agg_mode": "seq-mean-token-mean", "ppo_mini_batch_size": 8}, "rollout": {"n": 4}},
+    "data": {"train_batch_size": 8}, "trainer": {"critic_warmup": 2},
+    "critic": {"optim": {"lr": 3e-6}, "cliprange_valeu": 0.5},
+}  # fmt: skip
+
+
+def test_a_value_function() -> None:
+    """A run with GAE is refused without its critic, and whitened advantages are another gradient than those as they are."""
+    shared = {"steps": 1, "optimizer": {"lr": 1e-3}}
+    nemo, verl = (options_of(given).config["rl"] for given in (NEMO_PPO, VERL_PPO))
+    made = configure(RLConfig, {**nemo, **shared})  # type: ignore[dict-item]
+    assert made.critic is not None and made.critic.optimizer.lr == 3e-6 and made.critic.warmup_steps == 3
+    assert made.critic.loss.options == {"scale": 0.4, "cliprange": 0.2}
+    wanted = {"name": "gae", "gamma": 1, "length_adaptive": 0.05, "value_lam": 1.0, "whiten": "unbiased"}
+    assert nemo["advantages"] == wanted  # type: ignore[index]
+    made = configure(RLConfig, {**verl, **shared})  # type: ignore[dict-item]
+    assert made.critic is not None and made.critic.optimizer.lr == 3e-6 and made.critic.warmup_steps == 2
+    assert made.critic.loss.options == {"cliprange": 0.5, "aggregation": "seq-mean-token-mean"}
+    assert verl["advantages"] == {"name": "gae", "gamma": 1.0, "lam": 0.9, "whiten": "unbiased"}  # type: ignore[index]
+    assert "critic.cliprange_valeu = 0.5 (did you mean 'cliprange_value'?)" in options_of(VERL_PPO).unknown
+
+
 def test_what_else_a_run_of_nemo_rl_holds() -> None:
     shaping = {"enabled": True, "overlong_buffer_length": 64, "max_response_length": 512}
     run = {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1, "reward_shaping": shaping}
