@@ -61,7 +61,11 @@ def by_reads_of_all(z: Tensor, shard: VocabShard, monkeypatch: pytest.MonkeyPatc
         return kept_floor(z, shard)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, *(pytest.param(x, marks=pytest.mark.slow) for x in (torch.float64, torch.float16))],
+    ids=str,
+)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_few_reads_find_the_same_threshold(
     rule: Truncation, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
