@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -29,9 +30,12 @@ def _start(folder: Path, stages: str, **says: str) -> subprocess.Popen[str]:
         for name in names
     ]
     (folder / "Makefile").write_text(f".PHONY: {' '.join(names)}\n{''.join(rules)}")
+    # as from a terminal: under `make`, or in the background of a shell, which ignores Ctrl-C, the tests run elsewhere
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
     return subprocess.Popen(
-        [".ci/run", *stages.split()], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+        [".ci/run", *stages.split()], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
 
 
 def _is_gone(folder: Path) -> bool:

@@ -9,7 +9,7 @@ _OF_MODEL = ("position", "tied", "groups", "chunks", "data", "loss", "mtp", "exp
 _references: dict[tuple[object, ...], Outcome] = {}
 
 
-def _with_references(cases: list[Case]) -> list[tuple[Case, Outcome]]:
+def with_references(cases: list[Case]) -> list[tuple[Case, Outcome]]:
     """Each case with its one-process outcome; each outcome is computed once a session."""
     keys = [(*case.model, case.data, case.loss, case.mtp) for case in cases]
     missing = {key: case for key, case in zip(keys, cases, strict=True) if key not in _references}
@@ -30,7 +30,7 @@ def _is_refused(case: Case) -> bool:
 def check_law(world: int, cases: list[Case], bound: float = 1e-12) -> None:
     """Assert that loss, gradient norm and every gradient of each case are those of one process, up to `bound`."""
     cases = [case for case in cases if not _is_refused(case)]
-    results = run_world(world, compare, _with_references(cases))
+    results = run_world(world, compare, with_references(cases))
     for rank, errors in enumerate(results):
         for case, worst in zip(cases, errors, strict=True):
             bad = {name: error for name, error in worst.items() if not error < bound}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_rl.testing.pool import preload, run_world
 from tests.distributed.megatron_cases import VOCAB, WIDTH, Case, compare, make_data, make_model
-from tests.distributed.test_megatron_law import _with_references
+from tests.distributed.megatron_check import with_references
 
 pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")
@@ -34,7 +34,7 @@ WAYS = {"ddp": {}, "no ddp": {"ddp": False, "per_token": False}, "wgrad fusion":
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_gradients_are_those_of_one_process(world: int) -> None:
     cases = [replace(case, **way) for case in LAYOUTS[world] for way in WAYS.values()]
-    for rank, errors in enumerate(run_world(world, compare, _with_references(cases))):
+    for rank, errors in enumerate(run_world(world, compare, with_references(cases))):
         for case, worst in zip(cases, errors, strict=True):
             bad = {name: error for name, error in worst.items() if not error < 1e-12}
             assert not bad, f"rank {rank}, {case}: {bad}"

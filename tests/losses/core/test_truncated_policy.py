@@ -263,10 +263,12 @@ def test_data_that_does_not_fit() -> None:
 
 @pytest.mark.parametrize("rule", [RULE, {"kept_sets": True}], ids=["truncated", "recorded"])
 def test_nothing_waits_for_the_device(rule: dict) -> None:
+    """On a device that has no values to look at: a CPU's are at hand, and top-p looks at them."""
     z, data = make()
-    leaf = z.requires_grad_()
-    counts = count_valid([data])
-    with validation("never"), Watch() as watch:
-        loss, _ = PolicyLossFn(CONFIGS["token"], **rule)(leaf, data, *counts)
-        loss.backward()
+    leaf, data = z.to("meta").requires_grad_(), {name: value.to("meta") for name, value in data.items()}
+    with validation("never"):
+        counts = count_valid([data])
+        with Watch() as watch:
+            loss, _ = PolicyLossFn(CONFIGS["token"], **rule)(leaf, data, *counts)
+            loss.backward()
     assert watch.syncs == []
