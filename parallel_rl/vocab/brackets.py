@@ -129,9 +129,7 @@ def copy_candidates(z: Tensor, low: Tensor, high: Tensor, beside: Callable[[slic
             inside = z[rows] >= low[rows, index : index + 1]
             inside &= z[rows] < high[rows, index : index + 1]
             row, column = inside.nonzero(as_tuple=True)
-            count = torch.bincount(row, minlength=len(inside))[
-                :, None
-            ]  # a sum of bools would be one of a copy in int64
+            count = torch.bincount(row, minlength=len(inside))[:, None]  # `inside.sum` would copy it as int64
             if bool((count > most).any()):
                 few = (count[row] <= most)[:, 0]
                 row, column = row[few], column[few]

@@ -64,15 +64,17 @@ def check_counts(
             raise ValueError(f"{name} must be one number, see count_valid; got {got}")
         if not checks_values(torch.as_tensor(count)):
             continue
-        if not 1 <= count < _MOST:
-            wanted = "below 2^63" if count >= _MOST else "at least 1"
-            raise ValueError(f"{name} = {float(count):g} must be {wanted}, see count_valid")
-        if data is None or count == 1 or not checks_values(data["token_mask"]):
+        value = torch.as_tensor(count).item()
+        if not 1 <= value < _MOST:
+            wanted = "below 2^63" if value >= _MOST else "at least 1"
+            raise ValueError(f"{name} = {value:g} must be {wanted}, see count_valid")
+        if data is None or not checks_values(data["token_mask"]):
             continue
         mine = data["sample_mask"].bool() if name == "global_valid_seqs" else valid_tokens(data)
-        if count < (number := int(mine.sum())):
+        number = int(mine.sum())
+        if 1 < value < number:
             raise ValueError(
-                f"{name} = {float(count):g} is below the {number} of this batch alone; it counts the whole step (sequences "
+                f"{name} = {value:g} is below the {number} of this batch alone; it counts the whole step (sequences "
                 "first, then tokens: count_valid), or is 1 where the caller divides"
             )
 
