@@ -25,14 +25,15 @@ ROOT = Path(__file__).parents[2]
         (broken_losses.Raises, "KeyError"),
         pytest.param(broken_losses.RaisesOnOneRank, "only rank 1 is wrong", marks=pytest.mark.slow),
         (broken_losses.Dies, "exit code 7"),
-        pytest.param(broken_losses.Hangs, "gave no answer", marks=pytest.mark.slow),
+        # by whom depends on which of its ranks is first at the end of its time
+        pytest.param(broken_losses.Hangs, "gave no answer|did not come out of the loss", marks=pytest.mark.slow),
     ],
 )
 def test_what_goes_wrong_is_reported_in_time(loss: type, said: str) -> None:
     start = time.monotonic()
     report = check_law(loss, worlds=(1, 2), limits=Limits(timeout=15))
     assert time.monotonic() - start < 90 and not report.ok
-    assert said in str(report)
+    assert re.search(said, str(report))
 
 
 def test_the_ranks_are_well_after_that() -> None:
