@@ -42,8 +42,7 @@ test-slow: $(STAMP) install-chromium  ## the other layouts, dtypes and backends,
 test-all: $(STAMP)  ## both
 	$(PYTEST) -m "not gpu and not slurm and not vllm"
 
-test-slurm: PROCESSES = 2# the faults, some at a time, and the other tests
-test-slow: PROCESSES = 2# beside Slurm's, whose tests look at clocks
+test-slow test-slurm: PROCESSES = 2# side by side; Slurm's tests look at clocks
 test-slurm: $(STAMP) install-slurm  ## the tests on a private Slurm cluster; skipped where its packages cannot be had
 	$(PYTEST) -m slurm tests/slurm
 

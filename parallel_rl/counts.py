@@ -102,10 +102,9 @@ def count_valid(
     raise_on_all_ranks(check, [data_parallel_group], counts)
     on_device = get_validation() == "auto" and not checks_values(counts)
     for data in batches:
-        sample_mask, token_mask = data["sample_mask"], data["token_mask"]
-        found = [sample_mask.bool().sum(), valid_tokens(data).sum()]
+        found = own_counts(data)
         if on_device:
-            found.append(_fractional(sample_mask).sum() + _fractional(token_mask).sum())
+            found.append(_fractional(data["sample_mask"]).sum() + _fractional(data["token_mask"]).sum())
         counts[: len(found)] += torch.stack(found).to(counts.device)
     if group_size(data_parallel_group) > 1:
         dist.all_reduce(counts, group=data_parallel_group)
@@ -113,6 +112,15 @@ def count_valid(
         torch._assert_async(counts[2] == 0, "token_mask and sample_mask must hold 0 and 1 only")
     seqs, toks = counts[:2].clamp_(min=1).unbind()
     return ValidCounts(seqs, toks)
+
+
+def own_counts(data: Mapping[str, Tensor]) -> list[Tensor]:
+    """[N_seq, N_tok] of a batch alone, scalars.
+
+    >>> own_counts({"token_mask": torch.ones(2, 4), "sample_mask": torch.tensor([1, 0])})
+    [tensor(1), tensor(3)]
+    """
+    return [data["sample_mask"].bool().sum(), valid_tokens(data).sum()]
 
 
 def check_masks(*batches: Mapping[str, Tensor]) -> None:

@@ -173,7 +173,11 @@ def quiet() -> None:
     """Keep from the screen what libraries say of optional packages that are not there and of their own deprecations."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     for name in _DEPRECATES:
-        logging.getLogger(name).addFilter(lambda record: "deprecated" not in record.getMessage().lower())
+        logging.getLogger(name).addFilter(_is_no_deprecation)
+
+
+def _is_no_deprecation(record: logging.LogRecord) -> bool:
+    return "deprecated" not in record.getMessage().lower()
 
 
 def say(line: str) -> None:

@@ -16,6 +16,7 @@ from parallel_rl.hosts.fit import check_fits, losses_of, scales_with_advantages,
 from parallel_rl.hosts.scaling import averaged, floats
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.metrics import Metric, Metrics
+from parallel_rl.port.verl_keys import AGGREGATIONS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from parallel_rl.losses.core.base import LossFn
 
 _FIELDS = ("advantages", "prev_logprobs")
-_MODES = {
-    "token-mean": "token-mean", "seq-mean-token-mean": "seq-mean-token-mean", "seq-mean-token-sum": "seq-mean-token-sum",
-    "seq-mean-token-sum-norm": "constant-length", "token-sum": "token-sum",
-}  # fmt: skip
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
 
@@ -114,16 +111,16 @@ def _counts(config: object) -> Mapping[str, int]:
 
 
 def _check_aggregation(loss_fn: LossFn, unit: str | None, mode: str, length: float) -> None:
-    wanted = _MODES.get(mode)
+    wanted = AGGREGATIONS.get(mode)
     if not isinstance(loss_fn, PolicyLoss):
-        if mode not in _MODES or {"token-mean": "tokens", "token-sum": None}.get(mode, "sequences") != unit:
+        if mode not in AGGREGATIONS or {"token-mean": "tokens", "token-sum": None}.get(mode, "sequences") != unit:
             raise ValueError(
                 f"loss_agg_mode = {mode!r}, but {type(loss_fn).__name__} is divided by {unit or 'neither count, or by both'}"
             )
         return
     own = loss_fn.policy
     if wanted != own.aggregation:
-        theirs = next((name for name, ours in _MODES.items() if ours == own.aggregation), None)
+        theirs = next((name for name, ours in AGGREGATIONS.items() if ours == own.aggregation), None)
         raise ValueError(
             f"loss_agg_mode = {mode!r}, but the loss has aggregation {own.aggregation!r}; "
             + ("verl has none like it" if theirs is None else f"set actor.loss_agg_mode={theirs}")

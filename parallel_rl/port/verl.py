@@ -9,10 +9,6 @@ from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.port import verl_keys
 from parallel_rl.port.ported import Ported, Reader, Tree
 
-_AGGREGATIONS = {
-    "token-mean": "token-mean", "seq-mean-token-mean": "seq-mean-token-mean", "seq-mean-token-sum": "seq-mean-token-sum",
-    "seq-mean-token-sum-norm": "constant-length", "token-sum": "token-sum",
-}  # fmt: skip
 _KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
 _SEQUENCE_MEAN = ("sapo", "geo_mean")
 _ESTIMATORS = (
@@ -162,14 +158,14 @@ def _averaged(actor: Reader, data: Reader, mode: str) -> Tree:
         elif given != "seq-mean-token-mean":
             actor.drop("loss_agg_mode", f"with loss_mode = {mode!r}, which averages each sequence")
         return {"aggregation": "seq-mean-token-mean"}
-    if given not in _AGGREGATIONS:
+    if given not in verl_keys.AGGREGATIONS:
         raise ValueError(
-            f"{actor.path('loss_agg_mode')} = {given!r} is not carried over; supported are {', '.join(_AGGREGATIONS)}"
+            f"{actor.path('loss_agg_mode')} = {given!r} is not carried over; supported are {', '.join(verl_keys.AGGREGATIONS)}"
         )
     if given == "seq-mean-token-sum-norm":
         length = data.get("max_response_length", 512) if factor is None else factor
         return {"aggregation": "constant-length", "max_length": length}
-    return {"aggregation": _AGGREGATIONS[given]}
+    return {"aggregation": verl_keys.AGGREGATIONS[given]}
 
 
 def _entropy_and_kl(actor: Reader) -> Tree:
@@ -254,7 +250,6 @@ def _critic(critic: Reader, actor: Reader, data: Reader) -> Tree:
     critic.differ(
         f"critic.cliprange_value = {clip}: on in verl, off here by default: bounds how far a value moves in a step"
     )
-    critic.seen |= {"loss_agg_mode", "loss_scale_factor"}
     critic.close(verl_keys.CRITIC)
     optimizer = {"lr": rates.get("lr", 1e-5), "weight_decay": rates.get("weight_decay", 0.01)}
     return {"loss": {"name": "value", "options": {"cliprange": clip, **averaged}}, "optimizer": optimizer}

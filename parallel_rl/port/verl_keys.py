@@ -1,5 +1,10 @@
 """Keys of a config of verl (0.9.1) that a port knows and reads no number of the loss from."""
 
+# loss_agg_mode, and our aggregation
+AGGREGATIONS = {
+    "token-mean": "token-mean", "seq-mean-token-mean": "seq-mean-token-mean", "seq-mean-token-sum": "seq-mean-token-sum",
+    "seq-mean-token-sum-norm": "constant-length", "token-sum": "token-sum",
+}  # fmt: skip
 ROOT = (
     "critic", "custom_reward_function", "distillation", "global_profiler", "ray_kwargs", "reward", "reward_model",
     "sandbox_fusion", "skip", "trainer", "transfer_queue",
@@ -17,6 +22,7 @@ ACTOR = (
 CRITIC = (
     *ACTOR, "enable", "model", "forward_max_token_len_per_gpu", "forward_micro_batch_size", "forward_micro_batch_size_per_gpu",
     "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz",
+    "loss_agg_mode", "loss_scale_factor",
 )  # fmt: skip
 ALGORITHM = ("_target_", "use_pf_ppo", "pf_ppo", "filter_groups")
 ROLLOUT = (

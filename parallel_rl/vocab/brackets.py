@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl.groups import group_size
-from parallel_rl.vocab.backends.torch_backend import even_blocks, math_dtype
+from parallel_rl.vocab.backends.torch_backend import even_blocks, math_dtype, rows_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,7 @@ def find_brackets(
             largest[rows] = torch.maximum(largest[rows], x.amax(1, keepdim=True))
             x = x - bins.end[rows]
             number = bins.numbers(x, rows)
-            mass = x.mul_(inv_t if len(inv_t) == 1 else inv_t[rows]).exp_()
+            mass = x.mul_(rows_of(inv_t, rows)).exp_()
             sums[0, rows].scatter_add_(1, number, mass.to(sums.dtype))
             if top_k is not None:
                 sums[1, rows].scatter_add_(1, number, one.expand(number.shape))

@@ -138,13 +138,14 @@ class _TokenStats(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
         spec = RowSpec(targets, keep, inv_t, shard.start, shard.valid)
         asked = shard.entropy, shard.backend, shard.sum_pi_squared
+        parts = None
         if floor is not None:  # the dropped ones have probability 0, so their gradient is 0 already
             kept = None if shard.consume_logits else torch.empty_like(z, memory_format=torch.contiguous_format)
             parts = truncated_row_parts(z.detach(), floor, spec, *asked, kept=kept)
             z = z if kept is None else kept
         elif group_size(shard.group) > 1:
             parts = row_parts(z, spec, *asked)
-        if floor is None and group_size(shard.group) == 1:
+        if parts is None:
             logp, ent, lse, squares, rows = row_stats(z, spec, *asked)
         else:
             logp, ent, lse, squares, rows = combine_rows(all_gather(parts, shard.group), spec, shard.backend)

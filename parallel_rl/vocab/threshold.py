@@ -30,6 +30,7 @@ from parallel_rl.vocab.backends.torch_backend import (
     even_blocks,
     math_dtype,
     row_blocks,
+    rows_of,
 )
 from parallel_rl.vocab.brackets import copy_candidates, find_brackets
 
@@ -67,7 +68,7 @@ def kept_floor(z: Tensor, shard: VocabShard) -> Tensor:
     rule, vocab_size = shard.truncation, shard.vocab_size
     top_k = None if rule.top_k is None or rule.top_k >= vocab_size else rule.top_k
     top_p = None if rule.top_p is None or rule.top_p >= 1 else rule.top_p
-    if top_k is top_p is None or not len(z):
+    if (top_k is None and top_p is None) or not len(z):
         return torch.full((len(z), 1), -torch.inf, dtype=z.dtype, device=z.device)
     inv_t = shard.inverse_temperature(torch.float64, z.device)
     search = _Search(top_k, top_p, inv_t, vocab_size, shard.group, shard.backend)
@@ -117,7 +118,7 @@ class _Search(NamedTuple):
         weigh = compiled(_weigh) if _pays(z, self.backend) else _weigh
 
         def weigh_above(rows: slice) -> None:
-            above[rows, :3] = weigh(z[rows], high[rows], *(x if len(x) == 1 else x[rows] for x in scale))
+            above[rows, :3] = weigh(z[rows], high[rows], *(rows_of(x, rows) for x in scale))
 
         found = copy_candidates(z, low, high, weigh_above)
         above[:, 3:] = torch.cat([x.overflow for x in found], 1).sum(1, keepdim=True)
@@ -184,7 +185,7 @@ def _held(
     if _pays(z, backend):
         return compiled(function)(z, pivots, *rest)
     operands = (z, pivots, *rest)
-    return torch.cat([function(*(x if len(x) == 1 else x[rows] for x in operands)) for rows in row_blocks(z)])
+    return torch.cat([function(*(rows_of(x, rows) for x in operands)) for rows in row_blocks(z)])
 
 
 def _held_above(values: Tensor, base: Tensor, rest: tuple[Tensor, ...], pivots: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ def _held_above(values: Tensor, base: Tensor, rest: tuple[Tensor, ...], pivots: 
         part = values[rows]
         at = torch.searchsorted(part, pivots[rows].to(part.dtype))
         if rest:
-            sums = _mass(part, *(x if len(x) == 1 else x[rows] for x in rest)).cumsum_(1)
+            sums = _mass(part, *(rows_of(x, rows) for x in rest)).cumsum_(1)
             held.append(sums[:, -1:] - torch.where(at > 0, sums.gather(1, (at - 1).clamp_(min=0)), 0))
         else:
             held.append(part.shape[1] - at)

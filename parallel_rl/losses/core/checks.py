@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel_rl.counts import check_zeros_and_ones
+from parallel_rl.counts import check_zeros_and_ones, own_counts
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.aggregation import UNIT_FIELDS, check_unit_ids
 from parallel_rl.losses.core.requirements import WEIGHTS, Field
@@ -56,7 +56,9 @@ def check_counts(
         ValueError: a count that is not one finite number, at least 1; one below that of `data` alone, which is a part of the
             step, unless it is 1: its caller divides by himself.
     """
-    for name, count in (("global_valid_seqs", global_valid_seqs), ("global_valid_toks", global_valid_toks)):
+    given = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
+    own = own_counts(data) if data is not None and checks_values(data["token_mask"]) else [0, 0]
+    for (name, count), number in zip(given.items(), map(int, own), strict=True):
         if isinstance(count, int) and count >= _MOST:
             count = float(count)  # too large for a tensor
         if not isinstance(count, (int, float, Tensor)) or torch.as_tensor(count).numel() != 1:
@@ -68,10 +70,6 @@ def check_counts(
         if not 1 <= value < _MOST:
             wanted = "below 2^63" if value >= _MOST else "at least 1"
             raise ValueError(f"{name} = {value:g} must be {wanted}, see count_valid")
-        if data is None or not checks_values(data["token_mask"]):
-            continue
-        mine = data["sample_mask"].bool() if name == "global_valid_seqs" else valid_tokens(data)
-        number = int(mine.sum())
         if 1 < value < number:
             raise ValueError(
                 f"{name} = {value:g} is below the {number} of this batch alone; it counts the whole step (sequences "

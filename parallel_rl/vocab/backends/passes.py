@@ -13,6 +13,7 @@ from parallel_rl.vocab.backends.torch_backend import (
     compiles,
     even_blocks,
     row_blocks,
+    rows_of,
     shard_grad,
     shard_stats,
 )
@@ -68,24 +69,20 @@ def truncated_row_parts(
     """
     out = z if kept is None else kept
     if z.device.type != "cpu" or torch.compiler.is_compiling() or not z.numel():
-        _drop_below(z[:, : spec.valid], floor, None if kept is None else kept[:, : spec.valid])
+        drop_below_(z[:, : spec.valid], floor, None if kept is None else kept[:, : spec.valid])
         return row_parts(out, spec, entropy, backend, squares)
     of_block: Backend = "compiled" if compiles(z, backend) else "eager"
     columns, parts = _local_column(spec), []
     for rows in even_blocks(z, 1 << 16, least=8):
         real = out[rows, : spec.valid]
-        _drop_below(z[rows, : spec.valid], floor[rows], None if kept is None else real)
-        inv_t = spec.inv_t if len(spec.inv_t) == 1 else spec.inv_t[rows]
+        drop_below_(z[rows, : spec.valid], floor[rows], None if kept is None else real)
+        inv_t = rows_of(spec.inv_t, rows)
         parts.append(shard_stats(real, columns[rows], inv_t, entropy, of_block, squares))
     return torch.cat(parts)
 
 
-def drop_below_(z: Tensor, floor: Tensor) -> None:
-    """Write −inf over the logits [T, W] below each row's floor [T, 1], as found by `kept_floor`."""
-    _drop_below(z, floor, None)
-
-
-def _drop_below(z: Tensor, floor: Tensor, kept: Tensor | None) -> None:
+def drop_below_(z: Tensor, floor: Tensor, kept: Tensor | None = None) -> None:
+    """Write −inf over the logits [T, W] below each row's floor [T, 1], see `kept_floor`; into `kept` where it is given."""
     for rows in row_blocks(z):  # the mask is never whole
         if kept is not None:
             kept[rows] = z[rows]

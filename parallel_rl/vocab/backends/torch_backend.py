@@ -55,7 +55,7 @@ def shard_stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, backend: Bac
     if compiles(z, backend):
         _vary_rows(z, y, inv_t)
         return compiled(_stats)(z, y, inv_t, entropy, squares)
-    return torch.cat([_stats(z[rows], y[rows], _rows_of(inv_t, rows), entropy, squares) for rows in row_blocks(z)])
+    return torch.cat([_stats(z[rows], y[rows], rows_of(inv_t, rows), entropy, squares) for rows in row_blocks(z)])
 
 
 def shard_grad(
@@ -77,7 +77,7 @@ def shard_grad(
         compiled(_grad_in_place if out is z else _grad_to)(z, inv_t, rows, keep, out)
     else:
         for part in row_blocks(z):
-            out[part].copy_(logits_gradient(z[part], _rows_of(inv_t, part), rows[part], keep[part]))
+            out[part].copy_(logits_gradient(z[part], rows_of(inv_t, part), rows[part], keep[part]))
     out[at_row] = at_target.to(out.dtype)  # not scatter_, which on a CPU takes longer than the pass for bfloat16
 
 
@@ -137,8 +137,9 @@ def _grad_in_place(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor, out: Te
     z.copy_(logits_gradient(z, inv_t, rows, keep))
 
 
-def _rows_of(inv_t: Tensor, rows: slice) -> Tensor:
-    return inv_t if inv_t.shape[0] == 1 else inv_t[rows]
+def rows_of(x: Tensor, rows: slice) -> Tensor:
+    """Some rows of [T, ...], or the one row that stands for all."""
+    return x if len(x) == 1 else x[rows]
 
 
 def row_blocks(z: Tensor) -> Iterator[slice]:

@@ -105,18 +105,17 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
         z, indices = params.logits(hidden, place, whole), params.rows.gathered(span)
         spec, asked = params.spec(indices, whole), (shard.entropy, shard.backend, shard.sum_pi_squared)
         made: Pending | tuple[Tensor | None, ...]
-        if out.floor is None and group_size(shard.group) == 1:  # a row's splits are combined at once
+        if out.floor is None:
             params.drop_(z, indices, None)
+            parts = None if group_size(shard.group) == 1 else row_parts(z, spec, *asked)
+        else:
+            floor = kept_floor(z, shard.at(indices))
+            out.floor.index_copy_(0, indices, floor.to(out.floor.dtype))
+            parts = truncated_row_parts(z, floor, spec, *asked)
+        if parts is None:  # a row's splits are combined at once
             made = combined = row_stats(z, spec, *asked)
             top = combined[4][:, :1]
         else:
-            if out.floor is None:
-                params.drop_(z, indices, None)
-                parts = row_parts(z, spec, *asked)
-            else:
-                floor = kept_floor(z, shard.at(indices))
-                out.floor.index_copy_(0, indices, floor.to(out.floor.dtype))
-                parts = truncated_row_parts(z, floor, spec, *asked)
             made, top = all_gather_start(parts, shard.group), parts[:, :1]
         if kept is not None and kept.top is not None:
             _keep(z, kept.values, kept.top, top)
