@@ -77,11 +77,15 @@ def initialize(
 
 
 def destroy() -> None:
-    """Destroy Megatron's process groups; the default process group stays.
+    """Destroy Megatron's process groups, their communicators and threads; the default process group stays.
 
     >>> destroy()
     >>> initialize()
     """
     _present.clear()
+    made = getattr(parallel_state, "_global_process_group_list", None) or []
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_model_parallel()  # forgets them, but for a few
+    for group in made:
+        if isinstance(group, dist.ProcessGroup) and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)

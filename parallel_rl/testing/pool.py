@@ -107,6 +107,11 @@ class _Pool:
         connection.send_bytes(pickle.dumps(setting))
         connection.send_bytes(task)
 
+    def _forget(self, rank: int) -> None:
+        """Have a rank close its groups and undo what else the task left behind."""
+        with contextlib.suppress(BrokenPipeError):  # it died meanwhile: the next start sees it
+            self._send(rank, None, b"")
+
     def _collect(self, world_size: int, timeout: float) -> list[Any]:
         ranks = {connection: rank for rank, (_, connection) in enumerate(self.workers[:world_size])}
         results: dict[int, Any] = {}
@@ -121,8 +126,8 @@ class _Pool:
             if not answered:
                 if woken or not errors:
                     break
-                for rank in set(errors) - dead:  # they close their groups: it wakes the ranks that wait for them
-                    self._send(rank, None, b"")
+                for rank in set(errors) - dead:  # it wakes the ranks that wait for them
+                    self._forget(rank)
                 woken, deadline = True, time.monotonic() + GRACE
             for connection in answered:
                 assert isinstance(connection, Connection)
@@ -141,6 +146,8 @@ class _Pool:
                 if not errors:
                     deadline = min(deadline, time.monotonic() + SHORT_GRACE)
                 errors[rank], tracebacks[rank] = answer
+        for rank in set(ranks.values()) - dead:  # a gloo group's threads never rest, also where nobody uses it
+            self._forget(rank)
         if not (errors or pending):
             return [results[rank] for rank in range(world_size)]
         self._fail(errors, tracebacks, sorted(ranks[connection] for connection in pending), bool(dead), timeout)

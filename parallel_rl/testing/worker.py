@@ -53,10 +53,10 @@ def work(rank: int, connection: Connection, folder: str, first: Task | None = No
                     (setting, task), first = first, None
             except (EOFError, ConnectionResetError):
                 os._exit(0)  # skips the interpreter's shutdown, which a wedged gloo thread can hold up
-            _forget()  # not after the last task: another rank could still be inside a handshake with this one
-            if setting is None:
-                continue
-            connection.send_bytes(_answer(rank, setting, task))
+            if setting is None:  # once no rank can be inside a handshake with this one any more
+                _forget()
+            else:
+                connection.send_bytes(_answer(rank, setting, task))
             del setting, task
 
 
