@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from tests.megatron.release import release_experts
+
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
@@ -381,12 +383,6 @@ def compare(rank: int, pairs: list[tuple[Case, Outcome]]) -> list[dict[str, floa
             compared += difference.numel()
         assert compared, "a rank without parameters compares nothing"
         errors.append(worst)
-        take_apart(models)
+        release_experts()
     M.destroy()
     return errors
-
-
-def take_apart(models: list[torch.nn.Module]) -> None:
-    """Let go of models: a layer of experts keeps its last graph, whose hooks keep the model, and it Megatron's groups."""
-    for module in [module for model in models for module in model.modules()]:
-        module.__dict__.clear()

@@ -21,6 +21,7 @@ def _groups(rank: int) -> list[bool]:
         M.initialize(**sizes)
         kept.append(parallel_state.get_context_parallel_group() is before)
     M.destroy()
+    assert len(torch.distributed.distributed_c10d._world.pg_map) == 1, "only the default group is left"
     return kept
 
 

@@ -23,6 +23,13 @@ def _state(rank: int) -> tuple[int, int, torch.dtype, float]:
     return seen
 
 
+def _many_groups(rank: int) -> tuple[int, int, int]:
+    before = len(os.listdir("/proc/self/task"))
+    for _ in range(10):
+        dist.new_group(list(range(dist.get_world_size())))
+    return os.getpid(), before, len(os.listdir("/proc/self/task"))
+
+
 def _one_raises(rank: int) -> None:
     if rank == 1:
         raise ValueError("only I am wrong")
@@ -58,6 +65,17 @@ def test_workers_stay_and_calls_leave_nothing_behind() -> None:
     assert first == second
     assert first[0][0] != first[1][0]
     assert [row[1:3] for row in first] == [(2, torch.float32)] * 2
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted by Linux")
+def test_ranks_that_wait_for_work_hold_no_groups() -> None:
+    """Hundreds of idle groups took two thirds of the processor: each has threads that look for messages all the time."""
+    process, before, most = run_world(2, _many_groups)[0]
+    assert most >= before + 10
+    deadline = time.monotonic() + 10
+    while len(os.listdir(f"/proc/{process}/task")) > before:
+        assert time.monotonic() < deadline, "the groups of the last call are still there"
+        time.sleep(0.05)
 
 
 def test_an_error_on_one_rank_is_raised_while_the_others_wait() -> None:
