@@ -143,9 +143,8 @@ def rows_of(x: Tensor, rows: slice) -> Tensor:
 
 
 def row_blocks(z: Tensor) -> Iterator[slice]:
-    """Slices of the rows of [T, W] whose scratch stays in a CPU's cache and fills a GPU."""
-    rows = max(1, _BLOCK.get(z.device.type, _BLOCK["cuda"]) // max(z.shape[1], 1))
-    return (slice(i, i + rows) for i in range(0, z.shape[0], rows))
+    """`even_blocks` whose scratch stays in a CPU's cache and fills a GPU."""
+    return even_blocks(z, _BLOCK.get(z.device.type, _BLOCK["cuda"]))
 
 
 def even_blocks(z: Tensor, elements: int, least: int = 1) -> Iterator[slice]:
