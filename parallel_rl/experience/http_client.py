@@ -6,9 +6,7 @@ import errno
 import json
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -42,6 +40,19 @@ class ServerAwayError(ServerError, Unavailable):
 
 class PassingError(Exception):
     """An answer that another attempt may better; raised by what reads answers."""
+
+
+class _FailedAttempt(Exception):
+    """One attempt gave no result.
+
+    `final`: no other one would. `away`: the server refuses connections, and is waited for.
+    """
+
+    def __init__(
+        self, what: str, status: int | None = None, lost: bool = False, away: bool = False, final: bool = False
+    ) -> None:
+        super().__init__(what)
+        self.status, self.lost, self.away, self.final = status, lost, away, final
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +122,6 @@ class Poster:
             ServerAwayError: it refused connections for `wait` seconds.
         """
         attempts, raw = self.config.retries + 1, None if body is None else json.dumps(body).encode()
-        status: int | None = None
         attempt, away_since = 1, None
         try:
             while True:
@@ -119,35 +129,47 @@ class Poster:
                 where = f"{address}, attempt {attempt} of {attempts}"
                 if stop.is_set():
                     raise self.failure(where, "not asked, for another request has failed")
-                status, lost, away = None, False, False
                 try:
-                    answer = self._once(address, raw)
-                    _waiting.ends(f"{self.name} {address}")
-                    if 200 <= answer.status < 300:
-                        return self._read(answer.body, read)
-                    what, status = f"status {answer.status} {self._start(answer)}", answer.status
-                    if status < 500 and status not in _PASSING:
-                        raise self.failure(where, what, status)
-                except SlowError:
-                    what = f"no answer in {self.config.timeout:g} s"
-                except NoAnswerError as error:
-                    what, lost = f"no connection: {error}", True
-                    away = self.config.wait > 0 and error.errno in _AWAY
-                except PassingError as error:
-                    what = str(error)
-                except ValueError as error:
-                    raise self.failure(where, str(error)) from None
-                if away:
-                    away_since = away_since or time.monotonic()
-                    self._await(f"{self.name} {address}", what, away_since + self.config.wait, stop)
-                    continue
-                away_since = None
-                _waiting.ends()
-                if attempt == attempts or stop.wait(self.config.backoff * 2 ** min(attempt - 1, 20)):
-                    raise self.failure(where, what, status, lost)
-                attempt += 1
+                    return self._attempt(address, raw, read)
+                except _FailedAttempt as failed:
+                    if failed.away:
+                        away_since = away_since or time.monotonic()
+                        self._await(f"{self.name} {address}", str(failed), away_since + self.config.wait, stop)
+                        continue
+                    away_since = None
+                    _waiting.ends()
+                    if failed.final or attempt == attempts or stop.wait(self._pause(attempt)):
+                        raise self.failure(where, str(failed), failed.status, failed.lost) from None
+                    attempt += 1
         finally:
             _waiting.ends()
+
+    def _attempt(self, address: str, raw: bytes | None, read: Callable[[bytes], ResultT]) -> ResultT:
+        """One attempt's result.
+
+        Raises:
+            _FailedAttempt: there is none.
+        """
+        try:
+            answer = self._once(address, raw)
+            _waiting.ends(f"{self.name} {address}")
+            if 200 <= answer.status < 300:
+                return self._read(answer.body, read)
+        except SlowError:
+            raise _FailedAttempt(f"no answer in {self.config.timeout:g} s") from None
+        except NoAnswerError as error:
+            away = self.config.wait > 0 and error.errno in _AWAY
+            raise _FailedAttempt(f"no connection: {error}", lost=True, away=away) from None
+        except PassingError as error:
+            raise _FailedAttempt(str(error)) from None
+        except ValueError as error:
+            raise _FailedAttempt(str(error), final=True) from None
+        final = answer.status < 500 and answer.status not in _PASSING
+        raise _FailedAttempt(f"status {answer.status} {self._start(answer)}", answer.status, final=final)
+
+    def _pause(self, attempt: int) -> float:
+        """Seconds after an attempt (from 1)."""
+        return self.config.backoff * 2 ** min(attempt - 1, 20)
 
     def _await(self, server: str, what: str, end: float, stop: threading.Event) -> None:
         """Wait a little for a server that is away.
@@ -227,65 +249,6 @@ def any_server_away() -> bool:
     False
     """
     return bool(_waiting)
-
-
-class Workers:
-    """Calls on at most `limit` threads at a time, in the order in which they came.
-
-    The threads are made as calls come and end with the last of them; no exit of the program waits for them.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._lock = threading.Lock()
-        self._queue: deque[tuple[Future, Callable[[], object]]] = deque()
-        self._running = 0
-
-    def submit(self, call: Callable[[], ResultT]) -> Future[ResultT]:
-        """The call's result, when a thread is free for it."""
-        future: Future[ResultT] = Future()
-        with self._lock:
-            self._queue.append((future, call))
-            start = self._running < self.limit
-            self._running += start
-        if start:
-            try:
-                threading.Thread(target=self._work, daemon=True).start()
-            except RuntimeError:  # the system has no more threads: those that run will do
-                with self._lock:
-                    self._running -= 1
-                    if not self._running:
-                        self._queue.clear()
-                        raise
-        return future
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._queue:
-                    self._running -= 1
-                    return
-                future, call = self._queue.popleft()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                result = call()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-
-def gather(futures: Sequence[Future[ResultT]], stop: threading.Event) -> list[ResultT]:
-    """All results, in order; the first failure sets `stop`, cancels what has not begun, and is raised."""
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-    failed = next((future for future in futures if future in done and future.exception() is not None), None)
-    if failed is None:
-        return [future.result() for future in futures]
-    stop.set()  # the others end at their next attempt: their samples are of no use any more
-    for future in futures:
-        future.cancel()
-    raise failed.exception()  # type: ignore[misc]  # it has one
 
 
 def read_json(answer: bytes) -> object:

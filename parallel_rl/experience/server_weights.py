@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from parallel_rl.experience.completion_server import CompletionServerConfig, CompletionServerError
-from parallel_rl.experience.http_client import Poster, ServerError, Workers, gather, read_json
+from parallel_rl.experience.http_client import Poster, ServerError, read_json
+from parallel_rl.experience.workers import Workers, gather
 
 ResultT = TypeVar("ResultT")
 EngineName = Literal["vllm", "sglang"]

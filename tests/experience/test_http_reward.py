@@ -17,10 +17,10 @@ from parallel_rl.experience.http_client import (
     Poster,
     ServerAwayError,
     ServerError,
-    Workers,
     any_server_away,
     read_json,
 )
+from parallel_rl.experience.workers import Workers
 from tests.experience.server import Answer, lengths, serve
 
 

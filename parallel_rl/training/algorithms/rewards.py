@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from parallel_rl.cluster.heartbeat import tick
-from parallel_rl.experience.http_client import Workers
 from parallel_rl.experience.http_reward import HTTPRewardConfig
 from parallel_rl.experience.rewards import reward_function, score_once
+from parallel_rl.experience.workers import Workers
 from parallel_rl.training.data.examples import Prompt
 from parallel_rl.training.rollouts.sharing import Sharing, failure
 from parallel_rl.training.session import Session

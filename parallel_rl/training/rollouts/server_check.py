@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from parallel_rl.agreement import on_first_rank
 from parallel_rl.experience.completion_server import CompletionServer, CompletionServerError, Sampling
-from parallel_rl.experience.http_client import Workers
 from parallel_rl.experience.server_weights import ServerWeights
+from parallel_rl.experience.workers import Workers
 from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.rollouts.sharing import wait_together
