@@ -14,6 +14,7 @@ from parallel_rl.testing.pool import preload, run_world
 from parallel_rl.testing.sharded import Outcome, run_layout
 from parallel_rl.vocab.backends.triton import operators
 from tests.distributed import law
+from tests.vocab.triton_cases.common import INTERPRETED
 
 preload("parallel_rl", "tests.distributed.law")
 
@@ -29,6 +30,7 @@ def on_triton(case: Case) -> Case:
 
 def check_world(rank: int) -> tuple[list[tuple[str, str, Outcome]], Counter[str]]:
     """(case, layout, outcome), and how often each kernel's operator ran."""
+    assert INTERPRETED, "the pool's ranks see no card"
     rank_of = Rank(*make_groups(rank, 2, 2, 1))
     found, ran = [], Counter[str]()
 
