@@ -11,5 +11,6 @@ def release_experts() -> None:
     """
     layers = sys.modules.get("megatron.core.transformer.moe.moe_layer")
     if layers is not None:
-        for layer in [each for each in gc.get_objects() if issubclass(type(each), layers.MoELayer)]:
-            layer.__dict__.clear()
+        for referrer in gc.get_referrers(layers.MoELayer):  # its instances among them
+            if isinstance(referrer, layers.MoELayer):
+                referrer.__dict__.clear()
