@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from parallel_rl.agreement import check_replicated
 from parallel_rl.groups import all_gather, group_size
-from parallel_rl.vocab.backends.torch_backend import math_dtype, row_blocks
+from parallel_rl.vocab.backends.torch_backend import math_dtype, row_blocks, rows_of
 from parallel_rl.vocab.consumed import check_backward, mark_consumed, saved_logits
 from parallel_rl.vocab.topk import local_columns
 
@@ -63,7 +63,7 @@ class _Buckets(torch.autograd.Function):
             for part in row_blocks(z):
                 others = _others(z[part, : shard.valid], columns[part], here[part], inv_t.dtype)
                 top = others.amax(1, keepdim=True)
-                bits = others.sub_(_finite(top)).mul_(inv_t if len(inv_t) == 1 else inv_t[part])
+                bits = others.sub_(_finite(top)).mul_(rows_of(inv_t, part))
                 rest[part] = torch.cat([top, bits.exp_().sum(1, keepdim=True)], 1)
         if group_size(shard.group) > 1:
             dist.all_reduce(chosen, group=shard.group)
@@ -94,7 +94,7 @@ class _Buckets(torch.autograd.Function):
         dz[:, valid:] = 0
         for part in row_blocks(z) if valid else ():
             others = _others(z[part, :valid], columns[part], here[part], dtype)
-            bits = others.sub_(top[part]).mul_(inv_t if len(inv_t) == 1 else inv_t[part]).sub_(log_rest[part])
+            bits = others.sub_(top[part]).mul_(rows_of(inv_t, part)).sub_(log_rest[part])
             both = bits.exp_().mul_(of_rest[part]).scatter_add_(1, columns[part], at_columns[part])
             dz[part, :valid] = torch.where(keep[part, None], both, 0.0).to(dz.dtype)
         if ctx.consumed:  # type: ignore[attr-defined]

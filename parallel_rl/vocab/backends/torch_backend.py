@@ -137,7 +137,7 @@ def _grad_in_place(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor, out: Te
     z.copy_(logits_gradient(z, inv_t, rows, keep))
 
 
-def rows_of(x: Tensor, rows: slice) -> Tensor:
+def rows_of(x: Tensor, rows: slice | Tensor) -> Tensor:
     """Some rows of [T, ...], or the one row that stands for all."""
     return x if len(x) == 1 else x[rows]
 

@@ -23,6 +23,7 @@ from parallel_rl.vocab.backends.passes import (
     row_stats,
     truncated_row_parts,
 )
+from parallel_rl.vocab.backends.torch_backend import rows_of
 from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient
 from parallel_rl.vocab.linear.params import LinearParams, RowStats
 from parallel_rl.vocab.threshold import kept_floor
@@ -261,7 +262,7 @@ def _logits_gradient(
         block = max(1, _SLOPE_BLOCK.get(z.device.type, _SLOPE_BLOCK["cuda"]) // max(z.shape[1], 1))
         for start in range(0, z.shape[0], block):
             part = slice(start, start + block)
-            inv_t = spec.inv_t if spec.inv_t.shape[0] == 1 else spec.inv_t[part]
+            inv_t = rows_of(spec.inv_t, part)
             of_part = spec._replace(targets=spec.targets[part], keep=spec.keep[part], inv_t=inv_t)
             some = z[part]
             slope = (1 - (some / params.softcap).square_()).clamp_(min=0)  # 0 where a logit was dropped

@@ -11,7 +11,7 @@ import torch
 from parallel_rl.groups import Pending, all_gather_start, group_size
 from parallel_rl.vocab.backends.choice import runs_on_triton
 from parallel_rl.vocab.backends.passes import RowSpec, drop_below_
-from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.backends.torch_backend import math_dtype, rows_of
 from parallel_rl.vocab.linear.gemm import project
 from parallel_rl.vocab.linear.plan import LossRows, Plan, columns_of_rank, kept_dtype, make_plan
 
@@ -104,7 +104,7 @@ class LinearParams:
 
     def spec(self, indices: Tensor, columns: slice) -> RowSpec:
         """The inputs of some rows, for some of the shard's columns."""
-        inv_t = self.inv_t if self.inv_t.shape[0] == 1 else self.inv_t[indices]
+        inv_t = rows_of(self.inv_t, indices)
         start, stop = columns.start, columns.stop
         return RowSpec(self.targets[indices], self.keep[indices], inv_t, self.shard.start + start, stop - start)
 
