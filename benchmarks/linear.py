@@ -41,7 +41,7 @@ GPU_SECONDS = {
     "resident": 0.038,
     "recompute": 0.048,
 }  # one H200, M 8192, D 4096, V 131072, bfloat16
-# beyond the gradients: the default budget, and a float32 sum of the weight's gradient in place of a bfloat16 one
+# beyond the gradients: the default budget, and what a float32 sum of the weight's gradient would take beyond a bfloat16 one
 GPU_BYTES = {"in_forward": 1.05 * (2**31 + 2 * 4096 * 131072), "recompute": 1.05 * 2**31}
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative and norm-wise, of loss and gradients against float64
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}  # through gloo Megatron's all-reduces would go over the host, and wait

@@ -10,6 +10,7 @@ import torch
 
 from parallel_rl.config.strict import at_least
 from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.backends.triton.cuts import PER_TOP
 from parallel_rl.vocab.linear.plan import LinearMode, Plan, kept_dtype, make_plan
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def loss_stages(hidden: int, vocab: int, layout: Layout) -> list[Stage]:
 
     >>> sizes = {stage.mode: stage.bytes for stage in loss_stages(4096, 131072, Layout(32768))}
     >>> round(sizes["whole logits, consumed"] / sizes["in_forward"], 1)
-    2.4
+    2.3
 
     Args:
         hidden, vocab: D and V, padding columns included.
@@ -176,7 +177,18 @@ class _Case:
             "statistics": self.statistics(),
         }
         if mode == "in_forward":
-            return Stage(mode, base | self._chunk(plan.size, triton), plan)
+            if plan.group == plan.size:  # the weight's gradient is a sum, as it is where it goes to main_grad
+                return Stage(mode, base | self._chunk(plan.size, triton), plan)
+            rows = min(plan.group, self.rows)
+            kept = (
+                rows * self.parts * (self.columns * kept_dtype(layout.dtype).itemsize + 4 * -(-self.columns // PER_TOP))
+            )
+            of_group = {
+                "kept logits of a group": kept,
+                **self._chunk(plan.size, False, at_once=1),
+                **self._beside(rows, False),
+            }
+            return Stage(mode, base | of_group, plan)
         if mode == "recompute":
             if self.rows <= plan.tile[0] and not triton:  # in one go, no sum in float32 is kept
                 base["gradient of the head"] = self.columns * self.hidden * low
@@ -185,9 +197,9 @@ class _Case:
             return Stage(mode, _larger(again, first), plan)
         wanted = kept_dtype(layout.dtype).itemsize
         logit = self.parts * self.columns
-        group = 0 if triton or low == wide else min(plan.kept_together, self.rows) * logit * wide
+        group = 0 if triton or low == wide else min(plan.group, self.rows) * logit * wide
         later = {"kept logits": self.rows * logit * wanted, **base, "logits of a group": group}
-        later |= self._beside(min(plan.kept_together, self.rows), False)
+        later |= self._beside(min(plan.group, self.rows), False)
         chunk = 0 if wanted == wide else plan.size * logit * wide
         twice = chunk if self.on_cpu else 0  # as distances from the row's largest, before they are rounded
         so_far = self.rows // plan.size * plan.size if twice else self.rows  # the last chunk may be a small one

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from parallel_rl.vocab.backends.triton import kernels, operators  # noqa: E402
-from parallel_rl.vocab.backends.triton.cuts import CUTS, tiling  # noqa: E402
+from parallel_rl.vocab.backends.triton.cuts import CUTS, PER_TOP, tiling  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -45,7 +45,7 @@ def build(kernel: Any, architecture: int, warps: int, of_16: set[str], constants
 
 POINTERS = {
     "targets": "*i64", "keep": "*i1", "inv_t": "*fp32", "parts": "*fp32", "merged": "*fp32", "rows": "*fp32",
-    "logprobs": "*fp32", "entropies": "*fp32", "lses": "*fp32", "sums": "*fp32",
+    "logprobs": "*fp32", "entropies": "*fp32", "lses": "*fp32", "sums": "*fp32", "half": "*fp16", "tops": "*fp32",
     "g_logprobs": "*fp32", "g_entropies": "*fp32", "g_lses": "*fp32",
 }  # fmt: skip
 
@@ -59,14 +59,21 @@ def build_pass(
     valid: int | None = None,
     out: torch.dtype | None = None,
     squares: bool = False,
+    half: bool = False,
 ) -> Any:
-    """As it is built at a launch on a contiguous shard [8192, width] with `valid` real columns; `out` if it is not `dtype`."""
+    """As it is built at a launch on a contiguous shard [8192, width] with `valid` real columns; `out` if it is not `dtype`.
+
+    Args:
+        half: of logits that are stored in half the bytes as well, or lie so.
+    """
     valid = width if valid is None else valid
     tile = tiling(8192, width, dtype.itemsize, 132, CUTS[name, (9, 0)])
     constants: dict[str, Any] = {
         "column_stride": 1, "LANES": tile.lanes, "PER_LANE": tile.per_lane, "ENTROPY": entropy,
-        "ALIGNED_ROWS": tile.aligns(width), "ALIGNED_ENDS": tile.aligns(valid, width),
+        "ALIGNED_ROWS": tile.aligns(width), "ALIGNED_ENDS": tile.aligns(valid, width), "PER_TOP": PER_TOP if half else 0,
     }  # fmt: skip
+    if not half:
+        constants |= {"tops": None} | ({"half": None} if name == "stats" else {})
     types = {**POINTERS, "logits": f"*{TYPES[dtype]}", "out": f"*{TYPES[out or dtype]}"}
     if name == "stats":
         constants["SQUARES"] = squares
@@ -75,7 +82,7 @@ def build_pass(
         if not entropy:
             constants["g_entropies"] = None
     kernel = getattr(kernels, f"{name}_kernel")
-    numbers = {"row_stride": width, "out_row_stride": width, "width": width, "valid": valid}
+    numbers = dict.fromkeys(("row_stride", "out_row_stride", "half_stride", "width"), width) | {"valid": valid}
     aligned = {*POINTERS, "logits", "out", "columns_per_program"} | {n for n, x in numbers.items() if x % 16 == 0}
     return build(kernel, architecture, tile.warps, aligned - set(constants), constants, types)
 
@@ -197,6 +204,45 @@ def test_a_gradient_in_the_dtype_of_the_products(architecture: int, dtype: torch
     loads, stores = accesses(kernel)
     assert sum(load.endswith("v4.b32") for load in loads) == 4
     assert {store.rsplit(".", 2)[1] for store in stores} == {"v2" if dtype == torch.float32 else "v4"}
+
+
+@pytest.mark.parametrize("width", [131072, 18992])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_kept_in_the_pass_of_the_statistics(architecture: int, width: int, tmp_path: Path) -> None:
+    """The largest of a block is found within a warp: a barrier for each tile would stop the loads, and so would spills."""
+    kernel = build_pass("stats", torch.float32, architecture, True, width, half=True)
+    assert usage(kernel, tmp_path)[1] == 0
+    loop = wide_loop(machine_code(kernel, tmp_path)) if architecture == 90 else []
+    elements = sum("LDG.E.128" in what for what in loop) * 4
+    assert len(loop) <= 18 * elements, "6 bytes move for an element: 18 instructions are 37 % of what can be issued"
+    assert not any("BAR." in what or "LDS" in what or "STS" in what for what in loop)
+    assert sum("STG.E.64" in what for what in loop) * 4 == elements
+    assert sum("STG.E " in what for what in loop) * 4 <= elements, "a top for each block"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_gradient_of_kept_logits(architecture: int, tmp_path: Path) -> None:
+    kernel = build_pass("gradient", torch.float16, architecture, True, out=torch.bfloat16, half=True)
+    assert usage(kernel, tmp_path)[1] == 0
+    loop = wide_loop(machine_code(kernel, tmp_path)) if architecture == 90 else []
+    elements = sum("LDG.E.128" in what for what in loop) * 8
+    assert len(loop) <= 12.5 * elements and not any("BAR." in what for what in loop)
+    loads, stores = accesses(kernel)
+    assert sum(load.endswith("v4.b32") for load in loads) == 4
+    assert all(store.endswith("v4.b32") for store in stores) and len(stores) == 4
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_gradient_is_scaled_wide(architecture: int, tmp_path: Path) -> None:
+    from parallel_rl.vocab.backends.triton import scale
+
+    types = {"values": "*bf16", "factor": "*fp32"}
+    built = build(
+        scale.scale_kernel, architecture, scale._WARPS, {"values", "factor", "width"}, {"BLOCK": scale._BLOCK}, types
+    )
+    assert usage(built, tmp_path)[1] == 0
+    loads, stores = accesses(built)
+    assert sum(".v4.b32" in load for load in loads) == len(loads) - 1 and all(".v4.b32" in store for store in stores)
 
 
 @pytest.mark.parametrize("name", ["stats", "gradient"])

@@ -16,6 +16,7 @@ from parallel_rl import token_stats
 from parallel_rl.validation import validation
 from tests.card import no_sync, replayed
 from tests.vocab.triton_cases.common import check, error, logits_and_targets, run, same_bits, upstream
+from tests.vocab.triton_cases.head import *  # noqa: F403
 from tests.vocab.triton_cases.kernels import *  # noqa: F403
 from tests.vocab.triton_cases.operators import *  # noqa: F403
 from tests.vocab.triton_cases.ranks import *  # noqa: F403

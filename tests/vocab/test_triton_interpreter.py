@@ -15,7 +15,10 @@ CASES = Path(__file__).parent / "triton_cases"
 
 @pytest.mark.parametrize(
     "cases",
-    ["traps", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kernels", "operators", "ranks", "law"))],
+    [
+        "traps",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("kernels", "operators", "head", "ranks", "law")),
+    ],
 )
 def test_under_the_interpreter(cases: str) -> None:
     """Half a minute each where it is slow: the interpreter runs every element of a block in numpy, in a process of its own."""

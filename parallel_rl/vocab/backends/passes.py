@@ -40,12 +40,26 @@ class RowSpec(NamedTuple):
     valid: int  # real columns; those at or beyond it are padding
 
 
-def row_parts(z: Tensor, spec: RowSpec, entropy: bool, backend: Backend, squares: bool = False) -> Tensor:
+class HalfLogits(NamedTuple):
+    """Float32 logits in half the bytes, which only Triton's passes write and read; rows that are not kept hold anything."""
+
+    values: Tensor  # [T, W] float16 distances from the tops, columns side by side
+    tops: Tensor  # [T, ⌈W / PER_TOP⌉] float32, the largest of each PER_TOP columns
+
+
+def row_parts(
+    z: Tensor, spec: RowSpec, entropy: bool, backend: Backend, squares: bool = False, half: HalfLogits | None = None
+) -> Tensor:
     """Reduce [T, W] logits to this shard's parts [T, 3 + entropy + squares] (m, a, t, b, q), which the ranks gather.
 
     Args:
         squares: q, for Σπ², too; it comes beside the entropy.
+        half: where the logits of kept rows are stored as well.
     """
+    if half is not None:
+        from parallel_rl.vocab.backends.triton.operators import vocab_stats_half
+
+        return vocab_stats_half(z, *spec, entropy, squares, *half)
     if runs_on_triton(z, backend):
         from parallel_rl.vocab.backends.triton.operators import vocab_stats
 
@@ -61,6 +75,7 @@ def truncated_row_parts(
     backend: Backend,
     squares: bool = False,
     kept: Tensor | None = None,
+    half: HalfLogits | None = None,
 ) -> Tensor:
     """`row_parts` of the logits from each row's floor [T, 1] on, while −inf is written over the others: on a CPU one read.
 
@@ -68,9 +83,9 @@ def truncated_row_parts(
         kept: [T, W] to write all of it to, real columns only, instead of over `z`.
     """
     out = z if kept is None else kept
-    if z.device.type != "cpu" or torch.compiler.is_compiling() or not z.numel():
+    if z.device.type != "cpu" or half is not None or torch.compiler.is_compiling() or not z.numel():
         drop_below_(z[:, : spec.valid], floor, None if kept is None else kept[:, : spec.valid])
-        return row_parts(out, spec, entropy, backend, squares)
+        return row_parts(out, spec, entropy, backend, squares, half)
     of_block: Backend = "compiled" if compiles(z, backend) else "eager"
     columns, parts = _local_column(spec), []
     for rows in even_blocks(z, 1 << 16, least=8):
@@ -89,8 +104,14 @@ def drop_below_(z: Tensor, floor: Tensor, kept: Tensor | None = None) -> None:
         (z if kept is None else kept)[rows].masked_fill_(z[rows] < floor[rows], -torch.inf)
 
 
-def row_stats(z: Tensor, spec: RowSpec, entropy: bool, backend: Backend, squares: bool = False) -> RowStats:
+def row_stats(
+    z: Tensor, spec: RowSpec, entropy: bool, backend: Backend, squares: bool = False, half: HalfLogits | None = None
+) -> RowStats:
     """`combine_rows` of `row_parts` where this shard is the whole vocabulary."""
+    if half is not None:
+        from parallel_rl.vocab.backends.triton.operators import vocab_row_stats_half
+
+        return _given(vocab_row_stats_half(z, *spec, entropy, squares, *half), entropy, squares)
     if runs_on_triton(z, backend):
         from parallel_rl.vocab.backends.triton.operators import vocab_row_stats
 
@@ -131,6 +152,7 @@ def row_gradient(
     upstream: OutputGrads,
     out: Tensor | None,
     backend: Backend,
+    tops: Tensor | None = None,
 ) -> Tensor:
     """Compute the gradient of the logits [T, W].
 
@@ -138,7 +160,9 @@ def row_gradient(
         rows: [T, 2 or 3] of `combine_rows`.
         out: its destination: `z` itself, or a tensor of any floating dtype, or None for a new one like `z`. Triton's passes
             also take one of another dtype over the bytes of `z`, if its elements are as wide.
+        tops: of `HalfLogits`, where `z` is their values.
     """
+    assert tops is None or (runs_on_triton(z, backend) and out is not None and out is not z)
     if runs_on_triton(z, backend):
         from parallel_rl.vocab.backends.triton.operators import vocab_gradient, vocab_gradient_, vocab_gradient_to
 
@@ -149,7 +173,7 @@ def row_gradient(
         if out is z:
             vocab_gradient_(z, *operands)
         else:
-            vocab_gradient_to(z, *operands, out)
+            vocab_gradient_to(z, *operands, out, tops)
         return out
     zero, (g_logprobs, g_entropy, g_lse) = torch.zeros_like(rows[:, 0]), upstream
     g_logprobs, g_lse = zero if g_logprobs is None else g_logprobs, zero if g_lse is None else g_lse

@@ -13,15 +13,8 @@ from parallel_rl.groups import group_size
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.passes import OutputGrads
 from parallel_rl.vocab.consumed import refuse_second_derivative
-from parallel_rl.vocab.linear.forward_backward import (
-    Chunks,
-    Forward,
-    Gradients,
-    Summed,
-    backward_spans,
-    run_backward,
-    run_forward,
-)
+from parallel_rl.vocab.linear.backward import Gradients, Summed, backward_spans, run_backward
+from parallel_rl.vocab.linear.forward import Chunks, Forward, run_forward
 from parallel_rl.vocab.linear.gemm import scaled_to_
 from parallel_rl.vocab.linear.params import LinearParams, RowStats
 
@@ -31,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
+    from parallel_rl.vocab.shards import VocabShard
 
 _ROUNDING = 1e-4  # of gradients that are computed again from the same statistics
 
@@ -49,10 +43,7 @@ class ForwardObjective:
 
     def calls(self, params: LinearParams) -> int:
         """Number of times that every rank of the context group calls `gradients`, whatever it holds."""
-        if group_size(self.context_group) == 1:
-            return 0
-        at_once = params.plan.size * (2 if group_size(params.shard.group) > 1 else 1)
-        return -(-params.hidden.shape[0] // at_once)
+        return 0 if group_size(self.context_group) == 1 else -(-params.hidden.shape[0] // params.rows_together)
 
 
 @dataclass(frozen=True)
@@ -159,7 +150,10 @@ class _InForward(torch.autograd.Function):
         target: WeightTarget,
     ) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
-        gradients = Gradients(params, wanted)
+        at_once = (
+            target.factor is None and params.grad_in_operand_dtype and len(params.rows.spans(params.rows_together)) <= 1
+        )
+        gradients = Gradients(params, wanted, at_once=at_once)
         used: list[tuple[list[slice], OutputGrads]] = []
 
         def then(chunks: Chunks, so_far: Forward) -> None:
@@ -167,7 +161,7 @@ class _InForward(torch.autograd.Function):
             check_replicated(upstream, params.shard.group, so_far.stats[0])
             used.append((chunks.spans, upstream))
             if any(g is not None for g in upstream):
-                logits = lambda _: (chunks.logits, None)  # noqa: E731
+                logits = lambda _: (chunks.logits, chunks.tops)  # noqa: E731
                 gradients.add(chunks.spans, chunks.hidden, [params.columns], logits, so_far.table, upstream)
 
         forward = run_forward(params, then=then)
@@ -178,7 +172,7 @@ class _InForward(torch.autograd.Function):
             known = objective.gradients(forward.stats)
             groups = [params.shard.group, objective.context_group]
             raise_on_all_ranks(lambda: _check_separable(params, used, known), groups, hidden)
-        ctx.gradients = ForwardGradients(gradients.close(), target, hidden.shape, bias, params.shard.group)  # type: ignore[attr-defined]
+        ctx.gradients = ForwardGradients(gradients.close(), target, hidden.shape, bias, params.shard)  # type: ignore[attr-defined]
         stats = [s for s in forward.stats if s is not None]
         ctx.mark_non_differentiable(*stats)
         return torch.zeros((), dtype=params.dtype, device=hidden.device), *forward.stats
@@ -196,7 +190,7 @@ class ForwardGradients:
     target: WeightTarget
     shape: torch.Size  # of hidden, as the caller holds it
     bias: Tensor | None
-    group: ProcessGroup | None
+    shard: VocabShard
 
     def scaled(self, upstream: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of hidden, weight and bias for autograd, over the memory of the sums; once.
@@ -205,7 +199,7 @@ class ForwardGradients:
             RuntimeError: a second call, or a backward with create_graph=True.
         """
         refuse_second_derivative("token statistics have")
-        check_replicated([upstream], self.group, upstream)
+        check_replicated([upstream], self.shard.group, upstream)
         if self.summed is None:
             raise RuntimeError(
                 "the first backward scaled the gradient that was computed in forward; mode='recompute' allows a second one"
@@ -213,12 +207,11 @@ class ForwardGradients:
         of_hidden, of_weight, of_bias = self.summed
         self.summed, target = None, self.target
         if of_hidden is not None:
-            of_hidden = of_hidden.mul_(upstream).view(self.shape)
+            of_hidden = scaled_to_(of_hidden, upstream, of_hidden.dtype, self.shard.backend).view(self.shape)
         if of_weight is not None:
             into = target.rows(of_weight.shape[0])
-            upstream = upstream.to(of_weight.dtype)
             if into is None or target.factor is None:
-                of_weight = scaled_to_(of_weight, upstream, target.weight.dtype)
+                of_weight = scaled_to_(of_weight, upstream, target.weight.dtype, self.shard.backend)
             else:
                 into.addcmul_(of_weight, upstream, value=target.factor)
             of_weight = target.result(of_weight)

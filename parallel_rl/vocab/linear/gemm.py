@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from parallel_rl.vocab.backends.choice import Backend, runs_on_triton
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 
 _BLOCK = 1 << 22  # elements of the weight that are raised at once
@@ -80,10 +81,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, blank: bool) -> None:
             total[rows] += torch.mm(a[rows], b, total.dtype)
 
 
-def scaled_to_(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Write values · scale in `dtype` over the same bytes; a narrower result, half as wide, takes the first of them."""
+def scaled_to_(values: Tensor, scale: Tensor | None, dtype: torch.dtype, backend: Backend = "auto") -> Tensor:
+    """Write values · scale in `dtype` over the same bytes; a narrower result, half as wide, takes the first of them.
+
+    Products are in the scale's dtype, which is no narrower than float32, and rounded once.
+    """
     if dtype == values.dtype:
-        return values if scale is None else values.mul_(scale)
+        return values if scale is None else _scaled_(values, scale, backend)
     flat = values.view(-1)
     out = flat.view(dtype)[: flat.numel()]
     start, most = 0, _BLOCK if values.device.type == "cpu" else flat.numel()
@@ -96,6 +100,19 @@ def scaled_to_(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
             torch.mul(part if start else part.clone(), scale, out=out[start:stop])
         start = stop
     return out.view(values.shape)
+
+
+def _scaled_(values: Tensor, scale: Tensor, backend: Backend) -> Tensor:
+    if runs_on_triton(values, backend):
+        from parallel_rl.vocab.backends.triton.scale import scale_
+
+        scale_(values, scale)
+    elif scale.dtype == values.dtype:
+        values.mul_(scale)
+    else:  # or a factor on the device would be rounded to the dtype of the values
+        for rows in _blocks(values):
+            values[rows] = values[rows].to(scale.dtype).mul_(scale)
+    return values
 
 
 def _blocks(weight: Tensor) -> Iterator[slice]:

@@ -12,6 +12,7 @@ from parallel_rl.groups import Pending, all_gather_start, group_size
 from parallel_rl.vocab.backends.choice import runs_on_triton
 from parallel_rl.vocab.backends.passes import RowSpec, drop_below_
 from parallel_rl.vocab.backends.torch_backend import math_dtype, rows_of
+from parallel_rl.vocab.backends.triton.cuts import PER_TOP
 from parallel_rl.vocab.linear.gemm import project
 from parallel_rl.vocab.linear.plan import LossRows, Plan, columns_of_rank, kept_dtype, make_plan
 
@@ -42,7 +43,7 @@ class LinearParams:
     scatter: bool  # sequence parallelism: the hidden states are split over the group's ranks
     rows: LossRows
     plan: Plan
-    grad_in_operand_dtype: bool  # the gradient of the logits is written in the dtype of the operands, over kept ones
+    grad_in_operand_dtype: bool  # Triton writes the gradient of the logits in the dtype of the operands, over kept ones
 
     @classmethod
     def of(
@@ -70,7 +71,11 @@ class LinearParams:
         # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
         low = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, shard.backend)
         in_place, whole_rows = low or hidden.dtype == dtype, bool(shard.truncation)
-        plan = make_plan(hidden, width, group_size(shard.group) > 1, parts, mode, head.budget, in_place, whole_rows)
+        of_weight = head.weight.requires_grad and head.main_grad_factor is None
+        spared = head.weight.shape[1] * width * (dtype.itemsize - hidden.dtype.itemsize) if of_weight else 0
+        plan = make_plan(
+            hidden, width, group_size(shard.group) > 1, parts, mode, head.budget, in_place, whole_rows, spared
+        )
         if not keeps:
             plan = replace(plan, resident=False)
         rows = LossRows.of(keep, parts, head.rows, shard.group)
@@ -97,6 +102,19 @@ class LinearParams:
     @property
     def kept_dtype(self) -> torch.dtype:
         return kept_dtype(self.hidden.dtype)
+
+    @property
+    def tops_per_row(self) -> int:
+        """Numbers a row that kept logits are distances from: in the pass of the statistics Triton takes one for each block."""
+        return -(-self.shard.valid // PER_TOP) if self.grad_in_operand_dtype else 1
+
+    @property
+    def rows_together(self) -> int:
+        """Rows a part whose gradients in_forward computes together."""
+        if self.plan.group > self.plan.size:
+            return self.plan.group
+        # one is projected while the other's numbers travel
+        return self.plan.size * (2 if group_size(self.shard.group) > 1 else 1)
 
     @property
     def columns(self) -> slice:

@@ -9,6 +9,7 @@ import torch
 
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.backends.triton.cuts import PER_TOP
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,26 +23,29 @@ _MOST_OF_CARD, _OF_CARD = 1 << 31, 0.015
 _MOST_ROWS = 4096  # beyond it a product gains nothing from more rows
 _LEAST_COLUMNS = 2048  # below it a product loses
 _ALIGN, _WAVE = 64, 1024  # rows; at D 4096 a wave's fill the 132 multiprocessors of an H100 with tiles of a product
+_WAVE_COLUMNS = 33 * 256  # 33 tiles across, of 132 multiprocessors; down there are multiples of 4
+_LEAST_ROWS = 256  # below it a product waits for the weight that it reads
+_OF_GROUP = 3  # a chunk may take a third of the budget of the group that it is kept in
 
 
 @dataclass(frozen=True)
 class Plan:
     """Chunks and tiles that the rows of every part are cut into.
 
-    A row's statistics need all its logits, so that forward projects `size` rows at a time. Once they are known any columns do:
-    backward projects tiles of as many rows as the budget allows, since each pass over the rows writes the whole gradient of
-    the weight, and each tile that of its hidden states.
+    A row's statistics need all its logits, so that forward projects `size` rows at a time. Each pass that computes gradients
+    writes the whole gradient of the weight, so that many rows share one: chunks are kept, in half the bytes, until they are a
+    group. Once a row's statistics are known any columns do, so that backward projects tiles of many rows.
 
     Attributes:
         size: rows of a chunk, whose logits exist whole.
         resident: all logits are kept until the backward.
-        kept_together: rows of kept logits that are multiplied together, one chunk or several.
+        group: rows whose logits are kept until they are multiplied together, one chunk or several.
         tile: (rows, columns) that are projected again together; where a row is truncated, a chunk as in forward.
     """
 
     size: int
     resident: bool
-    kept_together: int
+    group: int
     tile: tuple[int, int]
 
 
@@ -106,6 +110,7 @@ def make_plan(
     budget: int | None,
     in_place: bool = False,
     whole_rows: bool = False,
+    spared: int = 0,
 ) -> Plan:
     """Make the plan for [R, D] hidden rows a part and `width` columns a rank, alike on all ranks that share a batch.
 
@@ -113,13 +118,15 @@ def make_plan(
         shared: other ranks work on the same rows.
         in_place: the gradient of kept logits is written over them, see `LinearParams.grad_in_operand_dtype`.
         whole_rows: logits that are projected again must have the bits that they had in forward.
+        spared: bytes of a float32 sum of the weight's gradient beyond the gradient, which one group of all rows does without.
 
     Raises:
         ValueError: a budget that is too small for one row of each part.
     """
     total = hidden.shape[0]
     cost = _Cost.of(hidden, width, shared, parts)
-    kept = parts * width * kept_dtype(hidden.dtype).itemsize
+    half = in_place and kept_dtype(hidden.dtype) != math_dtype(hidden.dtype)
+    kept = cost.half if half else parts * width * kept_dtype(hidden.dtype).itemsize
     room = budget_bytes(budget, hidden.device)
     if room < cost.whole:
         if budget is not None:
@@ -128,13 +135,16 @@ def make_plan(
                 f"{cost.whole} bytes at {width} columns and {hidden.shape[1]} hidden"
             )
         room = cost.whole  # a default never refuses
+    tile = _tile(cost, max(total, 1), width, room, parts)
+    if mode == "in_forward":
+        size, group = _group(cost, total, room, spared) if half else (rows_at_once(total, cost.whole, room),) * 2
+        return Plan(size, False, group, tile)
     resident = mode == "resident" or (mode == "auto" and total * kept + cost.whole <= room)
     rest = room - total * kept if resident and mode == "auto" else room
     size = rows_at_once(total, cost.whole, rest)
     together = in_place and parts == 1  # the rows of several parts lie chunk by chunk
-    kept_together = size * max(1, rest // (size * max(cost.ends, 1))) if together else size
-    tile = (size, width) if whole_rows else _tile(cost, max(total, 1), width, room, parts)
-    return Plan(size, resident, kept_together, tile)
+    group = size * max(1, rest // (size * max(cost.ends, 1))) if together else size
+    return Plan(size, resident, group, (size, width) if whole_rows else tile)
 
 
 class _Cost(NamedTuple):
@@ -143,17 +153,46 @@ class _Cost(NamedTuple):
     whole: int  # its logits, all of it at once
     ends: int  # its hidden states and their gradient
     logit: int  # one column of its logits
+    chunk: int  # its logits, as they are projected before they are kept
+    half: int  # its logits, kept in half the bytes
     shared: bool  # other ranks work on the same rows
+    on_card: bool
 
     @classmethod
     def of(cls, hidden: Tensor, width: int, shared: bool, parts: int) -> _Cost:
         dtype = math_dtype(hidden.dtype)
-        low = hidden.dtype.itemsize if hidden.device.type != "cpu" and dtype != hidden.dtype else 0  # for the products
+        on_card = hidden.device.type != "cpu"
+        low = hidden.dtype.itemsize if on_card and dtype != hidden.dtype else 0  # for the products
         buffers = 2 if shared else 1  # the next rows are projected while these ones' statistics travel
         ends = parts * buffers * 2 * hidden.shape[1] * dtype.itemsize
-        return cls(
-            ends + parts * width * buffers * (dtype.itemsize + low), ends, parts * (dtype.itemsize + low), shared
-        )
+        logit, row = dtype.itemsize + low, parts * width
+        half = row * kept_dtype(hidden.dtype).itemsize + parts * 4 * -(-width // PER_TOP)
+        return cls(ends + row * buffers * logit, ends, parts * logit, row * dtype.itemsize, half, shared, on_card)
+
+
+def _group(cost: _Cost, total: int, room: int, spared: int) -> tuple[int, int]:
+    """Rows of a chunk and of a group of kept chunks; the same where a chunk of as many rows fits as it is projected.
+
+    All rows are one group if that takes no more than the budget and what it spares.
+    """
+    whole, row = rows_at_once(total, cost.whole, room), cost.half + cost.ends
+    size, at_once = (_power_of_rows(left // cost.chunk) for left in (room // _OF_GROUP, room + spared - total * row))
+    if whole < total and at_once >= max(1, min(size, _LEAST_ROWS)):
+        at_once = min(at_once, _power_of_rows(total - 1))  # two chunks at least, or nothing would be kept
+        return at_once, -(-total // at_once) * at_once
+    most = min(_MOST_ROWS, (room - size * cost.chunk) // row)
+    size = _power_of_rows(min(size, most))
+    if not size or whole >= min(most, total):
+        return whole, whole
+    unit = max(size, _WAVE) if most >= _WAVE else size
+    alike = -(-total // -(-total // most))
+    group = min(-(-alike // unit), most // unit) * unit
+    return (size, group) if group > max(size, whole) else (whole, whole)
+
+
+def _power_of_rows(most: int) -> int:
+    """The largest power of two up to a wave's rows that is at most `most`; 0 where that is less than 1."""
+    return (1 << min(_WAVE, max(0, most)).bit_length()) >> 1
 
 
 def _tile(cost: _Cost, rows: int, width: int, room: int, parts: int) -> tuple[int, int]:
@@ -163,7 +202,11 @@ def _tile(cost: _Cost, rows: int, width: int, room: int, parts: int) -> tuple[in
         most = max(1, min(most, _MOST_ROWS // parts))  # something runs beside the collectives of the other rows
     most = -(-rows // -(-rows // most))  # alike
     columns = max(1, min(width, (room // most - cost.ends) // cost.logit))
+    if _ALIGN <= columns < width:
+        columns -= columns % _ALIGN
     even = -(-width // -(-width // columns))
+    if cost.on_card and (waves := -(-even // _WAVE_COLUMNS) * _WAVE_COLUMNS) <= columns:
+        return most, waves
     return most, min(columns, -(-even // _ALIGN) * _ALIGN)
 
 

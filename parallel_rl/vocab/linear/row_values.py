@@ -11,7 +11,7 @@ import torch
 from parallel_rl.vocab.backends.torch_backend import math_dtype, row_blocks
 from parallel_rl.vocab.consumed import refuse_second_derivative
 from parallel_rl.vocab.linear.autograd import ForwardGradients, WeightTarget
-from parallel_rl.vocab.linear.forward_backward import Gradients
+from parallel_rl.vocab.linear.backward import Gradients
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.linear.params import LinearParams
 from parallel_rl.vocab.linear.plan import budget_bytes, columns_of_rank, rows_at_once
@@ -176,7 +176,7 @@ class _InForward(torch.autograd.Function):
         gradients = Gradients(call.params, ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
         values = call.run(gradients, slope)
         ctx.gradients = ForwardGradients(  # type: ignore[attr-defined]
-            gradients.close(), call.target, hidden.shape, bias, call.params.shard.group
+            gradients.close(), call.target, hidden.shape, bias, call.params.shard
         )
         ctx.mark_non_differentiable(values)
         return torch.zeros((), dtype=call.dtype, device=hidden.device), values
@@ -204,5 +204,5 @@ class _InBackward(torch.autograd.Function):
         gradients = Gradients(call.params, ctx.needs_input_grad[:3])  # type: ignore[attr-defined]
         upstream = upstream if call.columns is None else upstream[:, 0]
         call.run(gradients, upstream)
-        done = ForwardGradients(gradients.close(), call.target, hidden.shape, bias, call.params.shard.group)
+        done = ForwardGradients(gradients.close(), call.target, hidden.shape, bias, call.params.shard)
         return *done.scaled(upstream.new_ones(())), None

@@ -12,7 +12,7 @@ from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.vocab.backends.choice import Backend
 from parallel_rl.vocab.backends.passes import OutputGrads
 from parallel_rl.vocab.linear.autograd import ForwardObjective, in_backward, in_forward
-from parallel_rl.vocab.linear.forward_backward import run_forward
+from parallel_rl.vocab.linear.forward import run_forward
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, RowOrder
 from parallel_rl.vocab.linear.params import LinearParams, RowStats
 from parallel_rl.vocab.linear.plan import LinearMode
@@ -69,9 +69,11 @@ def linear_token_stats(
     Logits, statistics and the weight's gradient are float32 (float64 for float64 operands) whatever the operands. Rows with
     `ignore_index` are never projected (see `rows`). The modes differ in when gradients are computed:
 
-    - "in_forward": a chunk's gradients are computed while its logits are there, which needs an `objective` that is a sum over
-      tokens; backward scales them by the upstream scalar. 6·N·V·D flops, one chunk, and the weight's gradient in a buffer.
-    - "resident": the logits are kept (low precision: as float16 distances from the row's largest). 6·N·V·D flops, N·V numbers.
+    - "in_forward": gradients are computed while the logits of their rows are there, which needs an `objective` that is a sum
+      over tokens; backward scales them by the upstream scalar. 6·N·V·D flops, one chunk (on a GPU in low precision also a group
+      of kept ones), and the weight's gradient in a buffer.
+    - "resident": the logits are kept (low precision: as float16 distances from the largest of their row, or on a GPU of 128
+      columns). 6·N·V·D flops, N·V numbers.
     - "recompute": they are projected again in backward, in tiles of rows and columns. 8·N·V·D flops, one chunk or tile.
     - "auto": in_forward where there is an objective (and the operands are not float16), else resident where the budget holds
       the logits, else recompute.
@@ -163,7 +165,7 @@ def stats_of_head(
     )
     early = head.mode in ("auto", "in_forward") and objective is not None and head.hidden.dtype != torch.float16
     tokens = order.to_rows(targets), order.to_rows(keep), None if kept_ids is None else order.to_rows(kept_ids)
-    params = LinearParams.of(head, shard, *tokens, mode="recompute" if early else head.mode, keeps=grad)
+    params = LinearParams.of(head, shard, *tokens, mode="in_forward" if early else head.mode, keeps=grad)
     zero = None
     if grad and early:
         assert objective is not None

@@ -22,6 +22,9 @@ class Cut(NamedTuple):
 #: that reads and writes. Counted on machine code; `make gpu-check` sweeps them
 CUTS = {("stats", (9, 0)): Cut(512, 4, 32), ("gradient", (9, 0)): Cut(512, 8, 32)}
 
+#: columns of kept logits that share a top: a warp's, of float32 logits, so that they meet without a barrier
+PER_TOP = 128
+
 
 def cut(name: str, device: torch.device) -> Cut:
     """The cut of pass `name` on a device."""

@@ -87,14 +87,36 @@ def _add_tile(z, lowest, high, low, m, a, b, q, BOTH: tl.constexpr, ENTROPY: tl.
     return top, a, b, q
 
 
+@triton.jit
+def _store_half(z, at, columns, last, out, tops, MASKED: tl.constexpr, PER_TOP: tl.constexpr):
+    """Stores a tile as its distances from the largest logit of every PER_TOP columns, lanes of one warp: no barrier."""
+    LANES: tl.constexpr = z.shape[0]
+    GROUPS: tl.constexpr = LANES * z.shape[1] // PER_TOP
+    top = _finite_base(tl.max(tl.reshape(tl.max(z, 1), [GROUPS, LANES // GROUPS]), 1))
+    top = tl.reshape(tl.broadcast_to(top[:, None], [GROUPS, LANES // GROUPS]), [LANES])
+    half = (z - top[:, None]).to(out.dtype.element_ty)
+    lane = tl.arange(0, LANES)
+    first = lane % (LANES // GROUPS) == 0
+    place = out + (at + columns).to(tl.int64)
+    if MASKED:
+        first &= at + lane * z.shape[1] < last
+        tl.store(place, half, mask=at + columns < last)
+    else:
+        tl.store(place, half)
+    tl.store(tops + at // PER_TOP + lane // (LANES // GROUPS), top, mask=first)
+
+
 @triton.jit(do_not_specialize=["start", "tokens"])
 def stats_kernel(
-    logits, targets, keep, inv_t, parts,
-    start, valid, tokens, row_stride, column_stride, inv_t_stride, columns_per_program,
-    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
+    logits, targets, keep, inv_t, parts, half, tops,
+    start, valid, tokens, row_stride, column_stride, half_stride, tops_stride, inv_t_stride, columns_per_program,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, PER_TOP: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr,
     ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
-    """(m, a, t, b, q) of a row's part, [splits, tokens, 3 + ENTROPY + SQUARES]; a row that is not kept is not read."""
+    """(m, a, t, b, q) of a row's part, [splits, tokens, 3 + ENTROPY + SQUARES]; a row that is not kept is not read.
+
+    With PER_TOP the logits are also stored, as `half`: distances from their `tops`, the largest of every PER_TOP columns.
+    """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
@@ -120,13 +142,20 @@ def stats_kernel(
     a = tl.zeros([LANES], tl.float32)
     b = tl.zeros([LANES], tl.float32)
     q = tl.zeros([LANES], tl.float32)
+    if PER_TOP:
+        half_row = half + _in_lanes(row * half_stride, PER_LANE, ALIGNED_ROWS)
+        tops_row = tops + row * tops_stride
     for at in range(first, whole, BLOCK):  # no mask: it would keep the compiler from wide loads
-        z = tl.load(z_row + (at + columns).to(tl.int64) * column_stride)
-        m, a, b, q = _add_tile(z.to(tl.float32), lowest, high, low, m, a, b, q, BOTH, ENTROPY, SQUARES)
+        z = tl.load(z_row + (at + columns).to(tl.int64) * column_stride).to(tl.float32)
+        m, a, b, q = _add_tile(z, lowest, high, low, m, a, b, q, BOTH, ENTROPY, SQUARES)
+        if PER_TOP:
+            _store_half(z, at, columns, last, half_row, tops_row, False, PER_TOP)
     if whole < last:
         column = whole + columns
-        z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < last, other=float("-inf"))
-        m, a, b, q = _add_tile(z.to(tl.float32), lowest, high, low, m, a, b, q, BOTH, ENTROPY, SQUARES)
+        z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < last, other=float("-inf")).to(tl.float32)
+        m, a, b, q = _add_tile(z, lowest, high, low, m, a, b, q, BOTH, ENTROPY, SQUARES)
+        if PER_TOP:
+            _store_half(z, whole, columns, last, half_row, tops_row, True, PER_TOP)
 
     top = tl.max(m, 0)
     base = _finite_base(top)
@@ -232,14 +261,16 @@ def _gradient_of_tile(z, column, y, top, scale, log2_a, c0, c1, ct, ENTROPY: tl.
 
 @triton.jit(do_not_specialize=["start"])
 def gradient_kernel(
-    logits, targets, keep, inv_t, rows, g_logprobs, g_entropies, g_lses, out,
-    start, valid, width, row_stride, column_stride, out_row_stride, out_column_stride, inv_t_stride, columns_per_program,
-    SAVED: tl.constexpr, LOGPROB: tl.constexpr, ENTROPY: tl.constexpr, LSE: tl.constexpr,
+    logits, tops, targets, keep, inv_t, rows, g_logprobs, g_entropies, g_lses, out,
+    start, valid, width, row_stride, column_stride, tops_stride, out_row_stride, out_column_stride, inv_t_stride,
+    columns_per_program,
+    SAVED: tl.constexpr, LOGPROB: tl.constexpr, ENTROPY: tl.constexpr, LSE: tl.constexpr, PER_TOP: tl.constexpr,
     LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
     """dz = [g_logp·(1[y] − p) − g_ent·p·(log p + H) + g_lse·p] / T; `out` may be `logits`.
 
-    A row that is not kept, and the padding from `valid` to `width`, get an exact 0 and are not read.
+    A row that is not kept, and the padding from `valid` to `width`, get an exact 0 and are not read. With PER_TOP the logits
+    are distances from their `tops`, see `stats_kernel`.
     """
     # backwards: the last rows of the forward are still in the cache
     row = tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)
@@ -271,14 +302,19 @@ def gradient_kernel(
     end = _in_lanes(valid, PER_LANE, ALIGNED_ENDS)
     real = tl.where(kept, tl.maximum(tl.minimum(last, end), first), first)
     whole = first + (real - first) // BLOCK * BLOCK
+    tops_row = tops + row * tops_stride if PER_TOP else tops
+    lane = tl.arange(0, LANES) * PER_LANE
     for at in range(first, whole, BLOCK):
         column = at + columns
         z = tl.load(z_row + column.to(tl.int64) * column_stride).to(tl.float32)
-        dz = _gradient_of_tile(z, column, y, top, scale, log2_a, c0, c1, ct, ENTROPY)
+        base = (top - tl.load(tops_row + (at + lane) // PER_TOP))[:, None] if PER_TOP else top
+        dz = _gradient_of_tile(z, column, y, base, scale, log2_a, c0, c1, ct, ENTROPY)
         tl.store(out_row + column.to(tl.int64) * out_column_stride, dz.to(number))
     for at in range(whole, last, BLOCK):
         column = at + columns
         z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < real, other=float("-inf")).to(tl.float32)
-        dz = _gradient_of_tile(z, column, y, top, scale, log2_a, c0, c1, ct, ENTROPY)
+        inside = at + lane < real
+        base = (top - tl.load(tops_row + (at + lane) // PER_TOP, mask=inside, other=0.0))[:, None] if PER_TOP else top
+        dz = _gradient_of_tile(z, column, y, base, scale, log2_a, c0, c1, ct, ENTROPY)
         dz = tl.where(column < real, dz, 0.0)
         tl.store(out_row + column.to(tl.int64) * out_column_stride, dz.to(number), mask=column < last)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from parallel_rl.vocab.backends.triton.cuts import cut, tiling
+from parallel_rl.vocab.backends.triton.cuts import PER_TOP, cut, tiling
 from parallel_rl.vocab.backends.triton.kernels import combine_kernel, gradient_kernel, merge_kernel, stats_kernel
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
 
 
-def _on(device: torch.device) -> AbstractContextManager:
+def on_device(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()  # Triton launches on the current one
 
 
@@ -35,20 +35,26 @@ def _row_step(inv_t: Tensor) -> int:
     return 0 if inv_t.shape[0] == 1 else inv_t.stride(0)
 
 
+def _stride(rows: Tensor | None) -> int:
+    return 0 if rows is None else rows.stride(0)
+
+
 def _parts(
-    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool
-) -> Tensor:
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool,
+    half: Tensor | None = None, tops: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Parts [splits, T, 3 + entropy + squares]."""
     tokens, device = logits.shape[0], logits.device
     tile = tiling(tokens, valid, logits.element_size(), processors(device), cut("stats", device))
     parts = torch.empty(tile.splits, tokens, 3 + entropy + squares, dtype=torch.float32, device=device)
     if tokens:
-        with _on(device):
+        with on_device(device):
             stats_kernel[tokens, tile.splits](
-                logits, targets.contiguous(), keep.contiguous(), inv_t, parts,
-                start, valid, tokens, *logits.stride(), _row_step(inv_t), tile.columns,
-                ENTROPY=entropy, SQUARES=squares, LANES=tile.lanes, PER_LANE=tile.per_lane,
-                ALIGNED_ROWS=tile.aligns(logits.stride(0)), ALIGNED_ENDS=tile.aligns(valid),
+                logits, targets.contiguous(), keep.contiguous(), inv_t, parts, half, tops,
+                start, valid, tokens, *logits.stride(), _stride(half), _stride(tops), _row_step(inv_t), tile.columns,
+                ENTROPY=entropy, SQUARES=squares, PER_TOP=0 if half is None else PER_TOP,
+                LANES=tile.lanes, PER_LANE=tile.per_lane,
+                ALIGNED_ROWS=tile.aligns(logits.stride(0), _stride(half)), ALIGNED_ENDS=tile.aligns(valid),
                 num_warps=tile.warps, enable_fp_fusion=True,
             )  # fmt: skip
     return parts
@@ -66,12 +72,17 @@ def vocab_stats(
     squares: bool = False,
 ) -> Tensor:
     """[T, W] logits, [T] global targets, [T] kept rows, [T or 1, 1] 1/temperature → [T, 3 + entropy + squares] parts."""
-    parts = _parts(logits, targets, keep, inv_t, start, valid, entropy, squares)
+    return _merge(_parts(logits, targets, keep, inv_t, start, valid, entropy, squares), inv_t)
+
+
+def _merge(parts: Tensor, inv_t: Tensor) -> Tensor:
+    """[splits, T, W] parts of a shard's rows to the [T, W] of the shard."""
     splits, tokens, width = parts.shape
+    entropy, squares = width > 3, width > 4
     if splits == 1 or tokens == 0:
         return parts[0]
     merged = torch.empty(tokens, width, dtype=torch.float32, device=parts.device)
-    with _on(parts.device):
+    with on_device(parts.device):
         merge_kernel[(-(-tokens // _TOKENS),)](
             parts, inv_t, merged, tokens, splits, _row_step(inv_t),
             ENTROPY=entropy, SQUARES=squares, BLOCK=_TOKENS, num_warps=4, enable_fp_fusion=True,
@@ -86,11 +97,28 @@ def _(
     return logits.new_empty(logits.shape[0], 3 + entropy + squares, dtype=torch.float32)
 
 
+@torch.library.custom_op("parallel_rl::vocab_stats_half", mutates_args=("half", "tops"))
+def vocab_stats_half(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool,
+    half: Tensor, tops: Tensor,
+) -> Tensor:  # fmt: skip
+    """`vocab_stats` of float32 logits, which are stored in the same pass: as `half` [T, W] distances from `tops`."""
+    return _merge(_parts(logits, targets, keep, inv_t, start, valid, entropy, squares, half, tops), inv_t)
+
+
+@vocab_stats_half.register_fake
+def _(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool,
+    half: Tensor, tops: Tensor,
+) -> Tensor:  # fmt: skip
+    return logits.new_empty(logits.shape[0], 3 + entropy + squares, dtype=torch.float32)
+
+
 def _combine(parts: Tensor, keep: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     count, tokens, width = parts.shape
     made = _combined(parts)
     if tokens:
-        with _on(parts.device):
+        with on_device(parts.device):
             combine_kernel[(-(-tokens // _TOKENS),)](
                 parts.contiguous(), keep.contiguous(), inv_t, *made, tokens, count, _row_step(inv_t),
                 ENTROPY=width > 3, SQUARES=width > 4, BLOCK=_TOKENS, num_warps=4, enable_fp_fusion=True,
@@ -130,6 +158,23 @@ def _(
     return _combined(logits.new_empty(1, logits.shape[0], 3 + entropy + squares, dtype=torch.float32))
 
 
+@torch.library.custom_op("parallel_rl::vocab_row_stats_half", mutates_args=("half", "tops"))
+def vocab_row_stats_half(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool,
+    half: Tensor, tops: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`vocab_row_stats` that stores the logits as `vocab_stats_half` does."""
+    return _combine(_parts(logits, targets, keep, inv_t, start, valid, entropy, squares, half, tops), keep, inv_t)
+
+
+@vocab_row_stats_half.register_fake
+def _(
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool,
+    half: Tensor, tops: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _combined(logits.new_empty(1, logits.shape[0], 3 + entropy + squares, dtype=torch.float32))
+
+
 @torch.library.custom_op("parallel_rl::vocab_gradient", mutates_args=())
 def vocab_gradient(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, rows: Tensor,
@@ -162,14 +207,20 @@ def vocab_gradient_(
 def vocab_gradient_to(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, rows: Tensor,
     g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, start: int, valid: int, out: Tensor,
+    tops: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`vocab_gradient`, written to `out` [T, W] in its dtype; it may lie over the logits if its elements are as wide."""
-    _launch_gradient(logits, targets, keep, inv_t, rows, g_logprobs, g_entropy, g_lse, start, valid, out)
+    """`vocab_gradient`, written to `out` [T, W] in its dtype; it may lie over the logits if its elements are as wide.
+
+    Args:
+        tops: what the logits are distances from, see `vocab_stats_half`.
+    """
+    _launch_gradient(logits, targets, keep, inv_t, rows, g_logprobs, g_entropy, g_lse, start, valid, out, tops)
 
 
 def _launch_gradient(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, rows: Tensor,
     g_logprobs: Tensor | None, g_entropy: Tensor | None, g_lse: Tensor | None, start: int, valid: int, out: Tensor,
+    tops: Tensor | None = None,
 ) -> None:  # fmt: skip
     tokens, width = logits.shape
     if tokens == 0 or width == 0:
@@ -178,12 +229,12 @@ def _launch_gradient(
     device = logits.device
     tile = tiling(tokens, width, logits.element_size(), processors(device), cut("gradient", device))
     upstream = [None if g is None else g.contiguous() for g in (g_logprobs, g_entropy, g_lse)]  # `sum` expands its own
-    with _on(logits.device):
+    with on_device(logits.device):
         gradient_kernel[tokens, tile.splits](
-            logits, targets, keep, inv_t, rows, *upstream, out,
-            start, valid, width, *logits.stride(), *out.stride(), _row_step(inv_t), tile.columns,
+            logits, tops, targets, keep, inv_t, rows, *upstream, out,
+            start, valid, width, *logits.stride(), _stride(tops), *out.stride(), _row_step(inv_t), tile.columns,
             SAVED=rows.shape[1], LOGPROB=g_logprobs is not None, ENTROPY=g_entropy is not None, LSE=g_lse is not None,
-            LANES=tile.lanes, PER_LANE=tile.per_lane,
+            PER_TOP=0 if tops is None else PER_TOP, LANES=tile.lanes, PER_LANE=tile.per_lane,
             ALIGNED_ROWS=tile.aligns(logits.stride(0), out.stride(0)), ALIGNED_ENDS=tile.aligns(valid, width),
             num_warps=tile.warps, enable_fp_fusion=True,
         )  # fmt: skip

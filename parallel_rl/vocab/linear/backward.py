@@ -1,8 +1,6 @@
-"""The passes of the LM head: statistics of chunks of whole rows, gradients of those or of tiles of rows and columns.
+"""Gradients of the LM head from those of its rows' logits, which are kept or projected again in tiles of rows and columns.
 
-Under tensor parallelism three things run beside the products: the hidden states of the next chunk are gathered (sequence
-parallelism), a chunk's statistics travel while the next one is projected, and its gradient of the hidden states is summed
-while the gradient of the weight is computed.
+Under tensor parallelism the gradient of the hidden states is summed while that of the weight is computed.
 """
 
 from __future__ import annotations
@@ -13,138 +11,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from parallel_rl.groups import Pending, all_gather_start, group_size, sum_start
-from parallel_rl.vocab.backends.passes import (
-    OutputGrads,
-    RowSpec,
-    combine_rows,
-    row_gradient,
-    row_parts,
-    row_stats,
-    truncated_row_parts,
-)
+from parallel_rl.groups import Pending, sum_start
+from parallel_rl.vocab.backends.passes import OutputGrads, RowSpec, row_gradient
 from parallel_rl.vocab.backends.torch_backend import rows_of
+from parallel_rl.vocab.linear.forward import Forward, KeptLogits
 from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient
-from parallel_rl.vocab.linear.params import LinearParams, RowStats
-from parallel_rl.vocab.threshold import kept_floor
+from parallel_rl.vocab.linear.params import LinearParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _SLOPE_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 23}  # logits whose soft-cap slope is held at once
-
-
-class Forward(NamedTuple):
-    """[N] statistics, [N, 2 or 3] what the gradient needs of them, and the kept logits, group by group."""
-
-    stats: RowStats
-    table: Tensor
-    floor: Tensor | None  # [N, 1] the smallest logit that a row keeps, under top-k and top-p
-    kept: list[KeptLogits | None]
-
-
-class KeptLogits(NamedTuple):
-    """A span of the order: logits [n, W], less `top` [n, 1] where there is one."""
-
-    span: slice
-    values: Tensor
-    top: Tensor | None
-
-
-class Chunks(NamedTuple):
-    """Rows with whole logits: [n, D] hidden states and [n, W] logits, span after span."""
-
-    spans: list[slice]
-    hidden: Tensor
-    logits: Tensor
-
-
-class _Chunk(NamedTuple):
-    span: slice
-    hidden: Tensor
-    logits: Tensor
-    stats: Pending | tuple[Tensor | None, ...]  # parts on the way to all ranks, or what one rank's are combined to
-
-
-def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | None = None) -> Forward:
-    """Compute statistics of every row that carries loss; the others get zeros.
-
-    Args:
-        then: called with (chunks, everything so far) once the chunks' statistics are known, of two chunks where ranks share the
-            rows: it may write over the logits.
-    """
-    total, plan, whole, shard = params.targets.shape[0], params.plan, params.columns, params.shard
-    zeros = torch.zeros(4, total, dtype=params.dtype, device=params.hidden.device)
-    stats = zeros[0], zeros[2] if shard.entropy else None, zeros[1], zeros[3] if shard.sum_pi_squared else None
-    table = zeros.new_zeros(total, 3 if shard.entropy else 2)
-    by_rank = bool(shard.truncation) and params.kept_ids is None
-    out = Forward(stats, table, table.new_zeros(total, 1) if by_rank else None, [])
-
-    def finish(chunks: list[_Chunk]) -> None:
-        for chunk in chunks:
-            indices, made = params.rows.gathered(chunk.span), chunk.stats
-            if isinstance(made, Pending):
-                gathered = made.wait().view(-1, chunk.logits.shape[0], 3 + shard.entropy + shard.sum_pi_squared)
-                made = combine_rows(gathered, params.spec(indices, whole), shard.backend)
-            for target, part in zip((*out.stats, table), made, strict=True):
-                if target is not None and part is not None:
-                    target.index_copy_(0, indices, part)
-        if then is not None and chunks:
-            hidden = chunks[0].hidden if len(chunks) == 1 else torch.cat([chunk.hidden for chunk in chunks])
-            then(Chunks([chunk.span for chunk in chunks], hidden, buffer[: len(hidden)]), out)
-
-    spans = params.rows.spans(plan.size)
-    overlap = group_size(shard.group) > 1 and len(spans) > 1
-    count = 1 + overlap  # one is projected while the other's numbers travel
-    in_place = plan.resident and params.kept_dtype == params.dtype  # they are projected where they are kept
-    buffer = params.buffer(0 if in_place else count * plan.size, shard.valid)
-    half = plan.size * params.rows.order.shape[0]
-    waiting: list[_Chunk] = []
-    for index, (span, hidden) in enumerate(params.fetched(spans)):
-        kept = _reserve(params, out.kept, span) if plan.resident else None
-        place = kept.values if kept is not None and kept.top is None else buffer[index % count * half :]
-        z, indices = params.logits(hidden, place, whole), params.rows.gathered(span)
-        spec, asked = params.spec(indices, whole), (shard.entropy, shard.backend, shard.sum_pi_squared)
-        made: Pending | tuple[Tensor | None, ...]
-        if out.floor is None:
-            params.drop_(z, indices, None)
-            parts = None if group_size(shard.group) == 1 else row_parts(z, spec, *asked)
-        else:
-            floor = kept_floor(z, shard.at(indices))
-            out.floor.index_copy_(0, indices, floor.to(out.floor.dtype))
-            parts = truncated_row_parts(z, floor, spec, *asked)
-        if parts is None:  # a row's splits are combined at once
-            made = combined = row_stats(z, spec, *asked)
-            top = combined[4][:, :1]
-        else:
-            made, top = all_gather_start(parts, shard.group), parts[:, :1]
-        if kept is not None and kept.top is not None:
-            _keep(z, kept.values, kept.top, top)
-        waiting.append(_Chunk(span, hidden, z, made))
-        ready = len(waiting) - count + 1 if then is None else len(waiting) // count * count
-        finish(waiting[:ready])
-        waiting = waiting[ready:]
-    finish(waiting)
-    return out
-
-
-def _reserve(params: LinearParams, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
-    """Reserve memory for a chunk's logits: a part of the buffer that is being filled, or of a new one at the list's end."""
-    plan, parts = params.plan, params.rows.order.shape[0]
-    last = kept[-1] if kept else None
-    if last is None or span.start >= last.span.stop:
-        end = min(span.start + plan.kept_together, params.rows.order.shape[1])
-        values = params.buffer(end - span.start, params.shard.valid, params.kept_dtype)
-        low = params.kept_dtype != params.dtype
-        last = KeptLogits(slice(span.start, end), values, params.buffer(end - span.start, 1) if low else None)
-        kept.append(last)
-    here = slice(parts * (span.start - last.span.start), parts * (span.stop - last.span.start))
-    return KeptLogits(span, last.values[here], None if last.top is None else last.top[here])
-
-
-def _keep(z: Tensor, values: Tensor, top: Tensor, largest: Tensor) -> None:
-    torch.clamp(largest, min=torch.finfo(top.dtype).min, out=top)  # a row of −inf stays one
-    torch.sub(z, top, out=values)
 
 
 class Summed(NamedTuple):
@@ -161,7 +38,7 @@ class Gradients:
     Args:
         wanted: which of (hidden, weight, bias) to compute.
         weight: where the weight's gradient is added, [W, D] in float32 or wider; None makes a buffer.
-        at_once: there is one span, so that the weight's gradient is not accumulated and the buffer has the operands' dtype.
+        at_once: `add` is called once, so that the weight's gradient is not accumulated and the buffer has the operands' dtype.
     """
 
     def __init__(
@@ -248,14 +125,13 @@ class Gradients:
 
 
 def _logits_gradient(
-    params: LinearParams, z: Tensor, top: Tensor | None, spec: RowSpec, table: Tensor, upstream: OutputGrads
+    params: LinearParams, z: Tensor, tops: Tensor | None, spec: RowSpec, table: Tensor, upstream: OutputGrads
 ) -> Tensor:
-    """The gradient of logits less `top`, in the dtype that the products take; it lies over them if it is no wider."""
+    """The gradient of logits less `tops`, in the dtype that the products take; it lies over them if it is no wider."""
     low = params.weight.dtype
     if params.grad_in_operand_dtype:
         out = z.view(low) if z.element_size() == low.itemsize else torch.empty_like(z, dtype=low)
-        table = table if top is None else torch.cat([table[:, :1] - top, table[:, 1:]], 1)
-        return row_gradient(z, spec, table, upstream, out, params.shard.backend)
+        return row_gradient(z, spec, table, upstream, out, params.shard.backend, tops)
     if params.softcap is None:
         row_gradient(z, spec, table, upstream, z, params.shard.backend)
     else:
@@ -299,14 +175,14 @@ def run_backward(params: LinearParams, forward: Forward, upstream: OutputGrads, 
 
 def backward_spans(params: LinearParams) -> list[slice]:
     """The groups of kept rows, or the rows of each pass over the columns."""
-    return params.rows.spans(params.plan.kept_together if params.plan.resident else params.plan.tile[0])
+    return params.rows.spans(params.plan.group if params.plan.resident else params.plan.tile[0])
 
 
 def _kept_logits(params: LinearParams, kept: KeptLogits | None, _: slice) -> tuple[Tensor, Tensor | None]:
     assert kept is not None
-    if kept.top is None or params.grad_in_operand_dtype:
-        return kept.values, kept.top
-    return kept.values.to(kept.top.dtype).add_(kept.top), None
+    if kept.tops is None or params.grad_in_operand_dtype:
+        return kept.values, kept.tops
+    return kept.values.to(kept.tops.dtype).add_(kept.tops), None
 
 
 def _logits_again(

@@ -1,0 +1,155 @@
+"""Forward of the LM head: statistics of chunks of whole rows, whose logits may be kept until many rows are multiplied together.
+
+Under tensor parallelism two things run beside the products: the hidden states of the next chunk are gathered (sequence
+parallelism), and a chunk's statistics travel while the next one is projected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from parallel_rl.groups import Pending, all_gather_start, group_size
+from parallel_rl.vocab.backends.passes import HalfLogits, combine_rows, row_parts, row_stats, truncated_row_parts
+from parallel_rl.vocab.linear.params import LinearParams, RowStats
+from parallel_rl.vocab.threshold import kept_floor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Forward(NamedTuple):
+    """[N] statistics, [N, 2 or 3] what the gradient needs of them, and the kept logits, group by group."""
+
+    stats: RowStats
+    table: Tensor
+    floor: Tensor | None  # [N, 1] the smallest logit that a row keeps, under top-k and top-p
+    kept: list[KeptLogits | None]
+
+
+class KeptLogits(NamedTuple):
+    """A span of the order: logits [n, W], less `tops` [n, 1], or [n, ⌈W / PER_TOP⌉] of `HalfLogits`, where there are some."""
+
+    span: slice
+    values: Tensor
+    tops: Tensor | None
+
+
+class Chunks(NamedTuple):
+    """Rows with whole logits: [n, D] hidden states and logits [n, W], less `tops`, span after span."""
+
+    spans: list[slice]
+    hidden: Tensor
+    logits: Tensor
+    tops: Tensor | None
+
+
+class _Chunk(NamedTuple):
+    span: slice
+    hidden: Tensor
+    stats: Pending | tuple[Tensor | None, ...]  # parts on the way to all ranks, or what one rank's are combined to
+
+
+def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | None = None) -> Forward:
+    """Compute statistics of every row that carries loss; the others get zeros.
+
+    Args:
+        then: called with (chunks, everything so far) once the statistics of `params.rows_together` rows are known: it may write
+            over the logits.
+    """
+    total, plan, shard = params.targets.shape[0], params.plan, params.shard
+    zeros = torch.zeros(4, total, dtype=params.dtype, device=params.hidden.device)
+    stats = zeros[0], zeros[2] if shard.entropy else None, zeros[1], zeros[3] if shard.sum_pi_squared else None
+    table = zeros.new_zeros(total, 3 if shard.entropy else 2)
+    by_rank = bool(shard.truncation) and params.kept_ids is None
+    out = Forward(stats, table, table.new_zeros(total, 1) if by_rank else None, [])
+
+    def arrive(chunk: _Chunk) -> None:
+        indices, made = params.rows.gathered(chunk.span), chunk.stats
+        if isinstance(made, Pending):
+            gathered = made.wait().view(-1, len(chunk.hidden), 3 + shard.entropy + shard.sum_pi_squared)
+            made = combine_rows(gathered, params.spec(indices, params.columns), shard.backend)
+        for target, part in zip((*out.stats, table), made, strict=True):
+            if target is not None and part is not None:
+                target.index_copy_(0, indices, part)
+
+    spans = params.rows.spans(plan.size)
+    count = (
+        2 if group_size(shard.group) > 1 and len(spans) > 1 else 1
+    )  # one is projected while the other's numbers travel
+    keeps = plan.resident or (then is not None and plan.group > plan.size)
+    in_place = keeps and params.kept_dtype == params.dtype  # they are projected where they are kept
+    places = 1 if keeps else count  # what is kept is not read again before the backward
+    buffer = params.buffer(0 if in_place else places * plan.size, shard.valid)
+    parts = params.rows.order.shape[0]
+    waiting: list[_Chunk] = []
+    group: list[_Chunk] = []
+    for index, (span, hidden) in enumerate(params.fetched(spans)):
+        place = None if in_place else buffer[index % places * plan.size * parts :]
+        group.append(_chunk(params, span, hidden, place, out, keeps))
+        waiting.append(group[-1])
+        complete = then is not None and (span.stop % params.rows_together == 0 or index + 1 == len(spans))
+        while len(waiting) >= (1 if complete else count):
+            arrive(waiting.pop(0))
+        if then is not None and complete:
+            then(_together(group, out.kept.pop() if keeps else None, buffer), out)
+        if then is None or complete:
+            group = []
+    while waiting:
+        arrive(waiting.pop(0))
+    return out
+
+
+def _chunk(
+    params: LinearParams, span: slice, hidden: Tensor, place: Tensor | None, out: Forward, keeps: bool
+) -> _Chunk:
+    """Project a chunk to `place`, or to where its logits are kept, and compute its statistics."""
+    shard, indices = params.shard, params.rows.gathered(span)
+    kept = _reserve(params, out.kept, span) if keeps else None
+    if place is None:
+        assert kept is not None
+        place = kept.values
+    z, spec = params.logits(hidden, place, params.columns), params.spec(indices, params.columns)
+    half = HalfLogits(*kept[1:]) if kept is not None and params.grad_in_operand_dtype else None  # type: ignore[arg-type]
+    asked, parts = (shard.entropy, shard.backend, shard.sum_pi_squared), None
+    if out.floor is None:
+        params.drop_(z, indices, None)
+        if group_size(shard.group) > 1:
+            parts = row_parts(z, spec, *asked, half)
+    else:
+        floor = kept_floor(z, shard.at(indices))
+        out.floor.index_copy_(0, indices, floor.to(out.floor.dtype))
+        parts = truncated_row_parts(z, floor, spec, *asked, half=half)
+    made: Pending | tuple[Tensor | None, ...]
+    if parts is None:  # a row's splits are combined at once
+        made = combined = row_stats(z, spec, *asked, half)
+        top = combined[4][:, :1]
+    else:
+        made, top = all_gather_start(parts, shard.group), parts[:, :1]
+    if half is None and kept is not None and kept.tops is not None:
+        torch.clamp(top, min=torch.finfo(top.dtype).min, out=kept.tops)  # a row of −inf stays one
+        torch.sub(z, kept.tops, out=kept.values)
+    return _Chunk(span, hidden, made)
+
+
+def _together(chunks: list[_Chunk], kept: KeptLogits | None, buffer: Tensor) -> Chunks:
+    hidden = chunks[0].hidden if len(chunks) == 1 else torch.cat([chunk.hidden for chunk in chunks])
+    values, tops = (buffer, None) if kept is None else kept[1:]
+    return Chunks([chunk.span for chunk in chunks], hidden, values[: len(hidden)], tops)
+
+
+def _reserve(params: LinearParams, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
+    """Reserve memory for a chunk's logits: a part of the buffer that is being filled, or of a new one at the list's end."""
+    plan, parts = params.plan, params.rows.order.shape[0]
+    last = kept[-1] if kept else None
+    if last is None or span.start >= last.span.stop:
+        end = min(span.start + plan.group, params.rows.order.shape[1])
+        values = params.buffer(end - span.start, params.shard.valid, params.kept_dtype)
+        low = params.kept_dtype != params.dtype
+        tops = params.buffer(end - span.start, params.tops_per_row) if low else None
+        last = KeptLogits(slice(span.start, end), values, tops)
+        kept.append(last)
+    here = slice(parts * (span.start - last.span.start), parts * (span.stop - last.span.start))
+    return KeptLogits(span, last.values[here], None if last.tops is None else last.tops[here])
