@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,12 +30,18 @@ REACHED = 0.87  # of the bandwidth, by a pass
 PROCESSORS, TILE = 132, (128, 256)
 MODES: tuple[LinearMode, ...] = ("in_forward", "resident", "recompute")
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view"}
-_PRODUCTS = {"mm": "products", "addmm": "products", "addmm_": "products"}
-_PASSES = {
+_KINDS = {
+    "mm": "products", "addmm": "products", "addmm_": "products",
     "vocab_stats": "statistics", "vocab_row_stats": "statistics", "vocab_stats_half": "statistics",
     "vocab_row_stats_half": "statistics", "vocab_gradient": "gradient", "vocab_gradient_": "gradient",
     "vocab_gradient_to": "gradient", "scale_": "scale",
 }  # fmt: skip
+
+
+def kernel_name(func: OpOverload) -> str | None:
+    """The name of an operator that a card runs as kernels; None: it only makes or views a tensor."""
+    name: str = func._schema.name.split("::")[1]
+    return None if func.is_view or name in _FREE else name
 
 
 class CardModel(TorchDispatchMode):
@@ -46,12 +53,12 @@ class CardModel(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[1]
-        if func.is_view or name in _FREE:
+        name = kernel_name(func)
+        if name is None:
             return out
-        read = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-        made = [x for x in tree_leaves([out, (kwargs or {}).get("out")]) if isinstance(x, Tensor)]
-        if name in _PRODUCTS:
+        kind = _KINDS.get(name, "other")
+        read, made = ([x for x in tree_leaves(tree) if isinstance(x, Tensor)] for tree in (args, out))
+        if kind == "products":
             a, b = read[-2:]
             seconds = product_seconds(a.shape[0], a.shape[1], b.shape[1], sum(map(_bytes, [*read, made[0]])))
         else:
@@ -63,7 +70,7 @@ class CardModel(TorchDispatchMode):
             if name == "scale_":
                 moved = read[1:]  # by 1, as it is at the root of a graph
             seconds = sum(map(_bytes, moved)) / (REACHED * BANDWIDTH)
-        self.seconds[_PRODUCTS.get(name) or _PASSES.get(name, "other")] += seconds
+        self.seconds[kind] += seconds
         return out
 
 

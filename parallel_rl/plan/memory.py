@@ -10,8 +10,7 @@ import torch
 
 from parallel_rl.config.strict import at_least
 from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.backends.triton.cuts import PER_TOP
-from parallel_rl.vocab.linear.plan import LinearMode, Plan, kept_dtype, make_plan
+from parallel_rl.vocab.linear.plan import LinearMode, Plan, half_bytes, kept_dtype, make_plan
 
 if TYPE_CHECKING:
     from parallel_rl.plan.models import ModelShape
@@ -177,18 +176,12 @@ class _Case:
             "statistics": self.statistics(),
         }
         if mode == "in_forward":
-            if plan.group == plan.size:  # the weight's gradient is a sum, as it is where it goes to main_grad
+            if plan.group == plan.size:
                 return Stage(mode, base | self._chunk(plan.size, triton), plan)
-            rows = min(plan.group, self.rows)
-            kept = (
-                rows * self.parts * (self.columns * kept_dtype(layout.dtype).itemsize + 4 * -(-self.columns // PER_TOP))
-            )
-            of_group = {
-                "kept logits of a group": kept,
-                **self._chunk(plan.size, False, at_once=1),
-                **self._beside(rows, False),
-            }
-            return Stage(mode, base | of_group, plan)
+            rows = min(plan.group, self.rows)  # `main_grad` takes a float32 sum, also where they are all
+            kept = {"kept logits of a group": rows * self.parts * half_bytes(self.columns)}
+            kept |= self._chunk(plan.size, False, at_once=1) | self._beside(rows, False)
+            return Stage(mode, base | kept, plan)
         if mode == "recompute":
             if self.rows <= plan.tile[0] and not triton:  # in one go, no sum in float32 is kept
                 base["gradient of the head"] = self.columns * self.hidden * low

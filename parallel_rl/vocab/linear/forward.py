@@ -76,9 +76,8 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
                 target.index_copy_(0, indices, part)
 
     spans = params.rows.spans(plan.size)
-    count = (
-        2 if group_size(shard.group) > 1 and len(spans) > 1 else 1
-    )  # one is projected while the other's numbers travel
+    # one is projected while the other's numbers travel
+    count = 2 if group_size(shard.group) > 1 and len(spans) > 1 else 1
     keeps = plan.resident or (then is not None and plan.group > plan.size)
     in_place = keeps and params.kept_dtype == params.dtype  # they are projected where they are kept
     places = 1 if keeps else count  # what is kept is not read again before the backward
@@ -88,14 +87,14 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
     group: list[_Chunk] = []
     for index, (span, hidden) in enumerate(params.fetched(spans)):
         place = None if in_place else buffer[index % places * plan.size * parts :]
-        group.append(_chunk(params, span, hidden, place, out, keeps))
-        waiting.append(group[-1])
+        waiting.append(_chunk(params, span, hidden, place, out, keeps))
+        if then is not None:
+            group.append(waiting[-1])
         complete = then is not None and (span.stop % params.rows_together == 0 or index + 1 == len(spans))
         while len(waiting) >= (1 if complete else count):
             arrive(waiting.pop(0))
         if then is not None and complete:
             then(_together(group, out.kept.pop() if keeps else None, buffer), out)
-        if then is None or complete:
             group = []
     while waiting:
         arrive(waiting.pop(0))

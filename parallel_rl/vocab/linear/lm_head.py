@@ -41,8 +41,8 @@ class LMHeadInput:
         sequence_first: `hidden` is [S/cp, B, D], as Megatron holds it.
         sequence_parallel: `hidden` is split over the tensor ranks along the sequence; it is gathered chunk by chunk.
         mode: "auto", "in_forward", "resident" or "recompute", see `linear_token_stats`.
-        budget: bytes beyond the gradients, of which in_forward's may be float32 sums; None: on a GPU 2 GiB, or what 1.5 % of it
-            holds if that is less; 64 MiB elsewhere.
+        budget: bytes beyond the gradients and in_forward's float32 sum of the weight's, or what it keeps in the sum's place;
+            None: on a GPU 2 GiB, or what 1.5 % of it holds if that is less; 64 MiB elsewhere.
         rows: upper bound of the rows that carry loss in any rank's `hidden`; the others are not projected. A CPU counts
             them itself; more rows than the bound make every log-prob NaN (an error where values are checked).
         main_grad_factor: f: backward adds f × the weight's gradient to `weight.main_grad` in that tensor's dtype and gives

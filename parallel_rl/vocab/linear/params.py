@@ -12,7 +12,7 @@ from parallel_rl.groups import Pending, all_gather_start, group_size
 from parallel_rl.vocab.backends.choice import runs_on_triton
 from parallel_rl.vocab.backends.passes import RowSpec, drop_below_
 from parallel_rl.vocab.backends.torch_backend import math_dtype, rows_of
-from parallel_rl.vocab.backends.triton.cuts import PER_TOP
+from parallel_rl.vocab.backends.triton.cuts import tops_of
 from parallel_rl.vocab.linear.gemm import project
 from parallel_rl.vocab.linear.plan import LossRows, Plan, columns_of_rank, kept_dtype, make_plan
 
@@ -106,7 +106,7 @@ class LinearParams:
     @property
     def tops_per_row(self) -> int:
         """Numbers a row that kept logits are distances from: in the pass of the statistics Triton takes one for each block."""
-        return -(-self.shard.valid // PER_TOP) if self.grad_in_operand_dtype else 1
+        return tops_of(self.shard.valid) if self.grad_in_operand_dtype else 1
 
     @property
     def rows_together(self) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.backends.triton.cuts import PER_TOP
+from parallel_rl.vocab.backends.triton.cuts import tops_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,7 +166,7 @@ class _Cost(NamedTuple):
         buffers = 2 if shared else 1  # the next rows are projected while these ones' statistics travel
         ends = parts * buffers * 2 * hidden.shape[1] * dtype.itemsize
         logit, row = dtype.itemsize + low, parts * width
-        half = row * kept_dtype(hidden.dtype).itemsize + parts * 4 * -(-width // PER_TOP)
+        half = parts * half_bytes(width)
         return cls(ends + row * buffers * logit, ends, parts * logit, row * dtype.itemsize, half, shared, on_card)
 
 
@@ -213,6 +213,11 @@ def _tile(cost: _Cost, rows: int, width: int, room: int, parts: int) -> tuple[in
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of kept logits: float16, as z − max z, for low-precision operands, which p forgives; else theirs."""
     return torch.float16 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def half_bytes(columns: int) -> int:
+    """Bytes of a row of `HalfLogits`."""
+    return columns * torch.float16.itemsize + tops_of(columns) * torch.float32.itemsize
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.linear_model import kernel_name, step_seconds
 from parallel_rl import linear_token_stats
 from parallel_rl.vocab.backends import choice
 from parallel_rl.vocab.backends.choice import Backend
@@ -181,8 +182,6 @@ def test_a_plan_is_one_at_any_shape_and_budget() -> None:
 @pytest.mark.parametrize(("mode", "most"), [("in_forward", 38), ("resident", 38), ("recompute", 48.5)])
 def test_the_time_of_a_step_by_arithmetic(mode: LinearMode, most: float) -> None:
     """What no count of operators tells: chunks that leave multiprocessors idle, a pass more over the logits or the weight."""
-    from benchmarks.linear_model import step_seconds
-
     assert 1e3 * sum(step_seconds(mode, 8192, 4096, 131072).values()) <= most
 
 
@@ -201,15 +200,7 @@ class Kernels(TorchDispatchMode):
         self.products = self.amax = self.all = self.merges = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        name = func._schema.name.split("::")[1]
-        if not func.is_view and name not in (
-            "empty",
-            "empty_like",
-            "empty_strided",
-            "new_empty",
-            "detach",
-            "_unsafe_view",
-        ):
+        if (name := kernel_name(func)) is not None:
             self.all += 1
             self.products += name in ("mm", "addmm", "addmm_")
             self.amax += name == "amax"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -94,15 +95,14 @@ BUDGETS = (1 << 15, 1 << 17, 1 << 20, 20000)  # groups of kept chunks; one of al
 
 
 @cache
-def problem(ignored: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(hidden [N, D], weight [V, D], targets [N], weights of the tokens' statistics [3, N])."""
     g = torch.Generator().manual_seed(5)
     hidden, weight = torch.randn(N, D, generator=g), torch.randn(V, D, generator=g) * 0.8
     targets = torch.randint(0, V, (N,), generator=g)
     weights = torch.randn(3, N, generator=g)
-    if ignored:
-        targets[torch.arange(N) % 5 == 3] = -100
-        weights[:, targets == -100] = 0
+    targets[torch.arange(N) % 5 == 3] = -100
+    weights[:, targets == -100] = 0
     return hidden.bfloat16(), weight.bfloat16(), targets, weights
 
 
@@ -112,8 +112,8 @@ def objective(stats: TokenStats, weights: Tensor) -> Tensor:
     return (a * stats.logprobs.exp()).sum() + (b * stats.entropy).sum() + (c * stats.lse).sum()
 
 
-def whole_gradients(factor: float, ignored: bool) -> tuple[Tensor, Tensor]:
-    hidden, weight, targets, weights = problem(ignored)
+def whole_gradients(factor: float) -> tuple[Tensor, Tensor]:
+    hidden, weight, targets, weights = problem()
     h, w = (x.double().requires_grad_() for x in (hidden, weight))
     log_p = ((h @ w.t()) / 0.7).log_softmax(1)
     lse = ((h @ w.t()) / 0.7).logsumexp(1)
@@ -127,7 +127,7 @@ def head_case(
     rank: int, size: int, scatter: bool, budget: int, factor: float, main_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """(gradient of this rank's hidden rows, of its rows of the weight)."""
-    hidden, weight, targets, weights = problem(True)
+    hidden, weight, targets, weights = problem()
     part, columns = (slice(rank * n // size, (rank + 1) * n // size) for n in (N, V))
     h = hidden[part if scatter else slice(None)].to(DEVICE).requires_grad_()
     w = weight[columns].to(DEVICE).requires_grad_()
@@ -144,15 +144,12 @@ def head_case(
     return h.grad.cpu(), (w.main_grad if main_grad else w.grad).cpu()  # type: ignore[attr-defined]
 
 
-CASES = [(scatter, budget, main_grad) for scatter in (False, True) for budget in BUDGETS for main_grad in (False, True)]
+def cases(size: int) -> list[tuple[bool, int, bool]]:
+    return list(product((False, True) if size > 1 else (False,), BUDGETS, (False, True)))
 
 
 def head_cases(rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
-    return [
-        head_case(rank, size, scatter, budget, 1 / 3, main_grad)
-        for scatter, budget, main_grad in CASES
-        if size > 1 or not scatter
-    ]
+    return [head_case(rank, size, scatter, budget, 1 / 3, main_grad) for scatter, budget, main_grad in cases(size)]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -164,9 +161,9 @@ def test_rows_are_multiplied_together(size: int) -> None:
     ]
     assert plans[0].size < plans[0].group < N and plans[1].size < N <= plans[1].group and plans[2].size == N, plans
     per_rank = over_ranks(size, head_cases, size)
-    truth = whole_gradients(1 / 3, True)
+    truth = whole_gradients(1 / 3)
     rounding = [error(x.bfloat16(), x) for x in truth]
-    for case, found in zip([c for c in CASES if size > 1 or not c[0]], zip(*per_rank, strict=True), strict=True):
+    for case, found in zip(cases(size), zip(*per_rank, strict=True), strict=True):
         of_hidden = torch.cat([h for h, _ in found]) if case[0] else found[0][0]
         of_weight = torch.cat([w for _, w in found])
         assert all(torch.equal(h, found[0][0]) for h, _ in found) or case[0]

@@ -26,6 +26,11 @@ CUTS = {("stats", (9, 0)): Cut(512, 4, 32), ("gradient", (9, 0)): Cut(512, 8, 32
 PER_TOP = 128
 
 
+def tops_of(columns: int) -> int:
+    """Numbers that a row of so many kept logits is distances from."""
+    return -(-columns // PER_TOP)
+
+
 def cut(name: str, device: torch.device) -> Cut:
     """The cut of pass `name` on a device."""
     card = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)

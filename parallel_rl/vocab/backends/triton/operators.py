@@ -90,13 +90,6 @@ def _merge(parts: Tensor, inv_t: Tensor) -> Tensor:
     return merged
 
 
-@vocab_stats.register_fake
-def _(
-    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool = False
-) -> Tensor:  # fmt: skip
-    return logits.new_empty(logits.shape[0], 3 + entropy + squares, dtype=torch.float32)
-
-
 @torch.library.custom_op("parallel_rl::vocab_stats_half", mutates_args=("half", "tops"))
 def vocab_stats_half(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool,
@@ -106,10 +99,11 @@ def vocab_stats_half(
     return _merge(_parts(logits, targets, keep, inv_t, start, valid, entropy, squares, half, tops), inv_t)
 
 
+@vocab_stats.register_fake
 @vocab_stats_half.register_fake
 def _(
-    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool,
-    half: Tensor, tops: Tensor,
+    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool,
+    squares: bool = False, *_: Tensor,
 ) -> Tensor:  # fmt: skip
     return logits.new_empty(logits.shape[0], 3 + entropy + squares, dtype=torch.float32)
 
@@ -151,13 +145,6 @@ def vocab_row_stats(
     return _combine(_parts(logits, targets, keep, inv_t, start, valid, entropy, squares), keep, inv_t)
 
 
-@vocab_row_stats.register_fake
-def _(
-    logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _combined(logits.new_empty(1, logits.shape[0], 3 + entropy + squares, dtype=torch.float32))
-
-
 @torch.library.custom_op("parallel_rl::vocab_row_stats_half", mutates_args=("half", "tops"))
 def vocab_row_stats_half(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool,
@@ -167,10 +154,11 @@ def vocab_row_stats_half(
     return _combine(_parts(logits, targets, keep, inv_t, start, valid, entropy, squares, half, tops), keep, inv_t)
 
 
+@vocab_row_stats.register_fake
 @vocab_row_stats_half.register_fake
 def _(
     logits: Tensor, targets: Tensor, keep: Tensor, inv_t: Tensor, start: int, valid: int, entropy: bool, squares: bool,
-    half: Tensor, tops: Tensor,
+    *_: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _combined(logits.new_empty(1, logits.shape[0], 3 + entropy + squares, dtype=torch.float32))
 
