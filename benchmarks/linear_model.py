@@ -29,7 +29,7 @@ FLOPS, BANDWIDTH = 790e12, 4.3e12  # of a large bfloat16 product, and of a copy,
 REACHED = 0.87  # of the bandwidth, by a pass
 PROCESSORS, TILE = 132, (128, 256)
 MODES: tuple[LinearMode, ...] = ("in_forward", "resident", "recompute")
-_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view"}
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "_unsafe_view", "promote_types"}
 _KINDS = {
     "mm": "products", "addmm": "products", "addmm_": "products",
     "vocab_stats": "statistics", "vocab_row_stats": "statistics", "vocab_stats_half": "statistics",
@@ -65,6 +65,8 @@ class CardModel(TorchDispatchMode):
             moved = [*read, *made]
             if name == "vocab_gradient_":
                 moved.append(read[0])  # written over what was read
+            if name in ("copy_", "new_zeros", "zeros_like"):
+                moved = moved[1:]  # what is written over, or only has the shape, is not read
             if name in ("index", "index_copy_"):
                 moved = 2 * (made if name == "index" else read[-1:])  # some rows
             if name == "scale_":

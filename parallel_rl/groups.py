@@ -67,12 +67,12 @@ class Pending(NamedTuple):
         return self.result
 
 
-def all_gather_start(x: Tensor, group: ProcessGroup | None) -> Pending:
-    """Start to gather [n, ...] to [ranks · n, ...] in rank order; without gradient."""
+def all_gather_start(x: Tensor, group: ProcessGroup | None, out: Tensor | None = None) -> Pending:
+    """Start to gather [n, ...] to [ranks · n, ...] in rank order, of several ranks into `out`; without gradient."""
     size = group_size(group)
     if size == 1:
         return Pending(x, None)
-    gathered = x.new_empty(size * x.shape[0], *x.shape[1:])
+    gathered = x.new_empty(size * x.shape[0], *x.shape[1:]) if out is None else out
     return Pending(gathered, _all_gather(gathered, x.contiguous(), group=group, async_op=True))
 
 

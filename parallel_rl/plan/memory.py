@@ -10,7 +10,7 @@ import torch
 
 from parallel_rl.config.strict import at_least
 from parallel_rl.vocab.backends.torch_backend import math_dtype
-from parallel_rl.vocab.linear.plan import LinearMode, Plan, half_bytes, kept_dtype, make_plan
+from parallel_rl.vocab.linear.plan import HeadShape, LinearMode, Plan, half_bytes, kept_dtype, make_plan
 
 if TYPE_CHECKING:
     from parallel_rl.plan.models import ModelShape
@@ -167,9 +167,11 @@ class _Case:
         """The LM head in one mode; its two phases hold different things, of which the larger sum counts."""
         layout, low, wide = self.layout, self.low, self.wide
         triton = not self.on_cpu and low < wide
-        operand = torch.empty(self.rows, self.hidden, dtype=layout.dtype, device="cpu" if self.on_cpu else "meta")
-        in_place = triton or low == wide
-        plan = make_plan(operand, self.columns, layout.tensor > 1, self.parts, mode, layout.budget, in_place)
+        shape = HeadShape(
+            self.rows, self.hidden, self.columns, layout.dtype, torch.device("cpu" if self.on_cpu else "meta"),
+            shared=layout.tensor > 1, parts=self.parts, in_place=triton or low == wide,
+        )  # fmt: skip
+        plan = make_plan(shape, mode, layout.budget)
         base = {
             "gradient of hidden states": self.of_hidden(),
             "gradient of the head": self.columns * self.hidden * wide,
@@ -188,16 +190,16 @@ class _Case:
             again = base | self._chunk(plan.tile[0], triton, plan.tile[1], at_once=1)
             first = {"statistics": self.statistics()} | self._chunk(plan.size, False)
             return Stage(mode, _larger(again, first), plan)
-        wanted = kept_dtype(layout.dtype).itemsize
         logit = self.parts * self.columns
+        row = self.parts * half_bytes(self.columns) if triton else logit * kept_dtype(layout.dtype).itemsize
         group = 0 if triton or low == wide else min(plan.group, self.rows) * logit * wide
-        later = {"kept logits": self.rows * logit * wanted, **base, "logits of a group": group}
+        later = {"kept logits": self.rows * row, **base, "logits of a group": group}
         later |= self._beside(min(plan.group, self.rows), False)
-        chunk = 0 if wanted == wide else plan.size * logit * wide
+        chunk = 0 if low == wide else plan.size * logit * wide
         twice = chunk if self.on_cpu else 0  # as distances from the row's largest, before they are rounded
         so_far = self.rows // plan.size * plan.size if twice else self.rows  # the last chunk may be a small one
         earlier = {
-            "kept logits": so_far * logit * wanted,
+            "kept logits": so_far * row,
             "statistics": self.statistics(),
             "logits of a chunk": chunk + twice,
         }

@@ -104,7 +104,7 @@ class VocabShard:
             start, valid, size, group, temperature, entropy, truncation, consume_logits, backend, sum_pi_squared, logit_scale
         )  # fmt: skip
 
-    def at(self, rows: Tensor) -> VocabShard:
+    def at(self, rows: slice | Tensor) -> VocabShard:
         """How some of the rows are read: with their temperatures, where each has its own."""
         own = isinstance(self.temperature, torch.Tensor) and self.temperature.dim() > 0
         return replace(self, temperature=self.temperature[rows]) if own else self  # type: ignore[index]

@@ -160,9 +160,8 @@ class _InForward(torch.autograd.Function):
             upstream = objective.gradients(so_far.stats)
             check_replicated(upstream, params.shard.group, so_far.stats[0])
             used.append((chunks.spans, upstream))
-            if any(g is not None for g in upstream):
-                logits = lambda _: (chunks.logits, chunks.tops)  # noqa: E731
-                gradients.add(chunks.spans, chunks.hidden, [params.columns], logits, so_far.table, upstream)
+            logits = lambda _: (chunks.logits, chunks.tops)  # noqa: E731
+            gradients.add(chunks.spans, chunks.hidden, [params.columns], logits, so_far.table, upstream)
 
         forward = run_forward(params, then=then)
         calls = objective.calls(params)
@@ -223,7 +222,7 @@ class ForwardGradients:
 def _check_separable(params: LinearParams, used: list[tuple[list[slice], OutputGrads]], known: OutputGrads) -> None:
     """Raise ValueError where a chunk's gradients change once the later chunks are known."""
     for spans, upstream in used:
-        indices = torch.cat([params.rows.gathered(span) for span in spans])
+        indices = torch.arange(len(params.keep), device=params.keep.device)[params.rows.gathered(*spans)]
         indices = indices[params.keep[indices]]
         for then, now in zip(upstream, known, strict=True):
             before = torch.zeros_like(indices, dtype=params.dtype) if then is None else then[indices]

@@ -17,6 +17,7 @@ from parallel_rl.vocab.backends.torch_backend import rows_of
 from parallel_rl.vocab.linear.forward import Forward, KeptLogits
 from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient
 from parallel_rl.vocab.linear.params import LinearParams
+from parallel_rl.vocab.linear.rows import Rows, put_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,13 +47,14 @@ class Gradients:
     ) -> None:
         self.params = params
         of_hidden, of_weight, of_bias = wanted
-        self.hidden = torch.zeros_like(params.hidden) if of_hidden else None
+        like = torch.empty_like if params.rows.order is None else torch.zeros_like  # all rows are added, or some
+        self.hidden = like(params.hidden) if of_hidden else None
         self._blank = of_weight and weight is None  # the first product fills it: no zeros are written and read
         if self._blank:
             weight = torch.empty_like(params.weight, dtype=params.weight.dtype if at_once else params.dtype)
         self.weight = weight if of_weight else None
         self.bias = torch.zeros_like(params.bias, dtype=params.dtype) if of_bias and params.bias is not None else None
-        self._under_way: list[tuple[Tensor, Pending]] = []
+        self._under_way: list[tuple[Rows | None, Pending]] = []  # None: where they are to be
 
     def add(
         self,
@@ -70,11 +72,11 @@ class Gradients:
             logits: a slice to (logits, what they lack or None), which are overwritten.
             table, upstream: of all rows.
         """
-        params, indices = self.params, torch.cat([self.params.rows.gathered(span) for span in spans])
-        table, upstream = table[indices], _rows_of(upstream, indices)
+        params, rows = self.params, self.params.rows.gathered(*spans)
+        table, upstream = table[rows], _rows_of(upstream, rows)
 
         def gradient(part: slice) -> Tensor:
-            return _logits_gradient(params, *logits(part), params.spec(indices, part), table, upstream)
+            return _logits_gradient(params, *logits(part), params.spec(rows, part), table, upstream)
 
         self.add_products(spans, hidden, columns, gradient)
 
@@ -87,21 +89,23 @@ class Gradients:
             columns: all of them, in slices.
             gradient: a slice to the gradient of those logits, in the dtype that the products take.
         """
-        params, of_hidden = self.params, None
+        params, of_hidden, there = self.params, None, False
         if self.hidden is not None:
-            of_hidden = torch.zeros(hidden.shape, dtype=params.dtype, device=hidden.device)
-        sending: list[tuple[Tensor, Pending]] = []
+            rows = params.rows.gathered(*spans)
+            there = self.hidden.dtype == params.dtype and params.rows.parts == 1 and isinstance(rows, slice)
+            of_hidden = self.hidden[rows] if there else torch.empty_like(hidden, dtype=params.dtype)
+        sending: list[tuple[Rows | None, Pending]] = []
         for part in columns:
             dz = gradient(part)
             if of_hidden is not None:
-                add_hidden_gradient(of_hidden, dz, params.weight[part])
+                add_hidden_gradient(of_hidden, dz, params.weight[part], blank=part is columns[0])
                 if part is columns[-1]:
                     at = 0
                     for span in spans:
-                        rows = len(params.rows.order) * (span.stop - span.start)
-                        of_span = sum_start(of_hidden[at : at + rows], params.shard.group, params.scatter)
-                        sending.append((params.rows.own(span), of_span))
-                        at += rows
+                        count = params.rows.parts * (span.stop - span.start)
+                        of_span = sum_start(of_hidden[at : at + count], params.shard.group, params.scatter)
+                        sending.append((None if there else params.rows.own(span), of_span))
+                        at += count
             if self.weight is not None:
                 add_weight_gradient(self.weight[part], dz, hidden, self._blank)
             if self.bias is not None:
@@ -119,8 +123,9 @@ class Gradients:
 
     def _arrive(self) -> None:
         for rows, part in self._under_way:
-            assert self.hidden is not None
-            self.hidden.index_copy_(0, rows, part.wait().to(self.hidden.dtype))
+            summed = part.wait()
+            if rows is not None and self.hidden is not None:
+                put_rows(self.hidden, rows, summed)
         self._under_way = []
 
 
@@ -159,7 +164,7 @@ def run_backward(params: LinearParams, forward: Forward, upstream: OutputGrads, 
     if truncated:  # its threshold is that of the row
         slices, columns = [params.columns], valid
     buffer = None if params.plan.resident else params.buffer(rows, columns)
-    for index, (span, hidden) in enumerate(params.fetched(backward_spans(params))):
+    for index, (span, hidden, _) in enumerate(params.fetched(backward_spans(params))):
         if buffer is None:
             kept, forward.kept[index] = forward.kept[index], None
             gradients.add(
@@ -167,8 +172,8 @@ def run_backward(params: LinearParams, forward: Forward, upstream: OutputGrads, 
             )
             del kept  # its memory
         else:
-            indices = params.rows.gathered(span) if truncated else None
-            again = partial(_logits_again, params, hidden, buffer, forward.floor, indices)
+            dropped = params.rows.gathered(span) if truncated else None
+            again = partial(_logits_again, params, hidden, buffer, forward.floor, dropped)
             gradients.add([span], hidden, slices, again, forward.table, upstream)
     return gradients.close()
 
@@ -186,9 +191,9 @@ def _kept_logits(params: LinearParams, kept: KeptLogits | None, _: slice) -> tup
 
 
 def _logits_again(
-    params: LinearParams, hidden: Tensor, buffer: Tensor, floor: Tensor | None, indices: Tensor | None, columns: slice
+    params: LinearParams, hidden: Tensor, buffer: Tensor, floor: Tensor | None, dropped: Rows | None, columns: slice
 ) -> tuple[Tensor, None]:
     z = params.logits(hidden, buffer, columns)
-    if indices is not None:
-        params.drop_(z, indices, floor)
+    if dropped is not None:
+        params.drop_(z, dropped, floor)
     return z, None

@@ -14,6 +14,7 @@ import torch
 from parallel_rl.groups import Pending, all_gather_start, group_size
 from parallel_rl.vocab.backends.passes import HalfLogits, combine_rows, row_parts, row_stats, truncated_row_parts
 from parallel_rl.vocab.linear.params import LinearParams, RowStats
+from parallel_rl.vocab.linear.rows import put_rows
 from parallel_rl.vocab.threshold import kept_floor
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Chunks(NamedTuple):
 
 class _Chunk(NamedTuple):
     span: slice
-    hidden: Tensor
+    rows: int  # of all parts
     stats: Pending | tuple[Tensor | None, ...]  # parts on the way to all ranks, or what one rank's are combined to
 
 
@@ -67,13 +68,13 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
     out = Forward(stats, table, table.new_zeros(total, 1) if by_rank else None, [])
 
     def arrive(chunk: _Chunk) -> None:
-        indices, made = params.rows.gathered(chunk.span), chunk.stats
+        rows, made = params.rows.gathered(chunk.span), chunk.stats
         if isinstance(made, Pending):
-            gathered = made.wait().view(-1, len(chunk.hidden), 3 + shard.entropy + shard.sum_pi_squared)
-            made = combine_rows(gathered, params.spec(indices, params.columns), shard.backend)
+            gathered = made.wait().view(-1, chunk.rows, 3 + shard.entropy + shard.sum_pi_squared)
+            made = combine_rows(gathered, params.spec(rows, params.columns), shard.backend)
         for target, part in zip((*out.stats, table), made, strict=True):
             if target is not None and part is not None:
-                target.index_copy_(0, indices, part)
+                put_rows(target, rows, part)
 
     spans = params.rows.spans(plan.size)
     # one is projected while the other's numbers travel
@@ -82,19 +83,21 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
     in_place = keeps and params.kept_dtype == params.dtype  # they are projected where they are kept
     places = 1 if keeps else count  # what is kept is not read again before the backward
     buffer = params.buffer(0 if in_place else places * plan.size, shard.valid)
-    parts = params.rows.order.shape[0]
+    together = 1 if then is None else params.rows_together
     waiting: list[_Chunk] = []
-    group: list[_Chunk] = []
-    for index, (span, hidden) in enumerate(params.fetched(spans)):
-        place = None if in_place else buffer[index % places * plan.size * parts :]
+    group: list[slice] = []
+    # a threshold's search and a gradient read rows without loss as well
+    fetched = params.fetched(spans, together, masked=then is not None or keeps or by_rank)
+    for index, (span, hidden, of_group) in enumerate(fetched):
+        place = None if in_place else buffer[index % places * plan.size * params.rows.parts :]
         waiting.append(_chunk(params, span, hidden, place, out, keeps))
-        if then is not None:
-            group.append(waiting[-1])
-        complete = then is not None and (span.stop % params.rows_together == 0 or index + 1 == len(spans))
+        group.append(span)
+        complete = then is not None and (span.stop % together == 0 or index + 1 == len(spans))
         while len(waiting) >= (1 if complete else count):
             arrive(waiting.pop(0))
         if then is not None and complete:
-            then(_together(group, out.kept.pop() if keeps else None, buffer), out)
+            values, tops = (buffer, None) if not keeps else out.kept.pop()[1:]  # type: ignore[index]
+            then(Chunks(group, of_group, values[: len(of_group)], tops), out)
             group = []
     while waiting:
         arrive(waiting.pop(0))
@@ -105,21 +108,21 @@ def _chunk(
     params: LinearParams, span: slice, hidden: Tensor, place: Tensor | None, out: Forward, keeps: bool
 ) -> _Chunk:
     """Project a chunk to `place`, or to where its logits are kept, and compute its statistics."""
-    shard, indices = params.shard, params.rows.gathered(span)
+    shard, rows = params.shard, params.rows.gathered(span)
     kept = _reserve(params, out.kept, span) if keeps else None
     if place is None:
         assert kept is not None
         place = kept.values
-    z, spec = params.logits(hidden, place, params.columns), params.spec(indices, params.columns)
+    z, spec = params.logits(hidden, place, params.columns), params.spec(rows, params.columns)
     half = HalfLogits(*kept[1:]) if kept is not None and params.grad_in_operand_dtype else None  # type: ignore[arg-type]
     asked, parts = (shard.entropy, shard.backend, shard.sum_pi_squared), None
     if out.floor is None:
-        params.drop_(z, indices, None)
+        params.drop_(z, rows, None)
         if group_size(shard.group) > 1:
             parts = row_parts(z, spec, *asked, half)
     else:
-        floor = kept_floor(z, shard.at(indices))
-        out.floor.index_copy_(0, indices, floor.to(out.floor.dtype))
+        floor = kept_floor(z, shard.at(rows))
+        put_rows(out.floor, rows, floor)
         parts = truncated_row_parts(z, floor, spec, *asked, half=half)
     made: Pending | tuple[Tensor | None, ...]
     if parts is None:  # a row's splits are combined at once
@@ -130,21 +133,15 @@ def _chunk(
     if half is None and kept is not None and kept.tops is not None:
         torch.clamp(top, min=torch.finfo(top.dtype).min, out=kept.tops)  # a row of −inf stays one
         torch.sub(z, kept.tops, out=kept.values)
-    return _Chunk(span, hidden, made)
-
-
-def _together(chunks: list[_Chunk], kept: KeptLogits | None, buffer: Tensor) -> Chunks:
-    hidden = chunks[0].hidden if len(chunks) == 1 else torch.cat([chunk.hidden for chunk in chunks])
-    values, tops = (buffer, None) if kept is None else kept[1:]
-    return Chunks([chunk.span for chunk in chunks], hidden, values[: len(hidden)], tops)
+    return _Chunk(span, len(hidden), made)
 
 
 def _reserve(params: LinearParams, kept: list[KeptLogits | None], span: slice) -> KeptLogits:
     """Reserve memory for a chunk's logits: a part of the buffer that is being filled, or of a new one at the list's end."""
-    plan, parts = params.plan, params.rows.order.shape[0]
+    plan, parts = params.plan, params.rows.parts
     last = kept[-1] if kept else None
     if last is None or span.start >= last.span.stop:
-        end = min(span.start + plan.group, params.rows.order.shape[1])
+        end = min(span.start + plan.group, params.rows.count)
         values = params.buffer(end - span.start, params.shard.valid, params.kept_dtype)
         low = params.kept_dtype != params.dtype
         tops = params.buffer(end - span.start, params.tops_per_row) if low else None

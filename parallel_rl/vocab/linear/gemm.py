@@ -32,15 +32,19 @@ def project(hidden: Tensor, weight: Tensor, out: Tensor) -> None:
             torch.mm(raised, weight[columns].to(out.dtype).t(), out=out[:, columns])
 
 
-def add_hidden_gradient(total: Tensor, dz: Tensor, weight: Tensor) -> None:
-    """Add dz [n, W] · weight [W, D] to `total` [n, D], in its dtype."""
-    if dz.dtype == weight.dtype == total.dtype:
-        total.addmm_(dz, weight)
+def add_hidden_gradient(total: Tensor, dz: Tensor, weight: Tensor, blank: bool = False) -> None:
+    """Add dz [n, W] · weight [W, D] to `total` [n, D], in its dtype; a blank total may hold anything before."""
+    if not len(weight):
+        if blank:
+            total.zero_()
+    elif dz.dtype == weight.dtype == total.dtype:
+        total.addmm_(dz, weight, beta=0 if blank else 1)
     elif dz.device.type == "cpu":
         for columns in _blocks(weight):
-            total.addmm_(dz[:, columns].to(total.dtype), weight[columns].to(total.dtype))
+            beta = 0 if blank and columns.start == 0 else 1
+            total.addmm_(dz[:, columns].to(total.dtype), weight[columns].to(total.dtype), beta=beta)
     else:
-        _add_product(total, dz, weight, False)
+        _add_product(total, dz, weight, blank)
 
 
 def add_weight_gradient(total: Tensor, dz: Tensor, hidden: Tensor, blank: bool = False) -> None:

@@ -12,7 +12,7 @@ from parallel_rl.groups import group_size
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.consumed import refuse_transforms
 from parallel_rl.vocab.dtensor import check_plain
-from parallel_rl.vocab.linear.plan import LinearMode, check_mode, columns_of_rank, make_plan
+from parallel_rl.vocab.linear.plan import HeadShape, LinearMode, check_mode, columns_of_rank, make_plan
 from parallel_rl.vocab.shards import check_logit_scale
 
 if TYPE_CHECKING:
@@ -130,7 +130,13 @@ class LMHeadInput:
                 "without it; use 'resident' or 'recompute'"
             )
         width = columns_of_rank(weight.shape[0], vocab_size, group)
-        make_plan(hidden.flatten(0, -2), width, group_size(group) > 1, self.parts(group), self.mode, self.budget)
+        make_plan(self.shape(group, width), self.mode, self.budget)
+
+    def shape(self, group: ProcessGroup | None, width: int) -> HeadShape:
+        """What a plan is made for, at `width` columns a rank; what else the call knows is to be replaced."""
+        rows, size = self.hidden[..., 0].numel(), self.hidden.shape[-1]
+        shared, parts = group_size(group) > 1, self.parts(group)
+        return HeadShape(rows, size, width, self.hidden.dtype, self.hidden.device, shared, parts)
 
     def check_rows(self, keep: Tensor, group: ProcessGroup | None) -> None:
         """Check, where values are checked, that at most `rows` rows carry loss; keep is [N], in the order of logits.

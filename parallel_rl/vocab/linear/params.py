@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,7 +14,8 @@ from parallel_rl.vocab.backends.passes import RowSpec, drop_below_
 from parallel_rl.vocab.backends.torch_backend import math_dtype, rows_of
 from parallel_rl.vocab.backends.triton.cuts import tops_of
 from parallel_rl.vocab.linear.gemm import project
-from parallel_rl.vocab.linear.plan import LossRows, Plan, columns_of_rank, kept_dtype, make_plan
+from parallel_rl.vocab.linear.plan import Plan, columns_of_rank, kept_dtype, make_plan
+from parallel_rl.vocab.linear.rows import LossRows, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +26,14 @@ if TYPE_CHECKING:
 
 #: [N] (log-prob, entropy, lse, Σπ²) of rows in the gathered order
 RowStats = tuple["Tensor", "Tensor | None", "Tensor", "Tensor | None"]
+
+
+class FetchedRows(NamedTuple):
+    """Hidden states [n, D] of a span of the order, which lie in those of all rows that are taken together."""
+
+    span: slice
+    hidden: Tensor
+    together: Tensor  # up to this span
 
 
 @dataclass(frozen=True)
@@ -65,17 +74,20 @@ class LinearParams:
         if isinstance(shard.temperature, torch.Tensor) and shard.temperature.dim():
             in_order = head.row_order(shard.group).to_rows(shard.temperature.reshape(-1))
             shard = replace(shard, temperature=in_order)
-        hidden, parts = head.hidden.detach().reshape(-1, head.hidden.shape[-1]), head.parts(shard.group)
+        hidden, parts = head.hidden, head.parts(shard.group)
         dtype = math_dtype(hidden.dtype)
         width = columns_of_rank(shard.valid, shard.vocab_size, shard.group)
         # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
         low = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, shard.backend)
-        in_place, whole_rows = low or hidden.dtype == dtype, bool(shard.truncation)
         of_weight = head.weight.requires_grad and head.main_grad_factor is None
         spared = head.weight.shape[1] * width * (dtype.itemsize - hidden.dtype.itemsize) if of_weight else 0
-        plan = make_plan(
-            hidden, width, group_size(shard.group) > 1, parts, mode, head.budget, in_place, whole_rows, spared
+        shape = replace(
+            head.shape(shard.group, width),
+            in_place=low or hidden.dtype == dtype,
+            whole_rows=bool(shard.truncation),
+            spared=spared,
         )
+        plan = make_plan(shape, mode, head.budget)
         if not keeps:
             plan = replace(plan, resident=False)
         rows = LossRows.of(keep, parts, head.rows, shard.group)
@@ -120,26 +132,43 @@ class LinearParams:
     def columns(self) -> slice:
         return slice(0, self.shard.valid)
 
-    def spec(self, indices: Tensor, columns: slice) -> RowSpec:
+    def spec(self, rows: Rows, columns: slice) -> RowSpec:
         """The inputs of some rows, for some of the shard's columns."""
-        inv_t = rows_of(self.inv_t, indices)
+        inv_t = rows_of(self.inv_t, rows)
         start, stop = columns.start, columns.stop
-        return RowSpec(self.targets[indices], self.keep[indices], inv_t, self.shard.start + start, stop - start)
+        return RowSpec(self.targets[rows], self.keep[rows], inv_t, self.shard.start + start, stop - start)
 
-    def fetched(self, spans: Sequence[slice]) -> Iterator[tuple[slice, Tensor]]:
-        """Yield hidden states span by span, the next ones on their way; rows without loss are 0, whatever they hold."""
+    def fetched(self, spans: Sequence[slice], together: int = 1, masked: bool = True) -> Iterator[FetchedRows]:
+        """Yield hidden states span by span, the next ones on their way.
 
-        def fetch(span: slice) -> Pending:
-            own = self.rows.own(span)
-            keep = self.keep[own + self.rows.rank * self.rows.rows_per_part]
-            hidden = torch.where(keep[:, None], self.hidden[own], 0)
-            return all_gather_start(hidden, self.shard.group) if self.scatter else Pending(hidden, None)
+        Args:
+            together: rows a part, whole spans, that are masked to lie one after another in memory.
+            masked: rows without loss are 0, whatever they hold; else as they are, which only their own statistics may read.
+        """
+        assert masked or together == 1
+        rows, zero = self.rows, self.hidden.new_zeros(())
+        group: Tensor | None = None
 
-        on_its_way: Pending | None = None
+        def fetch(span: slice) -> tuple[Pending, Tensor | None]:
+            nonlocal group
+            hidden, at, count = self.hidden[rows.own(span)], span.start % together, span.stop - span.start
+            if at == 0:
+                of_group = min(together, rows.count - span.start)
+                group = self.buffer(of_group, hidden.shape[1], hidden.dtype) if of_group > count else None
+            place = None if group is None else group[rows.parts * at : rows.parts * (at + count)]
+            if masked:
+                keep = self.keep[rows.own_gathered(span)][:, None]
+                hidden = torch.where(keep, hidden, zero, out=None if self.scatter else place)
+            if self.scatter:
+                return all_gather_start(hidden, self.shard.group, place), group
+            return Pending(hidden, None), group
+
+        on_its_way: tuple[Pending, Tensor | None] | None = None
         for index, span in enumerate(spans):
-            hidden = (fetch(span) if on_its_way is None else on_its_way).wait()
+            arriving, of_group = fetch(span) if on_its_way is None else on_its_way
+            hidden = arriving.wait()
             on_its_way = fetch(spans[index + 1]) if index + 1 < len(spans) else None
-            yield span, hidden
+            yield FetchedRows(span, hidden, hidden if of_group is None else of_group)
 
     def logits(self, hidden: Tensor, out: Tensor, columns: slice) -> Tensor:
         """Project [n, D] hidden rows to logits [n, columns], in the first elements of `out`."""
@@ -148,18 +177,18 @@ class LinearParams:
         bias = None if self.bias is None else self.bias[columns]
         return project_rows(hidden, self.weight[columns], bias, self.softcap, z)
 
-    def drop_(self, z: Tensor, indices: Tensor, floor: Tensor | None) -> None:
+    def drop_(self, z: Tensor, rows: Rows, floor: Tensor | None) -> None:
         """Write −inf over the logits [n, W] of some rows that the policy does not keep. A row's target counts as recorded."""
         if floor is not None:
-            drop_below_(z, floor[indices])
+            drop_below_(z, floor[rows])
         elif self.kept_ids is not None and z.shape[1]:
-            column, here = self.shard.local(torch.cat([self.kept_ids[indices], self.targets[indices, None]], 1))
+            column, here = self.shard.local(torch.cat([self.kept_ids[rows], self.targets[rows][:, None]], 1))
             kept = torch.where(here, z.gather(1, column), -torch.inf)
             z.fill_(-torch.inf).scatter_reduce_(1, column, kept, "amax")
 
     def buffer(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
         """An empty [rows · parts, columns] tensor for that many rows of the order."""
-        rows = min(rows, self.rows.order.shape[1]) * self.rows.order.shape[0]
+        rows = min(rows, self.rows.count) * self.rows.parts
         return torch.empty(rows, columns, dtype=self.dtype if dtype is None else dtype, device=self.hidden.device)
 
 

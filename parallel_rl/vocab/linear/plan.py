@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 
-from parallel_rl.groups import group_rank, group_size
+from parallel_rl.groups import group_size
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.backends.triton.cuts import tops_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 LinearMode = Literal["auto", "in_forward", "resident", "recompute"]
@@ -22,8 +22,11 @@ _HOST_BUDGET = 1 << 26
 _MOST_OF_CARD, _OF_CARD = 1 << 31, 0.015
 _MOST_ROWS = 4096  # beyond it a product gains nothing from more rows
 _LEAST_COLUMNS = 2048  # below it a product loses
-_ALIGN, _WAVE = 64, 1024  # rows; at D 4096 a wave's fill the 132 multiprocessors of an H100 with tiles of a product
-_WAVE_COLUMNS = 33 * 256  # 33 tiles across, of 132 multiprocessors; down there are multiples of 4
+_ALIGN = 64
+# a product's tiles, one of which each multiprocessor of an H100 or H200 makes at a time: a wave
+_TILE, _WAVE = (128, 256), 132
+_GROUP = 1024  # rows of kept chunks; at D 4096 they give the hidden states' gradient 128 tiles
+_WAVE_COLUMNS = 33 * _TILE[1]  # down there are multiples of 4
 _LEAST_ROWS = 256  # below it a product waits for the weight that it reads
 _OF_GROUP = 3  # a chunk may take a third of the budget of the group that it is kept in
 
@@ -90,61 +93,103 @@ def card_budget(memory: int) -> int:
     return min(_MOST_OF_CARD, 1 << (int(_OF_CARD * memory).bit_length() - 1))
 
 
+@dataclass(frozen=True)
+class HeadShape:
+    """What a plan is made for, alike on all ranks that share a batch.
+
+    Attributes:
+        rows, size: R of each part and D of the hidden states, whose `dtype` the operands have.
+        width: columns a rank, of `columns_of_rank`.
+        shared: other ranks work on the same rows. parts: ranks that the rows are split over.
+        in_place: the gradient of kept logits is written over them, see `LinearParams.grad_in_operand_dtype`.
+        whole_rows: logits that are projected again must have the bits that they had in forward.
+        spared: bytes of a float32 sum of the weight's gradient beyond the gradient, which one group of all rows does without.
+    """
+
+    rows: int
+    size: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    shared: bool = False
+    parts: int = 1
+    in_place: bool = False
+    whole_rows: bool = False
+    spared: int = 0
+
+    @property
+    def on_card(self) -> bool:
+        return self.device.type != "cpu"
+
+    @property
+    def half(self) -> bool:
+        """Logits are kept as `HalfLogits`, under their gradient."""
+        return self.in_place and kept_dtype(self.dtype) != math_dtype(self.dtype)
+
+
 def rows_at_once(total: int, cost: int, room: int) -> int:
-    """Rows of a chunk, each of which costs `cost` bytes: at least one, at most `total`; chunks alike, of whole waves where one
-    fits."""
+    """Rows of a chunk, each of which costs `cost` bytes: at least one, at most `total`; chunks alike, of 1024 rows where they
+    fit."""
     most = max(1, min(total, _MOST_ROWS, room // cost))
-    unit = _WAVE if most >= _WAVE else _ALIGN
+    unit = _GROUP if most >= _GROUP else _ALIGN
     if most <= unit or most == total:
         return most
     alike = -(-total // -(-total // most))
     return min(-(-alike // unit) * unit, most - most % unit)
 
 
-def make_plan(
-    hidden: Tensor,
-    width: int,
-    shared: bool,
-    parts: int,
-    mode: LinearMode,
-    budget: int | None,
-    in_place: bool = False,
-    whole_rows: bool = False,
-    spared: int = 0,
-) -> Plan:
-    """Make the plan for [R, D] hidden rows a part and `width` columns a rank, alike on all ranks that share a batch.
+def _rows_projected(shape: HeadShape, cost: int, room: int) -> int:
+    """`rows_at_once` of chunks that are projected alone: on a card those whose logits are the fewest waves."""
+    most = max(1, min(shape.rows, _MOST_ROWS, room // cost))
+    if not shape.on_card or most < _TILE[0] or most == shape.rows:
+        return rows_at_once(shape.rows, cost, room)
+    return _fewest_waves(shape.rows, most, shape.parts, shape.width)
 
-    Args:
-        shared: other ranks work on the same rows.
-        in_place: the gradient of kept logits is written over them, see `LinearParams.grad_in_operand_dtype`.
-        whole_rows: logits that are projected again must have the bits that they had in forward.
-        spared: bytes of a float32 sum of the weight's gradient beyond the gradient, which one group of all rows does without.
+
+@lru_cache(maxsize=256)
+def _fewest_waves(total: int, most: int, parts: int, width: int) -> int:
+    def waves(rows: int) -> int:
+        return _waves(parts * max(rows, _LEAST_ROWS), width)
+
+    def of_all(size: int) -> int:
+        return total // size * waves(size) + (waves(total % size) if total % size else 0)
+
+    return min(range(most - most % _ALIGN, most // 2, -_ALIGN), key=of_all)  # the largest of the best
+
+
+def _waves(rows: int, columns: int) -> int:
+    """Waves of the tiles of a product [rows, columns]."""
+    tiles = min(-(-rows // a) * -(-columns // b) for a, b in (_TILE, _TILE[::-1]))
+    return -(-tiles // _WAVE)
+
+
+def make_plan(shape: HeadShape, mode: LinearMode, budget: int | None) -> Plan:
+    """Make the plan of a call.
 
     Raises:
         ValueError: a budget that is too small for one row of each part.
     """
-    total = hidden.shape[0]
-    cost = _Cost.of(hidden, width, shared, parts)
-    half = in_place and kept_dtype(hidden.dtype) != math_dtype(hidden.dtype)
-    kept = cost.half if half else parts * width * kept_dtype(hidden.dtype).itemsize
-    room = budget_bytes(budget, hidden.device)
+    total, width, parts = shape.rows, shape.width, shape.parts
+    cost = _Cost.of(shape)
+    kept = cost.half if shape.half else parts * width * kept_dtype(shape.dtype).itemsize
+    room = budget_bytes(budget, shape.device)
     if room < cost.whole:
         if budget is not None:
             raise ValueError(
                 f"budget = {budget} bytes is too small for one row of logits with what its gradient needs, "
-                f"{cost.whole} bytes at {width} columns and {hidden.shape[1]} hidden"
+                f"{cost.whole} bytes at {width} columns and {shape.size} hidden"
             )
         room = cost.whole  # a default never refuses
-    tile = _tile(cost, max(total, 1), width, room, parts)
+    tile = _tile(shape, cost, room)
     if mode == "in_forward":
-        size, group = _group(cost, total, room, spared) if half else (rows_at_once(total, cost.whole, room),) * 2
+        size, group = _group(shape, cost, room) if shape.half else (rows_at_once(total, cost.whole, room),) * 2
         return Plan(size, False, group, tile)
     resident = mode == "resident" or (mode == "auto" and total * kept + cost.whole <= room)
     rest = room - total * kept if resident and mode == "auto" else room
-    size = rows_at_once(total, cost.whole, rest)
-    together = in_place and parts == 1  # the rows of several parts lie chunk by chunk
+    size = _rows_projected(shape, cost.whole, rest)
+    together = shape.in_place and parts == 1  # the rows of several parts lie chunk by chunk
     group = size * max(1, rest // (size * max(cost.ends, 1))) if together else size
-    return Plan(size, resident, group, (size, width) if whole_rows else tile)
+    return Plan(size, resident, group, (size, width) if shape.whole_rows else tile)
 
 
 class _Cost(NamedTuple):
@@ -155,57 +200,57 @@ class _Cost(NamedTuple):
     logit: int  # one column of its logits
     chunk: int  # its logits, as they are projected before they are kept
     half: int  # its logits, kept in half the bytes
-    shared: bool  # other ranks work on the same rows
-    on_card: bool
 
     @classmethod
-    def of(cls, hidden: Tensor, width: int, shared: bool, parts: int) -> _Cost:
-        dtype = math_dtype(hidden.dtype)
-        on_card = hidden.device.type != "cpu"
-        low = hidden.dtype.itemsize if on_card and dtype != hidden.dtype else 0  # for the products
-        buffers = 2 if shared else 1  # the next rows are projected while these ones' statistics travel
-        ends = parts * buffers * 2 * hidden.shape[1] * dtype.itemsize
-        logit, row = dtype.itemsize + low, parts * width
-        half = parts * half_bytes(width)
-        return cls(ends + row * buffers * logit, ends, parts * logit, row * dtype.itemsize, half, shared, on_card)
+    def of(cls, shape: HeadShape) -> _Cost:
+        dtype, parts = math_dtype(shape.dtype), shape.parts
+        low = shape.dtype.itemsize if shape.on_card and dtype != shape.dtype else 0  # for the products
+        buffers = 2 if shape.shared else 1  # the next rows are projected while these ones' statistics travel
+        ends = parts * buffers * 2 * shape.size * dtype.itemsize
+        logit, row = dtype.itemsize + low, parts * shape.width
+        half = parts * half_bytes(shape.width)
+        return cls(ends + row * buffers * logit, ends, parts * logit, row * dtype.itemsize, half)
 
 
-def _group(cost: _Cost, total: int, room: int, spared: int) -> tuple[int, int]:
+def _group(shape: HeadShape, cost: _Cost, room: int) -> tuple[int, int]:
     """Rows of a chunk and of a group of kept chunks; the same where a chunk of as many rows fits as it is projected.
 
     All rows are one group if that takes no more than the budget and what it spares.
     """
-    whole, row = rows_at_once(total, cost.whole, room), cost.half + cost.ends
-    size, at_once = (_power_of_rows(left // cost.chunk) for left in (room // _OF_GROUP, room + spared - total * row))
-    if whole < total and at_once >= max(1, min(size, _LEAST_ROWS)):
-        at_once = min(at_once, _power_of_rows(total - 1))  # two chunks at least, or nothing would be kept
+    total, whole, row = shape.rows, rows_at_once(shape.rows, cost.whole, room), cost.half + cost.ends
+    size = _power_of_rows(room // _OF_GROUP // cost.chunk)
+    left = room + shape.spared - total * row
+    if whole < total and left >= cost.chunk * max(1, min(size, _LEAST_ROWS)):
+        left = min(left, cost.chunk * (total - 1))  # two chunks at least, or nothing would be kept
+        at_once = _rows_projected(shape, cost.chunk, left)
         return at_once, -(-total // at_once) * at_once
     most = min(_MOST_ROWS, (room - size * cost.chunk) // row)
     size = _power_of_rows(min(size, most))
     if not size or whole >= min(most, total):
         return whole, whole
-    unit = max(size, _WAVE) if most >= _WAVE else size
+    unit = max(size, _GROUP) if most >= _GROUP else size
     alike = -(-total // -(-total // most))
     group = min(-(-alike // unit), most // unit) * unit
     return (size, group) if group > max(size, whole) else (whole, whole)
 
 
 def _power_of_rows(most: int) -> int:
-    """The largest power of two up to a wave's rows that is at most `most`; 0 where that is less than 1."""
-    return (1 << min(_WAVE, max(0, most)).bit_length()) >> 1
+    """The largest power of two up to a group's rows that is at most `most`; 0 where that is less than 1."""
+    return (1 << min(_GROUP, max(0, most)).bit_length()) >> 1
 
 
-def _tile(cost: _Cost, rows: int, width: int, room: int, parts: int) -> tuple[int, int]:
+def _tile(shape: HeadShape, cost: _Cost, room: int) -> tuple[int, int]:
+    rows, width = max(shape.rows, 1), shape.width
     least = min(width, _LEAST_COLUMNS)
     most = max(1, min(rows, room // (cost.ends + cost.logit * least)))
-    if cost.shared:
-        most = max(1, min(most, _MOST_ROWS // parts))  # something runs beside the collectives of the other rows
+    if shape.shared:
+        most = max(1, min(most, _MOST_ROWS // shape.parts))  # something runs beside the collectives of the other rows
     most = -(-rows // -(-rows // most))  # alike
     columns = max(1, min(width, (room // most - cost.ends) // cost.logit))
     if _ALIGN <= columns < width:
         columns -= columns % _ALIGN
     even = -(-width // -(-width // columns))
-    if cost.on_card and (waves := -(-even // _WAVE_COLUMNS) * _WAVE_COLUMNS) <= columns:
+    if shape.on_card and (waves := -(-even // _WAVE_COLUMNS) * _WAVE_COLUMNS) <= columns:
         return most, waves
     return most, min(columns, -(-even // _ALIGN) * _ALIGN)
 
@@ -218,47 +263,3 @@ def kept_dtype(dtype: torch.dtype) -> torch.dtype:
 def half_bytes(columns: int) -> int:
     """Bytes of a row of `HalfLogits`."""
     return columns * torch.float16.itemsize + tops_of(columns) * torch.float32.itemsize
-
-
-@dataclass(frozen=True)
-class LossRows:
-    """Rows to project: `order[part, i]` is the i-th of each part, those that carry loss first.
-
-    The order of all rows is that of the gathered hidden states: part 0's rows, then part 1's. Only as many of the order
-    are kept as carry loss on any part: counted by the host where the mask lies in its memory, else bounded by the caller.
-    """
-
-    order: Tensor  # [parts, n]
-    rows_per_part: int  # R
-    rank: int  # this rank's part
-    excess: Tensor | None  # 0-dim bool: more rows carry loss than the bound said
-
-    @classmethod
-    def of(cls, keep: Tensor, parts: int, bound: int | None, group: ProcessGroup | None) -> LossRows:
-        mask = keep.view(parts, -1)
-        total, excess = mask.shape[1], None
-        needed = total if bound is None else min(bound, total)
-        if keep.device.type == "cpu":  # free: the host reads its own memory
-            needed = min(needed, int(mask.numpy().sum(1).max(initial=0)))
-        if bound is not None:
-            excess = mask.sum(1).amax() > bound if total else None
-        if needed == total:
-            order = torch.arange(total, device=keep.device).expand(parts, total)
-        else:
-            order = torch.argsort(mask.logical_not().to(torch.uint8), dim=1, stable=True)[:, :needed]
-        return cls(order, total, group_rank(group) if parts > 1 else 0, excess)
-
-    def spans(self, size: int) -> list[slice]:
-        """Slices of the order, `size` rows each."""
-        end = self.order.shape[1]
-        return [slice(at, min(at + size, end)) for at in range(0, end, size)]
-
-    def own(self, span: slice) -> Tensor:
-        """Indices of a span's rows among this rank's hidden states."""
-        return self.order[self.rank, span]
-
-    def gathered(self, span: slice) -> Tensor:
-        """Indices of a span's rows of all parts, in the gathered order."""
-        part = self.order[:, span]
-        offsets = torch.arange(part.shape[0], device=part.device)[:, None] * self.rows_per_part
-        return (part + offsets).reshape(-1)

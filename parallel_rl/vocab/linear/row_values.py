@@ -112,7 +112,7 @@ class RowCall:
         params, values = self.params, torch.zeros(shape, dtype=self.dtype, device=self.places.device)
         spans = params.rows.spans(self.size)
         buffer = params.buffer(self.size, params.shard.valid)
-        for span, hidden in params.fetched(spans):
+        for span, hidden, _ in params.fetched(spans):
             at = self.places[params.rows.gathered(span)]
             z = params.logits(hidden, buffer, params.columns).detach()
             beside = None if self.teacher is None else self.teacher(span, at)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
-    from parallel_rl.vocab.linear.plan import LossRows
+    from parallel_rl.vocab.linear.rows import LossRows
     from parallel_rl.vocab.shards import VocabShard
 
 #: (a span of the student's rows, their [n] places in the order of logits) to the teacher's logits [n, W] of the same tokens
@@ -87,7 +87,7 @@ def projected_rows(
 
     def project(span: slice, at: Tensor) -> Tensor:
         if parts > 1:
-            at = places[rows.own(span) + offset]
+            at = places[rows.own_gathered(span)]
         there = own[at] - offset if parts > 1 else own[at]
         chosen = torch.where(keep[at, None], hidden[there], 0)
         if parts > 1:

@@ -15,7 +15,7 @@ from parallel_rl.vocab.backends.passes import HalfLogits, RowSpec, combine_rows,
 from parallel_rl.vocab.backends.triton import operators
 from parallel_rl.vocab.backends.triton.cuts import PER_TOP
 from parallel_rl.vocab.backends.triton.scale import scale_
-from parallel_rl.vocab.linear.plan import make_plan
+from parallel_rl.vocab.linear.plan import HeadShape, make_plan
 from tests.vocab.triton_cases.common import DEVICE, error, logits_and_targets, upstream
 from tests.vocab.triton_cases.ranks import over_ranks
 
@@ -95,14 +95,15 @@ BUDGETS = (1 << 15, 1 << 17, 1 << 20, 20000)  # groups of kept chunks; one of al
 
 
 @cache
-def problem() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(hidden [N, D], weight [V, D], targets [N], weights of the tokens' statistics [3, N])."""
+def problem(whole: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(hidden [N, D], weight [V, D], targets [N], weights of the tokens' statistics [3, N]); not whole: some are ignored."""
     g = torch.Generator().manual_seed(5)
     hidden, weight = torch.randn(N, D, generator=g), torch.randn(V, D, generator=g) * 0.8
     targets = torch.randint(0, V, (N,), generator=g)
     weights = torch.randn(3, N, generator=g)
-    targets[torch.arange(N) % 5 == 3] = -100
-    weights[:, targets == -100] = 0
+    if not whole:
+        targets[torch.arange(N) % 5 == 3] = -100
+        weights[:, targets == -100] = 0
     return hidden.bfloat16(), weight.bfloat16(), targets, weights
 
 
@@ -112,8 +113,8 @@ def objective(stats: TokenStats, weights: Tensor) -> Tensor:
     return (a * stats.logprobs.exp()).sum() + (b * stats.entropy).sum() + (c * stats.lse).sum()
 
 
-def whole_gradients(factor: float) -> tuple[Tensor, Tensor]:
-    hidden, weight, targets, weights = problem()
+def whole_gradients(factor: float, whole: bool) -> tuple[Tensor, Tensor]:
+    hidden, weight, targets, weights = problem(whole)
     h, w = (x.double().requires_grad_() for x in (hidden, weight))
     log_p = ((h @ w.t()) / 0.7).log_softmax(1)
     lse = ((h @ w.t()) / 0.7).logsumexp(1)
@@ -126,8 +127,9 @@ def whole_gradients(factor: float) -> tuple[Tensor, Tensor]:
 def head_case(
     rank: int, size: int, scatter: bool, budget: int, factor: float, main_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of this rank's hidden rows, of its rows of the weight)."""
-    hidden, weight, targets, weights = problem()
+    """(gradient of this rank's hidden rows, of its rows of the weight); with main_grad every row carries loss."""
+    hidden, weight, targets, weights = problem(main_grad)
+    hidden = hidden.masked_fill((targets == -100)[:, None], torch.nan)
     part, columns = (slice(rank * n // size, (rank + 1) * n // size) for n in (N, V))
     h = hidden[part if scatter else slice(None)].to(DEVICE).requires_grad_()
     w = weight[columns].to(DEVICE).requires_grad_()
@@ -155,15 +157,15 @@ def head_cases(rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("size", [1, 2])
 def test_rows_are_multiplied_together(size: int) -> None:
     """On any ranks, in groups and all at once; the factor 1/3, which bfloat16 lacks, is that of float32."""
-    hidden = torch.empty(N, D, dtype=torch.bfloat16, device="meta")
-    plans = [
-        make_plan(hidden, V // size, size > 1, 1, "in_forward", b, True, False, 2 * D * V // size) for b in BUDGETS
-    ]
+    meta = torch.device("meta")
+    shape = HeadShape(N, D, V // size, torch.bfloat16, meta, size > 1, in_place=True, spared=2 * D * V // size)
+    plans = [make_plan(shape, "in_forward", b) for b in BUDGETS]
     assert plans[0].size < plans[0].group < N and plans[1].size < N <= plans[1].group and plans[2].size == N, plans
     per_rank = over_ranks(size, head_cases, size)
-    truth = whole_gradients(1 / 3)
-    rounding = [error(x.bfloat16(), x) for x in truth]
+    truths = [whole_gradients(1 / 3, whole) for whole in (False, True)]
     for case, found in zip(cases(size), zip(*per_rank, strict=True), strict=True):
+        truth = truths[case[2]]
+        rounding = [error(x.bfloat16(), x) for x in truth]
         of_hidden = torch.cat([h for h, _ in found]) if case[0] else found[0][0]
         of_weight = torch.cat([w for _, w in found])
         assert all(torch.equal(h, found[0][0]) for h, _ in found) or case[0]

@@ -1,0 +1,82 @@
+"""The rows of hidden states that an LM head projects, and in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.groups import group_rank
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+#: an index of rows: a slice where they lie one after another, of which a view is taken, else a tensor
+Rows = slice | torch.Tensor
+
+
+@dataclass(frozen=True)
+class LossRows:
+    """Rows to project: `order[part, i]` is the i-th of each part, those that carry loss first.
+
+    The order of all rows is that of the gathered hidden states: part 0's rows, then part 1's. Only as many of the order
+    are kept as carry loss on any part: counted by the host where the mask lies in its memory, else bounded by the caller.
+    """
+
+    order: Tensor | None  # [parts, count]; None: all rows, as they are
+    parts: int
+    count: int  # rows of each part that are projected
+    rows_per_part: int  # R
+    rank: int  # this rank's part
+    excess: Tensor | None  # 0-dim bool: more rows carry loss than the bound said
+    device: torch.device
+
+    @classmethod
+    def of(cls, keep: Tensor, parts: int, bound: int | None, group: ProcessGroup | None) -> LossRows:
+        mask = keep.view(parts, -1)
+        total, excess = mask.shape[1], None
+        needed = total if bound is None else min(bound, total)
+        if keep.device.type == "cpu":  # free: the host reads its own memory
+            needed = min(needed, int(mask.numpy().sum(1).max(initial=0)))
+        if bound is not None:
+            excess = mask.sum(1).amax() > bound if total else None
+        order = None
+        if needed < total:
+            order = torch.argsort(mask.logical_not().to(torch.uint8), dim=1, stable=True)[:, :needed]
+        return cls(order, parts, needed, total, group_rank(group) if parts > 1 else 0, excess, keep.device)
+
+    def spans(self, size: int) -> list[slice]:
+        """Slices of the order, `size` rows each."""
+        return [slice(at, min(at + size, self.count)) for at in range(0, self.count, size)]
+
+    def own(self, span: slice) -> Rows:
+        """Indices of a span's rows among this rank's hidden states."""
+        return span if self.order is None else self.order[self.rank, span]
+
+    def own_gathered(self, span: slice) -> Rows:
+        """Indices of the same rows in the gathered order."""
+        rows, offset = self.own(span), self.rank * self.rows_per_part
+        return slice(rows.start + offset, rows.stop + offset) if isinstance(rows, slice) else rows + offset
+
+    def gathered(self, *spans: slice) -> Rows:
+        """Indices of the rows of all parts in the gathered order, of spans that follow one another, span after span."""
+        if self.parts == 1:
+            return self.own(slice(spans[0].start, spans[-1].stop))
+        return torch.cat([self._of_parts(span) for span in spans])
+
+    def _of_parts(self, span: slice) -> Tensor:
+        each = (
+            self.order[:, span] if self.order is not None else torch.arange(span.start, span.stop, device=self.device)
+        )
+        offsets = torch.arange(self.parts, device=self.device)[:, None] * self.rows_per_part
+        return (each + offsets).reshape(-1)
+
+
+def put_rows(target: Tensor, rows: Rows, values: Tensor) -> None:
+    """Write values to some rows of a tensor, in its dtype."""
+    if isinstance(rows, slice):
+        target[rows].copy_(values)
+    else:
+        target.index_copy_(0, rows, values.to(target.dtype))
