@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks: real gloo ranks, CPU clocks, peak memory, and a description of the machine."""
+"""Common parts of the benchmarks: real gloo ranks, CPU clocks, peak memory, counts of operators, and what the machine is."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt
 
@@ -65,6 +66,34 @@ class PeakMemory:
 
     def __call__(self) -> int:
         return max(0, _status("VmHWM") - self._before)
+
+
+def peak_bytes(call: Callable[[], object], device: str) -> int:
+    """Peak bytes of a call, and of what it returns, beyond what was there before: resident, or allocated on a card."""
+    if device == "cpu":
+        peak = PeakMemory()
+        kept = call()
+        most = peak()
+        del kept
+        return most
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts the operators that torch dispatches inside, and the collectives among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.collectives = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += 1
+        self.collectives += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
 
 
 def return_freed_memory(threshold: int = 1 << 16) -> None:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from benchmarks.common import (
     CpuClock,
-    PeakMemory,
     Seconds,
     keep_freed_memory,
+    peak_bytes,
     return_freed_memory,
     run_ranks,
     short_collections,
@@ -105,18 +106,8 @@ def measure_memory(method: Method, case: Case, passes: int = 2) -> int:
     gradients = sum(x.numel() * x.element_size() for x in (case.hidden, case.weight))
     peaks = []
     for _ in range(passes):
-        if case.hidden.is_cuda:
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            step(method, case)
-            peaks.append(torch.cuda.max_memory_allocated() - before)
-        else:
-            _together(case)
-            peak = PeakMemory()
-            kept = step(method, case)
-            peaks.append(peak())
-            del kept
+        _together(case)
+        peaks.append(peak_bytes(partial(step, method, case), case.hidden.device.type))
     return max(0, min(peaks) - gradients)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from benchmarks.losses import GRPO_FIELDS, grpo_terms
+from benchmarks.losses_case import GRPO_FIELDS, grpo_terms
 
 
 class Part(NamedTuple):

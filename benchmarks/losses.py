@@ -9,36 +9,43 @@ compiled. Results are checked before anything is timed. `python -m benchmarks.lo
 from __future__ import annotations
 
 import argparse
-import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.common import CpuClock, PeakMemory, Seconds, keep_freed_memory, return_freed_memory, short_collections
+from benchmarks.common import (
+    CountOperators,
+    CpuClock,
+    Seconds,
+    keep_freed_memory,
+    peak_bytes,
+    return_freed_memory,
+    short_collections,
+)
+from benchmarks.losses_case import (
+    GRPO,
+    LOSSES,
+    Call,
+    agree,
+    make_call,
+    make_data,
+    make_logits,
+    make_statistics,
+    plain_grpo,
+)
 from benchmarks.report import Growth, add_report_options, report
-from parallel_rl import ClippedPGLossFn, PolicyLossFn, SequencePackingLossWrapper, count_valid, token_stats
-from parallel_rl.losses.core.base import LossFn
+from parallel_rl import PolicyLossFn, count_valid, token_stats
 
 SEQUENCES = (1, 16, 256)
 MAX_RATIO = 1.3  # time of a packed row, over that of one sequence of its length
 MAX_BEYOND = 0.5e-3  # seconds that GRPO may take beyond the statistics: one H200, 32k tokens in 256 sequences
 MAX_EXTRA = 0.1  # bytes a logit in place, of the whole loss
 CALLS = 5  # in one measurement: a call takes milliseconds
-MAX_ERROR = 1e-5  # relative, of loss and gradient (float32)
-GRPO: dict[str, Any] = {"surrogate": {"name": "ppo", "clip_high": 0.28}, "kl": {"coefficient": 0.01}}
-GRPO_FIELDS = ("advantages", "prev_logprobs", "reference_policy_logprobs")
-LOSSES: dict[str, Callable[[], LossFn]] = {
-    "GRPO": lambda: PolicyLossFn(GRPO),
-    "GSPO": lambda: PolicyLossFn({**GRPO, "ratio_level": "sequence-mean", "aggregation": "seq-mean-token-mean"}),
-    "ClippedPG, importance sampling": lambda: ClippedPGLossFn({"use_importance_sampling_correction": True}),
-}
 STATISTICS = "token statistics alone"
 OURS, EAGER, COMPILED = "ours, in place", "plain PyTorch, eager", "plain PyTorch, compiled"
 NO_ENTROPY = "plain PyTorch, compiled, no entropy"  # it does less: for information
@@ -59,109 +66,6 @@ class Whole:
 
     seconds: Seconds
     bytes: float  # a logit, beyond the logits
-
-
-Call = Callable[[], tuple[Tensor, Tensor]]
-
-
-class CountOperators(TorchDispatchMode):
-    """Counts the operators that torch dispatches inside, and the collectives among them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = self.collectives = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.count += 1
-        self.collectives += func.namespace == "c10d"
-        return func(*args, **(kwargs or {}))
-
-
-def make_data(tokens: int, vocab: int, sequences: int, device: str = "cpu") -> dict[str, Tensor]:
-    """[B, S] fields of B sequences with S = tokens / B, every fourth token masked."""
-    generator = torch.Generator().manual_seed(0)
-    shape = sequences, tokens // sequences
-
-    def noise() -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    policy = -math.log(vocab) + noise()  # what random logits give, nearly
-    data = {
-        "input_ids": torch.randint(vocab, shape, generator=generator),
-        "token_mask": (torch.arange(tokens).view(shape) % 4 != 0).long(),
-        "sample_mask": torch.ones(sequences),
-        "advantages": noise(),
-        "prev_logprobs": policy,
-        "generation_logprobs": policy + 0.05 * noise(),
-        "reference_policy_logprobs": policy + 0.05 * noise(),
-    }
-    return {name: value.to(device) for name, value in data.items()}
-
-
-def make_logits(data: Mapping[str, Tensor], vocab: int) -> Tensor:
-    """[B, S, V]."""
-    ids = data["input_ids"]
-    return torch.randn(*ids.shape, vocab, generator=torch.Generator().manual_seed(1)).to(ids.device)
-
-
-def make_call(loss_fn: LossFn, data: dict[str, Tensor], vocab: int, packed: bool = True) -> Call:
-    """A call that gives (loss, gradient), from `cu_seqlens` on: what a training step does for one packed row."""
-    rows, width = data["input_ids"].shape
-    logits = make_logits(data, vocab)
-    logits = (logits.view(1, rows * width, vocab) if packed else logits).requires_grad_()
-    counts = count_valid([data])
-    bounds = torch.arange(rows + 1, dtype=torch.int32) * width
-
-    def call() -> tuple[Tensor, Tensor]:
-        function = SequencePackingLossWrapper(loss_fn, bounds) if packed else loss_fn
-        loss, _ = function(logits, data, *counts)
-        (gradient,) = torch.autograd.grad(loss, logits)
-        return loss.detach(), gradient
-
-    return call
-
-
-def make_statistics(data: dict[str, Tensor], vocab: int, entropy: bool = True) -> Call:
-    """Log-probs and entropy of the same logits, and their backward."""
-    logits = make_logits(data, vocab).flatten(0, 1).requires_grad_()
-    targets = data["input_ids"].flatten()
-
-    def call() -> tuple[Tensor, Tensor]:
-        stats = token_stats(logits, targets, entropy=entropy)
-        (gradient,) = torch.autograd.grad(stats.logprobs.sum(), logits)
-        return stats.logprobs, gradient
-
-    return call
-
-
-def grpo_terms(logprobs: Tensor, advantages: Tensor, prev: Tensor, reference: Tensor) -> Tensor:
-    """`GRPO` above of each token, as one would write it."""
-    ratio = (logprobs - prev).exp()
-    actor = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-    d = reference - logprobs
-    kl = (logprobs - logprobs.detach()).exp() * (d.exp() - 1 - d)
-    return actor + 0.01 * kl
-
-
-def plain_grpo(
-    logits: Tensor, data: Mapping[str, Tensor], tokens: Tensor, entropy: bool = True
-) -> tuple[Tensor, Tensor | None]:
-    """`GRPO` above in plain PyTorch: whole float32 log-softmax, padded rows. (loss, mean entropy, as ours logs it)."""
-    log_p = torch.log_softmax(logits[:, :-1].float(), -1)
-    logprobs = log_p.gather(-1, data["input_ids"][:, 1:, None])[..., 0]
-    mask = (data["token_mask"][:, 1:] * data["sample_mask"][:, None]).to(logprobs.dtype)
-    loss = (grpo_terms(logprobs, *(data[field][:, 1:] for field in GRPO_FIELDS)) * mask).sum() / tokens
-    if not entropy:
-        return loss, None
-    with torch.no_grad():
-        return loss, (-(log_p.exp() * log_p).sum(-1) * mask).sum() / tokens
-
-
-def agree(name: str, got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
-    """Raises RuntimeError where two results differ, so that the time says nothing."""
-    difference = (got[1].view_as(want[1]) - want[1]).norm() / want[1].norm()
-    if not max(difference.item(), (got[0] / want[0] - 1).abs().item()) <= MAX_ERROR:
-        raise RuntimeError(f"{name} is wrong: {got[0]} and {want[0]}, gradients differ by {difference:.1e}")
 
 
 def _clock(device: str) -> Callable[[], float]:
@@ -247,7 +151,10 @@ def measure_whole(tokens: int, vocab: int, repeats: int, device: str) -> dict[st
         if name != STATISTICS:
             agree(name, found, truth)
         del found
-        peaks = [_peak(partial(step, function), partial(work.copy_, logits), device) for _ in range(2)]
+        peaks = []
+        for _ in range(2):
+            work.copy_(logits)
+            peaks.append(peak_bytes(partial(step, function), device))
         bytes_of[name] = min(peaks) / work.numel()
     if device == "cpu":
         keep_freed_memory()
@@ -261,21 +168,6 @@ def measure_whole(tokens: int, vocab: int, repeats: int, device: str) -> dict[st
                 step(function)
                 times[name].append(clock())
     return {name: Whole(Seconds.of(times[name]), bytes_of[name]) for name in methods}
-
-
-def _peak(call: Callable[[], object], before: Callable[[], object], device: str) -> int:
-    before()
-    if device == "cpu":
-        peak = PeakMemory()
-        kept = call()
-        del kept
-        return peak()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    start = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - start
 
 
 def missed(sequences: dict[str, list[Figures]], whole: dict[str, Whole], device: str = "cpu") -> list[str]:

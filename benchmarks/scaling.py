@@ -19,8 +19,8 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.common import CpuClock, Seconds, keep_freed_memory, run_ranks, short_collections
-from benchmarks.losses import GRPO, GRPO_FIELDS, CountOperators, agree, grpo_terms, make_data
+from benchmarks.common import CountOperators, CpuClock, Seconds, keep_freed_memory, run_ranks, short_collections
+from benchmarks.losses_case import GRPO, GRPO_FIELDS, agree, grpo_terms, make_data
 from benchmarks.report import Growth, add_report_options, report
 from parallel_rl import PolicyLossFn, SequencePackingLossWrapper, count_valid
 

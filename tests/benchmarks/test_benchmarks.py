@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import losses, token_stats, truncation
+from benchmarks import losses, losses_case, token_stats, truncation
 from benchmarks.common import PeakMemory, Seconds, return_freed_memory
 from benchmarks.vocab_case import make_case
 from parallel_rl import count_valid
@@ -120,20 +120,20 @@ def test_the_operators_of_a_loss_do_not_grow(tmp_path: Path) -> None:
     for rows in written["results"]["sequences"].values():
         assert [row["sequences"] for row in rows] == list(losses.SEQUENCES)
         assert len({row["operators"] for row in rows}) == 1
-    assert set(written["growth"]["sequences"]) == {losses.STATISTICS, *losses.LOSSES}
+    assert set(written["growth"]["sequences"]) == {losses.STATISTICS, *losses_case.LOSSES}
     assert files["png"].read_bytes().startswith(b"\x89PNG")
 
 
 def test_plain_grpo_is_the_loss_that_it_is_measured_beside() -> None:
-    data = losses.make_data(512, 50, 16)
-    logits, counts = losses.make_logits(data, 50).requires_grad_(), count_valid([data])
-    plain, entropy = losses.plain_grpo(logits, data, counts.toks)
-    loss, metrics = losses.LOSSES["GRPO"]()(logits, data, *counts)
+    data = losses_case.make_data(512, 50, 16)
+    logits, counts = losses_case.make_logits(data, 50).requires_grad_(), count_valid([data])
+    plain, entropy = losses_case.plain_grpo(logits, data, counts.toks)
+    loss, metrics = losses_case.LOSSES["GRPO"]()(logits, data, *counts)
     torch.testing.assert_close(entropy, metrics["entropy"].float())
     results = [(x.detach(), torch.autograd.grad(x, logits)[0]) for x in (loss, plain)]
-    losses.agree("plain", *results)
+    losses_case.agree("plain", *results)
     with pytest.raises(RuntimeError, match="plain is wrong"):
-        losses.agree("plain", (results[0][0] * 1.001, results[0][1]), results[1])
+        losses_case.agree("plain", (results[0][0] * 1.001, results[0][1]), results[1])
 
 
 def _kept_by_peers(rank: int) -> list[tuple[Tensor, Tensor]]:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import scaling
 from benchmarks.common import Seconds
-from benchmarks.losses import agree
+from benchmarks.losses_case import agree
 from benchmarks.scaling import LOOP, OURS, Figures, Point
 
 

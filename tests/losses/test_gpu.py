@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from benchmarks.common import run_ranks  # the pool's ranks see no card
-from benchmarks.losses import GRPO, make_data
+from benchmarks.losses_case import GRPO, make_data
 from parallel_rl import LMHeadInput, PolicyLossFn, SequencePackingLossWrapper, count_valid, get_loss
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.testing.cases import Case, has_scalar_head

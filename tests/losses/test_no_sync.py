@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.losses import GRPO, LOSSES, make_call, make_data, make_statistics
+from benchmarks.losses_case import GRPO, LOSSES, make_call, make_data, make_statistics
 from parallel_rl import (
     LMHeadInput,
     ParallelGroups,

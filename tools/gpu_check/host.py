@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.losses import LOSSES, CountOperators, make_data, make_logits
+from benchmarks.common import CountOperators
+from benchmarks.losses_case import LOSSES, make_data, make_logits
 from parallel_rl import LMHeadInput, count_valid
 from tools.gpu_check.facts import Facts
 from tools.gpu_check.profile import issue_and_total
