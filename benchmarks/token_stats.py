@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from benchmarks import token_stats_gpu
 from benchmarks.common import (
@@ -29,32 +26,16 @@ from benchmarks.common import (
     run_ranks,
     short_collections,
 )
-from benchmarks.peers import MEGATRON_FUSED, CrossEntropy, join_megatron, peers
+from benchmarks.peers import MEGATRON_FUSED, join_megatron
 from benchmarks.report import Growth, add_report_options, copy_bandwidth, matmul_rate, report
+from benchmarks.token_stats_methods import GATHERED, OURS, Method, methods
 from benchmarks.vocab_case import Case, make_case, reference_gradient
-from parallel_rl import token_stats
-from parallel_rl.vocab.backends.choice import Backend
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MAX_EXTRA = 0.1  # bytes of extra memory per local logit that ours may take in place
-OURS, GATHERED = "ours, compiled, in place", "gather, then log_softmax"
 # Largest errors against float64: of a log-prob (nats), and of the gradient (relative, norm-wise) by the dtype it comes in.
 LOGPROB_ERROR, BFLOAT16_LOGPROB_ERROR = 1e-4, 0.1
 GRADIENT_ERROR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
-
-
-Forward = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-
-
-@dataclass(frozen=True)
-class Method:
-    """`forward(logits, targets)` gives (log-probs,) or (log-probs, entropy)."""
-
-    name: str
-    forward: Forward
-    kind: str  # "ours", "peer" or "information": only peers are compared in `missed`
-    bfloat16_gradient: bool = False  # it rounds the gradient to bfloat16 whatever the logits' dtype
-    bfloat16_logprobs: bool = False  # where logits are bfloat16, its log-probs are too
 
 
 @dataclass(frozen=True)
@@ -67,52 +48,6 @@ class Figures:
     both_bytes: float
     logprob_error: float
     gradient_error: float
-
-
-def _ours(logits: Tensor, targets: Tensor, entropy: bool, consume: bool, backend: Backend) -> tuple[Tensor, ...]:
-    group = dist.group.WORLD
-    stats = token_stats(logits, targets, group=group, entropy=entropy, consume_logits=consume, backend=backend)
-    return (stats.logprobs,) if stats.entropy is None else (stats.logprobs, stats.entropy)
-
-
-class _Gather(torch.autograd.Function):
-    """[T, V/tp] to [T, V]; the loss is the same on all ranks, so each keeps its columns of the gradient."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor) -> Tensor:
-        shards = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
-        dist.all_gather(shards, logits)
-        return torch.cat(shards, 1)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
-        return gradient.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
-
-
-def _gathered(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-    whole = _Gather.apply(logits)
-    return (torch.log_softmax(whole.float(), -1).gather(1, targets[:, None])[:, 0],)
-
-
-def _of_peer(logits: Tensor, targets: Tensor, loss: CrossEntropy) -> tuple[Tensor, ...]:
-    return (-loss(logits, targets),)
-
-
-def methods(tp: int) -> list[Method]:
-    """Ours, and the peers that are installed and run at this many tensor-parallel processes."""
-    theirs = [
-        Method(p.name, partial(_of_peer, loss=p.loss), "peer", p.bfloat16_gradient, p.bfloat16_loss)
-        for p in peers("cpu", tp)
-    ]
-    return [
-        Method(OURS, partial(_ours, entropy=False, consume=True, backend="compiled"), "ours"),
-        *theirs,
-        Method(GATHERED, _gathered, "peer"),
-        Method("ours, compiled, new gradient", partial(_ours, entropy=False, consume=False, backend="compiled"), "information"),
-        Method("ours, eager, in place", partial(_ours, entropy=False, consume=True, backend="eager"), "information"),
-        Method("ours + entropy, compiled, in place", partial(_ours, entropy=True, consume=True, backend="compiled"), "ours"),
-        Method("ours + entropy, eager, in place", partial(_ours, entropy=True, consume=True, backend="eager"), "information"),
-    ]  # fmt: skip
 
 
 def _leaf(work: Tensor, case: Case) -> Tensor:

@@ -10,16 +10,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from rich.table import Table
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
 from benchmarks.common import (
     CpuClock,
@@ -31,44 +27,16 @@ from benchmarks.common import (
     short_collections,
 )
 from benchmarks.report import Growth, add_report_options, report
-from parallel_rl.vocab.sampling import sample_keys, sample_tokens
-from parallel_rl.vocab.shards import VocabShard
-from parallel_rl.vocab.topk import top_columns
-from parallel_rl.vocab.truncated_stats import truncated_token_stats
+from benchmarks.truncation_case import RULES, Case, make_case
+from benchmarks.truncation_methods import METHODS, OURS, Method, make_draws
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-RULES: dict[str, dict] = {
-    "top-p 0.95": {"top_p": 0.95},
-    "top-k 50": {"top_k": 50},
-    "top-k 1000, top-p 0.95": {"top_k": 1000, "top_p": 0.95},
-}
-OURS = "ours, in place"
 # bytes of extra memory per local logit that ours may take in place: top-p copies a hundredth of the logits, once or twice
 MAX_EXTRA, MAX_EXTRA_TOP_P = 0.1, 0.2
 LOGPROB_ERROR = 1e-4  # nats
 GRADIENT_ERROR = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
 # The sum of sorted float32 probabilities is off by enough to keep a few words more or fewer.
 PEER_ERROR = 1e-2
-_BLOCK = 64  # rows that are sorted at once
-
-
-class Case(NamedTuple):
-    """One rank's input and the truth: logits [T, V/tp], targets, upstream [T]; by rule log-probs and gradients in float64."""
-
-    logits: Tensor
-    targets: Tensor
-    upstream: Tensor
-    keys: Tensor
-    truth: dict[str, tuple[Tensor, Tensor]]
-
-
-@dataclass(frozen=True)
-class Method:
-    """`run(logits, targets, **rule)` gives log-probs, −inf where the target was dropped."""
-
-    name: str
-    run: Callable[..., Tensor]
-    kind: str  # "ours" or "peer"
 
 
 @dataclass(frozen=True)
@@ -82,133 +50,18 @@ class Figures:
     gradient_error: float
 
 
-def kept_words(z: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """[T, V] bool by sorting: what a sampler keeps, and what equals the last of it."""
-    falling = z.sort(-1, descending=True).values
-    last = falling[:, -1:] if top_k is None else falling[:, top_k - 1 : top_k]
-    if top_p is not None:
-        falling = falling.masked_fill(falling < last, -torch.inf)
-        p = falling.softmax(-1)
-        last = falling.masked_fill(p.cumsum(-1) - p >= top_p, torch.inf).amin(-1, keepdim=True)
-    return z >= last
+Results = dict[str, dict[str, dict[str, Figures]]]  # dtype → rule → method
 
 
-class _Exchange(torch.autograd.Function):
-    """[T, V/tp] to [T/tp, V]: each rank gets whole rows of its part of the tokens; the way back for gradients."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor) -> Tensor:
-        size = dist.get_world_size()
-        parts = torch.empty_like(logits)
-        dist.all_to_all_single(parts, logits.contiguous())
-        return parts.view(size, -1, logits.shape[1]).transpose(0, 1).reshape(-1, size * logits.shape[1])
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
-        size = dist.get_world_size()
-        parts = gradient.view(len(gradient), size, -1).transpose(0, 1).contiguous()
-        back = torch.empty_like(parts)
-        dist.all_to_all_single(back, parts)
-        return back.view(-1, parts.shape[-1])
-
-
-class _Gather(torch.autograd.Function):
-    """[T, V/tp] to [T, V]; each rank keeps its columns of the gradient."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, logits: Tensor) -> Tensor:
-        shards = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
-        dist.all_gather(shards, logits)
-        return torch.cat(shards, 1)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
-        return gradient.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
-
-
-class _Rows(torch.autograd.Function):
-    """[T/tp] of each rank to [T]."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor) -> Tensor:
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, x)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
-        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def _sorted(whole: Tensor, targets: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    z = whole.float()
-    with torch.no_grad():
-        keep = torch.cat([kept_words(rows, top_k, top_p) for rows in z.split(_BLOCK)])
-    return torch.log_softmax(z.masked_fill(~keep, -torch.inf), -1).gather(1, targets[:, None])[:, 0]
-
-
-def _gathered(logits: Tensor, targets: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    return _sorted(_Gather.apply(logits), targets, top_k, top_p)
-
-
-def _exchanged(logits: Tensor, targets: Tensor, top_k: int | None = None, top_p: float | None = None) -> Tensor:
-    mine = targets.chunk(dist.get_world_size())[dist.get_rank()]
-    found: Tensor = _Rows.apply(_sorted(_Exchange.apply(logits), mine, top_k, top_p))
-    return found
-
-
-def _ours(
-    logits: Tensor, targets: Tensor, consume: bool, top_k: int | None = None, top_p: float | None = None
-) -> Tensor:
-    return truncated_token_stats(
-        logits, targets, top_k=top_k, top_p=top_p, group=dist.group.WORLD, entropy=False, consume_logits=consume
-    ).logprobs
-
-
-METHODS = (
-    Method(OURS, partial(_ours, consume=True), "ours"),
-    Method("ours, new gradient", partial(_ours, consume=False), "information"),
-    Method("exchange, then sort", _exchanged, "peer"),
-    Method("gather, then sort", _gathered, "peer"),
-)
-
-
-def make_case(rank: int, tokens: int, vocab: int, tp: int, dtype: torch.dtype) -> Case:
-    """Make the same logits on every rank, of which each keeps its columns; the targets are likely words."""
-    generator = torch.Generator().manual_seed(0)
-    width = vocab // tp
-    columns = slice(rank * width, (rank + 1) * width)
-    logits, upstream = torch.empty(tokens, width, dtype=dtype), torch.randn(tokens, generator=generator) / tokens
-    targets, found = torch.empty(tokens, dtype=torch.int64), {name: ([], []) for name in RULES}  # type: ignore[var-annotated]
-    for rows in torch.arange(tokens).split(_BLOCK):
-        block = (3 * torch.randn(len(rows), vocab, generator=generator)).to(dtype)
-        logits[rows] = block[:, columns]
-        z = block.double()
-        targets[rows] = torch.multinomial(z.softmax(-1), 1, generator=generator)[:, 0]
-        for name, rule in RULES.items():
-            keep = kept_words(z, rule.get("top_k"), rule.get("top_p"))
-            log_p = z.masked_fill(~keep, -torch.inf).log_softmax(-1)
-            logp = log_p.gather(1, targets[rows, None])
-            g = torch.where(logp > -torch.inf, upstream[rows, None].double(), 0)
-            dz = (log_p.exp() * -g).scatter_add(1, targets[rows, None], g)
-            found[name][0].append(logp[:, 0])
-            found[name][1].append(dz[:, columns].to(torch.float32))
-    truth = {name: (torch.cat(logps), torch.cat(grads)) for name, (logps, grads) in found.items()}
-    keys = sample_keys(0, torch.arange(tokens), torch.zeros(tokens, dtype=torch.int64))
-    return Case(logits, targets, upstream, keys, truth)
-
-
-def _step(method: Method, rule: dict, case: Case, work: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-    """(log-probs, the call that gives the gradient), from fresh logits in the buffer that all share."""
+def _leaf(work: Tensor, case: Case) -> Tensor:
+    """Fresh logits in the buffer that every method shares, as an output of the model would arrive."""
     work.copy_(case.logits)
-    leaf = work.detach().requires_grad_()
-    logprobs = method.run(leaf, case.targets, **rule)
+    return work.detach().requires_grad_()
 
-    def backward() -> Tensor:
-        kept = torch.where(logprobs > -torch.inf, logprobs, 0)
-        return torch.autograd.grad(kept, leaf, case.upstream)[0]
 
-    return logprobs, backward
+def _backward(logprobs: Tensor, logits: Tensor, case: Case) -> Tensor:
+    (gradient,) = torch.autograd.grad(torch.where(logprobs > -torch.inf, logprobs, 0), logits, case.upstream)
+    return gradient
 
 
 def check_result(method: Method, name: str, case: Case, work: Tensor) -> tuple[float, float]:
@@ -217,10 +70,12 @@ def check_result(method: Method, name: str, case: Case, work: Tensor) -> tuple[f
     Raises:
         RuntimeError: the method is wrong, so that its time says nothing.
     """
-    logprobs, backward = _step(method, RULES[name], case, work)
+    logits = _leaf(work, case)
+    logprobs = method.run(logits, case.targets, **RULES[name])
     want, gradient = case.truth[name]
     inside = want > -torch.inf
-    squares = torch.stack([(backward().double() - gradient).square().sum(), gradient.double().square().sum()])
+    found = _backward(logprobs, logits, case).double()
+    squares = torch.stack([(found - gradient).square().sum(), gradient.double().square().sum()])
     dist.all_reduce(squares)
     both = inside & (logprobs > -torch.inf)
     error = (logprobs.double() - want)[both].abs().max().item()
@@ -235,13 +90,12 @@ def check_result(method: Method, name: str, case: Case, work: Tensor) -> tuple[f
 
 def time_once(method: Method, name: str, case: Case, work: Tensor) -> tuple[float, float]:
     """CPU-seconds of (forward, forward + backward)."""
+    logits = _leaf(work, case)
     dist.barrier()
-    work.copy_(case.logits)
     clock = CpuClock()
-    leaf = work.detach().requires_grad_()
-    logprobs = method.run(leaf, case.targets, **RULES[name])
+    logprobs = method.run(logits, case.targets, **RULES[name])
     forward = clock()
-    torch.autograd.grad(torch.where(logprobs > -torch.inf, logprobs, 0), leaf, case.upstream)
+    _backward(logprobs, logits, case)
     return forward, clock()
 
 
@@ -249,40 +103,19 @@ def measure_memory(method: Method, name: str, case: Case, work: Tensor, passes: 
     """Peak bytes per local logit beyond the logits, forward + backward: the least of the passes."""
     peaks = []
     for _ in range(passes):
-        work.copy_(case.logits)
+        logits = _leaf(work, case)
         dist.barrier()
         peak = PeakMemory()
-        leaf = work.detach().requires_grad_()
-        logprobs = method.run(leaf, case.targets, **RULES[name])
-        gradient = torch.autograd.grad(torch.where(logprobs > -torch.inf, logprobs, 0), leaf, case.upstream)
+        gradient = _backward(method.run(logits, case.targets, **RULES[name]), logits, case)
         peaks.append(peak())
-        del gradient, logprobs, leaf
+        del gradient
     return min(peaks) / work.numel()
-
-
-def _draws(case: Case) -> dict[str, Callable[[], object]]:
-    """Draws from shards that are not gathered, beside the way that gathers."""
-    group, width = dist.group.WORLD, case.logits.shape[1]
-    shard = VocabShard.of(width, group)
-
-    def gathered_draw() -> Tensor:
-        z = _Gather.apply(case.logits).float()
-        return torch.multinomial(z.masked_fill(~kept_words(z, None, 0.95), -torch.inf).softmax(-1), 1)
-
-    return {
-        "draw, top-p 0.95: ours": lambda: sample_tokens(case.logits, case.keys, top_p=0.95, group=group),
-        "draw, top-p 0.95: gather, sort, multinomial": gathered_draw,
-        "draw: ours": lambda: sample_tokens(case.logits, case.keys, group=group),
-        "draw: gather, multinomial": lambda: torch.multinomial(_Gather.apply(case.logits).float().softmax(-1), 1),
-        "50 largest, with ids: ours": lambda: top_columns(case.logits, 50, shard),
-        "50 largest, with ids: gather, topk": lambda: _Gather.apply(case.logits).topk(50, dim=1),
-    }
 
 
 def measure(
     rank: int, tokens: int, vocab: int, tp: int, repeats: int, names: tuple[str, ...], whole: bool
-) -> tuple[dict[str, dict[str, dict[str, Figures]]], dict[str, Seconds]]:
-    """Measure on one rank: dtype → rule → method → figures, and the seconds of the draws. Repeats are interleaved."""
+) -> tuple[Results, dict[str, Seconds]]:
+    """Measure on one rank, and the seconds of the draws. Repeats are interleaved."""
     return_freed_memory()
     dtypes = DTYPES if whole else {"float32": torch.float32}
     rules = list(RULES) if whole else list(RULES)[:1]
@@ -293,7 +126,7 @@ def measure(
     errors = {(d, r, m.name): check_result(m, r, cases[d], works[d]) for d, r, m in keys}  # compiles, too
     cases = {name: case._replace(truth={}) for name, case in cases.items()}
     memory = {(d, r, m.name): measure_memory(m, r, cases[d], works[d]) for d, r, m in keys}
-    draws = _draws(cases["float32"]) if whole else {}
+    draws = make_draws(cases["float32"]) if whole else {}
     times: dict[tuple[str, str, str], list[tuple[float, float]]] = {(d, r, m.name): [] for d, r, m in keys}
     of_draws: dict[str, list[float]] = {name: [] for name in draws}
     keep_freed_memory()
@@ -306,7 +139,7 @@ def measure(
                 clock = CpuClock()
                 draw()
                 of_draws[name].append(clock())
-    results: dict[str, dict[str, dict[str, Figures]]] = {d: {r: {} for r in rules} for d in dtypes}
+    results: Results = {d: {r: {} for r in rules} for d in dtypes}
     for key, measured in times.items():
         forward, both = (Seconds.of(t) for t in zip(*measured, strict=True))
         results[key[0]][key[1]][key[2]] = Figures(forward, both, memory[key], *errors[key])
@@ -316,14 +149,7 @@ def measure(
 def over_ranks(ranks: list[Figures]) -> Figures:
     """Seconds of the average process, memory and errors of the worst."""
     worst = (max(getattr(r, f) for r in ranks) for f in ("bytes", "logprob_error", "gradient_error"))
-    return Figures(mean([r.forward for r in ranks]), mean([r.both for r in ranks]), *worst)
-
-
-def mean(seconds: list[Seconds]) -> Seconds:
-    return Seconds(*(sum(x) / len(x) for x in zip(*seconds, strict=True)))
-
-
-Results = dict[str, dict[str, dict[str, Figures]]]
+    return Figures(Seconds.mean([r.forward for r in ranks]), Seconds.mean([r.both for r in ranks]), *worst)
 
 
 def run(
@@ -336,7 +162,7 @@ def run(
         d: {r: {m: over_ranks([rank[0][d][r][m] for rank in ranks]) for m in first[d][r]} for r in first[d]}
         for d in first
     }
-    return results, {name: mean([rank[1][name] for rank in ranks]) for name in draws}
+    return results, {name: Seconds.mean([rank[1][name] for rank in ranks]) for name in draws}
 
 
 def missed(results: Results) -> list[str]:

@@ -1,4 +1,4 @@
-"""One input of the vocabulary benchmarks: the same logits on every rank, each with its columns, and their float64 truth."""
+"""Logits of the vocabulary benchmarks: the same on every rank, each with its columns; their float64 truth; gathering them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 _BLOCK = 128  # rows of a float64 reference block
 
@@ -55,3 +57,17 @@ def reference_gradient(case: Case, entropy: bool) -> Iterator[tuple[Tensor, Tens
         if entropy:
             dz -= case.upstream_entropy[rows, None].double() * p * (log_p + case.entropy[rows, None])
         yield rows, dz
+
+
+class Gather(torch.autograd.Function):
+    """[T, V/tp] to [T, V]; the loss is the same on all ranks, so each keeps its columns of the gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: Tensor) -> Tensor:
+        shards = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
+        dist.all_gather(shards, logits)
+        return torch.cat(shards, 1)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
+        return gradient.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()

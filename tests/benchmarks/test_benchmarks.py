@@ -13,14 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import losses, losses_case, token_stats, truncation
+from benchmarks import (
+    losses,
+    losses_case,
+    token_stats,
+    token_stats_methods,
+    truncation,
+    truncation_case,
+    truncation_methods,
+)
 from benchmarks.common import PeakMemory, Seconds, return_freed_memory
 from benchmarks.vocab_case import make_case
 from parallel_rl import count_valid
 from parallel_rl.testing.pool import run_world
 
-METHODS = {m.name: m for m in token_stats.methods(tp=1)}
-OURS, EAGER = METHODS[token_stats.OURS], METHODS["ours, eager, in place"]
+METHODS = {m.name: m for m in token_stats_methods.methods(tp=1)}
+OURS, EAGER = METHODS[token_stats_methods.OURS], METHODS["ours, eager, in place"]
 
 
 def _results(gathered_both: float = 2.0) -> dict[str, dict[str, token_stats.Figures]]:
@@ -29,13 +37,13 @@ def _results(gathered_both: float = 2.0) -> dict[str, dict[str, token_stats.Figu
     ours = token_stats.Figures(Seconds(1.0, 1.0), Seconds(1.0, 1.0), 0.01, 0.01, 0.0, 0.0)
     figures = {m.name: ours if m.kind == "ours" else peer for m in METHODS.values()}
     gathered = dataclasses.replace(peer, both=Seconds(gathered_both, gathered_both))
-    return {"float32": figures, "bfloat16": {**figures, token_stats.GATHERED: gathered}}
+    return {"float32": figures, "bfloat16": {**figures, token_stats_methods.GATHERED: gathered}}
 
 
 def test_token_stats_tells_which_figure_is_missed() -> None:
     assert token_stats.missed(_results()) == []
     (line,) = token_stats.missed(_results(gathered_both=0.9))
-    assert "bfloat16" in line and token_stats.GATHERED in line and "both" in line
+    assert "bfloat16" in line and token_stats_methods.GATHERED in line and "both" in line
     results = _results()
     results["float32"][OURS.name] = dataclasses.replace(results["float32"][OURS.name], both_bytes=0.2)
     (line,) = token_stats.missed(results)
@@ -58,10 +66,10 @@ def test_truncation_tells_which_figure_is_missed() -> None:
     def figures(seconds: float, extra: float) -> truncation.Figures:
         return truncation.Figures(Seconds(seconds, seconds), Seconds(seconds, seconds), extra, 0.0, 0.0)
 
-    rows = {m.name: figures(1.0 if m.kind == "ours" else 2.0, 0.01) for m in truncation.METHODS}
+    rows = {m.name: figures(1.0 if m.kind == "ours" else 2.0, 0.01) for m in truncation_methods.METHODS}
     assert truncation.missed({"float32": {"top-k 50": rows}}) == []
     rows["gather, then sort"] = figures(0.9, 5.0)
-    rows[truncation.OURS] = figures(1.0, 0.2)
+    rows[truncation_methods.OURS] = figures(1.0, 0.2)
     lines = truncation.missed({"bfloat16": {"top-k 50": rows}})
     assert len(lines) == 3 and all(line.startswith("bfloat16, top-k 50: ") for line in lines)
 
@@ -71,7 +79,7 @@ def _off_by_a_little(logits: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
 
 
 def _check(rank: int, wrong: bool) -> tuple[float, float]:
-    method = token_stats.Method("wrong", _off_by_a_little, "peer") if wrong else EAGER
+    method = token_stats_methods.Method("wrong", _off_by_a_little, "peer") if wrong else EAGER
     case = make_case(rank, tokens=48, vocab=64, tp=2, dtype=torch.float32)
     return token_stats.check_result(method, case, torch.empty_like(case.logits))
 
@@ -137,16 +145,18 @@ def test_plain_grpo_is_the_loss_that_it_is_measured_beside() -> None:
 
 
 def _kept_by_peers(rank: int) -> list[tuple[Tensor, Tensor]]:
-    case = truncation.make_case(rank, tokens=32, vocab=1024, tp=2, dtype=torch.bfloat16)
+    case = truncation_case.make_case(rank, tokens=32, vocab=1024, tp=2, dtype=torch.bfloat16)
     work = torch.empty_like(case.logits)
     return [
-        truncation.check_result(method, rule, case, work) for method in truncation.METHODS for rule in truncation.RULES
+        truncation.check_result(method, rule, case, work)
+        for method in truncation_methods.METHODS
+        for rule in truncation_case.RULES
     ]
 
 
 def test_truncation_compares_methods_that_agree() -> None:
     for errors in run_world(2, _kept_by_peers, timeout=300):
-        assert len(errors) == len(truncation.METHODS) * len(truncation.RULES)
+        assert len(errors) == len(truncation_methods.METHODS) * len(truncation_case.RULES)
 
 
 @pytest.mark.slow
@@ -163,4 +173,4 @@ def test_token_stats_runs_to_its_report(tmp_path: Path) -> None:
     written = json.loads(report.read_text())
     assert set(written["results"]) == {"float32", "bfloat16"}
     for figures in written["results"].values():
-        assert set(figures) == {m.name for m in token_stats.methods(tp=2)}
+        assert set(figures) == {m.name for m in token_stats_methods.methods(tp=2)}
