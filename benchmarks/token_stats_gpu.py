@@ -8,51 +8,24 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
 from benchmarks.common import Seconds
-from benchmarks.peers import PLAIN, CrossEntropy, join_megatron, peers
+from benchmarks.peers import join_megatron
 from benchmarks.report import Growth, copy_bandwidth, report
-from parallel_rl import token_stats
+from benchmarks.token_stats_gpu_methods import ENTROPY, OURS, RANKS, SHARD, Case, Method, make_case, methods, shard
 from parallel_rl.vocab.backends.choice import Backend
-from parallel_rl.vocab.backends.passes import RowSpec, combine_rows, row_gradient, row_parts
 
-OURS, ENTROPY, SHARD = "ours, in place", "ours + entropy, in place", "ours + entropy, a shard of TP 8"
-RANKS = 8
 BANDWIDTH = 0.85  # of the measured copy
 MAX_EXTRA = 0.1  # bytes per logit in place
 ENTROPY_COST = 1.05
 H200_SECONDS = {OURS: (0.58e-3, 1.73e-3), SHARD: (0.075e-3, 0.22e-3)}  # forward, both: T 8192, V 128256, bfloat16
 ERRORS = {torch.float32: (1e-4, 1e-5), torch.bfloat16: (1e-4, 4e-3)}  # log-prob (nats), gradient (relative)
 CHECKED = 64  # rows at either end that are compared with float64
-
-Step = Callable[[], object]
-
-
-class Case(NamedTuple):
-    """[T, V] logits (never overwritten), [T] targets and upstream gradients of log-prob and entropy."""
-
-    logits: Tensor
-    targets: Tensor
-    upstream: tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Method:
-    """`start(work, case)` gives (forward, backward); backward takes what forward gave and returns the gradient."""
-
-    name: str
-    start: Callable[[Tensor, Case], tuple[Callable[[], tuple[Tensor, ...]], Callable[[tuple[Tensor, ...]], Tensor]]]
-    kind: str  # "ours" or "peer"
-    bfloat16_gradient: bool = False  # it rounds the gradient to bfloat16 whatever the logits' dtype
-    bfloat16_logprobs: bool = False  # where logits are bfloat16, its log-probs are too
 
 
 @dataclass(frozen=True)
@@ -65,71 +38,6 @@ class Figures:
     both_bytes: float
     forward_bandwidth: float
     both_bandwidth: float
-
-
-def _with_autograd(
-    work: Tensor, case: Case, call: Callable[[Tensor, Tensor], tuple[Tensor, ...]]
-) -> tuple[Callable[[], tuple[Tensor, ...]], Callable[[tuple[Tensor, ...]], Tensor]]:
-    z = work.detach().requires_grad_()
-
-    def backward(outputs: tuple[Tensor, ...]) -> Tensor:
-        gradients = [g.to(x.dtype) for x, g in zip(outputs, case.upstream, strict=False)]
-        return torch.autograd.grad(outputs, z, gradients)[0]
-
-    return lambda: call(z, case.targets), backward
-
-
-def _ours(z: Tensor, targets: Tensor, entropy: bool, backend: Backend) -> tuple[Tensor, ...]:
-    stats = token_stats(z, targets, entropy=entropy, consume_logits=True, backend=backend)
-    return (stats.logprobs,) if stats.entropy is None else (stats.logprobs, stats.entropy)
-
-
-def _of_peer(z: Tensor, targets: Tensor, loss: CrossEntropy) -> tuple[Tensor, ...]:
-    return (-loss(z, targets),)
-
-
-def _shard(
-    work: Tensor, case: Case, backend: Backend
-) -> tuple[Callable[[], tuple[Tensor, ...]], Callable[[tuple[Tensor, ...]], Tensor]]:
-    """The passes of one shard; the other ranks' parts are copies of its own, in place of the all-gather."""
-    keep = torch.ones_like(case.targets, dtype=torch.bool)
-    inv_t = torch.ones(1, 1, device=work.device)
-    spec = RowSpec(case.targets, keep, inv_t, 0, work.shape[1])
-    parts = torch.empty(RANKS, work.shape[0], 4, device=work.device)
-
-    def forward() -> tuple[Tensor, ...]:
-        parts.copy_(row_parts(work, spec, True, backend))
-        logprobs, entropy, _, _, rows = combine_rows(parts, spec, backend)
-        assert entropy is not None
-        return logprobs, entropy, rows
-
-    def backward(outputs: tuple[Tensor, ...]) -> Tensor:
-        return row_gradient(work, spec, outputs[2], (*case.upstream, None), work, backend)
-
-    return forward, backward
-
-
-def methods(device: str, backend: Backend) -> list[Method]:
-    """Ours, and the peers that are installed; on a CPU, where this module is only tried, plain torch alone."""
-    found = [
-        Method(OURS, partial(_with_autograd, call=partial(_ours, entropy=False, backend=backend)), "ours"),
-        Method(ENTROPY, partial(_with_autograd, call=partial(_ours, entropy=True, backend=backend)), "ours"),
-    ]
-    for p in peers(device):
-        if device == "cuda" or p.name == PLAIN:
-            call = partial(_with_autograd, call=partial(_of_peer, loss=p.loss))
-            found.append(Method(p.name, call, "peer", p.bfloat16_gradient, p.bfloat16_loss))
-    return found
-
-
-def make_case(tokens: int, vocab: int, dtype: torch.dtype, device: str) -> Case:
-    g = torch.Generator(device).manual_seed(0)
-    logits = torch.empty(tokens, vocab, dtype=dtype, device=device)
-    for rows in logits.split(512):
-        rows.copy_(3 * torch.randn(rows.shape, generator=g, device=device))
-    targets = torch.randint(vocab, (tokens,), generator=g, device=device)
-    first, second = torch.randn(2, tokens, generator=g, device=device) / tokens
-    return Case(logits, targets, (first, second))
 
 
 def check_result(method: Method, case: Case, work: Tensor) -> None:
@@ -295,13 +203,13 @@ def run(
     if any("Megatron" in m.name for m in chosen):
         join_megatron()
     tables, results, lines = [], {}, []
-    shard = Method(SHARD, partial(_shard, backend=backend), "ours")
+    of_shard = shard(backend)
     for dtype in dtypes:
         name = str(dtype).removeprefix("torch.")
         figures = measure(chosen, make_case(tokens, vocab, dtype, device), repeats, device)
-        figures |= measure([shard], make_case(tokens, vocab // RANKS, dtype, device), repeats, device, checked=False)
+        figures |= measure([of_shard], make_case(tokens, vocab // RANKS, dtype, device), repeats, device, checked=False)
         is_the_shape = (tokens, vocab, dtype) == (8192, 128256, torch.bfloat16)
-        lines += [f"{name}: {x}" for x in missed(figures, [*chosen, shard], copy, card, is_the_shape)]
+        lines += [f"{name}: {x}" for x in missed(figures, [*chosen, of_shard], copy, card, is_the_shape)]
         tables.append(table(figures, copy, f"{name} on {card}: least (median)"))
         results[name] = {method: asdict(row) for method, row in figures.items()}
     bars = {
@@ -316,7 +224,7 @@ def run(
 def measure_growth(tokens: int, vocab: int, dtype: torch.dtype, repeats: int, device: str, backend: Backend) -> Growth:
     """Forward + backward with entropy, by tokens, vocabulary and ranks that share it."""
     entropy = next(m for m in methods(device, backend) if m.name == ENTROPY)
-    shard = Method(SHARD, partial(_shard, backend=backend), "ours")
+    of_shard = shard(backend)
 
     def seconds(method: Method, tokens: int, vocab: int) -> float:
         case = make_case(tokens, vocab, dtype, device)
@@ -325,5 +233,5 @@ def measure_growth(tokens: int, vocab: int, dtype: torch.dtype, repeats: int, de
     return {
         "T": {ENTROPY: {n: seconds(entropy, n, vocab) for n in (tokens // 4, tokens // 2, tokens)}},
         "V": {ENTROPY: {n: seconds(entropy, tokens, n) for n in (vocab // 4, vocab // 2, vocab)}},
-        "TP": {"ours + entropy, a shard": {n: seconds(shard, tokens, vocab // n) for n in (1, 2, 4, 8)}},
+        "TP": {"ours + entropy, a shard": {n: seconds(of_shard, tokens, vocab // n) for n in (1, 2, 4, 8)}},
     }

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import peers, token_stats_gpu
+from benchmarks import peers
 from benchmarks.common import run_ranks
+from benchmarks.token_stats_gpu import check_result
+from benchmarks.token_stats_gpu_methods import make_case, methods
 from parallel_rl.testing.pool import preload, run_world
 
 preload("megatron.core")
@@ -87,11 +89,11 @@ def test_peers_are_right_and_overwrite_what_they_say(tp: int) -> None:
 def _on_card(rank: int) -> int:
     if find_spec("megatron") is not None:
         peers.join_megatron()
-    chosen = token_stats_gpu.methods("cuda", "auto")
+    chosen = methods("cuda", "auto")
     for dtype in (torch.float32, torch.bfloat16):
-        case = token_stats_gpu.make_case(128, 4096, dtype, "cuda")
+        case = make_case(128, 4096, dtype, "cuda")
         for method in chosen:
-            token_stats_gpu.check_result(method, case, torch.empty_like(case.logits))
+            check_result(method, case, torch.empty_like(case.logits))
     return len(chosen)
 
 

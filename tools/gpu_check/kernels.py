@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from unittest.mock import patch
 
 import torch
 
-from benchmarks import token_stats_gpu as bench
 from benchmarks.peers import join_megatron
 from benchmarks.report import copy_bandwidth
+from benchmarks.token_stats_gpu import H200_SECONDS, measure
+from benchmarks.token_stats_gpu_methods import OURS, make_case, methods, shard
 from parallel_rl.vocab.backends.choice import Backend
 from parallel_rl.vocab.backends.triton.cuts import CUTS, Cut
 from tools.gpu_check.facts import Facts
@@ -39,18 +39,15 @@ def run(facts: Facts, device: str) -> None:
 
 def _shape(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: Backend, copy: float) -> None:
     device = "cuda" if backend == "triton" else "cpu"
-    case = bench.make_case(tokens, width, dtype, device)
+    case = make_case(tokens, width, dtype, device)
     where = f"T {tokens}, V {width}, {str(dtype).removeprefix('torch.')}"
-    shard = width < 32768 and backend == "triton"
-    method = bench.Method(bench.SHARD, partial(bench._shard, backend=backend), "ours")
-    method = method if shard else bench.methods(device, backend)[1]
-    goals = (
-        bench.H200_SECONDS.get(method.name if shard else bench.OURS) if _is_h200(device) and tokens == 8192 else None
-    )
+    of_shard = width < 32768 and backend == "triton"
+    method = shard(backend) if of_shard else methods(device, backend)[1]
+    goals = H200_SECONDS.get(method.name if of_shard else OURS) if _is_h200(device) and tokens == 8192 else None
     times = {}
     for cut in _cuts(tokens, backend):
         with facts.required(f"{where}, {cut}"), _applied(cut):
-            figures = bench.measure([method], case, 7, device, checked=False)[method.name]
+            figures = measure([method], case, 7, device, checked=False)[method.name]
             times[cut] = figures.forward.median, figures.both.median
             share = figures.forward_bandwidth / copy, figures.both_bandwidth / copy
             words = f"forward {1e3 * times[cut][0]:.3f} ms ({share[0]:.0%} of copy), both {1e3 * times[cut][1]:.3f} ms"
@@ -92,12 +89,12 @@ def _applied(swept: tuple[str, Cut] | None) -> AbstractContextManager[object]:
 
 def _peers(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: Backend) -> None:
     device = "cuda" if backend == "triton" else "cpu"
-    case = bench.make_case(tokens, width, dtype, device)
+    case = make_case(tokens, width, dtype, device)
     with facts.optional("Megatron's groups"):
         join_megatron()
-    for method in bench.methods(device, backend):
+    for method in methods(device, backend):
         with facts.optional(name := f"beside peers: {method.name}"):
-            figures = bench.measure([method], case, 5, device, checked=False)[method.name]
+            figures = measure([method], case, 5, device, checked=False)[method.name]
             text = f"forward {1e3 * figures.forward.median:.3f} ms, both {1e3 * figures.both.median:.3f} ms"
             facts.tell(name, f"{text}, {figures.both_bytes:.2f} bytes a logit")
 

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from benchmarks import linear, token_stats_gpu
+from benchmarks import linear, token_stats_gpu, token_stats_gpu_methods
 from benchmarks.linear_case import Shape, make_case
 from benchmarks.linear_methods import methods as head_methods
 from benchmarks.report import copy_bandwidth, matmul_rate
@@ -66,8 +66,8 @@ def describe(facts: Facts, device: str) -> None:
 
 def _statistics(facts: Facts, device: str, vocab: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        case = token_stats_gpu.make_case(_TOKENS, vocab, dtype, device)
-        for method in token_stats_gpu.methods(device, "auto" if device == "cuda" else "eager")[:2]:
+        case = token_stats_gpu_methods.make_case(_TOKENS, vocab, dtype, device)
+        for method in token_stats_gpu_methods.methods(device, "auto" if device == "cuda" else "eager")[:2]:
             with facts.required(name := f"{method.name}, V {vocab}, {_name(dtype)}"):
                 token_stats_gpu.check_result(method, case, torch.empty_like(case.logits))
                 facts.check(name, True)
