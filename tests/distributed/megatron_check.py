@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from parallel_rl.testing.pool import run_world
-from tests.distributed.megatron_cases import Case, Outcome, compare, oracle
+from tests.distributed.megatron_cases import Case
+from tests.distributed.megatron_oracle import Outcome, oracle
+from tests.distributed.megatron_step import compare
 
 _OF_MODEL = ("position", "tied", "groups", "chunks", "data", "loss", "mtp", "experts", "balance", "micro_batches")
 _references: dict[tuple[object, ...], Outcome] = {}

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from parallel_rl.testing.pool import preload, run_world
-from tests.distributed.megatron_cases import VOCAB, WIDTH, Case, compare, make_data, make_model
+from tests.distributed.megatron_cases import VOCAB, WIDTH, Case, make_data, make_model
 from tests.distributed.megatron_check import with_references
+from tests.distributed.megatron_step import compare
 
 pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")

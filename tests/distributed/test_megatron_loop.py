@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.testing.pool import preload, run_world
-from tests.distributed.megatron_cases import LENGTHS, VOCAB, WIDTH, Case, make_data, make_model, step, wrapper
+from tests.distributed.megatron_cases import LENGTHS, VOCAB, WIDTH, Case, make_data, make_model
+from tests.distributed.megatron_step import step, wrapper
 
 pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")

@@ -11,17 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_rl.testing.pool import preload, run_world
-from tests.distributed.megatron_cases import (
-    LENGTHS,
-    Case,
-    Outcome,
-    make_data,
-    make_loss,
-    make_model,
-    oracle,
-    split,
-    step,
-)
+from tests.distributed.megatron_cases import LENGTHS, Case, make_data, make_loss, make_model, split
+from tests.distributed.megatron_oracle import Outcome, oracle
+from tests.distributed.megatron_step import step
 
 pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")
