@@ -1,67 +1,16 @@
-"""The losses that the law is tested on, and dense references of those that have one; the harness is `parallel_rl.testing`."""
+"""The losses that the law is tested on; the harness is `parallel_rl.testing`."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
-from parallel_rl import LossFn, Metrics, TokenBatch, register_loss, register_objective
 from parallel_rl.config.yaml_files import read_tree
-from parallel_rl.losses import Field, NoConfig, Requirements
-from parallel_rl.metrics import Mean, Measure, Metric, MinMax, Sum
 from parallel_rl.recipes import loss_of, recipes
-from parallel_rl.testing import cases
-from parallel_rl.testing.batches import PLACEHOLDER, REWARD_IDS, make_batch
-from parallel_rl.testing.cases import Batch, Case, Expected, Reference
-from tests import reference, reference_distillation, reference_heads, reference_preference
-
-
-@register_objective("test_entropy", token_fields=("advantages",), needs_entropy=True, token_separable=True)
-def EntropyBonus(logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Measure]]:
-    """A user's objective: policy gradient with an entropy bonus, and metrics of its own."""
-    measures = {"sure": Mean(batch.entropy < 1.5), "entropy": MinMax(batch.entropy), "likely": Sum(logprobs > -2)}
-    return -batch["advantages"] * logprobs - 0.3 * batch.entropy, measures
-
-
-@register_objective("test_sequence_token", token_fields=("prev_logprobs",))
-def SequenceToken(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-    """A user's objective: a token term that uses a quantity of the whole sequence, with gradient through both."""
-    return batch.expand(batch.segment_mean(logprobs - batch["prev_logprobs"]).exp()) * logprobs.exp()
-
-
-@register_objective("test_sequence", level="sequence", sequence_fields=("rewards",))
-def SequenceLevel(logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Measure]]:
-    """A user's objective on sums of log-probs, with metrics of its own."""
-    measures = {"good": Sum(batch.per_sequence("rewards") > 0), "sum": MinMax(logprobs), "likelihood": Mean(logprobs)}
-    return (logprobs / 10).exp() * (1 + batch.per_sequence("rewards").square()), measures
-
-
-@register_objective("test_pair", level="pair", token_fields=("reference_policy_logprobs",))
-def PairLevel(logprobs: Tensor, batch: TokenBatch) -> tuple[Tensor, dict[str, Measure]]:
-    """A user's objective on pairs, hinge on the difference of log-probs to the reference's, with metrics of its own."""
-    margins = (logprobs - batch.segment_sum(batch["reference_policy_logprobs"])).view(-1, 2)
-    better = margins[:, 0] - margins[:, 1]
-    return torch.relu(1 - better), {"accuracy": Mean(better > 0), "margin": MinMax(better), "wins": Sum(better > 0)}
-
-
-@register_loss("test_class")
-class UserLoss(LossFn[NoConfig]):
-    """A user's class."""
-
-    config_class = NoConfig
-    requirements = Requirements(
-        (Field("advantages"), Field("rewards", per="sequence")), entropy=True, token_separable=True
-    )
-
-    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        weights = batch.per_sequence("rewards") / batch.counts.toks
-        loss = batch.weighted_sum(batch["advantages"] * batch.logprobs.exp() - batch.entropy, weights)
-        return loss, Metrics({"loss": Metric("share", loss)})
-
+from parallel_rl.testing.batches import PLACEHOLDER, REWARD_IDS
+from parallel_rl.testing.cases import Case
+from tests.distributed import law_objectives  # noqa: F401  # registers them
 
 _SEQ = {"token_level_loss": False}
 _IS = {"use_importance_sampling_correction": True}
@@ -335,40 +284,3 @@ CASES = [*CORE, *MORE, *RECIPES]
 def one_of_each(cases: list[Case]) -> list[Any]:
     """For `parametrize`: the cases of CORE, which hold every loss; the other options of a loss are slow tests."""
     return [case if case in CORE else pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
-_REFERENCES: dict[str, Reference] = {
-    "nll": reference.nll,
-    "preference": reference_heads.preference,
-    "value": reference_heads.value,
-    "prm": reference_heads.prm,
-    "dpo": reference_preference.dpo,
-    "simpo": reference_preference.simpo,
-    "cpo": reference_preference.cpo,
-    "kto": reference_preference.kto,
-    "clipped_pg": reference.clipped_pg,
-    "distillation": reference_distillation.distillation,
-    "full_distillation": reference_distillation.full_distillation,
-}
-
-
-def batch_of(
-    case: Case, seed: int = 5, half_masked: bool = False, dtype: torch.dtype = torch.float64, shift: float = 0.0
-) -> Batch:
-    """A batch that suits the case's loss and options."""
-    return make_batch(seed, half_masked, case.loss, dtype, shift, truncated=case.truncated)
-
-
-def reference_of(case: Case, dtype: torch.dtype = torch.float64) -> Reference | None:
-    """The dense reference of the case's loss; there is none for a truncated policy, weights of tokens, or measured overlap."""
-    if case.options or "token_weights" in case.config or "overlap" in case.config:
-        return None
-    if case.loss == "orpo":  # what a certain response counts depends on the digits that its log-prob has
-        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-        return partial(reference_preference.orpo, eps=eps)
-    return _REFERENCES.get(case.loss)
-
-
-def expected(case: Case, batch: Batch, dtype: torch.dtype = torch.float64) -> Expected:
-    """The numbers of one process, by the dense reference where there is one, for logits that came in `dtype`."""
-    return cases.expected(case, batch, reference_of(case, dtype))

@@ -17,9 +17,9 @@ from parallel_rl.testing.cases import Case, Trial, has_scalar_head, reduced_numb
 from parallel_rl.testing.layouts import Layout, Piece, cut_rows
 from parallel_rl.testing.pool import preload, run_world
 from parallel_rl.testing.step import local_positions
-from tests.distributed import law
+from tests.distributed import law_references
 
-preload("parallel_rl", "tests.distributed.law")
+preload("parallel_rl", "tests.distributed.law_references")
 
 # rounds of a step: the context groups of each, and the rows that they get; in the last one three ranks have nothing to do
 ROUNDS = [
@@ -104,8 +104,8 @@ def test_context_groups_of_one_two_and_four_ranks_in_one_step(packing: str) -> N
     """Token, sequence, pair, prompt and order statistics: a count or a factor of a fixed context size shows here alone."""
     trials = []
     for case in CASES:
-        batch = law.batch_of(case)
-        trials.append(Trial(case, batch, law.expected(case, batch)))
+        batch = law_references.batch_of(case)
+        trials.append(Trial(case, batch, law_references.expected(case, batch)))
     ranks = run_world(4, _step, trials, packing)
     for index, trial in enumerate(trials):
         found, want, name = [shares[index] for shares in ranks], trial.want, trial.case.name

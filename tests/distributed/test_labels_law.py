@@ -21,7 +21,7 @@ from parallel_rl.testing.cases import EVERY_AXIS, Case, Trial
 from parallel_rl.testing.compare import faults
 from parallel_rl.testing.pool import preload, run_world
 from parallel_rl.testing.sharded import Outcome, check_world
-from tests.distributed import law
+from tests.distributed import law, law_references
 
 preload("tests.distributed.law", "tests.distributed.test_labels_law")
 
@@ -102,8 +102,8 @@ CASES = [case for case in (*law.CORE, *law.TRUNCATED[:5:2]) if case.loss not in 
 def _trials() -> list[Trial]:
     found = []
     for case in CASES:
-        batch = law.batch_of(case)
-        found.append(Trial(OnShiftedLabels(case), batch, law.expected(case, batch)))
+        batch = law_references.batch_of(case)
+        found.append(Trial(OnShiftedLabels(case), batch, law_references.expected(case, batch)))
     return found
 
 

@@ -15,7 +15,7 @@ from parallel_rl.testing.cases import Case, Trial, dense_error, has_scalar_head
 from parallel_rl.testing.compare import errors, faults
 from parallel_rl.testing.pool import preload, run_world
 from parallel_rl.testing.sharded import Outcome, check_world
-from tests.distributed import law
+from tests.distributed import law, law_references
 
 preload("parallel_rl", "tests.distributed.law")
 
@@ -50,8 +50,8 @@ def _truths(tier: str, setting: Setting) -> dict[str, Trial]:
     for case in TIERS[tier]:
         kind = has_scalar_head(case.loss), case.truncated
         if kind not in batches:
-            batches[kind] = law.batch_of(case, 5, setting.half_masked, setting.dtype, setting.shift)
-        found[case.name] = Trial(case, batches[kind], law.expected(case, batches[kind], setting.dtype))
+            batches[kind] = law_references.batch_of(case, 5, setting.half_masked, setting.dtype, setting.shift)
+        found[case.name] = Trial(case, batches[kind], law_references.expected(case, batches[kind], setting.dtype))
     return found
 
 
@@ -118,7 +118,7 @@ def test_low_precision_logits(case: Case, run: Run, dtype: torch.dtype) -> None:
     """Against the float64 oracle of the same rounded logits: at most twice the error of one process that holds them whole."""
     setting = Setting(dtype=dtype)
     trial = _truths(run.tier, setting)[case.name]
-    alone = dense_error(trial, dtype, law.reference_of(case, dtype))
+    alone = dense_error(trial, dtype, law_references.reference_of(case, dtype))
     for layout, outcomes in _outcomes(run, setting)[case.name].items():
         loss, gradient = errors(trial, outcomes)
         assert loss <= 2 * alone[0] + 1e-6, f"{layout}: loss off by {loss:.1e}, dense {alone[0]:.1e}"

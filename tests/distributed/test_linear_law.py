@@ -9,7 +9,7 @@ import pytest
 from parallel_rl.testing import hidden_states
 from parallel_rl.testing.cases import Case, Trial
 from parallel_rl.testing.pool import preload, run_world
-from tests.distributed import law
+from tests.distributed import law, law_references
 
 preload("parallel_rl.testing.hidden_states", "tests.distributed.law")
 
@@ -44,8 +44,10 @@ CASES = [
 
 @cache
 def _truths() -> dict[str, Trial]:
-    batches = {case.name: law.batch_of(case) for case in CASES}
-    return {case.name: Trial(case, batches[case.name], law.expected(case, batches[case.name])) for case in CASES}
+    batches = {case.name: law_references.batch_of(case) for case in CASES}
+    return {
+        case.name: Trial(case, batches[case.name], law_references.expected(case, batches[case.name])) for case in CASES
+    }
 
 
 @cache

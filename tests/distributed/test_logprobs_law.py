@@ -15,7 +15,7 @@ from parallel_rl.testing.compare import faults
 from parallel_rl.testing.on_logprobs import OnLogProbs
 from parallel_rl.testing.pool import preload, run_world
 from parallel_rl.testing.sharded import Outcome, check_world
-from tests.distributed import law
+from tests.distributed import law, law_references
 
 preload("parallel_rl.testing.on_logprobs", "tests.distributed.law")
 
@@ -34,8 +34,8 @@ TIERS = {
 def _trials(tier: str) -> list[Trial]:
     found = []
     for case in TIERS[tier]:
-        batch = law.batch_of(case)
-        found.append(Trial(OnLogProbs(case), batch, law.expected(case, batch)))
+        batch = law_references.batch_of(case)
+        found.append(Trial(OnLogProbs(case), batch, law_references.expected(case, batch)))
     return found
 
 

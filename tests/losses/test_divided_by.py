@@ -7,7 +7,7 @@ import torch
 
 from parallel_rl import Metrics, count_valid
 from parallel_rl.testing.cases import Case, step_statistics
-from tests.distributed import law
+from tests.distributed import law, law_references
 
 CASES = [*law.CORE, *law.MORE]
 OF_CALL = {"sequences": 0, "pairs": 0, "tokens": 1}
@@ -18,7 +18,7 @@ OTHERS = {
 
 
 def metrics_of(case: Case, factors: tuple[int, int]) -> Metrics:
-    batch = law.batch_of(case)
+    batch = law_references.batch_of(case)
     loss_fn = case.build()
     seqs, toks = count_valid(batch.data)
     plain = (batch.logits, batch.data, seqs, toks)

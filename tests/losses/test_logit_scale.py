@@ -9,7 +9,7 @@ from torch import Tensor
 from parallel_rl import LMHeadInput, NLLLoss, count_valid, token_logprobs
 from parallel_rl.testing.cases import Case, step_statistics
 from parallel_rl.testing.hidden_states import reads_one_distribution, takes_head
-from tests.distributed import law
+from tests.distributed import law, law_references
 
 SCALE, SOFTCAP = 0.37, 4.0
 CASES = [case for case in (*law.CORE, *law.TRUNCATED) if takes_head(case) and reads_one_distribution(case)]
@@ -24,7 +24,7 @@ def run(case: Case, output: object, data: dict, leaves: list[Tensor], **options:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_scale_is_that_of_logits_scaled_before(case: Case) -> None:
-    batch = law.batch_of(case)
+    batch = law_references.batch_of(case)
     logits = batch.logits.clone().requires_grad_()
     want = run(case, logits * SCALE, batch.data, [logits])
     torch.testing.assert_close(run(case, logits, batch.data, [logits], logit_scale=SCALE), want)
@@ -39,7 +39,7 @@ def test_a_scale_is_that_of_logits_scaled_before(case: Case) -> None:
 
 def test_a_teachers_head_has_a_scale_of_its_own() -> None:
     case = Case("full_distillation")
-    batch = law.batch_of(case)
+    batch = law_references.batch_of(case)
     hidden, weight = batch.logits.clone().requires_grad_(), torch.eye(batch.logits.shape[-1], dtype=torch.float64)
     scaled = {**batch.data, "teacher_logits": batch.data["teacher_logits"] * 3.0}
     want = run(case, LMHeadInput(hidden, weight), scaled, [hidden])
@@ -51,7 +51,7 @@ def test_a_teachers_head_has_a_scale_of_its_own() -> None:
 
 def test_log_probs_of_a_scaled_head() -> None:
     case = Case("nll")
-    batch = law.batch_of(case)
+    batch = law_references.batch_of(case)
     weight = torch.eye(batch.logits.shape[-1], dtype=torch.float64)
     found = token_logprobs(LMHeadInput(batch.logits, weight, logit_scale=SCALE), batch.data)
     torch.testing.assert_close(found, token_logprobs(batch.logits * SCALE, batch.data))

@@ -10,7 +10,7 @@ import torch
 from parallel_rl.testing.cases import Expected, Trial
 from parallel_rl.testing.compare import errors, faults
 from parallel_rl.testing.sharded import Outcome
-from tests.distributed import law
+from tests.distributed import law, law_references
 
 TOLERANCE = 1e-3
 METRICS = {"kl": 0.5, "tokens": 8.0}
@@ -20,7 +20,7 @@ METRICS = {"kl": 0.5, "tokens": 8.0}
 def trial() -> Trial:
     """A loss of 2 with a gradient of norm 5."""
     case = law.CORE[0]
-    return Trial(case, law.batch_of(case, 5), Expected(2.0, torch.tensor([3.0, 4.0]), METRICS))
+    return Trial(case, law_references.batch_of(case, 5), Expected(2.0, torch.tensor([3.0, 4.0]), METRICS))
 
 
 def outcomes(**of_the_last: object) -> list[Outcome]:

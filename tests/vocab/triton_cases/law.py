@@ -13,10 +13,10 @@ from parallel_rl.testing.layouts import Layout, Rank, make_groups
 from parallel_rl.testing.pool import preload, run_world
 from parallel_rl.testing.sharded import Outcome, run_layout
 from parallel_rl.vocab.backends.triton import operators
-from tests.distributed import law
+from tests.distributed import law_references
 from tests.vocab.triton_cases.common import INTERPRETED
 
-preload("parallel_rl", "tests.distributed.law")
+preload("parallel_rl", "tests.distributed.law_references")
 
 SEED, DTYPE = 5, torch.float32
 PLAIN = [Case("clipped_pg", {"ratio_clip_min": 0.2, "ratio_clip_max": 0.28}), Case("dpo")]
@@ -45,8 +45,8 @@ def check_world(rank: int) -> tuple[list[tuple[str, str, Outcome]], Counter[str]
 
     with counted("vocab_stats"), counted("vocab_combine"), counted("vocab_gradient"), counted("vocab_gradient_"):
         for case in PLAIN:
-            batch = law.batch_of(case, SEED, dtype=DTYPE)
-            trial = Trial(on_triton(case), batch, law.expected(case, batch))
+            batch = law_references.batch_of(case, SEED, dtype=DTYPE)
+            trial = Trial(on_triton(case), batch, law_references.expected(case, batch))
             for layout in LAYOUTS:
                 outcome = run_layout(layout, trial, rank_of, DTYPE)
                 found.append((case.name, layout.name, outcome))
@@ -56,8 +56,8 @@ def check_world(rank: int) -> tuple[list[tuple[str, str, Outcome]], Counter[str]
 def test_the_law() -> None:
     ranks = run_world(2, check_world, timeout=300)
     for case in PLAIN:
-        batch = law.batch_of(case, SEED, dtype=DTYPE)
-        trial = Trial(case, batch, law.expected(case, batch))
+        batch = law_references.batch_of(case, SEED, dtype=DTYPE)
+        trial = Trial(case, batch, law_references.expected(case, batch))
         of_layout = {
             layout.name: [
                 outcome
