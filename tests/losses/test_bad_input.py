@@ -17,7 +17,8 @@ from parallel_rl import (
 )
 from parallel_rl.losses.registry import losses
 from parallel_rl.validation import get_validation, validation
-from tests.losses.faults import FAULTS, LENGTHS, REQUIRED, Fault, S, V, make_call, make_data
+from tests.losses.fault_calls import LENGTHS, Fault, S, V, make_call, make_data
+from tests.losses.faults import FAULTS, REQUIRED
 
 ALONE = ParallelGroups()
 

@@ -1,0 +1,203 @@
+"""A right call of a loss on any layout, and the kinds of changes that spoil it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel_rl import (
+    ParallelGroups,
+    SequenceLayout,
+    SequencePackingLossWrapper,
+    Statistics,
+    ValidCounts,
+    count_valid,
+    get_loss,
+    token_stats,
+)
+from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
+
+B, S, V = 4, 8, 11
+FLOATS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+PLACEHOLDER = 4  # of a process reward model
+_COUNTS = ("positive_tokens", "steps", "usual_sequences", "usual_tokens", "expert_sequences", "expert_tokens")
+_SIDES = [f"{side}_{what}" for side in ("desirable", "undesirable", "mismatched") for what in ("rows", "log_ratio")]
+_PARTS = [f"{part}_{what}" for part in ("policy", "observed") for what in ("sequences", "tokens")]
+UNITS = {"unit_ids": torch.tensor([0, 3, 8]), "unit_tokens": torch.tensor([9, 9, 9])}
+STEP = Statistics(
+    {name: torch.tensor(9.0) for name in (*_COUNTS, *_SIDES, *_PARTS)}, records=UNITS
+)  # what any loss may ask of a step
+LENGTHS = [8, 6, 7, 4]
+ROOM = [8, 8, 8, 8]
+
+
+@dataclass
+class Call:
+    """The arguments of one call on this rank; a fault changes some of them."""
+
+    loss: str
+    config: dict
+    options: dict[str, Any]
+    logits: Tensor
+    data: dict[str, Any]
+    counts: ValidCounts
+    groups: ParallelGroups
+    vocab_rank: int | None
+    cu_seqlens: Tensor | None = None
+    cu_seqlens_padded: Tensor | None = None
+    statistics: Statistics | None = None
+
+    def run(self) -> float:
+        """This rank's share."""
+        loss_fn = get_loss(self.loss)(self.config, **self.options)
+        fn = (
+            loss_fn
+            if self.cu_seqlens is None
+            else SequencePackingLossWrapper(loss_fn, self.cu_seqlens, self.cu_seqlens_padded)
+        )
+        loss, _ = fn(
+            self.logits, self.data, *self.counts, self.vocab_rank, self.groups.tensor, self.groups.context,
+            statistics=self.statistics,
+        )  # fmt: skip
+        return loss.item()
+
+
+def make_data() -> dict[str, Any]:
+    g = torch.Generator().manual_seed(3)
+    inside = torch.arange(S) < torch.tensor(LENGTHS)[:, None]
+    data: dict[str, Any] = {
+        "input_ids": torch.randint(0, V, (B, S), generator=g),
+        "token_mask": inside.to(torch.int64),
+        "sample_mask": torch.ones(B),
+        "rewards": torch.randn(B, generator=g, dtype=torch.float64),
+        "preference_labels": torch.tensor([1, -1, 0, 1], dtype=torch.float64),
+        "preference_margins": torch.rand(B, generator=g, dtype=torch.float64),
+        "reward_labels": torch.full((B, S), 9),
+    }
+    data["input_ids"][:, 5] = PLACEHOLDER
+    for name in (*FLOATS, "returns", "values"):
+        data[name] = -torch.rand(B, S, generator=g, dtype=torch.float64)
+    data["teacher_topk_logits"] = torch.randn(B, S, 3, generator=g, dtype=torch.float64)
+    data["teacher_topk_indices"] = torch.tensor([9, 0, 4]).expand(B, S, 3)
+    data["teacher_logsumexp"] = torch.full((B, S), 3.0, dtype=torch.float64)
+    data["expert_mask"] = torch.tensor([True, False, False, True])
+    data["group_ids"] = data["run_ids"] = torch.tensor([3, 8, 3, 0])
+    data["observation_mask"] = inside & (torch.arange(S) % 3 == 1)
+    data["segment_ids"] = torch.arange(S).expand(B, S) // 3
+    return data
+
+
+def make_call(loss: str, config: dict, packed: bool, groups: ParallelGroups) -> Call:
+    """Right on every rank: padded vocabulary, zigzag context ranks, ragged rows."""
+    scalar, data, cp = issubclass(get_loss(loss), ScalarHeadLoss), make_data(), groups.cp_size
+    whole = torch.randn(B, S, 1 if scalar else V, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    true, padded = (torch.tensor([0, *sizes]).cumsum(0).to(torch.int32) for sizes in (LENGTHS, ROOM))
+    if packed:
+        layout = SequenceLayout.packed(true, padded, seq_len=S, total=sum(ROOM), cp_size=cp, cp_rank=groups.cp_rank)
+    else:
+        layout = SequenceLayout.padded(B, S, cp_size=cp, cp_rank=groups.cp_rank)
+    local = whole[layout.sequence_ids, layout.positions]
+    if not scalar:
+        width = -(-V // groups.tp_size)
+        local = torch.nn.functional.pad(local, (0, width * groups.tp_size - V))
+        local = local[:, groups.tp_rank * width : (groups.tp_rank + 1) * width]
+    options = {} if scalar else {"vocab_size": V}
+    call = Call(
+        loss, dict(config), options, local.reshape(*layout.local_shape, -1).contiguous(), data, count_valid(data),
+        groups, groups.tp_rank,
+    )  # fmt: skip
+    call.data["teacher_logits"] = call.logits * 0.7  # shaped and sharded like the student's
+    if packed:
+        call.cu_seqlens, call.cu_seqlens_padded = true, padded
+    if get_loss(loss)(config).needs_statistics:
+        call.statistics = STEP
+    return call
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    message: str  # a pattern
+    spoil: Callable[[Call], object] = field(compare=False)
+    loss: str = "clipped_pg"
+    config: dict = field(default_factory=dict)
+    packed: bool = False
+    by_value: bool = False  # only a look at the values can tell
+    needs_context: bool = False  # with one context rank it is right
+
+    def __str__(self) -> str:
+        return self.name.replace(" ", "-")
+
+
+def at(name: str, place: tuple[int, ...], value: float) -> Callable[[Call], object]:
+    """Another value at one place of a field."""
+
+    def spoil(call: Call) -> None:
+        call.data[name] = call.data[name].clone()
+        call.data[name][place] = value
+
+    return spoil
+
+
+def use(**values: Any) -> Callable[[Call], object]:
+    return lambda call: call.data.update(values)
+
+
+def bounds(true: list | None = None, padded: list | None = None) -> Callable[[Call], object]:
+    def spoil(call: Call) -> None:
+        call.cu_seqlens = call.cu_seqlens if true is None else torch.tensor(true)
+        call.cu_seqlens_padded = call.cu_seqlens_padded if padded is None else torch.tensor(padded)
+
+    return spoil
+
+
+def rows(count: int) -> Callable[[Call], object]:
+    def spoil(call: Call) -> None:
+        call.logits = call.logits[:count]
+        call.data = {name: value[:count] for name, value in call.data.items()}
+
+    return spoil
+
+
+def logits(change: Callable[[Tensor], Tensor]) -> Callable[[Call], object]:
+    return lambda call: setattr(call, "logits", change(call.logits))
+
+
+def options(**values: Any) -> Callable[[Call], object]:
+    return lambda call: call.options.update(values)
+
+
+def drop(name: str) -> Callable[[Call], object]:
+    return lambda call: call.data.pop(name)
+
+
+def narrow(name: str) -> Callable[[Call], object]:
+    return lambda call: call.data.update({name: call.data[name][:, 1:]})
+
+
+def argument(name: str, value: object) -> Callable[[Call], object]:
+    return lambda call: setattr(call, name, value)
+
+
+def strided(call: Call) -> None:
+    call.logits = call.logits.transpose(0, 1).contiguous().transpose(0, 1)
+    call.options["consume_logits"] = True
+
+
+def given_up(call: Call) -> None:
+    z = call.logits.clone().requires_grad_()
+    token_stats(z, torch.zeros(z.shape[:-1], dtype=torch.int64), consume_logits=True).lse.sum().backward()
+    call.logits = z.detach()
+
+
+def six_tokens(call: Call) -> None:
+    call.logits = call.logits[:, :3]
+    call.data.update({name: value[:, :6] for name, value in call.data.items() if value.dim() == 2})
+
+
+def next_rank(call: Call) -> None:
+    call.vocab_rank = (call.vocab_rank or 0) + 1
