@@ -68,7 +68,7 @@ class Pending(NamedTuple):
 
 
 def all_gather_start(x: Tensor, group: ProcessGroup | None, out: Tensor | None = None) -> Pending:
-    """Start to gather [n, ...] to [ranks · n, ...] in rank order, of several ranks into `out`; without gradient."""
+    """Start to gather [n, ...] to [ranks · n, ...] in rank order, into `out` if given, which one rank alone ignores."""
     size = group_size(group)
     if size == 1:
         return Pending(x, None)

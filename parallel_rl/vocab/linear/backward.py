@@ -47,14 +47,15 @@ class Gradients:
     ) -> None:
         self.params = params
         of_hidden, of_weight, of_bias = wanted
-        like = torch.empty_like if params.rows.order is None else torch.zeros_like  # all rows are added, or some
-        self.hidden = like(params.hidden) if of_hidden else None
+        make = torch.empty if params.rows.order is None else torch.zeros  # all rows are written, or some stay 0
+        shape, dtype, device = params.hidden.shape, params.hidden.dtype, params.hidden.device
+        self.hidden = make(shape, dtype=dtype, device=device) if of_hidden else None
         self._blank = of_weight and weight is None  # the first product fills it: no zeros are written and read
         if self._blank:
             weight = torch.empty_like(params.weight, dtype=params.weight.dtype if at_once else params.dtype)
         self.weight = weight if of_weight else None
         self.bias = torch.zeros_like(params.bias, dtype=params.dtype) if of_bias and params.bias is not None else None
-        self._under_way: list[tuple[Rows | None, Pending]] = []  # None: where they are to be
+        self._under_way: list[tuple[Rows | None, Pending]] = []  # None: they are there
 
     def add(
         self,
@@ -92,8 +93,9 @@ class Gradients:
         params, of_hidden, there = self.params, None, False
         if self.hidden is not None:
             rows = params.rows.gathered(*spans)
+            # the product is written where it is to be
             there = self.hidden.dtype == params.dtype and params.rows.parts == 1 and isinstance(rows, slice)
-            of_hidden = self.hidden[rows] if there else torch.empty_like(hidden, dtype=params.dtype)
+            of_hidden = self.hidden[rows] if there else hidden.new_empty(hidden.shape, dtype=params.dtype)
         sending: list[tuple[Rows | None, Pending]] = []
         for part in columns:
             dz = gradient(part)
@@ -124,7 +126,8 @@ class Gradients:
     def _arrive(self) -> None:
         for rows, part in self._under_way:
             summed = part.wait()
-            if rows is not None and self.hidden is not None:
+            if rows is not None:
+                assert self.hidden is not None
                 put_rows(self.hidden, rows, summed)
         self._under_way = []
 

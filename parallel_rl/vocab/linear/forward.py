@@ -86,9 +86,7 @@ def run_forward(params: LinearParams, then: Callable[[Chunks, Forward], None] | 
     together = 1 if then is None else params.rows_together
     waiting: list[_Chunk] = []
     group: list[slice] = []
-    # a threshold's search and a gradient read rows without loss as well
-    fetched = params.fetched(spans, together, masked=then is not None or keeps or by_rank)
-    for index, (span, hidden, of_group) in enumerate(fetched):
+    for index, (span, hidden, of_group) in enumerate(params.fetched(spans, together, params.masked)):
         place = None if in_place else buffer[index % places * plan.size * params.rows.parts :]
         waiting.append(_chunk(params, span, hidden, place, out, keeps))
         group.append(span)

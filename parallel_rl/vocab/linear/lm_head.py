@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -130,13 +131,13 @@ class LMHeadInput:
                 "without it; use 'resident' or 'recompute'"
             )
         width = columns_of_rank(weight.shape[0], vocab_size, group)
-        make_plan(self.shape(group, width), self.mode, self.budget)
+        make_plan(self.plan_shape(group, width), self.mode, self.budget)
 
-    def shape(self, group: ProcessGroup | None, width: int) -> HeadShape:
-        """What a plan is made for, at `width` columns a rank; what else the call knows is to be replaced."""
-        rows, size = self.hidden[..., 0].numel(), self.hidden.shape[-1]
+    def plan_shape(self, group: ProcessGroup | None, width: int) -> HeadShape:
+        """What a plan is made for at `width` columns a rank, but for what only the call knows."""
+        *rows, size = self.hidden.shape
         shared, parts = group_size(group) > 1, self.parts(group)
-        return HeadShape(rows, size, width, self.hidden.dtype, self.hidden.device, shared, parts)
+        return HeadShape(math.prod(rows), size, width, self.hidden.dtype, self.hidden.device, shared, parts)
 
     def check_rows(self, keep: Tensor, group: ProcessGroup | None) -> None:
         """Check, where values are checked, that at most `rows` rows carry loss; keep is [N], in the order of logits.

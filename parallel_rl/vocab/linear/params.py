@@ -29,11 +29,11 @@ RowStats = tuple["Tensor", "Tensor | None", "Tensor", "Tensor | None"]
 
 
 class FetchedRows(NamedTuple):
-    """Hidden states [n, D] of a span of the order, which lie in those of all rows that are taken together."""
+    """Hidden states [n, D] of a span of the order, and those [m, D] of its group, of which later spans are still to come."""
 
     span: slice
     hidden: Tensor
-    together: Tensor  # up to this span
+    of_group: Tensor
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class LinearParams:
     scatter: bool  # sequence parallelism: the hidden states are split over the group's ranks
     rows: LossRows
     plan: Plan
+    masked: bool  # forward reads rows without loss as 0
     grad_in_operand_dtype: bool  # Triton writes the gradient of the logits in the dtype of the operands, over kept ones
 
     @classmethod
@@ -82,12 +83,15 @@ class LinearParams:
         of_weight = head.weight.requires_grad and head.main_grad_factor is None
         spared = head.weight.shape[1] * width * (dtype.itemsize - hidden.dtype.itemsize) if of_weight else 0
         shape = replace(
-            head.shape(shard.group, width),
+            head.plan_shape(shard.group, width),
             in_place=low or hidden.dtype == dtype,
             whole_rows=bool(shard.truncation),
             spared=spared,
         )
         plan = make_plan(shape, mode, head.budget)
+        # A gradient reads all rows, and so does a threshold's search, which backward repeats. Where neither does, a row without
+        # loss may hold anything. With or without gradient, rows are read alike: a product of a copy may have other bits.
+        masked = plan.resident or mode == "in_forward" or (bool(shard.truncation) and kept_ids is None)
         if not keeps:
             plan = replace(plan, resident=False)
         rows = LossRows.of(keep, parts, head.rows, shard.group)
@@ -95,7 +99,7 @@ class LinearParams:
         inv_t = shard.inverse_temperature(dtype, hidden.device)
         return cls(
             hidden, head.weight, head.bias, targets, keep, inv_t, kept_ids, shard, head.scaled_softcap, head.sequence_parallel,
-            rows, plan, low,
+            rows, plan, masked, low,
         ).with_operands(head.hidden, head.weight, head.bias)  # fmt: skip
 
     def with_operands(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> LinearParams:
@@ -142,8 +146,8 @@ class LinearParams:
         """Yield hidden states span by span, the next ones on their way.
 
         Args:
-            together: rows a part, whole spans, that are masked to lie one after another in memory.
-            masked: rows without loss are 0, whatever they hold; else as they are, which only their own statistics may read.
+            together: rows a part of a group of spans, which are masked, and lie one after another in memory.
+            masked: rows without loss are 0, whatever they hold.
         """
         assert masked or together == 1
         rows, zero = self.rows, self.hidden.new_zeros(())

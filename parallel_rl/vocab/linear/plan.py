@@ -22,7 +22,7 @@ _HOST_BUDGET = 1 << 26
 _MOST_OF_CARD, _OF_CARD = 1 << 31, 0.015
 _MOST_ROWS = 4096  # beyond it a product gains nothing from more rows
 _LEAST_COLUMNS = 2048  # below it a product loses
-_ALIGN = 64
+_ALIGN, _ALIGN_COLUMNS = 16, 64
 # a product's tiles, one of which each multiprocessor of an H100 or H200 makes at a time: a wave
 _TILE, _WAVE = (128, 256), 132
 _GROUP = 1024  # rows of kept chunks; at D 4096 they give the hidden states' gradient 128 tiles
@@ -149,7 +149,7 @@ def _rows_projected(shape: HeadShape, cost: int, room: int) -> int:
 @lru_cache(maxsize=256)
 def _fewest_waves(total: int, most: int, parts: int, width: int) -> int:
     def waves(rows: int) -> int:
-        return _waves(parts * max(rows, _LEAST_ROWS), width)
+        return _waves(max(parts * rows, _LEAST_ROWS), width)
 
     def of_all(size: int) -> int:
         return total // size * waves(size) + (waves(total % size) if total % size else 0)
@@ -247,12 +247,12 @@ def _tile(shape: HeadShape, cost: _Cost, room: int) -> tuple[int, int]:
         most = max(1, min(most, _MOST_ROWS // shape.parts))  # something runs beside the collectives of the other rows
     most = -(-rows // -(-rows // most))  # alike
     columns = max(1, min(width, (room // most - cost.ends) // cost.logit))
-    if _ALIGN <= columns < width:
-        columns -= columns % _ALIGN
+    if _ALIGN_COLUMNS <= columns < width:
+        columns -= columns % _ALIGN_COLUMNS
     even = -(-width // -(-width // columns))
     if shape.on_card and (waves := -(-even // _WAVE_COLUMNS) * _WAVE_COLUMNS) <= columns:
         return most, waves
-    return most, min(columns, -(-even // _ALIGN) * _ALIGN)
+    return most, min(columns, -(-even // _ALIGN_COLUMNS) * _ALIGN_COLUMNS)
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:

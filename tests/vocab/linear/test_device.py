@@ -120,7 +120,7 @@ def test_chunks_are_alike_and_fill_waves() -> None:
         (8192, 1300, 1024),
         (8192, 4096, 4096),
         (5000, 2600, 2048),
-        (700, 512, 384),
+        (700, 512, 352),
     ):
         assert rows_at_once(total, 10, 10 * room) == rows
     shape = shape_of(8192, 131072, in_place=True)

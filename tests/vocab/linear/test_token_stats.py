@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from parallel_rl import LinearTokenStats, linear_token_stats, token_stats
 from parallel_rl.vocab.linear.gemm import scaled_to_
 from parallel_rl.vocab.linear.plan import LinearMode
+from parallel_rl.vocab.linear.rows import LossRows
 from tests.vocab.linear.cases import N, Problem, V, dense, error, make
 
 SMALL = 4 * V * 8 * 3  # a few rows a chunk
@@ -133,18 +134,51 @@ def test_a_temperature_a_token(mode: LinearMode) -> None:
         assert error(got, want) < 1e-12
 
 
-@pytest.mark.parametrize("bound", [None, 20])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+@pytest.mark.parametrize("bound", [None, 20, "not counted"])
 @pytest.mark.parametrize("mode", MODES)
-def test_rows_without_loss_may_hold_anything(mode: LinearMode, bound: int | None) -> None:
+def test_rows_without_loss_may_hold_anything(
+    mode: LinearMode, bound: int | str | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they are projected: on a card, where the host does not count the others."""
+    if bound == "not counted":
+        everything = lambda keep, parts, bound, group: LossRows(None, parts, N, N, 0, None, keep.device)  # noqa: E731
+        monkeypatch.setattr(LossRows, "of", everything)
+        bound = None
     problem = make()
-    truth = dense(problem)
+    truth = dense(problem, softcap=softcap)
     dirty = problem.hidden.clone()
     ignored = ~problem.keep
     dirty[ignored] = torch.tensor([math.nan, math.inf, -math.inf, 1e300]).double().repeat(3)[: dirty.shape[1]]
-    stats, gradients, _ = run(problem._replace(hidden=dirty), torch.float64, mode, rows=bound)
+    stats, gradients, _ = run(problem._replace(hidden=dirty), torch.float64, mode, rows=bound, softcap=softcap)
     for got, want in zip([*stats[:3], *gradients], [*truth.stats[:3], *truth.gradients], strict=True):
         assert error(got, want) < 1e-12
     assert not gradients[0][ignored].any() and not stats.logprobs[ignored].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_without_gradient_has_the_same_bits(mode: LinearMode) -> None:
+    """A ratio of a policy to itself is 1. Of rows that start at odd places a copy gave other bits than the rows themselves."""
+    g = torch.Generator().manual_seed(3)
+    for rows, size, width in ((23, 37, 41), (39, 11, 59), (7, 29, 8), (31, 3, 17), (37, 39, 55), (12, 21, 33)):
+        hidden, weight = (torch.randn(n, size, generator=g).requires_grad_() for n in (rows, width))
+        targets = torch.randint(0, width, (rows,), generator=g)
+        objective = (lambda s: s.logprobs.sum()) if mode == "in_forward" else None
+        for chunk in (1, 3, 5):
+            found = []
+            for grad in (True, False):
+                with torch.set_grad_enabled(grad):
+                    found.append(
+                        linear_token_stats(
+                            hidden,
+                            weight,
+                            targets,
+                            mode=mode,
+                            objective=objective,
+                            budget=chunk * 4 * (width + 4 * size),
+                        ).logprobs
+                    )
+            assert torch.equal(*found), (rows, size, width, chunk)
 
 
 @pytest.mark.parametrize("mode", MODES)
