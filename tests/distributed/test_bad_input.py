@@ -25,7 +25,8 @@ from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
 from tests.collectives import recorded
-from tests.losses.faults import FAULTS, S, V, make_call
+from tests.losses.fault_calls import S, V, make_call
+from tests.losses.faults import FAULTS
 
 preload("parallel_rl.testing.layouts", "tests.losses.faults", "tests.collectives")
 
