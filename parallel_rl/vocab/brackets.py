@@ -1,9 +1,12 @@
-"""The few logits of a row among which its threshold lies, from two reads, on a CPU: values may be looked at without waiting.
+"""The few logits of a row among which its threshold lies, from two reads.
 
 The first read weighs each row by bins, of which one all-reduce tells in which the threshold lies. The second copies the logits
-of that bin, about a hundredth of the row, while the caller sums exactly what lies above. Bins are float32 sums and need not
+of that bin, about a hundredth of the row, while exactly what lies above is summed. Bins are float32 sums and need not
 be right: a threshold that turns out not to be among the copies, and a row with too many equal logits to copy them, are left
 for the caller to search in the logits.
+
+On a CPU values may be looked at without waiting, and as many logits are copied as there are. On a card the kernels of
+`backends.triton.threshold` read, and copy to places of a fixed number.
 """
 
 from __future__ import annotations
@@ -22,9 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-_BINS = 128
-_SAMPLES = 256  # columns of a shard that the bins are laid over
+_BINS = 126  # and one above them, one below: a card counts in a power of two
+_SAMPLES = 64, 4  # spans of a shard that the bins are laid over, columns of each
 _MOST = 32  # at most every 32nd column of a shard is copied
+_ROOM = 64  # on a card brackets are to hold a 64th of the words
 _BIN_SCRATCH = 1 << 14  # logits whose bins are found at once
 _COPY_SCRATCH = 1 << 16  # logits that are looked through at once
 _NO_MASS = 33.0  # nats below the largest logit where a mass of 2^-47 rounds to zero
@@ -63,8 +67,11 @@ class _Bins(NamedTuple):
         return (x * -self.rate[rows]).add_(1).clamp_(0, _BINS + 1).to(torch.int64).clamp_(min=0)
 
     def bracket(self, first: Tensor, last: Tensor) -> Bracket:
-        """The logits of the bins from `first` to `last`, [T, 1] each, and a little more for rounding."""
-        high = torch.where(first == 0, torch.inf, self.end - (first - 1.01) / self.rate)
+        """The logits of the bins from `first` to `last`, [T, 1] each, and a little more for rounding.
+
+        2.5 as the first leaves out half of bin 2, as the last it takes in half of bin 3.
+        """
+        high = torch.where(first < 1, torch.inf, self.end - (first - 1.01) / self.rate)
         low = torch.where(last > _BINS, -torch.inf, self.end - (last + 0.01) / self.rate)
         infinity = torch.full_like(low, torch.inf)
         return Bracket(low.nextafter(-infinity), high.nextafter(infinity))
@@ -100,6 +107,64 @@ def find_brackets(
     return Brackets([*found, bins.bracket(first, last)], largest)
 
 
+def count_brackets(
+    z: Tensor, top_k: int | None, top_p: float, inv_t: Tensor, vocab_size: int, group: ProcessGroup | None
+) -> Brackets:
+    """Find brackets by a kernel that counts logits, which is cheaper on a card than weighing them: one read, two all-reduces.
+
+    A bin's mass is about that of as many words in its middle. That is off by some percent where few words make it, so that a
+    bracket takes in a number of words around the place where the threshold seems to lie, whatever their mass.
+    """
+    from parallel_rl.vocab.backends.triton.threshold import vocab_bins
+
+    # the k-th word may have little mass
+    reach = _NO_MASS if top_k else min(_NO_MASS, math.log(vocab_size / (1 - top_p)) + 1)
+    bins = _window(z, reach / inv_t, group)
+    sums, largest = vocab_bins(z, bins.end, bins.rate, inv_t.expand(len(z), 1).contiguous(), _BINS + 2)
+    if group_size(group) > 1:
+        dist.all_reduce(sums, group=group)
+    inner, total, below = sums[:, : _BINS + 1], sums[:, -2:-1], sums[:, -1:]
+    counts = torch.cat([inner, vocab_size - inner.sum(1, keepdim=True)], 1)
+    middle = torch.arange(_BINS, device=z.device) + 0.5
+    mass = torch.cat([counts[:, 1:-1] * (middle / -bins.rate * inv_t).exp().to(counts.dtype), below], 1)
+    mass = torch.cat([(total - mass.sum(1, keepdim=True)).clamp(min=0), mass], 1)
+    up_to, tail = counts.cumsum(1), mass.flip(1).cumsum(1).flip(1)
+    found, cut = [], torch.zeros_like(total)
+    if top_k is not None:
+        at, place = (up_to < top_k).sum(1, keepdim=True), torch.full_like(total, top_k)
+        found.append(_around(bins, counts, up_to, at, place, vocab_size))
+        beyond = (up_to.gather(1, at) - place) / counts.gather(1, at).clamp(min=1)
+        cut = tail.gather(1, at) - mass.gather(1, at) * (1 - beyond)
+    wanted = cut + (total - cut) * (1 - top_p)
+    at = (tail[:, 1:] >= wanted).sum(1, keepdim=True)
+    of_bin = mass.gather(1, at)
+    share = (wanted - tail.gather(1, at) + of_bin) / of_bin.clamp(min=torch.finfo(mass.dtype).tiny)
+    place = up_to.gather(1, at) - share.clamp(0, 1) * counts.gather(1, at)
+    return Brackets([*found, _around(bins, counts, up_to, at, place, vocab_size)], largest)
+
+
+def _around(bins: _Bins, counts: Tensor, up_to: Tensor, at: Tensor, place: Tensor, vocab_size: int) -> Bracket:
+    """Find the bracket around the `place`-th word [T, 1], of whole bins where they are small; it is in the bin `at`."""
+    half = (32 + vocab_size // _ROOM) / 2
+
+    def end(wanted: Tensor, outward: float) -> Tensor:
+        number = (up_to < wanted).sum(1, keepdim=True).clamp(max=_BINS + 1)
+        count = counts.gather(1, number)
+        part = ((wanted - up_to.gather(1, number) + count) / count.clamp(min=1)).clamp(0, 1)
+        part = torch.where((count <= half) | (number == 0) | (number > _BINS), outward, part)
+        # another one so full is of equal words, or of all the rest
+        return number + torch.where((count > 4 * half) & (number != at), 1 - outward, part)
+
+    first, last = end(place - half, 0.0), end(place + half, 1.0) - 1
+    small = counts.gather(1, at) <= 2 * half
+    return bins.bracket(torch.where(small, first.minimum(at), first), torch.where(small, last.maximum(at), last))
+
+
+def capacity(width: int) -> int:
+    """The number of a row's logits that may be copied from a shard so wide, twice what `count_brackets` looks for."""
+    return 64 + 2 * width // _ROOM
+
+
 def _reaches(sums: Tensor, wanted: Tensor) -> Tensor:
     """The first bin [T, 1] at which running sums [T, bins] are what is wanted, or the last."""
     return torch.searchsorted(sums, wanted).clamp_(max=_BINS + 1)
@@ -107,9 +172,11 @@ def _reaches(sums: Tensor, wanted: Tensor) -> Tensor:
 
 def _window(z: Tensor, reach: Tensor, group: ProcessGroup | None) -> _Bins:
     """Lay the bins over the range of some columns, from its upper end `reach` [T or 1, 1] down at most."""
-    some = z[:, :: max(1, z.shape[1] // _SAMPLES)]
-    ends = torch.full((len(z), 2), -torch.inf, dtype=math_dtype(z.dtype))
+    ends = torch.full((len(z), 2), -torch.inf, dtype=math_dtype(z.dtype), device=z.device)
     if z.shape[1]:
+        spans, columns = _SAMPLES
+        span = max(1, z.shape[1] // spans)
+        some = z[:, : z.shape[1] // span * span].unflatten(1, (-1, span))[..., :columns].flatten(1)
         ends = torch.cat([some.amax(1, True), some.amin(1, True).neg_()], 1).to(ends.dtype)
     if group_size(group) > 1:
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)

@@ -9,8 +9,10 @@ so that ties at the threshold stay, and the largest logit too. τ is found digit
 logits' dtype, and one all-reduce of [T, 8] integers a digit joins the ranks. Masses are integers too, multiples of a fixed
 fraction of the largest one, so that their sums depend on no order and no split.
 
-On a CPU top-p's digits are found among a few logits of each row, which `brackets` gets from two reads of the shard. On a card,
-where their number could not be known without waiting, each digit reads the shard; so does top-k alone, which that suits.
+Top-p's digits are found among a few logits of each row, which `brackets` gets from two reads of the shard. Rows whose threshold
+is not among those read the shard for each digit: on a CPU after the others; on a card beside them, in the kernels of
+`backends.triton.threshold`, so that nothing waits for their number and the ranks call the same collectives. For each digit read
+the shard top-k alone, which that suits, and top-p on a card without Triton or where torch.compile traces it for a CPU.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl.groups import group_size
+from parallel_rl.vocab.backends.choice import runs_on_triton
 from parallel_rl.vocab.backends.torch_backend import (
     compiled,
     compiler_works,
@@ -32,7 +35,7 @@ from parallel_rl.vocab.backends.torch_backend import (
     row_blocks,
     rows_of,
 )
-from parallel_rl.vocab.brackets import copy_candidates, find_brackets
+from parallel_rl.vocab.brackets import capacity, copy_candidates, count_brackets, find_brackets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +75,8 @@ def kept_floor(z: Tensor, shard: VocabShard) -> Tensor:
         return torch.full((len(z), 1), -torch.inf, dtype=z.dtype, device=z.device)
     inv_t = shard.inverse_temperature(torch.float64, z.device)
     search = _Search(top_k, top_p, inv_t, vocab_size, shard.group, shard.backend)
+    if runs_on_triton(z, shard.backend):
+        return search.by_kernels(z).to(z.dtype)
     if top_p is None or z.device.type != "cpu" or torch.compiler.is_compiling():
         return search.in_logits(z).to(z.dtype)
     floor = search.in_candidates(z)
@@ -122,20 +127,50 @@ class _Search(NamedTuple):
 
         found = copy_candidates(z, low, high, weigh_above)
         above[:, 3:] = torch.cat([x.overflow for x in found], 1).sum(1, keepdim=True)
-        local = above.clone()
-        if group_size(self.group) > 1:
-            dist.all_reduce(above, group=self.group)
+        local = above
+        above = _added_up(above.clone(), self.group)
         floor, total, missed = all_stay, above[:, 1:2], above[:, 3:] > 0
         if self.top_k is not None:
             k, values = torch.full_like(total, self.top_k), found[0].values
             floor = _digits(partial(_held_above, values, local[:, :1], ()), lambda _: k, values, self.group)
             kept = _held_above(values, torch.zeros_like(total), (all_stay, *scale), floor)
-            if group_size(self.group) > 1:
-                dist.all_reduce(kept, group=self.group)
-            total, missed = total + kept, missed | floor.isinf()
+            total, missed = total + _added_up(kept, self.group), missed | floor.isinf()
         wanted, values = self.fraction(total), found[-1].values
         held = partial(_held_above, values, local[:, 2:3], (floor, *scale))
         return torch.where(missed, torch.inf, _digits(held, lambda _: wanted, values, self.group))
+
+    def by_kernels(self, z: Tensor) -> Tensor:
+        """Read all logits twice, and a few for each digit, or all of a row where the few do not hold its threshold."""
+        from parallel_rl.vocab.backends.triton.threshold import vocab_held, vocab_weigh
+
+        if self.top_p is None:
+            assert self.top_k is not None
+            k = torch.full((len(z), 1), self.top_k, device=z.device)
+            none = torch.zeros_like(k)
+            everywhere = partial(vocab_held, z, none == 0, z[:, :0], none.int(), none, ())
+            return _digits(everywhere, lambda _: k, z, self.group)
+        brackets = count_brackets(z, self.top_k, self.top_p, self.inv_t, self.vocab_size, self.group)
+        scale, all_stay = self.scale(brackets.largest), torch.full_like(brackets.largest, -torch.inf)
+        low, high = (torch.cat(ends, 1) for ends in zip(*brackets.each, strict=True))
+        most = capacity(z.shape[1])
+        local, values, found = vocab_weigh(z, low, high, *scale, most)
+        sums = _added_up(torch.cat([local, (found > most).t()], 1), self.group)
+        above_k, from_k, total, above_p, from_p = sums[:, :5, None].unbind(1)
+
+        def among(bracket: int, missed: Tensor, column: int, rest: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
+            above = local[:, column : column + 1].masked_fill(missed, 0)
+            return partial(vocab_held, z, missed, values[bracket], found[bracket], above, rest)
+
+        floor = all_stay
+        if self.top_k is not None:
+            k = torch.full_like(total, self.top_k)
+            missed = (sums[:, 5:6] > 0) | (above_k >= k) | (from_k < k)  # the same rows on every rank
+            floor = _digits(among(0, missed, 0, ()), lambda _: k, z, self.group)
+            kept = among(0, missed, 2, (all_stay, *scale))(floor.repeat(1, 1 << _DIGIT))
+            total = _added_up(kept[:, :1].contiguous(), self.group)
+        wanted = self.fraction(total)
+        missed = (sums[:, -1:] > 0) | (above_p >= wanted) | (from_p < wanted)
+        return _digits(among(-1, missed, 3, (floor, *scale)), lambda _: wanted, z, self.group)
 
     def scale(self, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(the row's largest logit, 1/temperature, the largest mass), [T, 1] or [1, 1], from each shard's largest logits."""
@@ -168,13 +203,18 @@ def _digits(
     wanted: Tensor | None = None
     # The last digit may overlap the one before: what lies above the threshold fails the test again.
     for shift in (*range(bits - _DIGIT, 0, -_DIGIT), 0):
-        sums = held(floats(key + (digits << shift)))  # wraps around to the right key where the shift overflows
-        if group_size(group) > 1:
-            dist.all_reduce(sums, group=group)
+        # wraps around to the right key where the shift overflows
+        sums = _added_up(held(floats(key + (digits << shift))), group)
         if wanted is None:
             wanted = target(sums[:, :1])  # the very first pivot is −inf
         key = key + ((sums[:, 1:] >= wanted).sum(1, keepdim=True) << shift)
     return floats(key)
+
+
+def _added_up(x: Tensor, group: ProcessGroup | None) -> Tensor:
+    if group_size(group) > 1:
+        dist.all_reduce(x, group=group)
+    return x
 
 
 def _held(

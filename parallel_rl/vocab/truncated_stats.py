@@ -47,9 +47,10 @@ def truncated_token_stats(
 
     Ties with the last kept logit stay, and the largest one always. The threshold is found without sorting or gathering, by
     small all-reduces of [tokens, 8] integers, 6 for 16-bit logits and 11 for float32, beside the collective of the statistics;
-    it is the same for every split of the vocabulary. On a CPU top-p reads the logits three times in all, and rows with
-    thousands of equal logits at the threshold once more for each all-reduce; on a card, and for top-k alone, each all-reduce
-    has its read. Gradients pass through the kept logits; the kept set is a constant.
+    it is the same for every split of the vocabulary. Top-p reads the logits twice for it, and rows with thousands of equal
+    logits at the threshold once more for each all-reduce; for top-k alone, and on a card without Triton, each all-reduce has
+    its read. On a card up to a thirty-second of the logits is copied meanwhile, with top-k twice that. Gradients pass through
+    the kept logits; the kept set is a constant.
 
     >>> truncated_token_stats(torch.tensor([[1.0, 2.0, 3.0, 4.0]] * 2), torch.tensor([3, 0]), top_k=2).logprobs
     tensor([-0.3133,    -inf])

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from parallel_rl import LMHeadInput, linear_token_stats, token_stats
 from parallel_rl.functional.distillation import JSD, ForwardKL
 from parallel_rl.layout import SequenceLayout
 from parallel_rl.validation import validation
+from parallel_rl.vocab.backends import choice
 from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.linear.plan import LinearMode
 from parallel_rl.vocab.logprobs import token_logprobs
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
 from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.topk import column_log_probs, gather_columns, top_columns
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
+from parallel_rl.vocab.truncation import Truncation
 from tests.watch import Watch
 
 N, V, D, K = 12, 40, 16, 3  # the last 4 columns are padding
@@ -65,6 +72,44 @@ def test_statistics(truncation: str, dtype: torch.dtype, temperature: float | st
     read = token_stats if truncation == "all" else truncated_token_stats
     options = {} if truncation == "all" else TRUNCATIONS[truncation]
     watched(lambda: read(z, ids(N), vocab_size=V - 4, temperature=heat, consume_logits=consume, **options))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("truncation", ["top-k", "top-p", "both"])
+def test_kernels_read_a_shard_twice(
+    truncation: str, dtype: torch.dtype, per_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the columns that lay the bins; a digit is given the shard for the rows that miss."""
+    monkeypatch.setattr(choice, "_INTERPRETED", True)  # or they are refused elsewhere than on CUDA
+    z, heat = on_device(N, 128256, dtype=dtype), on_device(N) if per_row else 0.7
+    rule = Truncation(**TRUNCATIONS[truncation])
+    shard = VocabShard.of(128256, temperature=heat, truncation=rule, backend="triton")
+    seen: Counter[str] = Counter()
+    with Given(z.numel(), seen):
+        watched(lambda: kept_floor(z, shard))
+    digits = 6 if dtype == torch.bfloat16 else 11
+    if truncation == "top-k":
+        assert seen == {"vocab_held": digits}
+    else:
+        both = truncation == "both"
+        assert seen == {"vocab_bins": 1, "vocab_weigh": 1, "vocab_held": 2 * digits + 1 if both else digits}
+
+
+class Given(TorchDispatchMode):
+    """Counts the operators that are given a tensor of so many numbers."""
+
+    def __init__(self, size: int, seen: Counter[str]) -> None:
+        super().__init__()
+        self.size, self.seen = size, seen
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if not func.is_view and any(
+            isinstance(x, Tensor) and x.numel() == self.size for x in tree_leaves((args, kwargs))
+        ):
+            self.seen[func.name().split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {}, *list(TRUNCATIONS.values())[:3]], ids=str)

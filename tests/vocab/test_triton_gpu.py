@@ -20,6 +20,7 @@ from tests.vocab.triton_cases.head import *  # noqa: F403
 from tests.vocab.triton_cases.kernels import *  # noqa: F403
 from tests.vocab.triton_cases.operators import *  # noqa: F403
 from tests.vocab.triton_cases.ranks import *  # noqa: F403
+from tests.vocab.triton_cases.threshold import *  # noqa: F403
 from tests.vocab.triton_cases.traps import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu

@@ -17,7 +17,10 @@ CASES = Path(__file__).parent / "triton_cases"
     "cases",
     [
         "traps",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("kernels", "operators", "head", "ranks", "law")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("kernels", "operators", "head", "ranks", "threshold", "law")
+        ),
     ],
 )
 def test_under_the_interpreter(cases: str) -> None:

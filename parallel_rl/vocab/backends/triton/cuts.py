@@ -21,6 +21,8 @@ class Cut(NamedTuple):
 #: of (pass, compute capability); another card has 9.0's. Four loads of 16 bytes in flight for a thread that reads, two for one
 #: that reads and writes. Counted on machine code; `make gpu-check` sweeps them
 CUTS = {("stats", (9, 0)): Cut(512, 4, 32), ("gradient", (9, 0)): Cut(512, 8, 32)}
+# of a threshold's: more to do for a logit than to load it
+CUTS |= {("bins", (9, 0)): Cut(512, 4, 32), ("weigh", (9, 0)): Cut(128, 4, 32), ("held", (9, 0)): Cut(128, 4, 32)}
 
 #: columns of kept logits that share a top: a warp's, of float32 logits, so that they meet without a barrier
 PER_TOP = 128

@@ -1,0 +1,57 @@
+"""The kernels that find a threshold, built without a card: no spills, loads of 128 bits where the shard is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.vocab.test_triton_build import ARCHITECTURES, TYPES, _cache, accesses, build, machine_code, usage, wide_loop
+
+from parallel_rl.vocab.backends.triton import threshold_kernels as kernels  # isort: skip  # after the skip of the import above
+from parallel_rl.vocab.backends.triton.cuts import CUTS, tiling  # isort: skip
+
+__all__ = ["_cache"]
+POINTERS = {
+    "end": "*fp32", "rate": "*fp32", "inv_t": "*fp64", "low": "*fp32", "high": "*fp32", "top": "*fp64", "unit": "*fp64",
+    "found": "*i32", "missed": "*i1", "before": "*i64", "pivots": "*fp32", "floor": "*fp32",
+}  # fmt: skip
+OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("bins", {"BINS": 128}),
+    ("weigh", {"TOP_K": False}),
+    ("weigh", {"TOP_K": True}),
+    ("held", {"MASSES": True}),
+    ("held", {"MASSES": False}),
+]
+#: instructions for a logit: adding another int64 sum to a pass is seen by no other test without a card
+MOST = {"bins": 66, "weigh": 130, "held": 90}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [pytest.param(128256, marks=pytest.mark.slow), 16032])
+def test_passes(
+    width: int, dtype: torch.dtype, name: str, options: dict[str, Any], architecture: int, tmp_path: Path
+) -> None:
+    tile = tiling(8192, width, dtype.itemsize, 132, CUTS[name, (9, 0)])
+    constants: dict[str, Any] = {
+        "column_stride": 1, "LANES": tile.lanes, "PER_LANE": tile.per_lane, "ALIGNED_ROWS": tile.aligns(width),
+        "ALIGNED_ENDS": tile.aligns(width), **options,
+    }  # fmt: skip
+    if options.get("MASSES") is False:
+        constants |= dict.fromkeys(("floor", "top", "inv_t", "unit"))
+    number = f"*{TYPES[dtype]}"
+    types = {**POINTERS, "logits": number, "values": number, "parts": "*fp32" if name == "bins" else "*i64"}
+    aligned = {*types, "columns_per_program", "row_stride", "width"} - set(constants)
+    built = build(getattr(kernels, f"{name}_kernel"), architecture, tile.warps, aligned, constants, types)
+    assert usage(built, tmp_path)[1] == 0
+    loads = accesses(built)[0]
+    assert sum(load.endswith("v4.b32") for load in loads) >= 2 * tile.lanes // (
+        32 * tile.warps
+    )  # the loop's, the tail's
+    if architecture == 90:
+        loop = wide_loop(machine_code(built, tmp_path))
+        assert len(loop) <= MOST[name] * sum("LDG.E.128" in what for what in loop) * 16 // dtype.itemsize
