@@ -13,8 +13,11 @@ from benchmarks.token_stats_gpu import H200_SECONDS, measure
 from benchmarks.token_stats_gpu_methods import OURS, make_case, methods, shard
 from parallel_rl.vocab.backends.choice import Backend
 from parallel_rl.vocab.backends.triton.cuts import CUTS, Cut
+from parallel_rl.vocab.shards import VocabShard
+from parallel_rl.vocab.threshold import kept_floor
+from parallel_rl.vocab.truncation import Truncation
 from tools.gpu_check.facts import Facts
-from tools.gpu_check.profile import kernel_table
+from tools.gpu_check.profile import issue_and_total, kernel_table
 
 _SHAPES = (
     (8192, 128256, torch.bfloat16),
@@ -34,6 +37,8 @@ def run(facts: Facts, device: str) -> None:
     backend: Backend = "triton" if cuda else "eager"
     for tokens, width, dtype in _SHAPES if cuda else _TINY:
         _shape(facts, tokens, width, dtype, backend, copy)
+    for dtype in (torch.bfloat16, torch.float32):
+        _threshold(facts, *(_SHAPES if cuda else _TINY)[0][:2], dtype, backend, copy)
     _peers(facts, *(_SHAPES if cuda else _TINY)[0], backend)
 
 
@@ -68,6 +73,27 @@ def _shape(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: B
 
     for name, milliseconds in kernel_table(step, device)[:4]:
         facts.tell(f"{where}, kernel {name}", milliseconds, "ms")
+
+
+def _threshold(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: Backend, copy: float) -> None:
+    """Top-p by two reads, beside the search that reads the logits for each digit: whether they agree, and the time of both."""
+    device, name = "cuda" if backend == "triton" else "cpu", str(dtype).removeprefix("torch.")
+    g = torch.Generator(device).manual_seed(0)
+    z = (3 * torch.randn(tokens, width, generator=g, device=device)).to(dtype)
+    by = [
+        VocabShard(0, width, width, truncation=Truncation(top_p=0.95), backend=kind)
+        for kind in (backend, "eager")
+    ]  # fmt: skip
+    with facts.required(where := f"top-p, T {tokens}, V {width}, {name}"):
+        some = z[: min(tokens, 512)]
+        same = torch.equal(*(kept_floor(some, shard) for shard in by))
+        facts.check(f"{where}: thresholds by both searches", same, "they differ")
+        milliseconds = issue_and_total(lambda: kept_floor(z, by[0]), device)[1]
+        facts.tell(
+            where, f"{milliseconds:.3f} ms, {milliseconds * copy * 1e6 / z.nbytes:.1f} reads at the speed of a copy"
+        )
+        slower = issue_and_total(lambda: kept_floor(some, by[1]), device, 1)[1]
+        facts.tell(f"{where}, a read a digit, T {len(some)}", slower, "ms")
 
 
 def _cuts(tokens: int, backend: Backend) -> list[tuple[str, Cut] | None]:
