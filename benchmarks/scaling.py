@@ -246,7 +246,7 @@ def tables(results: Results) -> list[Table]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=__doc__)
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel processes, one thread each")
     parser.add_argument("--repeats", type=int, default=3)
     add_report_options(parser, growth=False)
