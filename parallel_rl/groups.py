@@ -87,6 +87,13 @@ def sum_start(x: Tensor, group: ProcessGroup | None, scatter: bool) -> Pending:
     return Pending(part, _reduce_scatter(part, x, group=group, async_op=True))
 
 
+def reduce_(x: Tensor, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """Reduce over the ranks, in place; without gradient."""
+    if group_size(group) > 1:
+        dist.all_reduce(x, op, group=group)
+    return x
+
+
 def group_sum(x: Tensor, group: ProcessGroup | None) -> Tensor:
     """Σ over the ranks of `group`, differentiable: the backward is the sum of the ranks' cotangents."""
     if group_size(group) == 1:

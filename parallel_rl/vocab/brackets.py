@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from parallel_rl.groups import group_size
+from parallel_rl.groups import reduce_
 from parallel_rl.vocab.backends.torch_backend import even_blocks, math_dtype, rows_of
 
 if TYPE_CHECKING:
@@ -95,8 +95,7 @@ def find_brackets(
             sums[0, rows].scatter_add_(1, number, mass.to(sums.dtype))
             if top_k is not None:
                 sums[1, rows].scatter_add_(1, number, one.expand(number.shape))
-    if group_size(group) > 1:
-        dist.all_reduce(sums, group=group)
+    reduce_(sums, group)
     held, found = sums[0].cumsum_(1), []
     low = high = held[:, -1:]
     if top_k is not None:  # what it leaves is more than what lies above the bin of its threshold
@@ -121,8 +120,7 @@ def count_brackets(
     reach = _NO_MASS if top_k else min(_NO_MASS, math.log(vocab_size / (1 - top_p)) + 1)
     bins = _window(z, reach / inv_t, group)
     sums, largest = vocab_bins(z, bins.end, bins.rate, inv_t.expand(len(z), 1).contiguous(), _BINS + 2)
-    if group_size(group) > 1:
-        dist.all_reduce(sums, group=group)
+    reduce_(sums, group)
     inner, total, below = sums[:, : _BINS + 1], sums[:, -2:-1], sums[:, -1:]
     counts = torch.cat([inner, vocab_size - inner.sum(1, keepdim=True)], 1)
     middle = torch.arange(_BINS, device=z.device) + 0.5
@@ -178,8 +176,7 @@ def _window(z: Tensor, reach: Tensor, group: ProcessGroup | None) -> _Bins:
         span = max(1, z.shape[1] // spans)
         some = z[:, : z.shape[1] // span * span].unflatten(1, (-1, span))[..., :columns].flatten(1)
         ends = torch.cat([some.amax(1, True), some.amin(1, True).neg_()], 1).to(ends.dtype)
-    if group_size(group) > 1:
-        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    reduce_(ends, group, dist.ReduceOp.MAX)
     end, width = ends[:, :1], ends.sum(1, keepdim=True)
     width = width.minimum(reach.to(width.dtype))
     rate = _BINS / torch.where(width.isfinite() & (width > 0), width, 1.0)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from parallel_rl.agreement import check_replicated
-from parallel_rl.groups import all_gather, group_size
+from parallel_rl.groups import all_gather, reduce_
 from parallel_rl.vocab.backends.torch_backend import math_dtype, row_blocks, rows_of
 from parallel_rl.vocab.consumed import check_backward, mark_consumed, saved_logits
 from parallel_rl.vocab.topk import local_columns
@@ -65,8 +64,7 @@ class _Buckets(torch.autograd.Function):
                 top = others.amax(1, keepdim=True)
                 bits = others.sub_(_finite(top)).mul_(rows_of(inv_t, part))
                 rest[part] = torch.cat([top, bits.exp_().sum(1, keepdim=True)], 1)
-        if group_size(shard.group) > 1:
-            dist.all_reduce(chosen, group=shard.group)
+        reduce_(chosen, shard.group)
         # Few numbers a row from here on: in float64 the digits of 1 − q are there where q is near 1.
         tops, sums = all_gather(rest, shard.group).double().unbind(-1)  # [tp, T]
         scale, top_of_rest = inv_t.double(), tops.amax(0)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 
-from parallel_rl.groups import group_size
+from parallel_rl.groups import reduce_
 from parallel_rl.vocab.backends.choice import runs_on_triton
 from parallel_rl.vocab.backends.torch_backend import (
     compiled,
@@ -128,13 +128,13 @@ class _Search(NamedTuple):
         found = copy_candidates(z, low, high, weigh_above)
         above[:, 3:] = torch.cat([x.overflow for x in found], 1).sum(1, keepdim=True)
         local = above
-        above = _added_up(above.clone(), self.group)
+        above = reduce_(above.clone(), self.group)
         floor, total, missed = all_stay, above[:, 1:2], above[:, 3:] > 0
         if self.top_k is not None:
             k, values = torch.full_like(total, self.top_k), found[0].values
             floor = _digits(partial(_held_above, values, local[:, :1], ()), lambda _: k, values, self.group)
             kept = _held_above(values, torch.zeros_like(total), (all_stay, *scale), floor)
-            total, missed = total + _added_up(kept, self.group), missed | floor.isinf()
+            total, missed = total + reduce_(kept, self.group), missed | floor.isinf()
         wanted, values = self.fraction(total), found[-1].values
         held = partial(_held_above, values, local[:, 2:3], (floor, *scale))
         return torch.where(missed, torch.inf, _digits(held, lambda _: wanted, values, self.group))
@@ -154,7 +154,7 @@ class _Search(NamedTuple):
         low, high = (torch.cat(ends, 1) for ends in zip(*brackets.each, strict=True))
         most = capacity(z.shape[1])
         local, values, found = vocab_weigh(z, low, high, *scale, most)
-        sums = _added_up(torch.cat([local, (found > most).t()], 1), self.group)
+        sums = reduce_(torch.cat([local, (found > most).t()], 1), self.group)
         above_k, from_k, total, above_p, from_p = sums[:, :5, None].unbind(1)
 
         def among(bracket: int, missed: Tensor, column: int, rest: tuple[Tensor, ...]) -> Callable[[Tensor], Tensor]:
@@ -167,16 +167,14 @@ class _Search(NamedTuple):
             missed = (sums[:, 5:6] > 0) | (above_k >= k) | (from_k < k)  # the same rows on every rank
             floor = _digits(among(0, missed, 0, ()), lambda _: k, z, self.group)
             kept = among(0, missed, 2, (all_stay, *scale))(floor.repeat(1, 1 << _DIGIT))
-            total = _added_up(kept[:, :1].contiguous(), self.group)
+            total = reduce_(kept[:, :1].contiguous(), self.group)
         wanted = self.fraction(total)
         missed = (sums[:, -1:] > 0) | (above_p >= wanted) | (from_p < wanted)
         return _digits(among(-1, missed, 3, (floor, *scale)), lambda _: wanted, z, self.group)
 
     def scale(self, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(the row's largest logit, 1/temperature, the largest mass), [T, 1] or [1, 1], from each shard's largest logits."""
-        top = largest.double()
-        if group_size(self.group) > 1:
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=self.group)
+        top = reduce_(largest.double(), self.group, dist.ReduceOp.MAX)
         bits = 62 - max(1, (self.vocab_size - 1).bit_length())  # the sum of V masses of at most 2^bits fits
         unit = torch.full((1, 1), 2.0**bits, dtype=torch.float64, device=top.device)
         return torch.where(top == -torch.inf, 0.0, top), self.inv_t.expand(len(top), 1).contiguous(), unit
@@ -204,17 +202,11 @@ def _digits(
     # The last digit may overlap the one before: what lies above the threshold fails the test again.
     for shift in (*range(bits - _DIGIT, 0, -_DIGIT), 0):
         # wraps around to the right key where the shift overflows
-        sums = _added_up(held(floats(key + (digits << shift))), group)
+        sums = reduce_(held(floats(key + (digits << shift))), group)
         if wanted is None:
             wanted = target(sums[:, :1])  # the very first pivot is −inf
         key = key + ((sums[:, 1:] >= wanted).sum(1, keepdim=True) << shift)
     return floats(key)
-
-
-def _added_up(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    if group_size(group) > 1:
-        dist.all_reduce(x, group=group)
-    return x
 
 
 def _held(

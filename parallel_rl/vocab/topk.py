@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from parallel_rl.agreement import check_replicated
-from parallel_rl.groups import all_gather, group_size
+from parallel_rl.groups import all_gather, reduce_
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import (
     combine_parts,
@@ -176,8 +175,7 @@ class _Columns(torch.autograd.Function):
             values = torch.zeros(columns.shape, dtype=inv_t.dtype, device=z.device)
         else:
             values = torch.where(here, z.gather(1, columns).to(inv_t.dtype) * inv_t, 0.0)
-        if group_size(shard.group) > 1:
-            dist.all_reduce(values, group=shard.group)
+        reduce_(values, shard.group)
         return values
 
     @staticmethod
@@ -204,8 +202,7 @@ class _ColumnLogProbs(torch.autograd.Function):
         if shard.valid > 0:
             log_p = (z.gather(1, columns).to(inv_t.dtype) - top[:, None]) * inv_t - log_a[:, None]
             values = torch.where(here, log_p, 0.0)
-        if group_size(shard.group) > 1:
-            dist.all_reduce(values, group=shard.group)
+        reduce_(values, shard.group)
         ctx.save_for_backward(z, columns, here, keep, inv_t, top, log_a, entropy)
         ctx.shard, ctx.consumed = shard, False  # type: ignore[attr-defined]
         return values, torch.where(keep, entropy, 0.0)
