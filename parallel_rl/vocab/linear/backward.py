@@ -47,9 +47,9 @@ class Gradients:
     ) -> None:
         self.params = params
         of_hidden, of_weight, of_bias = wanted
-        make = torch.empty if params.rows.order is None else torch.zeros  # all rows are written, or some stay 0
-        shape, dtype, device = params.hidden.shape, params.hidden.dtype, params.hidden.device
-        self.hidden = make(shape, dtype=dtype, device=device) if of_hidden else None
+        like = params.hidden
+        new = like.new_empty if params.rows.order is None else like.new_zeros  # all rows are written, or some stay 0
+        self.hidden = new(like.shape) if of_hidden else None
         self._blank = of_weight and weight is None  # the first product fills it: no zeros are written and read
         if self._blank:
             weight = torch.empty_like(params.weight, dtype=params.weight.dtype if at_once else params.dtype)

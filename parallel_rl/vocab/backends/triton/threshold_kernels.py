@@ -15,6 +15,19 @@ _MOST_BITS = tl.constexpr(100.0)  # of a mass: a word far above the window must 
 
 
 @triton.jit
+def _part(split, columns_per_program, width, BLOCK: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ENDS: tl.constexpr):
+    """Where a program's part of the row begins, where its whole tiles end, and where it ends."""
+    first = split * columns_per_program
+    last = tl.minimum(first + columns_per_program, _in_lanes(width, PER_LANE, ALIGNED_ENDS))
+    return first, first + (last - first) // BLOCK * BLOCK, last
+
+
+@triton.jit
+def _columns(LANES: tl.constexpr, PER_LANE: tl.constexpr):
+    return tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
+
+
+@triton.jit
 def _count_tile(z, end, rate, step, counts, total, below, largest, BINS: tl.constexpr):
     x = z - end
     number = tl.minimum(tl.maximum(1.0 - x * rate, 0.0), BINS - 1.0).to(tl.int32)
@@ -32,14 +45,11 @@ def bins_kernel(
     BINS: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
     """Logits of a row's part in each bin but the last; all mass, that of the last, the largest; [splits, tokens, BINS + 3]."""
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
-    first = split * columns_per_program
-    last = tl.minimum(first + columns_per_program, _in_lanes(width, PER_LANE, ALIGNED_ENDS))
-    whole = first + (last - first) // BLOCK * BLOCK
+    first, whole, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
     z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
-    columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
+    columns = _columns(LANES, PER_LANE)
     top, bins_per_unit = tl.load(end + row), tl.load(rate + row)
     step = (tl.load(inv_t + row) * _LOG2_E).to(tl.float32)
 
@@ -103,14 +113,11 @@ def weigh_kernel(
     TOP_K: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
     """Sums of a row's part, [splits, tokens, 5], and its logits inside the brackets, [1 + TOP_K, tokens, capacity]."""
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
-    first = split * columns_per_program
-    last = tl.minimum(first + columns_per_program, _in_lanes(width, PER_LANE, ALIGNED_ENDS))
-    whole = first + (last - first) // BLOCK * BLOCK
+    first, whole, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
     z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
-    columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
+    columns = _columns(LANES, PER_LANE)
     base, step, most = tl.load(top + row), tl.load(inv_t + row), tl.load(unit)
     low += row * (1 + TOP_K)
     high += row * (1 + TOP_K)
@@ -178,10 +185,9 @@ def held_kernel(
 
     Where it missed, of the row's part; elsewhere of its candidates and what lies above them, and the row is not read.
     """
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
-    columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
+    columns = _columns(LANES, PER_LANE)
     pivots += row * 8
     pivot = (
         tl.load(pivots), tl.load(pivots + 1), tl.load(pivots + 2), tl.load(pivots + 3),
@@ -195,9 +201,7 @@ def held_kernel(
     out = parts + (split.to(tl.int64) * tokens + row) * 8
     if tl.load(missed + row) != 0:
         z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
-        first = split * columns_per_program
-        last = tl.minimum(first + columns_per_program, _in_lanes(width, PER_LANE, ALIGNED_ENDS))
-        whole = first + (last - first) // BLOCK * BLOCK
+        first, whole, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
         for at in range(first, whole, BLOCK):
             z = tl.load(z_row + (at + columns).to(tl.int64) * column_stride).to(tl.float32)
             held = _hold_tile(z, pivot, least, base, step, most, held, MASSES)
