@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel_rl import ValidCounts, count_valid
 from parallel_rl.counts import token_weights
 from parallel_rl.layout import valid_tokens
 from parallel_rl.validation import validation
+from tests.watch import Operators
 
 
 def masks(rows: list[list[int]], sample: list[int], dtype: torch.dtype = torch.int64) -> dict[str, Tensor]:
@@ -96,16 +96,6 @@ def test_masks_that_are_weights(name: str, value: float, message: str) -> None:
         count_valid([SECOND, data])
     with validation("never"):
         assert count_valid(data).seqs == 2
-
-
-class Operators(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def test_masks_on_a_device_are_looked_at_without_a_sync() -> None:

@@ -33,6 +33,18 @@ class _Made(TorchFunctionMode):
         return func(*args, **options)
 
 
+class Operators(TorchDispatchMode):
+    """The names of the operators that run, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
 class Watch(TorchDispatchMode):
     """Counts operators, and notes what would make a GPU and its host wait for each other."""
 

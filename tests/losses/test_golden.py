@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -49,6 +51,16 @@ def coefficients(gradient: Tensor) -> list[float]:
     """dL/d log-prob at PLACES, from dL/dz: with two words, dl/dz_0 = 1 − p, dl/dz_1 = −(1 − p)."""
     p = torch.tensor(L, dtype=torch.float64).exp()
     return [(gradient[i, t, 0] / (1 - p[i, t])).item() for i, t in PLACES]
+
+
+def check_row(loss: Tensor, logits: Tensor, value: float, gradient: tuple[float, ...] | None) -> None:
+    """Hold a row of the table: the loss, unless it is NaN there, and the gradient's coefficients, if it has some."""
+    loss.backward()
+    if not math.isnan(value):
+        assert loss.item() == pytest.approx(value, abs=1e-6)
+    if gradient is not None:
+        assert logits.grad is not None
+        assert coefficients(logits.grad) == pytest.approx(gradient, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel_rl import count_valid, register_objective
 from parallel_rl.losses.core.batch import TokenBatch
-from tests.losses.test_golden import coefficients, make
+from tests.losses.test_golden import check_row, make
 
 LogRatio = Callable[[Tensor, TokenBatch], Tensor]
 
@@ -174,12 +174,7 @@ def test_golden_row(row: Row) -> None:
     config = {"aggregation": aggregation, **({"max_length": 4} if aggregation == "constant-length" else {})}
     logits, data = make()
     loss, _ = loss_class(config)(logits, data, *count_valid(data))
-    loss.backward()
-    if not math.isnan(value):
-        assert loss.item() == pytest.approx(value, abs=1e-6)
-    if gradient is not None:
-        assert logits.grad is not None
-        assert coefficients(logits.grad) == pytest.approx(gradient, abs=1e-6)
+    check_row(loss, logits, value, gradient)
 
 
 def test_sequence_quantities() -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -22,26 +21,17 @@ from tests.vocab.triton_cases.operators import *  # noqa: F403
 from tests.vocab.triton_cases.ranks import *  # noqa: F403
 from tests.vocab.triton_cases.threshold import *  # noqa: F403
 from tests.vocab.triton_cases.traps import *  # noqa: F403
+from tests.watch import Operators
 
 pytestmark = pytest.mark.gpu
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_card_chooses_triton_by_itself() -> None:
     logits, targets = logits_and_targets(4, 300, torch.bfloat16)
-    with Seen() as seen:
+    with Operators() as seen:
         token_stats(logits, targets)
     assert "parallel_rl::vocab_row_stats" in seen.names
-    with Seen() as seen:
+    with Operators() as seen:
         token_stats(logits.double(), targets)
     assert not any(name.startswith("parallel_rl::") for name in seen.names)
 

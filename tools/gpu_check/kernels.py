@@ -80,10 +80,8 @@ def _threshold(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backen
     device, name = "cuda" if backend == "triton" else "cpu", str(dtype).removeprefix("torch.")
     g = torch.Generator(device).manual_seed(0)
     z = (3 * torch.randn(tokens, width, generator=g, device=device)).to(dtype)
-    by = [
-        VocabShard(0, width, width, truncation=Truncation(top_p=0.95), backend=kind)
-        for kind in (backend, "eager")
-    ]  # fmt: skip
+    kinds: tuple[Backend, Backend] = (backend, "eager")
+    by = [VocabShard(0, width, width, truncation=Truncation(top_p=0.95), backend=kind) for kind in kinds]
     with facts.required(where := f"top-p, T {tokens}, V {width}, {name}"):
         some = z[: min(tokens, 512)]
         same = torch.equal(*(kept_floor(some, shard) for shard in by))
