@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +32,37 @@ def group_size(group: ProcessGroup | None) -> int:
 def group_rank(group: ProcessGroup | None) -> int:
     """Return this process's rank in `group`; None is a group of one."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def job_backend() -> str:
+    """Name the backend of a job's default group: NCCL on GPUs, one for each rank of a machine, else gloo.
+
+    PARALLEL_RL_BACKEND=gloo lets several ranks share a GPU.
+
+    Raises:
+        ValueError: this machine has fewer GPUs than ranks; an unknown PARALLEL_RL_BACKEND.
+    """
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    asked = os.environ.get("PARALLEL_RL_BACKEND") or ("nccl" if devices else "gloo")
+    if asked not in ("gloo", "nccl"):
+        raise ValueError(f"PARALLEL_RL_BACKEND = {asked!r} is not valid; choose gloo or nccl, or leave it out")
+    if asked == "nccl" and ranks > devices:
+        raise ValueError(
+            f"this machine has {devices} GPU{'s' * (devices != 1)} for {ranks} ranks, and NCCL takes one a GPU; start with "
+            f"torchrun --nproc-per-node {max(devices, 1)}, or set PARALLEL_RL_BACKEND=gloo, with which ranks share a GPU, or "
+            "an empty CUDA_VISIBLE_DEVICES= for ranks on the CPU"
+        )
+    return asked
+
+
+def take_device() -> torch.device:
+    """Make this rank's GPU the present one, shared with other ranks where there are fewer; the CPU where there is none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def check_rank(rank: int | None, group: ProcessGroup | None) -> None:

@@ -24,7 +24,8 @@ class _Made(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         options = kwargs or {}
         made = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
-        if made and torch.device(options.get("device") or "cpu").type != "cpu":
+        device = args[0].device if func is Tensor.new_tensor else "cpu"
+        if (made or func is Tensor.new_tensor) and torch.device(options.get("device") or device).type != "cpu":
             self.syncs.append(f"{func.__name__} on a device")
         if func in (Tensor.__getitem__, Tensor.__setitem__) and args[0].device.type != "cpu":
             places = args[1] if isinstance(args[1], tuple) else (args[1],)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from parallel_rl.doctor.findings import Finding
 from parallel_rl.doctor.links import Sizes, ask_groups, ask_world_speed
+from parallel_rl.groups import job_backend, take_device
 
 MOST_SKEW = 1.0  # seconds between clocks, beyond which logs and time limits mislead
 
@@ -22,17 +23,14 @@ def ask_world(sizes: Sizes, timeout: float = 120.0) -> Iterator[Finding]:
 
     Raises:
         ValueError: sizes that do not divide the world; no job: neither torchrun nor srun with torch's variables started this
-            process.
+            process; `job_backend` refuses this machine.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise ValueError("RANK and WORLD_SIZE are not set: start it by torchrun or srun, or leave --world out")
     sizes.groups(int(os.environ["WORLD_SIZE"]))  # before any rank waits for another
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+    backend, device = job_backend(), take_device()
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
     try:
-        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
         yield _hosts(hosts)

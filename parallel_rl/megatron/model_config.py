@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel_rl.config.architecture import Experts
 from parallel_rl.layout import CPLayout
+from parallel_rl.vocab.backends.choice import COMPILER
 
 #: field of newer versions' TransformerConfig; on older ones an attribute that our layers read
 CUT = "cp_partition_mode"
@@ -198,8 +199,9 @@ def _expert_fields(experts: Experts | None, aux_loss: float, dtype: torch.dtype)
 def _fusions(gated: bool, bias: bool, dtype: torch.dtype) -> dict[str, object]:
     on_gpu, engine = torch.cuda.is_available(), has_transformer_engine(dtype)
     return {
-        "bias_activation_fusion": on_gpu and (gated or bias),  # Megatron refuses it for a plain GELU without bias
-        "bias_dropout_fusion": on_gpu,
+        # torch compiles it; Megatron refuses it for a plain GELU without bias
+        "bias_activation_fusion": on_gpu and COMPILER is not None and (gated or bias),
+        "bias_dropout_fusion": False,  # without dropout it is a sum, compiled again in each mode
         "masked_softmax_fusion": False,  # only Megatron's own core attention reads it
         "apply_rope_fusion": engine,
         "gradient_accumulation_fusion": False,

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import param_and_grad_buffer
 
 from parallel_rl.megatron.cpu import enable_cpu
 
@@ -71,9 +76,26 @@ def initialize(
             distributed_timeout_minutes=timeout / 60,
         )
         _present[:] = [(dist.group.WORLD, layout)]
+    if dist.get_backend() == "gloo" and torch.cuda.is_available():
+        reduce_one_by_one()
     # On the host there is one random state, so Megatron's tracker must not swap it; nothing random runs inside a
     # model anyway.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=on_host, force_reset_rng=True)
+
+
+def reduce_one_by_one() -> None:
+    """Make Megatron's data parallelism reduce its buckets of gradients, and gather parameters, each by a collective of its own.
+
+    Over gloo, whose coalesced collectives refuse tensors of a GPU. Without `overlap_grad_reduce`: there is nothing to wait for.
+    """
+    param_and_grad_buffer._coalescing_manager = _one_by_one
+
+
+@contextlib.contextmanager
+def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[None]:
+    if async_ops:
+        raise ValueError("collectives that overlap do not run over gloo on GPUs; set overlap_grad_reduce to false")
+    yield
 
 
 def destroy() -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from parallel_rl.groups import job_backend, take_device
 from parallel_rl.testing.alone import Alone
 from parallel_rl.testing.cases import Batch, Subject, Trial
 from parallel_rl.testing.check import WORLDS, Limits, by_world, check_subject, runs_on
@@ -169,17 +170,16 @@ def in_job(
     Rank 0 shows the reports before any rank returns: a launcher ends all of them with the first that fails.
 
     Raises:
-        ValueError: a layout of another number of ranks than the job's.
+        ValueError: a layout of another number of ranks than the job's; `job_backend` refuses this machine.
     """
     world = int(os.environ["WORLD_SIZE"])
     mine = way.of_job(world) if chosen is None else [one for one in chosen if one.world == world]
     if not mine:
         asked = f"none of the layouts has {world} ranks" if chosen else "no default layout has so many; give --layouts"
         raise ValueError(f"the job has {world} ranks: {asked}")
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=limits.timeout))
+    backend = job_backend()
+    take_device()
+    dist.init_process_group(backend, timeout=timedelta(seconds=limits.timeout))
     try:
         runner = _Bounded(way.in_job(limits.timeout), limits.timeout)
         plan = [[one for one in mine if runs_on(subject, one)] for subject in subjects]

@@ -56,7 +56,8 @@ class _Buckets(torch.autograd.Function):
         ctx: FunctionCtx, z: Tensor, columns: Tensor, here: Tensor, keep: Tensor, inv_t: Tensor, shard: VocabShard
     ) -> Tensor:
         chosen = torch.zeros(columns.shape, dtype=inv_t.dtype, device=z.device)
-        rest = chosen.new_tensor([-torch.inf, 0.0]).repeat(len(z), 1)  # [T, 2] maximum, and Σ e^{(z − it)/temperature}
+        rest = chosen.new_zeros(len(z), 2)  # maximum, and Σ e^{(z − it)/temperature}
+        rest[:, 0] = -torch.inf
         if shard.valid > 0:
             chosen = torch.where(here, z.gather(1, columns).to(inv_t.dtype), 0.0)
             for part in row_blocks(z):

@@ -43,6 +43,7 @@ CASES = [*CORE, *MORE]
         (lambda x: x[x > 0], "index by a mask"),
         (lambda x: torch.where(x > 0, x, torch.tensor(1.0)), "where from the host"),
         (lambda x: x.copy_(torch.ones(3)), "copy_ from the host"),
+        (lambda x: x.new_tensor([1.0, 0.0]), "new_tensor on a device"),
         (lambda x: x.repeat_interleave(x.long()), "repeat_interleave by counts on the device"),
         (lambda x: x.long().bincount(), "bincount"),
         (lambda x: x.unique(), "_unique2"),

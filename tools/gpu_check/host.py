@@ -51,10 +51,7 @@ def _call(kind: str, tokens: int, vocab: int, size: int, device: str) -> Callabl
 
     if kind == "logits":
         logits = make_logits(data, vocab).to(dtype).requires_grad_()
-        return lambda: loss_fn(logits, data, *counts)[0].backward()
+        return lambda: torch.autograd.grad(loss_fn(logits, data, *counts)[0], logits)
     hidden, weight = drawn(*rows, size), drawn(vocab, size)
-
-    def step() -> None:
-        loss_fn(LMHeadInput(hidden, weight), data, *counts)[0].backward()
-
-    return step
+    # not backward(), which from the second call on adds to what the first one left
+    return lambda: torch.autograd.grad(loss_fn(LMHeadInput(hidden, weight), data, *counts)[0], (hidden, weight))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tools.gpu_check.facts import Facts
@@ -25,7 +26,7 @@ _RUNS: Mapping[str, tuple[int, str, str, tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 _SMALL = ("--model.layers=1", "--model.hidden=16", "--rl.prompts=4", "--rl.group_size=2", "--rl.updates=1")
-_LIMIT = 60.0  # seconds of one run
+_LIMIT, _GRACE = 60.0, 15.0  # seconds of one run, and to end it
 
 
 def run(facts: Facts, device: str) -> None:
@@ -52,14 +53,13 @@ def _train(
         *(f"--warmup.steps={_STEPS}", f"--rl.steps={steps}", "--warmup.batch_size=16", *options),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PARALLEL_RL_BACKEND": backend}
-    try:
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT)  # nosec B603 # no shell
-    except subprocess.TimeoutExpired:
+    status, text = ended_within(_LIMIT, command, environment)
+    if status is None:
         facts.check(name, False, f"not done after {_LIMIT:.0f} s")
         return False
-    if ended.returncode:
-        lines = [line for line in (ended.stdout + ended.stderr).splitlines() if "rror" in line]
-        facts.check(name, False, lines[0] if lines else f"status {ended.returncode}")
+    if status:
+        lines = [line for line in text.splitlines() if "rror" in line]
+        facts.check(name, False, lines[0] if lines else f"status {status}")
         return False
     text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
     rows = [row for row in map(json.loads, text.splitlines()) if row["phase"] == "rl"]
@@ -68,3 +68,19 @@ def _train(
     if came:
         facts.tell(f"{name}, last step", rows[-1]["tokens_per_second"], "tokens/s")
     return came
+
+
+def ended_within(limit: float, command: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
+    """A command's status and what it printed, or None where it was stopped: torchrun is asked first, it ends its ranks."""
+    with subprocess.Popen(  # nosec B603 # no shell
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            text = process.communicate(timeout=limit)[0]
+            return process.returncode, text
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_GRACE)
+            process.kill()
+            return None, ""

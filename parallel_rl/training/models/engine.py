@@ -14,7 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
-from parallel_rl.groups import ParallelGroups
+from parallel_rl.groups import ParallelGroups, job_backend, take_device
 from parallel_rl.megatron import build_config, build_model, copy_trunk, initialize, unwrap, wrap_model
 from parallel_rl.megatron.hf import fill_hf, load_hf, read_hf
 from parallel_rl.training.config.sections import DTYPES, OptimizerConfig, ParallelConfig, data_parallel_size
@@ -58,45 +58,46 @@ class Engine:
 def start_world(config: TrainConfig) -> None:
     """Joins torchrun's world, or makes a world of one.
 
-    On GPUs through NCCL, one for each rank of a machine, else through gloo. PARALLEL_RL_BACKEND=gloo lets several ranks share
-    a GPU.
+    See `job_backend` for what its ranks communicate through.
 
     Raises:
-        ValueError: the world's size does not match the config; this machine has fewer GPUs than ranks; an unknown
-            PARALLEL_RL_BACKEND; a layout of experts that gloo cannot run. Before anything communicates.
+        ValueError: the world's size does not match the config; `job_backend` refuses this machine; a layout that gloo cannot
+            run. Before anything communicates.
     """
     inside, sizes = dist.is_initialized(), config.parallel
     data_parallel_size(sizes, dist.get_world_size() if inside else int(os.environ.get("WORLD_SIZE", "1")))
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    backend = dist.get_backend() if inside else _backend(devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    shared = sizes.tensor if sizes.expert_tensor is None else sizes.expert_tensor
-    if backend == "gloo" and sizes.expert > 1 and shared > 1:
-        raise ValueError(
-            f"parallel.expert = {sizes.expert} with parallel.expert_tensor = {shared} does not run over gloo, whose all-gather "
-            "takes no parts of different sizes; set parallel.expert_tensor = 1, or use NCCL"
-        )
+    backend = dist.get_backend() if inside else job_backend()
+    if backend == "gloo":
+        _check_gloo(sizes)
     if inside:
         return
-    if devices:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % devices)
+    take_device()
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _backend(devices: int, ranks: int) -> str:
-    """The backend for a machine's ranks and its GPUs."""
-    asked = os.environ.get("PARALLEL_RL_BACKEND") or ("nccl" if devices else "gloo")
-    if asked not in ("gloo", "nccl"):
-        raise ValueError(f"PARALLEL_RL_BACKEND = {asked!r} is not valid; choose gloo or nccl, or leave it out")
-    if asked == "nccl" and ranks > devices:
+def _check_gloo(sizes: ParallelConfig) -> None:
+    """Refuse a layout that fails in the first step over gloo, when data and weights were read."""
+    shared = sizes.tensor if sizes.expert_tensor is None else sizes.expert_tensor
+    if sizes.expert > 1 and shared > 1:
         raise ValueError(
-            f"this machine has {devices} GPU{'s' * (devices != 1)} for {ranks} ranks, and NCCL takes one a GPU; start with "
-            f"torchrun --nproc-per-node {max(devices, 1)}, or set PARALLEL_RL_BACKEND=gloo, with which ranks share a GPU, or "
-            "an empty CUDA_VISIBLE_DEVICES= for ranks on the CPU"
+            f"parallel.expert = {sizes.expert} with parallel.expert_tensor = {shared} does not run over gloo, whose all-gather "
+            "takes no parts of different sizes; set parallel.expert_tensor = 1, or use NCCL"
         )
-    return asked
+    if not torch.cuda.is_available():
+        return
+    if sizes.pipeline > 1:
+        raise ValueError(
+            f"parallel.pipeline = {sizes.pipeline} does not run over gloo on GPUs, which sends tensors of the host only; set "
+            "parallel.pipeline = 1, or use NCCL"
+        )
+    if sizes.overlap_grad_reduce:
+        raise ValueError(
+            "parallel.overlap_grad_reduce = True does not run over gloo on GPUs, which has no coalesced collectives for them; "
+            "set it to false, or use NCCL"
+        )
 
 
 def start_groups(sizes: ParallelConfig, seed: int, timeout: float) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from parallel_rl.groups import job_backend
 from parallel_rl.megatron.model_config import layers_here
 from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.config.train import TrainConfig
@@ -37,7 +39,9 @@ def choices(config: TrainConfig) -> Iterator[Choice]:
     yield Choice("token statistics", "Triton's kernels" if kernels else "PyTorch: " + _why_no_triton(cuda, name))
     head = "hidden states, logits never whole" if config.model.fused_head else "whole logits (model.fused_head = false)"
     yield Choice("losses read", head)
-    yield Choice("process groups", "nccl" if cuda else "gloo: there is no GPU")
+    backend = dist.get_backend() if dist.is_initialized() else job_backend()
+    why = "" if backend == "nccl" else ": PARALLEL_RL_BACKEND asks for it" if cuda else ": there is no GPU"
+    yield Choice("process groups", backend + why)
     yield Choice("optimizer", f"Megatron's, with Adam of {_adam()}")
 
 

@@ -57,6 +57,24 @@ def test_ranks_share_a_gpu_through_gloo(rank: int, device: int, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ("{pipeline: 2}", "parallel.pipeline = 2 does not run over gloo on GPUs"),
+        ("{data: 4, overlap_grad_reduce: true}", "parallel.overlap_grad_reduce = True does not run over gloo on GPUs"),
+    ],
+)
+def test_a_layout_that_gloo_cannot_run_on_a_gpu(parallel: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each would fail in the first step; over gloo among CPU ranks both run."""
+    for name, value in (("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4"), ("LOCAL_RANK", "0"), ("RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PARALLEL_RL_BACKEND", "gloo")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=message):
+        start_world(load_config(str(CONFIGS / "grpo_arithmetic.yaml"), [f"--parallel={parallel}"]))
+
+
+@pytest.mark.parametrize(
     ("card", "package", "dtype", "kind"),
     [
         (True, True, "bfloat16", "Transformer Engine"),

@@ -166,9 +166,8 @@ def test_opcheck_of_a_threshold() -> None:
     _, values, found = threshold.vocab_weigh(*weigh)
     missed, before = end > 6, torch.zeros(3, 1, dtype=torch.int64, device=DEVICE)
     for scale in ((), (end - 9, end.double(), inv_t, unit)):
-        torch.library.opcheck(
-            threshold.vocab_held, (z, missed, values[0], found[0], before, scale, end - torch.ones(3, 8))
-        )
+        bounds = end - torch.ones(3, 8, device=DEVICE)
+        torch.library.opcheck(threshold.vocab_held, (z, missed, values[0], found[0], before, scale, bounds))
 
 
 def test_one_graph_of_a_truncated_policy() -> None:
