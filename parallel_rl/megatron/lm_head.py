@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel_rl.megatron.model import unwrap
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
+from parallel_rl.vocab.linear.main_grad import let_others_add
 from parallel_rl.vocab.linear.plan import LinearMode, check_mode
 
 
@@ -51,7 +52,10 @@ class FusedHead:
         weight = layer.weight
         if self.model.share_embeddings_and_output_weights:
             weight = self.model.shared_embedding_or_output_weight()
-        fuses = layer.gradient_accumulation_fusion and getattr(weight, "main_grad", None) is not None
+        main_grad = getattr(weight, "main_grad", None)
+        fuses = main_grad is not None and main_grad.shape == weight.shape and output.requires_grad
+        if fuses and not layer.gradient_accumulation_fusion:
+            let_others_add(weight)
         return LMHeadInput(
             output,
             weight,
@@ -115,8 +119,8 @@ def fuse_head(
 ) -> FusedHead:
     """Install a `FusedHead` on a model chunk, wrapped or not; `remove()` takes it off.
 
-    Where `gradient_accumulation_fusion` is on, the weight's gradient is added to `main_grad` in backward, unscaled, as the
-    layer itself would (factor 1: what Megatron multiplies later it multiplies for all parameters alike).
+    Where Megatron's data parallelism made a `main_grad`, the weight's gradient is added to it in backward, unscaled, whether
+    `gradient_accumulation_fusion` is on or not (factor 1: what Megatron multiplies later it multiplies for all parameters).
 
     >>> head = fuse_head(model)
     >>> type(head(forward_logits(model, padded_input(data["input_ids"])))).__name__

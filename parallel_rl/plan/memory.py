@@ -180,7 +180,7 @@ class _Case:
         if mode == "in_forward":
             if plan.group == plan.size:
                 return Stage(mode, base | self._chunk(plan.size, triton), plan)
-            rows = min(plan.group, self.rows)  # `main_grad` takes a float32 sum, also where they are all
+            rows = min(plan.group, self.rows)  # all: no float32 sum, but a stand-in beside the gradient of `main_grad`
             kept = {"kept logits of a group": rows * self.parts * half_bytes(self.columns)}
             kept |= self._chunk(plan.size, False, at_once=1) | self._beside(rows, False)
             return Stage(mode, base | kept, plan)

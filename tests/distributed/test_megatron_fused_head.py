@@ -75,6 +75,39 @@ def test_log_probs_are_those_of_the_output_layer() -> None:
         assert torch.equal(off, whole)
 
 
+def straight(rank: int) -> list[tuple[float | None, Tensor]]:
+    """The factor that the head was given, and the gradient of its weight, with Megatron's data parallelism and without."""
+    import parallel_rl.megatron as M
+    from parallel_rl import NLLLoss, count_valid
+
+    M.initialize()
+    data, loss_fn, found = make_data("ragged"), NLLLoss(vocab_size=VOCAB), []
+    inputs, counts = M.padded_input(data["input_ids"]), count_valid(data)
+    for ddp in (True, False):
+        model = M.wrap_model(make_model(Case()), ddp=ddp)
+        head = M.fuse_head(model)
+        weight = head.model.output_layer.weight
+        given = head(M.forward_logits(model, inputs))
+        loss_fn(given, data, *counts)[0].backward()
+        with head.logits():
+            (3 * loss_fn(head(M.forward_logits(model, inputs)), data, *counts)[0]).backward()
+        (loss_fn(head(M.forward_logits(model, inputs)), data, *counts)[0] + weight.square().sum()).backward()
+        with torch.no_grad():
+            teacher = M.forward_logits(model, inputs)
+        assert head(teacher).main_grad_factor is None
+        found.append((given.main_grad_factor, M.gradient(weight).clone()))
+    M.destroy()
+    return found
+
+
+def test_the_gradient_goes_straight_to_main_grad_and_nothing_beside_it_is_lost() -> None:
+    """Without `gradient_accumulation_fusion`, the trainer's way: in one step a fused loss, one on logits, and a penalty on the
+    weight. Megatron drops what comes while the flag of the first is set, in later micro-batches too."""
+    [[(factor, got), (none, want)]] = run_world(1, straight)
+    assert factor == 1.0 and none is None
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
 def refused(rank: int) -> list[str]:
     import parallel_rl.megatron as M
 

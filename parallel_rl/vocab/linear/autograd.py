@@ -16,6 +16,7 @@ from parallel_rl.vocab.consumed import refuse_second_derivative
 from parallel_rl.vocab.linear.backward import Gradients, Summed, backward_spans, run_backward
 from parallel_rl.vocab.linear.forward import Chunks, Forward, run_forward
 from parallel_rl.vocab.linear.gemm import scaled_to_
+from parallel_rl.vocab.linear.main_grad import WeightTarget, padded
 from parallel_rl.vocab.linear.params import LinearParams, RowStats
 
 if TYPE_CHECKING:
@@ -44,28 +45,6 @@ class ForwardObjective:
     def calls(self, params: LinearParams) -> int:
         """Number of times that every rank of the context group calls `gradients`, whatever it holds."""
         return 0 if group_size(self.context_group) == 1 else -(-params.hidden.shape[0] // params.rows_together)
-
-
-@dataclass(frozen=True)
-class WeightTarget:
-    """Destination of the weight's gradient: autograd (factor None), or factor × gradient added to `weight.main_grad`."""
-
-    weight: Tensor  # [W, D] as the caller holds it, padding columns included
-    factor: float | None
-
-    def rows(self, valid: int) -> Tensor | None:
-        """The rows of `main_grad` that hold real columns."""
-        if self.factor is None:
-            return None
-        main: Tensor = self.weight.main_grad  # type: ignore[attr-defined]
-        return main[:valid]
-
-    def result(self, gradient: Tensor | None) -> Tensor | None:
-        """The gradient for autograd, with zeros for padding columns, or the stand-in that Megatron's hooks expect."""
-        if self.factor is not None:
-            self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-            return torch.zeros_like(self.weight)
-        return _padded(gradient, self.weight)
 
 
 def in_backward(params: LinearParams, head: LMHeadInput) -> RowStats:
@@ -135,7 +114,7 @@ class _InBackward(torch.autograd.Function):
         elif of_weight is not None and into is None:
             of_weight = scaled_to_(of_weight, None, weight.dtype)
         of_hidden = None if summed.hidden is None else summed.hidden.view(hidden.shape)
-        return of_hidden, target.result(of_weight) if wanted[1] else None, _padded(summed.bias, bias), None, None
+        return of_hidden, target.result(of_weight) if wanted[1] else None, padded(summed.bias, bias), None, None
 
 
 class _InForward(torch.autograd.Function):
@@ -150,9 +129,7 @@ class _InForward(torch.autograd.Function):
         target: WeightTarget,
     ) -> tuple[Tensor | None, ...]:
         wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
-        at_once = (
-            target.factor is None and params.grad_in_operand_dtype and len(params.rows.spans(params.rows_together)) <= 1
-        )
+        at_once = params.grad_in_operand_dtype and len(params.rows.spans(params.rows_together)) <= 1
         gradients = Gradients(params, wanted, at_once=at_once)
         used: list[tuple[list[slice], OutputGrads]] = []
 
@@ -215,7 +192,7 @@ class ForwardGradients:
                 into.addcmul_(of_weight, upstream, value=target.factor)
             of_weight = target.result(of_weight)
         if of_bias is not None:
-            of_bias = _padded(of_bias.mul_(upstream), self.bias)
+            of_bias = padded(of_bias.mul_(upstream), self.bias)
         return of_hidden, of_weight, of_bias
 
 
@@ -235,12 +212,3 @@ def _check_separable(params: LinearParams, used: list[tuple[list[slice], OutputG
                     f"and became {float(after[row])} when other rows were known. mode = 'in_forward' needs terms of single "
                     "tokens; 'resident' and 'recompute' take any objective"
                 )
-
-
-def _padded(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
-    """Pad a gradient of the real columns with zeros."""
-    if gradient is None or like is None or gradient.shape == like.shape:
-        return gradient
-    whole = torch.zeros_like(like, dtype=gradient.dtype)
-    whole[: gradient.shape[0]] = gradient
-    return whole

@@ -112,6 +112,7 @@ class Gradients:
                 add_weight_gradient(self.weight[part], dz, hidden, self._blank)
             if self.bias is not None:
                 self.bias[part].add_(dz.sum(0, dtype=self.bias.dtype))
+            del dz  # its memory, before the next is made
         self._blank = False
         self._arrive()
         self._under_way = sending

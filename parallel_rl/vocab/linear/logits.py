@@ -9,8 +9,9 @@ import torch
 from parallel_rl.groups import all_gather_start, sum_start
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.consumed import refuse_second_derivative
-from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient, project
+from parallel_rl.vocab.linear.gemm import add_hidden_gradient, project
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
+from parallel_rl.vocab.linear.main_grad import WeightTarget
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,8 @@ def whole_logits(head: LMHeadInput, keep: Tensor, valid: int, group: ProcessGrou
     """
     order = head.row_order(group)
     keep = order.to_rows(keep)
-    z: Tensor = _Project.apply(head.hidden, head.weight, head.bias, keep, valid, group, head.sequence_parallel)
+    target = WeightTarget(head.weight, head.main_grad_factor)
+    z: Tensor = _Project.apply(head.hidden, head.weight, head.bias, keep, target, valid, group, head.sequence_parallel)
     if head.logit_scale != 1:
         z = head.logit_scale * z
     if head.softcap is not None:
@@ -41,14 +43,12 @@ def check_whole(head: LMHeadInput, group: ProcessGroup | None) -> None:
     """Check that the head's options allow whole logits.
 
     Raises:
-        ValueError: a mode or main_grad_factor that excludes them, a budget that does not hold them.
+        ValueError: a mode that excludes them, a budget that does not hold them.
     """
     if head.mode not in ("auto", "resident"):
         raise ValueError(
             f"mode = {head.mode!r} is incompatible with a loss that reads whole logits; leave it at 'auto'"
         )
-    if head.main_grad_factor is not None:
-        raise ValueError("main_grad_factor has no effect with a loss that reads whole logits; leave it out")
     size = head.logits_like(group).numel() * math_dtype(head.hidden.dtype).itemsize
     if head.budget is not None and size > head.budget:
         raise ValueError(
@@ -66,6 +66,7 @@ class _Project(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         keep: Tensor,
+        target: WeightTarget,
         valid: int,
         group: ProcessGroup | None,
         scatter: bool,
@@ -78,7 +79,7 @@ class _Project(torch.autograd.Function):
             z.add_(bias[:valid])
         ctx.save_for_backward(rows, weight, keep)
         ctx.shape, ctx.bias = hidden.shape, None if bias is None else bias.dtype  # type: ignore[attr-defined]
-        ctx.valid, ctx.group, ctx.scatter = valid, group, scatter  # type: ignore[attr-defined]
+        ctx.target, ctx.valid, ctx.group, ctx.scatter = target, valid, group, scatter  # type: ignore[attr-defined]
         return torch.nn.functional.pad(z, (0, weight.shape[0] - valid))
 
     @staticmethod
@@ -99,6 +100,5 @@ class _Project(torch.autograd.Function):
             sums = sum_start(sums, ctx.group, ctx.scatter).wait()  # type: ignore[attr-defined]
             d_hidden = sums.to(rows.dtype).view(ctx.shape)  # type: ignore[attr-defined]
         if of_weight:
-            d_weight = torch.zeros_like(weight)
-            add_weight_gradient(d_weight[:valid], dz, rows, blank=True)
-        return d_hidden, d_weight, d_bias, *(None,) * 4
+            d_weight = ctx.target.add(dz, rows, valid)  # type: ignore[attr-defined]
+        return d_hidden, d_weight, d_bias, *(None,) * 5

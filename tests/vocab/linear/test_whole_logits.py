@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from parallel_rl import LMHeadInput, count_valid, get_loss
+from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.logits import whole_logits
 from tests.vocab.linear.cases import error
 
@@ -38,6 +39,26 @@ def test_nothing_is_rounded_before_the_gradient(dtype: torch.dtype, softcap: flo
     (got[..., :V] * upstream.float()).sum().backward()
     for x, want in zip(given, truth, strict=True):
         assert error(x.grad, want.grad) <= 1.1 * error(want.grad.to(dtype), want.grad) + 1e-6  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("factor", [1.0, 0.25])
+def test_the_gradient_goes_into_main_grad(factor: float, dtype: torch.dtype) -> None:
+    """Megatron's data parallelism drops what autograd brings once another loss of the step has added there."""
+    hidden, weight, _ = (x.to(dtype) for x in operands(torch.bfloat16))
+    keep, upstream = torch.arange(B * S) % 3 != 1, torch.randn(B, S, V, generator=torch.Generator().manual_seed(1))
+    whole = weight.double().clone().requires_grad_()
+    (torch.where(keep.view(B, S, 1), hidden.double() @ whole[:V].T, 0) * upstream).sum().backward()
+    weight.requires_grad_().main_grad = torch.ones(PADDED, D, dtype=math_dtype(dtype))  # type: ignore[attr-defined]
+    for _ in range(2):
+        weight.grad = None
+        head = LMHeadInput(hidden, weight, main_grad_factor=factor)
+        (whole_logits(head, keep, V, None)[..., :V] * upstream).sum().backward()
+        assert weight.grad is not None and weight.grad_added_to_main_grad and not weight.grad.any()  # type: ignore[attr-defined]
+        weight.grad += 1  # the zeros are not made anew each time, so somebody may write to them
+    assert whole.grad is not None
+    added = weight.main_grad - 1  # type: ignore[attr-defined]
+    assert error(added, 2 * factor * whole.grad) < (1e-6 if dtype == torch.bfloat16 else 1e-14)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

@@ -1,0 +1,84 @@
+"""Where the gradient of the LM head's weight goes: through autograd, or straight into Megatron's `main_grad`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.linear.gemm import add_weight_gradient
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_ZEROS: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+
+
+@dataclass(frozen=True)
+class WeightTarget:
+    """Destination of the weight's gradient: autograd (factor None), or factor × gradient added to `weight.main_grad`."""
+
+    weight: Tensor  # [W, D] as the caller holds it, padding columns included
+    factor: float | None
+
+    def rows(self, valid: int) -> Tensor | None:
+        """The rows of `main_grad` that hold real columns."""
+        if self.factor is None:
+            return None
+        main: Tensor = self.weight.main_grad  # type: ignore[attr-defined]
+        return main[:valid]
+
+    def add(self, dz: Tensor, hidden: Tensor, valid: int) -> Tensor:
+        """Add dz [n, valid]ᵀ · hidden [n, D], and return what autograd gets."""
+        into = self.rows(valid)
+        if into is None or self.factor is None:
+            gradient = torch.zeros_like(self.weight)
+            add_weight_gradient(gradient[:valid], dz, hidden, blank=True)
+            return gradient
+        direct = self.factor == 1 and into.dtype == math_dtype(hidden.dtype)
+        sums = into if direct else torch.empty_like(into, dtype=math_dtype(hidden.dtype))
+        add_weight_gradient(sums, dz, hidden, blank=not direct)
+        if not direct:
+            into.add_(sums, alpha=self.factor)
+        return self.stand_in()
+
+    def stand_in(self) -> Tensor:
+        """What Megatron's hooks expect in the gradient's place: zeros, made once and not in each micro-batch."""
+        weight, key = self.weight, (self.weight.shape, self.weight.dtype, self.weight.device)
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        if key not in _ZEROS or _ZEROS[key]._version:  # or somebody has written to them
+            _ZEROS[key] = torch.zeros_like(weight, requires_grad=False)
+        return _ZEROS[key].detach()
+
+    def result(self, gradient: Tensor | None) -> Tensor | None:
+        """The gradient for autograd, with zeros for padding columns, or the stand-in of what was added to `main_grad`."""
+        return padded(gradient, self.weight) if self.factor is None else self.stand_in()
+
+
+def padded(gradient: Tensor | None, like: Tensor | None) -> Tensor | None:
+    """Pad a gradient of the real columns with zeros."""
+    if gradient is None or like is None or gradient.shape == like.shape:
+        return gradient
+    whole = torch.zeros_like(like, dtype=gradient.dtype)
+    whole[: gradient.shape[0]] = gradient
+    return whole
+
+
+def let_others_add(weight: Tensor) -> None:
+    """Let what else gives the weight a gradient, beside the head, reach its `main_grad` too.
+
+    Megatron's data parallelism drops whatever comes while `grad_added_to_main_grad` is set, in later micro-batches too: the
+    gradient of a penalty on the weight, or of logits that were not fused. So it is set for the stand-in alone. Not where
+    Megatron's own layers set it, whose stand-ins hold anything.
+    """
+    if not hasattr(weight, "main_grad_hook"):
+        weight.main_grad_hook = weight.register_hook(partial(_tell, weight))  # type: ignore[attr-defined]
+
+
+def _tell(weight: Tensor, gradient: Tensor) -> None:
+    zeros = _ZEROS.get((weight.shape, weight.dtype, weight.device))
+    alone = zeros is not None and gradient.untyped_storage().data_ptr() == zeros.untyped_storage().data_ptr()
+    weight.grad_added_to_main_grad = alone  # type: ignore[attr-defined]
