@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.gemm import add_weight_gradient
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ZEROS: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+_TELLING = WeakIdKeyDictionary()  # weights with a hook
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,14 @@ def let_others_add(weight: Tensor) -> None:
     gradient of a penalty on the weight, or of logits that were not fused. So it is set for the stand-in alone. Not where
     Megatron's own layers set it, whose stand-ins hold anything.
     """
-    if not hasattr(weight, "main_grad_hook"):
-        weight.main_grad_hook = weight.register_hook(partial(_tell, weight))  # type: ignore[attr-defined]
+    if weight not in _TELLING:
+        itself = weakref.ref(weight)  # a hook must not keep it alive
+        _TELLING[weight] = weight.register_hook(partial(_tell, itself))
 
 
-def _tell(weight: Tensor, gradient: Tensor) -> None:
+def _tell(reference: weakref.ref[Tensor], gradient: Tensor) -> None:
+    weight = reference()
+    assert weight is not None
     zeros = _ZEROS.get((weight.shape, weight.dtype, weight.device))
     alone = zeros is not None and gradient.untyped_storage().data_ptr() == zeros.untyped_storage().data_ptr()
     weight.grad_added_to_main_grad = alone  # type: ignore[attr-defined]
