@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
@@ -188,7 +191,26 @@ def build_optimizer(engine: Engine, config: OptimizerConfig) -> MegatronOptimize
         params_dtype=DTYPES[engine.config.run.dtype],
         use_distributed_optimizer=engine.config.parallel.use_distributed_optimizer,
     )
-    return get_megatron_optimizer(settings, [engine.model])
+    with _adam_for(settings.params_dtype):
+        return get_megatron_optimizer(settings, [engine.model])
+
+
+def adam_package(dtype: torch.dtype) -> str:
+    """The package whose Adam `build_optimizer` takes: "transformer_engine", "apex" or "torch"."""
+    return "torch" if dtype == torch.float64 else str(megatron_optimizer.Adam.__module__).partition(".")[0]
+
+
+@contextlib.contextmanager
+def _adam_for(dtype: torch.dtype) -> Iterator[None]:
+    """Lets Megatron make torch's AdamW for float64, as it does where no fused Adam is installed."""
+    # Transformer Engine's Adam raises for float64 in its first step. Else the two are one: decay apart from the gradient,
+    # epsilon added to the root of the corrected second moment.
+    before = megatron_optimizer.USING_PYTORCH_OPTIMIZER
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = before or dtype == torch.float64
+    try:
+        yield
+    finally:
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = before
 
 
 def _wrap(config: TrainConfig, model: GPTModel) -> DistributedDataParallel:

@@ -12,6 +12,7 @@ from parallel_rl.groups import job_backend
 from parallel_rl.megatron.model_config import layers_here
 from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.models.engine import adam_package
 from parallel_rl.vocab.backends.choice import runs_on_triton
 
 
@@ -42,7 +43,7 @@ def choices(config: TrainConfig) -> Iterator[Choice]:
     backend = dist.get_backend() if dist.is_initialized() else job_backend()
     why = "" if backend == "nccl" else ": PARALLEL_RL_BACKEND asks for it" if cuda else ": there is no GPU"
     yield Choice("process groups", backend + why)
-    yield Choice("optimizer", f"Megatron's, with Adam of {_adam()}")
+    yield Choice("optimizer", f"Megatron's, with Adam of {_adam(dtype)}")
 
 
 def _why_no_triton(cuda: bool, dtype: str) -> str:
@@ -51,7 +52,6 @@ def _why_no_triton(cuda: bool, dtype: str) -> str:
     return "float64" if dtype == "float64" else "Triton or a C compiler is not installed"
 
 
-def _adam() -> str:
-    from megatron.core.optimizer import Adam
-
-    return Adam.__module__.split(".")[0]
+def _adam(dtype: torch.dtype) -> str:
+    package, other = adam_package(dtype), adam_package(torch.float32)
+    return package if package == other else f"{package}: {other}'s takes no {str(dtype).removeprefix('torch.')}"
