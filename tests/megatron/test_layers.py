@@ -1,16 +1,27 @@
-"""The table of layers: one function of package, card and dtype chooses, and says why."""
+"""The table of layers: one function of package, card and dtype chooses, says why, and whoever builds a model follows it."""
 
 from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import product
+from unittest import mock
 
 import pytest
 import torch
 
+from parallel_rl.testing.pool import preload, run_world
+
 pytest.importorskip("megatron.core")
+preload("megatron.core")
 
 BOTH = (True, False)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Entry = tuple[bool, bool, torch.dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("card", BOTH)
 @pytest.mark.parametrize("package", BOTH)
 def test_the_engine_needs_package_card_and_half_precision(package: bool, card: bool, dtype: torch.dtype) -> None:
@@ -22,3 +33,69 @@ def test_the_engine_needs_package_card_and_half_precision(package: bool, card: b
     assert engine == (package and card and half)
     lacks = "no GPU" if not card else "not installed" if not package else "no attention for" if not half else "on a GPU"
     assert lacks in why
+
+
+@contextmanager
+def _machine(package: bool, card: bool) -> Iterator[dict[str, mock.Mock]]:
+    """A machine with the package and a card, or without; Megatron's makers of what needs the package only note their calls."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from parallel_rl.megatron import model
+
+    find = importlib.util.find_spec
+    found = object() if package else None
+    makers = ("get_gpt_layer_with_transformer_engine_spec", "get_gpt_mtp_block_spec", "GPTModel")
+    with ExitStack() as stack:
+        enter = stack.enter_context
+        enter(mock.patch.object(torch.cuda, "is_available", lambda: card))
+        enter(mock.patch.object(importlib.util, "find_spec", lambda x: found if x == "transformer_engine" else find(x)))
+        # it refuses the fusion of rotary positions where the package is missing, as here
+        enter(mock.patch.object(TransformerConfig, "__post_init__", lambda self: None))
+        made = {name: enter(mock.patch.object(model, name)) for name in makers}
+        made["GPTModel"].side_effect = InterruptedError
+        yield made
+
+
+def _built(rank: int) -> dict[Entry, list[bool]]:
+    """Whether each part of a model is Transformer Engine's, by the entries of the table."""
+    import parallel_rl.megatron as M
+    from parallel_rl.megatron.norm import ShardedNorm
+
+    M.initialize()
+    rows = {}
+    for package, card, dtype in product(BOTH, BOTH, DTYPES):
+        with _machine(package, card) as made:
+            config = M.build_config(
+                num_layers=1, hidden_size=8, num_attention_heads=2, dtype=dtype, overrides={"mtp_num_layers": 1}
+            )
+            engines = made["get_gpt_layer_with_transformer_engine_spec"].return_value
+            head = made["get_gpt_mtp_block_spec"]
+            head.return_value.layer_specs = [mock.Mock()]
+            layer = M.layer_spec(config)
+            with pytest.raises(InterruptedError):
+                M.build_model(config, 8, 4)
+            block = made["GPTModel"].call_args.kwargs["transformer_layer_spec"]
+        own = layer is not engines and layer.submodules.self_attention.submodules.core_attention is M.SelfAttentionCore
+        assert own or layer is engines
+        norms = head.return_value.layer_specs[0].submodules
+        rows[package, card, dtype] = [
+            config.apply_rope_fusion,
+            config.persist_layer_norm,
+            layer is engines,
+            block is engines,
+            block is engines or block.layer_norm is not ShardedNorm,
+            head.call_args.args[2],
+            norms.enorm is not ShardedNorm,
+        ]
+    M.destroy()
+    return rows
+
+
+def test_every_part_of_a_model_follows_the_table() -> None:
+    """Each asks for itself: one that asked for another dtype would mix the engine's parts with ours, on a card alone."""
+    from parallel_rl.megatron.model_config import choose_layers
+
+    [rows] = run_world(1, _built)
+    assert len(rows) == 16
+    for entry, parts in rows.items():
+        assert parts == [choose_layers(*entry).engine] * 7, entry
