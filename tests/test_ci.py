@@ -1,4 +1,4 @@
-"""`.ci/run` on a Makefile of our own: stages in their order, the last two side by side, and nothing left behind."""
+"""`.ci/run` on a Makefile of its own: stages in order, two side by side, nothing left behind. And what the real one hides."""
 
 from __future__ import annotations
 
@@ -89,3 +89,27 @@ def test_a_signal_ends_both(tmp_path: Path, number: signal.Signals) -> None:
     assert run.returncode in (-number, 128 + number), said
     assert _is_gone(tmp_path)
     assert sorted(said.splitlines()[-2:]) == ["test-slow: stopped", "test-slurm: stopped"]
+
+
+@pytest.mark.parametrize(
+    ("target", "processes"),
+    [
+        ("demo", 1),
+        ("demo-hf", 2),
+        ("test", 1),
+        ("test-slow", 1),
+        ("test-all", 1),
+        ("test-slurm", 1),
+        ("test-vllm", 1),
+        ("soak", 1),
+    ],
+)
+def test_what_is_made_for_the_cpu_sees_no_card(target: str, processes: int) -> None:
+    """Beside one card four ranks are refused, and tests of the host run on the card; no other test reads our recipes."""
+    made = ["make", "--dry-run", "--no-print-directory", "--old-file=.venv/.installed", target]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
+    said = subprocess.run(made, cwd=ROOT, env=env, text=True, capture_output=True, check=True).stdout
+    started = [
+        line for line in said.splitlines() if any(word in line for word in ("torchrun", "pytest", "parallel-rl "))
+    ]
+    assert len(started) == processes and all(line.startswith("CUDA_VISIBLE_DEVICES= ") for line in started), said
