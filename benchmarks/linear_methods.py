@@ -98,19 +98,25 @@ def _cut(hidden: Tensor, weight: Tensor, case: Case, objective: Objective = weig
 
 def methods(device: str, budget: int | None, tp: int = 1) -> list[Method]:
     """Ours, and the peers that are installed and run here; the peers once with each objective."""
+    *mine, with_grpo = ours(budget)
     theirs = _peers(device, tp)
+    return [
+        *mine,
+        Method("matmul + our token_stats, in place", _our_statistics, "information"),
+        *theirs,
+        with_grpo,
+        *(replace(m, name=f"{m.name}, GRPO", run=partial(m.run, objective=grpo), objective=grpo) for m in theirs),
+    ]
+
+
+def ours(budget: int | None) -> list[Method]:
+    """The fused head in each mode, last with GRPO; no peer is imported."""
     return [
         Method("ours, in_forward", partial(_ours, mode="in_forward", budget=budget), "in_forward"),
         Method("ours, recompute", partial(_ours, mode="recompute", budget=budget), "recompute"),
         Method("ours, resident", partial(_ours, mode="resident", budget=budget), "information"),
-        Method("matmul + our token_stats, in place", _our_statistics, "information"),
-        *theirs,
         Method("ours, in_forward, GRPO", partial(_our_grpo, budget=budget), "in_forward", grpo),
-        *(
-            replace(m, name=f"{m.name}, GRPO", run=partial(m.run, objective=grpo), objective=grpo)
-            for m in theirs
-        ),
-    ]  # fmt: skip
+    ]
 
 
 def _peers(device: str, tp: int) -> list[Method]:

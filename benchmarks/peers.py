@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+_broken: dict[str, str] = {}  # module → why it cannot be imported
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,15 @@ def imports(module: str) -> bool:
     try:
         import_module(module)
     except Exception as error:  # whatever a package raises that wants another one, or a card
-        first = (str(error).splitlines() or [""])[0]
-        print(f"not run: {package}: {type(error).__name__}: {first}", flush=True)
+        _broken[module] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        print(f"not run: {package}: {_broken[module]}", flush=True)
         return False
     return True
+
+
+def broken() -> Mapping[str, str]:
+    """The modules of installed peers that `imports` was asked for in vain, and why."""
+    return dict(_broken)
 
 
 def join_megatron(tp: int = 1) -> None:

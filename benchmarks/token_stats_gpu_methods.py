@@ -82,15 +82,20 @@ def _shard(
 
 def methods(device: str, backend: Backend) -> list[Method]:
     """Ours, and the peers that are installed; on a CPU, where this module is only tried, plain torch alone."""
-    found = [
-        Method(OURS, partial(_with_autograd, call=partial(_ours, entropy=False, backend=backend)), "ours"),
-        Method(ENTROPY, partial(_with_autograd, call=partial(_ours, entropy=True, backend=backend)), "ours"),
-    ]
+    found = ours(backend)
     for p in peers(device):
         if device == "cuda" or p.name == PLAIN:
             call = partial(_with_autograd, call=partial(_of_peer, loss=p.loss))
             found.append(Method(p.name, call, "peer", p.bfloat16_gradient, p.bfloat16_loss))
     return found
+
+
+def ours(backend: Backend) -> list[Method]:
+    """Without entropy and with it; no peer is imported."""
+    return [
+        Method(name, partial(_with_autograd, call=partial(_ours, entropy=entropy, backend=backend)), "ours")
+        for name, entropy in ((OURS, False), (ENTROPY, True))
+    ]
 
 
 def shard(backend: Backend) -> Method:

@@ -35,10 +35,12 @@ def test_a_peer_that_cannot_be_imported_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It ended the whole benchmark, with a card's minutes."""
+    monkeypatch.setattr(peers, "_broken", {})
     (tmp_path / "broken_peer.py").write_text("raise ImportError('wants libcuda.so.1\\nand more')")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not peers.imports("broken_peer") and not peers.imports("broken_peer") and not peers.imports("absent_peer")
     assert capsys.readouterr().out == "not run: broken_peer: ImportError: wants libcuda.so.1\n"
+    assert peers.broken() == {"broken_peer": "ImportError: wants libcuda.so.1"}
 
 
 def _errors(rank: int, tp: int) -> dict[tuple[str, torch.dtype], tuple[float, float, bool]]:
