@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
+from benchmarks import linear_methods, peers, token_stats_gpu_methods
 from parallel_rl.testing.pool import run_world
 from tools.gpu_check import __main__ as command
-from tools.gpu_check import head, host, kernels
+from tools.gpu_check import head, host, kernels, smoke, trainer
 from tools.gpu_check.facts import Fact, Facts, read_facts
 from tools.gpu_check.report import Outcome, page, summary
 
@@ -17,7 +22,8 @@ STAGES = list(command.LIMITS)
 
 
 def test_all_stages_fit_in_ten_minutes() -> None:
-    assert sum(command.LIMITS.values()) < 600
+    """Also where each is stopped and takes all its grace."""
+    assert sum(limit + command.GRACE for limit in command.LIMITS.values()) < 600
     assert STAGES == ["smoke", "nccl", "kernels", "head", "host", "trainer"]
 
 
@@ -81,6 +87,98 @@ def test_a_stage_that_raises_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
 
 
+def _refuse(*_: object) -> None:
+    raise RuntimeError("not here")
+
+
+def test_the_statistics_and_the_head_are_checked_without_any_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes a minute to import would leave the most important stage no time."""
+    for module in (linear_methods, token_stats_gpu_methods):
+        monkeypatch.setattr(module, "peers", _refuse)
+    facts = Facts("smoke")
+    smoke._statistics(facts, "cpu", 128)
+    smoke._head(facts, "cpu")
+    assert facts.right and len(facts.all) == 2 * 2 + 2 * 4
+
+
+def test_a_cut_or_a_profiler_that_fails_takes_no_other_time_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other cuts' times were lost with the first one's, and all shapes' with CUPTI, which a container may lack."""
+    measure = kernels.measure
+    failing = [True, False]
+    cut = ("stats", kernels.Cut(256, 4, 32))
+    monkeypatch.setattr(kernels, "measure", lambda *a, **k: _refuse() if failing.pop(0) else measure(*a, **k))
+    monkeypatch.setattr(kernels, "_cuts", lambda *_: [None, cut])
+    monkeypatch.setattr(kernels, "_applied", lambda _: nullcontext())
+    monkeypatch.setattr(kernels, "kernel_table", _refuse)
+    facts = Facts("kernels")
+    kernels._shape(facts, 24, 512, torch.float32, "eager", 1.0)
+    assert [fact.kind for fact in facts.all] == ["wrong", "fact", "not run"]
+    assert str(cut) in facts.all[1].name and facts.all[2].value == "RuntimeError: not here"
+
+
+@pytest.mark.parametrize("stage", [kernels, head])
+def test_a_peer_that_cannot_be_imported_is_a_fact(stage: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a line on the screen alone; and the head's stage goes on where the profiler fails."""
+    monkeypatch.setattr(peers, "_broken", {"absent.peer": "ImportError: wants libcuda.so.1"})
+    for name in ("methods", "join_megatron", "kernel_table"):
+        monkeypatch.setattr(stage, name, (lambda *_: []) if name == "methods" else _refuse)
+    facts = Facts("stage")
+    if stage is kernels:
+        kernels._peers(facts, 24, 512, torch.float32, "eager")
+    else:
+        head.run(facts, "cpu")
+    assert Fact("stage", "absent.peer", "ImportError: wants libcuda.so.1", kind="not run") in facts.all and facts.right
+    assert sum(fact.name.endswith(", by kernel") and fact.kind == "not run" for fact in facts.all) == (
+        4 if stage is head else 0
+    )
+
+
+class Trainer:
+    """In place of the trainer's process: writes the rows that it would write, and keeps how it was called."""
+
+    def __init__(self, resumes: bool) -> None:
+        self.resumes, self.starts, self.cards = resumes, 0, []
+
+    def __call__(self, limit: float, command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+        self.starts += 1
+        self.cards.append(environment["CUDA_VISIBLE_DEVICES"])
+        given = dict(word.removeprefix("--").split("=", 1) for word in command if word.startswith("--") and "=" in word)
+        folder, steps = Path(given["run.dir"]), int(given["rl.steps"])
+        file = folder / "metrics.jsonl"
+        folder.mkdir(exist_ok=True)
+        done = file.read_text().splitlines() if self.resumes and file.exists() else []
+        rows = [{"phase": "rl", "step": n + 1, "tokens_per_second": self.starts} for n in range(len(done), steps)]
+        file.write_text("".join(f"{line}\n" for line in [*done, *map(json.dumps, rows)]))
+        return 0, ""
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+def test_a_run_that_starts_over_did_not_go_on_from_its_checkpoint(
+    resumes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its RL steps are the same; that it resumed is in the rows of the run before, which have their own times."""
+    monkeypatch.setattr(trainer, "ended_within", Trainer(resumes))
+    facts = Facts("trainer")
+    trainer.run(facts, "cpu")
+    assert facts.right == resumes
+    assert [fact.name for fact in facts.all if fact.kind == "wrong"] == [
+        "float32, on from its checkpoint: it added a row to those of before"
+    ] * (not resumes)
+
+
+@pytest.mark.parametrize(("seen", "card"), [(None, "0"), ("2,3", "2"), ("GPU-8f2a", "GPU-8f2a"), ("", "")])
+def test_each_run_sees_one_card(seen: str | None, card: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks over gloo spread over the cards of a machine that has several, and what is told is of one."""
+    if seen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    process = Trainer(resumes=True)
+    monkeypatch.setattr(trainer, "ended_within", process)
+    trainer.run(Facts("trainer"), "cuda")
+    assert process.cards == [card] * 6
+
+
 def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["heads"])
@@ -96,4 +194,4 @@ def test_everything_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     text = (tmp_path / "page.md").read_text()
     for stage in STAGES:
         assert f"| {stage} | right |" in text
-    assert "| float32, on from its checkpoint | right |" in text
+    assert "| float32, on from its checkpoint: it added a row to those of before | right |" in text

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from benchmarks import linear
 from benchmarks.linear_case import Case, Shape, make_case
-from benchmarks.linear_methods import Method, methods
+from benchmarks.linear_methods import Method, methods, ours
 from benchmarks.linear_model import product_seconds
-from benchmarks.peers import join_megatron
+from benchmarks.peers import broken, join_megatron
 from parallel_rl.vocab.linear.gemm import add_hidden_gradient, add_weight_gradient, project
 from parallel_rl.vocab.linear.plan import budget_bytes
 from tools.gpu_check.facts import Facts
@@ -33,16 +33,19 @@ def run(facts: Facts, device: str) -> None:
     with facts.required("products"):
         _products(facts, case)
     for budget in _BUDGETS if cuda else (None, 1 << 14):
-        for method in methods(device, budget):
-            if method.name.startswith("ours"):
+        for method in ours(budget):
+            with facts.required(f"{method.name}, budget {budget}"):
                 _time(facts, method, case, budget, cuda and "H200" in torch.cuda.get_device_name())
-    for method in methods(device, None):
-        if method.name.startswith("ours"):
+    for method in ours(None):
+        with facts.optional(f"{method.name}, by kernel"):  # the profiler needs CUPTI
             for name, milliseconds in kernel_table(partial(linear.step, method, case), device)[:8]:
                 facts.tell(f"{method.name}, kernel {name[:90]}", milliseconds, "ms")
     with facts.optional("Megatron's groups"):
         join_megatron()
-    for method in [*methods(device, None), Method("QuACK chunked, sum", _quack, "peer")]:
+    every = methods(device, None)
+    for module, why in broken().items():
+        facts.not_run(module, why)
+    for method in [*every, Method("QuACK chunked, sum", _quack, "peer")]:
         if not method.name.startswith("ours"):
             with facts.optional(method.name):
                 _time(facts, method, case, None, False)

@@ -7,10 +7,10 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.peers import join_megatron
+from benchmarks.peers import broken, join_megatron
 from benchmarks.report import copy_bandwidth
 from benchmarks.token_stats_gpu import H200_SECONDS, measure
-from benchmarks.token_stats_gpu_methods import OURS, make_case, methods, shard
+from benchmarks.token_stats_gpu_methods import OURS, make_case, methods, ours, shard
 from parallel_rl.vocab.backends.choice import Backend
 from parallel_rl.vocab.backends.triton.cuts import CUTS, Cut
 from parallel_rl.vocab.shards import VocabShard
@@ -47,7 +47,7 @@ def _shape(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: B
     case = make_case(tokens, width, dtype, device)
     where = f"T {tokens}, V {width}, {str(dtype).removeprefix('torch.')}"
     of_shard = width < 32768 and backend == "triton"
-    method = shard(backend) if of_shard else methods(device, backend)[1]
+    method = shard(backend) if of_shard else ours(backend)[1]
     goals = H200_SECONDS.get(method.name if of_shard else OURS) if _is_h200(device) and tokens == 8192 else None
     times = {}
     for cut in _cuts(tokens, backend):
@@ -61,9 +61,11 @@ def _shape(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: B
         for at, what in enumerate(("forward", "forward + backward")):
             most = None if goals is None or dtype != torch.bfloat16 else 1e3 * goals[at]
             facts.tell(f"{where}, entropy, {what}", 1e3 * times[None][at], "ms", most=most)
-    if len(times) > 1:
         best = min(times, key=lambda cut: times[cut][1])
-        facts.tell(f"{where}, the best cut", f"{best or 'as it is'}: {times[None][1] / times[best][1]:.2f} × as fast")
+        if len(times) > 1:
+            facts.tell(
+                f"{where}, the best cut", f"{best or 'as it is'}: {times[None][1] / times[best][1]:.2f} × as fast"
+            )
     work = torch.empty_like(case.logits)
 
     def step() -> None:
@@ -71,8 +73,9 @@ def _shape(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: B
         forward, backward = method.start(work, case)
         backward(forward())
 
-    for name, milliseconds in kernel_table(step, device)[:4]:
-        facts.tell(f"{where}, kernel {name}", milliseconds, "ms")
+    with facts.optional(f"{where}, by kernel"):  # the profiler needs CUPTI
+        for name, milliseconds in kernel_table(step, device)[:4]:
+            facts.tell(f"{where}, kernel {name}", milliseconds, "ms")
 
 
 def _threshold(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: Backend, copy: float) -> None:
@@ -116,7 +119,10 @@ def _peers(facts: Facts, tokens: int, width: int, dtype: torch.dtype, backend: B
     case = make_case(tokens, width, dtype, device)
     with facts.optional("Megatron's groups"):
         join_megatron()
-    for method in methods(device, backend):
+    every = methods(device, backend)
+    for module, why in broken().items():
+        facts.not_run(module, why)
+    for method in every:
         with facts.optional(name := f"beside peers: {method.name}"):
             figures = measure([method], case, 5, device, checked=False)[method.name]
             text = f"forward {1e3 * figures.forward.median:.3f} ms, both {1e3 * figures.both.median:.3f} ms"

@@ -23,7 +23,7 @@ class Outcome:
 
 
 def summary(outcomes: Sequence[Outcome]) -> list[str]:
-    """One line a stage, the figures that were missed, and what did not run."""
+    """One line a stage, what is wrong, and the figures that were missed."""
     lines = [f"{one.stage:8} {one.ended} after {one.seconds:.0f} s, {len(one.facts)} facts" for one in outcomes]
     every = [fact for one in outcomes for fact in one.facts]
     lines += [fact.line for fact in every if fact.kind == "wrong"]

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import linear, token_stats_gpu, token_stats_gpu_methods
 from benchmarks.linear_case import Shape, make_case
-from benchmarks.linear_methods import methods as head_methods
+from benchmarks.linear_methods import ours as our_heads
 from benchmarks.report import copy_bandwidth, matmul_rate
 from parallel_rl import token_stats
 from parallel_rl.vocab.backends import choice
@@ -67,7 +67,7 @@ def describe(facts: Facts, device: str) -> None:
 def _statistics(facts: Facts, device: str, vocab: int) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         case = token_stats_gpu_methods.make_case(_TOKENS, vocab, dtype, device)
-        for method in token_stats_gpu_methods.methods(device, "auto" if device == "cuda" else "eager")[:2]:
+        for method in token_stats_gpu_methods.ours("auto" if device == "cuda" else "eager"):
             with facts.required(name := f"{method.name}, V {vocab}, {_name(dtype)}"):
                 token_stats_gpu.check_result(method, case, torch.empty_like(case.logits))
                 facts.check(name, True)
@@ -77,11 +77,10 @@ def _head(facts: Facts, device: str) -> None:
     sizes = Shape(_TOKENS, 5000, 256) if device == "cuda" else Shape(48, 96, 16)
     for dtype in (torch.bfloat16, torch.float32):
         case = make_case(sizes, dtype, device)
-        for method in head_methods(device, 1 << 20):
-            if method.name.startswith("ours"):
-                with facts.required(name := f"head: {method.name}, {_name(dtype)}"):
-                    errors = linear.check_result(method, case)
-                    facts.tell(name, f"errors {', '.join(f'{error:.0e}' for error in errors)}")
+        for method in our_heads(1 << 20):  # a peer takes seconds to come
+            with facts.required(name := f"head: {method.name}, {_name(dtype)}"):
+                errors = linear.check_result(method, case)
+                facts.tell(name, f"errors {', '.join(f'{error:.0e}' for error in errors)}")
 
 
 def _truncated(facts: Facts, device: str) -> None:

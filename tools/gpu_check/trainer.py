@@ -1,4 +1,7 @@
-"""Stage trainer: short runs of one NCCL rank and of ranks that share a card, each dtype, the fused head, and resumed."""
+"""Stage trainer: short runs of one NCCL rank and of ranks that share a card, each dtype, the fused head, and resumed.
+
+Every run sees one card.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +42,29 @@ def run(facts: Facts, device: str) -> None:
             more = (*options, *_SMALL) if device == "cpu" else options
             done = _train(facts, name, into, ranks, backend, (f"--parallel={layout}", *more), _STEPS)
             if number == 0 and done:
-                on = (f"--parallel={layout}", *more)
-                _train(facts, f"{name}, on from its checkpoint", into, ranks, backend, on, _STEPS + 1)
+                before = _rows(into)
+                further, on = f"{name}, on from its checkpoint", (f"--parallel={layout}", *more)
+                if _train(facts, further, into, ranks, backend, on, _STEPS + 1):
+                    # one that started over would have each row anew, with the times of its own steps
+                    kept = _rows(into)[:-1] == before
+                    facts.check(f"{further}: it added a row to those of before", kept, "it started over")
+
+
+def _rows(folder: Path) -> list[dict[str, float | int | str]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def _train(
     facts: Facts, name: str, folder: Path, ranks: int, backend: str, options: tuple[str, ...], steps: int
 ) -> bool:
-    """Run the trainer until RL step `steps`; whether it came there with finite numbers."""
+    """Run the trainer until RL step `steps`; whether it came there."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
         *("-m", "parallel_rl.cli", "train", "configs/grpo_arithmetic.yaml", "--evaluation=null", f"--run.dir={folder}"),
         *(f"--warmup.steps={_STEPS}", f"--rl.steps={steps}", "--warmup.batch_size=16", *options),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PARALLEL_RL_BACKEND": backend}
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # else ranks over gloo spread over all cards
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PARALLEL_RL_BACKEND": backend, "CUDA_VISIBLE_DEVICES": card}
     status, text = ended_within(_LIMIT, command, environment)
     if status is None:
         facts.check(name, False, f"not done after {_LIMIT:.0f} s")
@@ -61,8 +73,7 @@ def _train(
         lines = [line for line in text.splitlines() if "rror" in line]
         facts.check(name, False, lines[0] if lines else f"status {status}")
         return False
-    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-    rows = [row for row in map(json.loads, text.splitlines()) if row["phase"] == "rl"]
+    rows = [row for row in _rows(folder) if row["phase"] == "rl"]
     came = [row["step"] for row in rows] == list(range(1, steps + 1))
     facts.check(name, came, f"its RL steps are {[row['step'] for row in rows]}")
     if came:
