@@ -86,6 +86,15 @@ def test_forbidden_columns_are_as_if_not_there() -> None:
     assert bool((logprobs == -math.inf).all()) and z.grad is not None and bool(z.grad.isfinite().all())
 
 
+@pytest.mark.parametrize("temperature", [0.8, 1.0, 30.0])
+def test_forbidden_columns_without_entropy(temperature: float) -> None:
+    """No bound keeps −inf from the two parts of log2 e / temperature: it is NaN if one is below 0, as the rest of 0.8's is."""
+    logits, targets = logits_and_targets(4, 4200, torch.float32)
+    logits[:, 20:4150] = -math.inf  # whole lanes, and columns of one
+    logits[:, 4150:4190] = torch.finfo(torch.float32).min
+    check(logits, targets % 20, upstream(4, "l-l"), entropy=False, temperature=temperature)
+
+
 @pytest.mark.parametrize("top", [-1000.0, -100.0, 1000.0])
 def test_a_row_far_from_zero(top: float) -> None:
     """A running maximum that starts at 0, or a tail read as 0, shows here: the rest of a tile must not enter."""

@@ -29,18 +29,18 @@ def _finite_base(top):
 
 
 @triton.jit
-def _log2_e_over(inv_t):
+def _log2_e_over(inv_t, BOTH: tl.constexpr):
     """log2 e / temperature in two parts: rounded to one, it would make every sum of a row a little too small, alike."""
     exact = inv_t.to(tl.float64) * _LOG2_E
-    high = exact.to(tl.float32)
+    # both above 0 where BOTH multiply a logit: −inf stays −inf without a bound, which would be one more instruction a logit
+    high = (exact * 0.99999988 if BOTH else exact).to(tl.float32)
     return high, (exact - high.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit
 def _log2(u, lowest, high, low, BOTH: tl.constexpr):
-    """log2 of e^(u / temperature), a finite number also where u is −inf: `lowest` · `high` is one."""
-    u = _above(u, lowest)
-    return tl.fma(u, high, u * low) if BOTH else u * high  # fused: beside a rounded product `low` would be lost
+    """log2 of e^(u / temperature); from `high` alone a finite number also where u is −inf: `lowest` · `high` is one."""
+    return tl.fma(u, high, u * low) if BOTH else _above(u, lowest) * high  # fused: a rounded product would lose `low`
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def stats_kernel(
     here = (y >= first) & (y < last)
     z_y = tl.load(z_row + y.to(tl.int64) * column_stride, mask=here, other=float("-inf")).to(tl.float32)
     step = tl.load(inv_t + row * inv_t_stride)
-    high, low = _log2_e_over(step)
+    high, low = _log2_e_over(step, BOTH)
     # a constant on the left of a division is no operand of a maximum in Triton 3.8's interpreter
     lowest = tl.maximum(tl.full([], _LOWEST, tl.float32) / high, _LOWEST * 1e8)
     columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
