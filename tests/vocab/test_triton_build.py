@@ -27,6 +27,15 @@ RELEASE = tuple(int(part) for part in triton.__version__.split(".")[:2])
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 WIDE = {"stats": 8, "gradient": 4}  # loads of 128 bits of a thread: in the loop, and as many in the tail
 ARCHITECTURES = [90, pytest.param(100, marks=pytest.mark.slow)]
+#: what is reached on Hopper, of (pass, with entropy): instructions for a logit of 16 bits and of 32
+MOST = {
+    ("stats", True): (11, 10.75),
+    ("stats", False): (9, 9),
+    ("gradient", True): (12, 10.25),
+    ("gradient", False): (10, 8.25),
+}
+#: warps meet for the maximum and for all sums, with one barrier between; before Triton 3.8 a meeting takes two
+BARRIERS = {"stats": 3 if RELEASE >= (3, 8) else 5, "gradient": 0}
 
 
 def build(kernel: Any, architecture: int, warps: int, of_16: set[str], constants: dict[str, Any], types: dict) -> Any:
@@ -127,7 +136,7 @@ def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "triton"))  # builds are really made
 
 
-@pytest.mark.parametrize("entropy", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
 )
@@ -142,37 +151,39 @@ def test_passes(name: str, architecture: int, dtype: torch.dtype, entropy: bool,
     assert sum(load.endswith("v4.b32") for load in loads) == WIDE[name] and not any(".v2" in load for load in loads)
     threads = 32 * CUTS[name, (9, 0)].warps
     at_once = 65536 // (-(-registers // 8) * 8 * threads)
-    # bytes in flight on a multiprocessor; some 28 KiB hide the delay. Older compilers, the last for Python 3.10 among them,
-    # take more registers
-    assert at_once * threads * WIDE[name] // 2 * 16 >= (40 if RELEASE >= (3, 9) else 28) << 10
+    assert threads * WIDE[name] // 2 * 16 == 8 << 10  # bytes in flight of a program; some 28 KiB of all hide the delay
+    # the compilers between, the last for Python 3.10 among them, give the gradient 64 registers
+    least = {"stats": 10 if architecture == 90 else 9, "gradient": 4 if (3, 6) < RELEASE < (3, 9) else 5}
+    assert at_once >= least[name]
     if name == "gradient":
         assert [store for store in stores if not store.endswith("v4.b32")] == [] and len(stores) == 4
     # lanes meet at the end of the row only, and nothing is atomic
     assert not re.search(r"\b(atom|red)\.", kernel.asm["ptx"])
 
 
+@pytest.mark.parametrize("entropy", [True, False])
 @pytest.mark.parametrize(
-    "dtype, width",
+    "width",
     [
-        pytest.param(torch.bfloat16, 128256, marks=pytest.mark.slow),
-        (torch.bfloat16, 16032),
-        pytest.param(torch.bfloat16, 18992, marks=pytest.mark.slow),
-        (torch.float32, 16032),
+        16032,  # rows start at 16 columns, as of the two that are slow
+        151936 // 16,  # ... at 8
+        pytest.param(18992, marks=pytest.mark.slow),
+        pytest.param(128256, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["stats", "gradient"])
-def test_instructions_of_the_loop(name: str, dtype: torch.dtype, width: int, tmp_path: Path) -> None:
+def test_instructions_of_the_loop(name: str, dtype: torch.dtype, width: int, entropy: bool, tmp_path: Path) -> None:
     """What a multiprocessor issues for an element bounds the pass with the entropy: at 11, two thirds of it.
 
     One operation more in the loop is seen by no other test without a card.
     """
-    code = machine_code(build_pass(name, dtype, 90, True, width), tmp_path)
+    code = machine_code(build_pass(name, dtype, 90, entropy, width), tmp_path)
     loop = wide_loop(code)
     elements = sum("LDG.E.128" in what for what in loop) * 16 // dtype.itemsize
-    assert len(loop) / elements <= {"stats": 11, "gradient": 12.5}[name]
+    assert len(loop) / elements <= MOST[name, entropy][dtype.itemsize // 4]
     assert not any("BAR." in what for what in loop)
-    barriers = sum("BAR.SYNC" in what for _, what in code)
-    assert barriers <= (5 if name == "stats" else 0)  # the maximum's and the sums', of all sums at once
+    assert sum("BAR.SYNC" in what for _, what in code) <= BARRIERS[name]
     # the target's logit is on its way before the first tile comes
     narrow = [number for number, (_, what) in enumerate(code) if "LDG.E" in what and ".128" not in what]
     first = next(number for number, (_, what) in enumerate(code) if "LDG.E.128" in what)
