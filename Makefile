@@ -8,12 +8,13 @@ RANKS ?= 4
 PROCESSES ?= 3
 CONFIG ?= configs/grpo_arithmetic.yaml
 REPORT ?= runs/faults.jsonl
+OLDER_TRITON := 3.6.0# of torch 2.10 and 2.11, which many clusters have
 # three processes on two cores, for a world often waits; a file's tests share the worlds that it launches
 # ... on the CPU, also where the machine has a GPU; compiled modules are kept, for some hundred processes import them
 PYTEST = CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh slurm/*.sbatch slurm/*.sh slurm/*.conf)
 
-.PHONY: help install install-chromium install-slurm demo demo-hf test test-slow test-all test-slurm test-vllm soak lint types format docs bench gpu-check clean
+.PHONY: help install install-chromium install-slurm demo demo-hf test test-slow test-all test-triton test-slurm test-vllm soak lint types format docs bench gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -38,6 +39,12 @@ test: $(STAMP)  ## every module in four minutes: each loss and feature on one la
 
 test-slow: $(STAMP) install-chromium  ## the other layouts, dtypes and backends, and a page in a browser
 	$(PYTEST) -m "slow and not gpu and not slurm and not vllm"
+	$(MAKE) test-triton
+
+test-triton: $(STAMP)  ## the kernels as an older torch's Triton builds them for Hopper; left out where it cannot be had
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/triton triton==$(OLDER_TRITON) \
+		|| rm -rf .venv/triton
+	test ! -d .venv/triton || PYTHONPATH=.venv/triton $(PYTEST) -m "not slow" tests/vocab/test_triton_build*.py
 
 test-all: $(STAMP)  ## both
 	$(PYTEST) -m "not gpu and not slurm and not vllm"

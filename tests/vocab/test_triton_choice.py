@@ -65,10 +65,17 @@ def test_triton_that_is_not_installed_is_named() -> None:
 
 
 def test_without_a_compiler_the_torch_backend_runs_with_a_warning() -> None:
-    """Triton builds each kernel's launcher in C; in a container without gcc the first launch died."""
+    """Triton builds each kernel's launcher in C; in a container without gcc the first launch died.
+
+    Four lines ask in one forward and backward, and Python warns once for each line.
+    """
+    choice._warn_of_no_compiler.cache_clear()
     with patch.object(choice, "_INSTALLED", True), patch.object(choice, "COMPILER", None):
-        with pytest.warns(UserWarning, match="Triton needs a C compiler, so the torch backend is used: install gcc"):
+        with pytest.warns(UserWarning) as warned:
             assert not runs_on_triton(OnCard(torch.bfloat16), "auto")  # type: ignore[arg-type]
+            assert not runs_on_triton(OnCard(torch.bfloat16), "auto")  # type: ignore[arg-type]
+        [once] = warned
+        assert str(once.message).startswith("Triton needs a C compiler, so the torch backend is used: install gcc")
         with (
             patch.object(choice, "_INTERPRETED", False),
             pytest.raises(ValueError, match='backend = "triton" needs a C compiler: install gcc or clang'),

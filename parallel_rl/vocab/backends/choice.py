@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -55,5 +56,11 @@ def runs_on_triton(z: Tensor, backend: Backend) -> bool:
     if z.device.type != "cuda" or not _INSTALLED:
         return False
     if not COMPILER and not torch.compiler.is_compiling():
-        warnings.warn(f"Triton needs a C compiler, so the torch backend is used: {_NO_COMPILER}", stacklevel=2)
+        _warn_of_no_compiler()
     return COMPILER is not None
+
+
+@cache
+def _warn_of_no_compiler() -> None:
+    # once: Python would warn once for each line that asks, four of them in one forward and backward
+    warnings.warn(f"Triton needs a C compiler, so the torch backend is used: {_NO_COMPILER}", stacklevel=3)
