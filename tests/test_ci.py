@@ -97,8 +97,9 @@ def test_a_signal_ends_both(tmp_path: Path, number: signal.Signals) -> None:
         ("demo", 1),
         ("demo-hf", 2),
         ("test", 1),
-        ("test-slow", 1),
+        ("test-slow", 2),
         ("test-all", 1),
+        ("test-triton", 1),
         ("test-slurm", 1),
         ("test-vllm", 1),
         ("soak", 1),
@@ -112,4 +113,4 @@ def test_what_is_made_for_the_cpu_sees_no_card(target: str, processes: int) -> N
     started = [
         line for line in said.splitlines() if any(word in line for word in ("torchrun", "pytest", "parallel-rl "))
     ]
-    assert len(started) == processes and all(line.startswith("CUDA_VISIBLE_DEVICES= ") for line in started), said
+    assert len(started) == processes and all("CUDA_VISIBLE_DEVICES= " in line for line in started), said
