@@ -8,7 +8,6 @@ RANKS ?= 4
 PROCESSES ?= 3
 CONFIG ?= configs/grpo_arithmetic.yaml
 REPORT ?= runs/faults.jsonl
-OLDER_TRITON := 3.6.0# of torch 2.10 and 2.11, which many clusters have
 # three processes on two cores, for a world often waits; a file's tests share the worlds that it launches
 # ... on the CPU, also where the machine has a GPU; compiled modules are kept, for some hundred processes import them
 PYTEST = CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
@@ -37,17 +36,17 @@ demo-hf: $(STAMP)  ## SFT and GRPO on word problems from a tiny random Qwen3 fol
 test: $(STAMP)  ## every module in four minutes: each loss and feature on one layout that stands for the others
 	$(PYTEST) -m "not slow and not gpu and not slurm and not vllm"
 
-test-slow: $(STAMP) install-chromium  ## the other layouts, dtypes and backends, and a page in a browser
+test-slow: $(STAMP) install-chromium test-triton  ## the other layouts, dtypes and backends, and a page in a browser
 	$(PYTEST) -m "slow and not gpu and not slurm and not vllm"
-	$(MAKE) test-triton
-
-test-triton: $(STAMP)  ## the kernels as an older torch's Triton builds them for Hopper; left out where it cannot be had
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/triton triton==$(OLDER_TRITON) \
-		|| rm -rf .venv/triton
-	test ! -d .venv/triton || PYTHONPATH=.venv/triton $(PYTEST) -m "not slow" tests/vocab/test_triton_build*.py
 
 test-all: $(STAMP)  ## both
 	$(PYTEST) -m "not gpu and not slurm and not vllm"
+
+test-triton: $(STAMP)  ## the kernels as the Triton of .ci/triton.txt builds them; skipped where it cannot be had, but not if LOCKED
+	@if [ .triton/.installed -nt .ci/triton.txt ] || { rm -rf .triton && $(BIN)/python -m pip install --quiet --no-deps \
+	  --only-binary :all: --require-hashes --target .triton -r .ci/triton.txt && touch .triton/.installed; }; then \
+	  PYTHONPATH=$(CURDIR)/.triton $(PYTEST) tests/vocab/test_triton_build*.py; \
+	else echo "no Triton of .ci/triton.txt: its builds are skipped" >&2; [ "$(LOCKED)" != 1 ]; fi
 
 test-slow test-slurm: PROCESSES = 2# side by side; Slurm's tests look at clocks
 test-slurm: $(STAMP) install-slurm  ## the tests on a private Slurm cluster; skipped where its packages cannot be had

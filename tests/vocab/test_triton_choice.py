@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel_rl import NLLLoss, token_stats
-from parallel_rl.vocab.backends import choice, torch_backend
+from parallel_rl.vocab.backends import choice, passes, torch_backend
 from parallel_rl.vocab.backends.choice import Backend, check_backend, runs_on_triton
 
 
@@ -64,23 +66,45 @@ def test_triton_that_is_not_installed_is_named() -> None:
         check_backend("triton", torch.device("cuda"))
 
 
-def test_without_a_compiler_the_torch_backend_runs_with_a_warning() -> None:
-    """Triton builds each kernel's launcher in C; in a container without gcc the first launch died.
-
-    Four lines ask in one forward and backward, and Python warns once for each line.
-    """
+@pytest.fixture
+def _unwarned() -> Iterator[None]:
+    """As in a process that has not warned yet; and those after have not either."""
     choice._warn_of_no_compiler.cache_clear()
+    yield
+    choice._warn_of_no_compiler.cache_clear()
+
+
+@pytest.mark.usefixtures("_unwarned")
+def test_without_a_compiler_the_torch_backend_runs_with_a_warning() -> None:
+    """Triton builds each kernel's launcher in C; in a container without gcc the first launch died."""
     with patch.object(choice, "_INSTALLED", True), patch.object(choice, "COMPILER", None):
-        with pytest.warns(UserWarning) as warned:
+        with pytest.warns(UserWarning, match="Triton needs a C compiler, so the torch backend is used: install gcc"):
             assert not runs_on_triton(OnCard(torch.bfloat16), "auto")  # type: ignore[arg-type]
-            assert not runs_on_triton(OnCard(torch.bfloat16), "auto")  # type: ignore[arg-type]
-        [once] = warned
-        assert str(once.message).startswith("Triton needs a C compiler, so the torch backend is used: install gcc")
         with (
             patch.object(choice, "_INTERPRETED", False),
             pytest.raises(ValueError, match='backend = "triton" needs a C compiler: install gcc or clang'),
         ):
             check_backend("triton", torch.device("cuda"))
+
+
+@pytest.mark.usefixtures("_unwarned")
+def test_a_missing_compiler_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass of a step asks which backend runs."""
+    asked = []
+
+    def as_on_a_card(z: torch.Tensor, backend: Backend) -> bool:
+        asked.append(z)
+        return runs_on_triton(OnCard(z.dtype), backend)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(passes, "runs_on_triton", as_on_a_card)
+    monkeypatch.setattr(choice, "_INSTALLED", True)
+    monkeypatch.setattr(choice, "COMPILER", None)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        z = torch.zeros(2, 4, requires_grad=True)
+        token_stats(z, torch.zeros(2, dtype=torch.int64)).logprobs.sum().backward()
+    assert len(asked) > 1 and z.grad is not None
+    assert [str(warning.message).split(",")[0] for warning in said] == ["Triton needs a C compiler"]
 
 
 def test_an_unknown_backend_is_refused() -> None:

@@ -62,5 +62,5 @@ def runs_on_triton(z: Tensor, backend: Backend) -> bool:
 
 @cache
 def _warn_of_no_compiler() -> None:
-    # once: Python would warn once for each line that asks, four of them in one forward and backward
+    """Once a process: each pass of a step asks, and each from a line of its own, which Python would warn of by itself."""
     warnings.warn(f"Triton needs a C compiler, so the torch backend is used: {_NO_COMPILER}", stacklevel=3)
