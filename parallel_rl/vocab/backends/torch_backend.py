@@ -1,9 +1,9 @@
 """The two passes over a vocabulary shard in PyTorch: eager in cache-sized row blocks, or compiled into one loop.
 
-A row z of a shard gives four values, all relative to its own maximum m, or to a logit near it, so that accuracy does not
-depend on the logits' size:
+A row z of a shard gives four values, all relative to its own maximum m so that accuracy does not depend on the
+logits' size:
 
-    m ≈ max z    a = Σ e^u    t = u_y or −inf    b = Σ e^u·u        with u = (z − m) / temperature
+    m = max z    a = Σ e^u    t = u_y or −inf    b = Σ e^u·u        with u = (z − m) / temperature
 
 and, where Σπ² is asked for, a fifth, q = Σ e^{2u}.
 
@@ -34,8 +34,6 @@ _LOWEST = -1e30
 _NO_MASS = -2048.0
 # Scratch of the eager loop, in elements: it stays in cache on a CPU and fills a GPU.
 _BLOCK = {"cpu": 1 << 18, "cuda": 1 << 25}
-# Columns whose maximum may stand for a row's, and how far below it may be, in nats: e^u is still exact to 5e-7.
-_FIRST, _NEAR = 512, 16.0
 # Below this many logits a compiler's start costs more than it gives.
 _COMPILE_FROM = 1 << 22
 
@@ -56,8 +54,6 @@ def shard_stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, backend: Bac
         return empty
     if compiles(z, backend):
         _vary_rows(z, y, inv_t)
-        if not (entropy or squares or z.device.type != "cpu" or torch.compiler.is_compiling()):
-            return _stats_in_one_loop(z, y, inv_t)
         return compiled(_stats)(z, y, inv_t, entropy, squares)
     return torch.cat([_stats(z[rows], y[rows], rows_of(inv_t, rows), entropy, squares) for rows in row_blocks(z)])
 
@@ -119,28 +115,6 @@ def _stats(z: Tensor, y: Tensor, inv_t: Tensor, entropy: bool, squares: bool) ->
     p = u.clamp_(min=_LOWEST).exp()
     q = [p.square().sum(1, keepdim=True)] if squares else []
     return torch.cat([m, p.sum(1, keepdim=True), t, p.mul_(u).sum(1, keepdim=True), *q], dim=1)
-
-
-def _stats_in_one_loop(z: Tensor, y: Tensor, inv_t: Tensor) -> Tensor:
-    """Compute (m, a, t) in one loop over a row, where m is the maximum of its first columns; on a CPU, which may look at it.
-
-    Rows whose own maximum is too far from that one, or NaN, get the two loops of `_stats`.
-    """
-    parts, near = compiled(_stats_by_first)(z, y, inv_t)
-    if not bool(near.all()):
-        for rows in (~near).nonzero()[:, 0].split(max(1, _BLOCK["cpu"] // z.shape[1])):
-            parts[rows] = _stats(z[rows], y[rows], rows_of(inv_t, rows), entropy=False, squares=False)
-    return parts
-
-
-def _stats_by_first(z: Tensor, y: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor]:
-    z = z.to(math_dtype(z.dtype))
-    first = z[:, :_FIRST].amax(1, keepdim=True)
-    m = torch.where(first == -torch.inf, 0.0, first)
-    near = ((z.amax(1) - m[:, 0]) * inv_t[:, 0]).abs() <= _NEAR
-    a = ((z - m) * inv_t).exp().sum(1, keepdim=True)
-    t = torch.where(y[:, None] >= 0, (z.gather(1, y.clamp(min=0)[:, None]) - m) * inv_t, -torch.inf)
-    return torch.cat([m, a, t], dim=1), near
 
 
 def logits_gradient(z: Tensor, inv_t: Tensor, rows: Tensor, keep: Tensor) -> Tensor:
