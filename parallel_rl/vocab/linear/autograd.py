@@ -103,7 +103,7 @@ class _InBackward(torch.autograd.Function):
         target: WeightTarget = ctx.target  # type: ignore[attr-defined]
         wanted = ctx.needs_input_grad[:3]  # type: ignore[attr-defined]
         into = target.rows(params.weight.shape[0]) if wanted[1] else None
-        direct = into if into is not None and target.factor == 1 and into.dtype == params.dtype else None
+        direct = target.direct(params.weight.shape[0], params.dtype) if wanted[1] else None
         forward = Forward((table, None, table, None), table, floor, kept)
         at_once = into is None and len(backward_spans(params)) <= 1
         summed = run_backward(params, forward, upstream, Gradients(params, wanted, direct, at_once))

@@ -34,6 +34,11 @@ class WeightTarget:
         main: Tensor = self.weight.main_grad  # type: ignore[attr-defined]
         return main[:valid]
 
+    def direct(self, valid: int, dtype: torch.dtype) -> Tensor | None:
+        """`rows` where products are summed up as they are: unscaled, and in their dtype."""
+        into = self.rows(valid)
+        return into if into is not None and self.factor == 1 and into.dtype == dtype else None
+
     def add(self, dz: Tensor, hidden: Tensor, valid: int) -> Tensor:
         """Add dz [n, valid]ᵀ · hidden [n, D], and return what autograd gets."""
         into = self.rows(valid)
@@ -41,10 +46,11 @@ class WeightTarget:
             gradient = torch.zeros_like(self.weight)
             add_weight_gradient(gradient[:valid], dz, hidden, blank=True)
             return gradient
-        direct = self.factor == 1 and into.dtype == math_dtype(hidden.dtype)
-        sums = into if direct else torch.empty_like(into, dtype=math_dtype(hidden.dtype))
-        add_weight_gradient(sums, dz, hidden, blank=not direct)
-        if not direct:
+        dtype = math_dtype(hidden.dtype)
+        direct = self.direct(valid, dtype)
+        sums = torch.empty_like(into, dtype=dtype) if direct is None else direct
+        add_weight_gradient(sums, dz, hidden, blank=direct is None)
+        if direct is None:
             into.add_(sums, alpha=self.factor)
         return self.stand_in()
 

@@ -80,8 +80,8 @@ class LinearParams:
         width = columns_of_rank(shard.valid, shard.vocab_size, shard.group)
         # Triton's passes write the gradient in any dtype; a soft cap's slope is still to come, and is not rounded before
         low = hidden.dtype != dtype and head.softcap is None and runs_on_triton(hidden, shard.backend)
-        of_weight = head.weight.requires_grad
-        spared = head.weight.shape[1] * width * (dtype.itemsize - hidden.dtype.itemsize) if of_weight else 0
+        narrower = dtype.itemsize - hidden.dtype.itemsize
+        spared = head.weight.shape[1] * width * narrower if head.weight.requires_grad else 0
         shape = replace(
             head.plan_shape(shard.group, width),
             in_place=low or hidden.dtype == dtype,
