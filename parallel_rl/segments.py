@@ -48,6 +48,21 @@ def sum_groups(x: Tensor, index: Tensor, number: int) -> Tensor:
     return sum_segments(x[order], sizes.cumsum(0), index[order])
 
 
+def running_sum(x: Tensor) -> Tensor:
+    """Sum [..., n] up to each place of the last dimension, by doubling: the same bits on every rank and in every call.
+
+    `cumsum` of floats is not deterministic on a card, and is refused there under `torch.use_deterministic_algorithms(True)`.
+
+    >>> running_sum(torch.tensor([1.0, 2.0, 4.0, 8.0])).tolist()
+    [1.0, 3.0, 7.0, 15.0]
+    """
+    step = 1
+    while step < x.shape[-1]:
+        x = torch.cat([x[..., :step], x[..., step:] + x[..., :-step]], -1)
+        step *= 2
+    return x
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:

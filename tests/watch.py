@@ -1,4 +1,4 @@
-"""What would make a GPU and its host wait for each other, seen without a GPU."""
+"""What would make a GPU and its host wait for each other, or give other bits each time, seen without a GPU."""
 
 from __future__ import annotations
 
@@ -6,12 +6,18 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 SYNCS = (
     *("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"),
     *("unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
     "bincount",  # its length is the largest value
 )
+
+
+#: what adds floats on a card in any order, where torch knows no other way
+NO_ORDER = ("cumsum", "cumsum_", "histc", "kthvalue", "median", "nanmedian", "put_")
+ATOMICS = ("index_add", "index_add_", "scatter_add", "scatter_add_", "bincount")
 
 
 class _Made(TorchFunctionMode):
@@ -32,6 +38,22 @@ class _Made(TorchFunctionMode):
             if any(isinstance(place, list) for place in places):
                 self.syncs.append("index by a list")
         return func(*args, **options)
+
+
+class AnyOrder(TorchDispatchMode):
+    """Notes what gives other bits on a card each time; `NO_ORDER` is refused under `torch.use_deterministic_algorithms`."""
+
+    def __init__(self, names: tuple[str, ...] = NO_ORDER + ATOMICS) -> None:
+        super().__init__()
+        self.names = names
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func.name().removeprefix("aten::").split(".")[0]
+        floats = (isinstance(x, Tensor) and x.is_floating_point() for x in tree_leaves((args, kwargs)))
+        if name in self.names and any(floats):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
 
 
 class Operators(TorchDispatchMode):

@@ -14,7 +14,7 @@ from parallel_rl.advantages.table import SampleTable, gather_samples
 from parallel_rl.agreement import communication_device
 from parallel_rl.config.strict import at_least
 from parallel_rl.groups import group_size
-from parallel_rl.segments import sum_groups
+from parallel_rl.segments import running_sum, sum_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +62,7 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
         if self.importance_cap is not None:
             ratio = (batch["prev_logprobs"] - batch["generation_logprobs"]).exp().clamp(max=self.importance_cap)
             weight = weight * ratio.square()
-        weight = torch.where(mask, weight, 0.0).cumsum(1)
+        weight = running_sum(torch.where(mask, weight, 0.0))
         baselines = self._baselines(batch, returns, weight, mask, group)
         return Advantages(torch.where(mask, returns - baselines, 0.0), returns)
 

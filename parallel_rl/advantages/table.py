@@ -10,7 +10,7 @@ import torch
 
 from parallel_rl.agreement import communication_device
 from parallel_rl.groups import all_gather, group_rank, group_size
-from parallel_rl.segments import sum_groups
+from parallel_rl.segments import running_sum, sum_groups
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ class SampleTable:
         Nothing is subtracted from a sum that the sample is in (which cancels where the sample is the odd one out): the sums
         are over those before it and those after it, about the group's median.
         """
-        middle = self.rows.nanmedian(1, keepdim=True).values
+        middle = self.rows.sort(1).values.gather(1, (self.size[:, None] - 1) // 2)  # NaN is last
         rows = torch.where(self.rows.isnan(), 0.0, self.rows - middle)
         n = self.count
         mean = self._of_others(rows) / (n - 1).clamp(min=1)
@@ -119,8 +119,8 @@ class SampleTable:
 
     def _of_others(self, rows: Tensor) -> Tensor:
         first = torch.zeros_like(rows[:, :1])
-        before = torch.cat([first, rows.cumsum(1)[:, :-1]], 1)
-        after = torch.cat([rows.flip(1).cumsum(1).flip(1)[:, 1:], first], 1)
+        before = torch.cat([first, running_sum(rows)[:, :-1]], 1)
+        after = torch.cat([running_sum(rows.flip(1)).flip(1)[:, 1:], first], 1)
         return (before + after)[self.index, self.place]
 
     def _extreme(self, reduce: str, start: float) -> Tensor:

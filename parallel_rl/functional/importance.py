@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.functional.dppo import binary_kl, probability_difference
+from parallel_rl.segments import running_sum
 
 Truncation = Literal["tis", "icepop", "seq-mask-tis"]
 
@@ -64,7 +65,7 @@ def step_bound(samples: Tensor, most: float) -> Tensor:
     """
     ordered = torch.where(samples.isnan(), torch.inf, samples).sort().values
     number = torch.arange(1, len(ordered) + 1, device=samples.device)
-    stay = (ordered.cumsum(0) / number <= most).sum().view(1)
+    stay = (running_sum(ordered) / number <= most).sum().view(1)
     around = torch.cat([ordered.new_full((1,), -torch.inf), ordered, ordered.new_full((1,), torch.inf)])
     # between the last that stays and the first that leaves: no rounding moves a sample across
     return ((around.gather(0, stay) + around.gather(0, stay + 1)) / 2)[0]

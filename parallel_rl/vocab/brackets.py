@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl.groups import reduce_
+from parallel_rl.segments import running_sum
 from parallel_rl.vocab.backends.torch_backend import even_blocks, math_dtype, rows_of
 
 if TYPE_CHECKING:
@@ -126,7 +127,8 @@ def count_brackets(
     middle = torch.arange(_BINS, device=z.device) + 0.5
     mass = torch.cat([counts[:, 1:-1] * (middle / -bins.rate * inv_t).exp().to(counts.dtype), below], 1)
     mass = torch.cat([(total - mass.sum(1, keepdim=True)).clamp(min=0), mass], 1)
-    up_to, tail = counts.cumsum(1), mass.flip(1).cumsum(1).flip(1)
+    up_to, from_below = running_sum(torch.stack([counts, mass.flip(1)]))
+    tail = from_below.flip(1)
     found, cut = [], torch.zeros_like(total)
     if top_k is not None:
         at, place = (up_to < top_k).sum(1, keepdim=True), torch.full_like(total, top_k)

@@ -32,6 +32,7 @@ from parallel_rl.vocab.sampling import sample_keys, sample_tokens
 from tests.collectives import Refused
 from tests.distributed.law import CASES, CORE, TRUNCATED, one_of_each
 from tests.losses.test_no_sync import local_fields, make
+from tests.watch import NO_ORDER, AnyOrder
 
 RANK, TP, CP, WORLD = 37, 8, 2, 64
 ROWS, WIDTH, COLUMNS, D = 4, 32, 3, 8
@@ -89,13 +90,14 @@ def run(
     data |= local_fields(loss_fn, data, shape)
     bounds = torch.arange(0, ROWS * WIDTH + 1, WIDTH)
     call = SequencePackingLossWrapper(loss_fn, bounds) if packed else loss_fn
-    with validation("auto"), Refused() as seen:
+    with validation("auto"), AnyOrder(NO_ORDER) as order, Refused() as seen:
         counts = count_valid([data], groups.data)
         arguments = (output(shape), data, *counts, groups.tp_rank, groups.tensor, groups.context)
         loss, measured = call(*arguments, statistics=step_statistics([(call, arguments)], groups))
         loss.backward()
         if measured:
             reduce_metrics([measured], groups)
+    assert order.seen == [], "refused under torch.use_deterministic_algorithms(True)"
     return seen
 
 

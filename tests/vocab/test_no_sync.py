@@ -27,7 +27,7 @@ from parallel_rl.vocab.threshold import kept_floor
 from parallel_rl.vocab.topk import column_log_probs, gather_columns, top_columns
 from parallel_rl.vocab.truncated_stats import truncated_token_stats
 from parallel_rl.vocab.truncation import Truncation
-from tests.watch import Watch
+from tests.watch import NO_ORDER, AnyOrder, Watch
 
 N, V, D, K = 12, 40, 16, 3  # the last 4 columns are padding
 SHARD = VocabShard.of(V, vocab_size=V - 4, temperature=0.7)
@@ -45,14 +45,15 @@ def ids(*shape: int) -> Tensor:
 
 def watched(call: Callable[[], object]) -> None:
     """Runs the call, and its backward where it gives numbers with a gradient."""
-    watch = Watch()
-    with validation("auto"), watch:
+    watch, order = Watch(), AnyOrder(NO_ORDER)
+    with validation("auto"), order, watch:
         found = call()
         parts = found if isinstance(found, tuple) else (found,)
         trained = [x for x in parts if isinstance(x, Tensor) and x.requires_grad]
         if trained:
             torch.autograd.backward(trained, [torch.ones_like(x) for x in trained])
     assert watch.operators > 0 and watch.syncs == []
+    assert order.seen == [], "refused under torch.use_deterministic_algorithms(True)"
 
 
 TRUNCATIONS: dict[str, dict] = {
