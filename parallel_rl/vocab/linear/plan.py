@@ -25,7 +25,7 @@ _LEAST_COLUMNS = 2048  # below it a product loses
 _ALIGN, _ALIGN_COLUMNS = 16, 64
 # a product's tiles, one of which each multiprocessor of an H100 or H200 makes at a time: a wave
 _TILE, _WAVE = (128, 256), 132
-_GROUP = 1024  # rows of kept chunks; at D 4096 they give the hidden states' gradient 128 tiles
+_GROUP = 1024  # rows of kept chunks; with fewer the weight's gradient waits for the sum that it is added to
 _WAVE_COLUMNS = 33 * _TILE[1]  # down there are multiples of 4
 _LEAST_ROWS = 256  # below it a product waits for the weight that it reads
 _OF_GROUP = 3  # a chunk may take a third of the budget of the group that it is kept in
@@ -143,18 +143,20 @@ def _rows_projected(shape: HeadShape, cost: int, room: int) -> int:
     most = max(1, min(shape.rows, _MOST_ROWS, room // cost))
     if not shape.on_card or most < _TILE[0] or most == shape.rows:
         return rows_at_once(shape.rows, cost, room)
-    return _fewest_waves(shape.rows, most, shape.parts, shape.width)
+    return _fewest_waves(shape.rows, range(most - most % _ALIGN, most // 2, -_ALIGN), shape.parts, shape.width)
 
 
 @lru_cache(maxsize=256)
-def _fewest_waves(total: int, most: int, parts: int, width: int) -> int:
+def _fewest_waves(total: int, sizes: range, parts: int, columns: int) -> int:
+    """Find the first of the sizes in which the products [rows, columns] of all rows are the fewest waves."""
+
     def waves(rows: int) -> int:
-        return _waves(max(parts * rows, _LEAST_ROWS), width)
+        return _waves(max(parts * rows, _LEAST_ROWS), columns)
 
     def of_all(size: int) -> int:
         return total // size * waves(size) + (waves(total % size) if total % size else 0)
 
-    return min(range(most - most % _ALIGN, most // 2, -_ALIGN), key=of_all)  # the largest of the best
+    return min(sizes, key=of_all)
 
 
 def _waves(rows: int, columns: int) -> int:
@@ -228,9 +230,9 @@ def _group(shape: HeadShape, cost: _Cost, room: int) -> tuple[int, int]:
     size = _power_of_rows(min(size, most))
     if not size or whole >= min(most, total):
         return whole, whole
-    unit = max(size, _GROUP) if most >= _GROUP else size
-    alike = -(-total // -(-total // most))
-    group = min(-(-alike // unit), most // unit) * unit
+    least = max(most // 2, min(most - size, _GROUP - 1))
+    # the hidden states' gradient is their product with the weight
+    group = _fewest_waves(total, range(most - most % size, least, -size), shape.parts, shape.size)
     return (size, group) if group > max(size, whole) else (whole, whole)
 
 

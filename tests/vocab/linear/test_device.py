@@ -147,6 +147,21 @@ def test_chunks_that_are_projected_alone_are_few_waves(rows: int, width: int) ->
             assert mine <= chunks * alike * 1.001 and mine <= 1.1 * whole
 
 
+@pytest.mark.parametrize("size", [2048, 2560, 3584, 4096, 5120, 8192])
+@pytest.mark.parametrize("rows", [5000, 8192, 16384])
+def test_groups_of_rows_are_few_waves_of_the_hidden_gradient(rows: int, size: int) -> None:
+    """2048 rows of D 5120 were 2.42 waves, which a card makes in 3; at D 2560 1.21, in 2."""
+    for budget in (1 << 30, 1 << 31):
+        plan = make_plan(shape_of(rows, 131072, size, in_place=True), "in_forward", budget)
+
+        def seconds(group: int) -> float:
+            parts = rows // group * [group] + [rows % group]
+            return sum(product_seconds(part, 131072, size, 0) for part in parts)
+
+        assert plan.group >= 1024
+        assert seconds(plan.group) <= min(seconds(group) for group in range(1024, plan.group + 1, plan.size)) * 1.001
+
+
 @pytest.mark.parametrize("parts", [1, 8])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("width", [131072, 151936, 18992])
