@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from parallel_rl.training.checkpointing.sharded import State
 
 _MOMENTS, _MASTER = ("exp_avg", "exp_avg_sq"), "fp32_param"
+_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,12 @@ def fill_optimizer(optimizer: MegatronOptimizer, state: State) -> None:
         saved: Any = state if len(parts) == 1 else state[number]  # type: ignore[index]
         inner = saved.get("optimizer", saved)
         own = part.optimizer.state_dict()["param_groups"]
-        inner["param_groups"] = [{**group, **_values_of(group, groups)} for group in own]
+        # a fused Adam counts its steps in its groups, torch's in the state of each parameter
+        in_state, in_groups = _step_of(part.optimizer, step)
+        inner["param_groups"] = [{**group, **_values_of(group, groups), **in_groups} for group in own]
         if not isinstance(part, DistributedOptimizer):
-            inner["state"] |= {} if step is None else {"common_step": step}
+            inner["state"].pop("common_step", None)
+            inner["state"] |= {} if in_state is None else {"common_step": in_state}
             part.load_state_dict(saved)
             continue
         for place, shard in enumerate(_shards(part)):
@@ -86,9 +90,7 @@ def fill_optimizer(optimizer: MegatronOptimizer, state: State) -> None:
             if _MASTER in tensors:
                 shard.main.copy_(tensors[_MASTER])
             moments = {name: tensors[name].to(shard.main.device, copy=True) for name in _MOMENTS}
-            part.optimizer.state[shard.main] = moments | (
-                {} if step is None else {"step": torch.as_tensor(step).clone()}
-            )
+            part.optimizer.state[shard.main] = moments | ({} if in_state is None else {"step": in_state.clone()})
         for group, values in zip(part.optimizer.param_groups, inner["param_groups"], strict=True):
             group.update({name: value for name, value in values.items() if name != "params"})
 
@@ -98,25 +100,33 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _common(state: Mapping[Any, Any]) -> tuple[list[Mapping[str, Any]], Any]:
-    """The groups of parameters and the step of a checkpoint, whatever optimizers it was written from."""
+def _common(state: Mapping[Any, Any]) -> tuple[list[Mapping[str, Any]], int | None]:
+    """The groups of parameters and the step of a checkpoint, whatever optimizers it was written from.
+
+    A fused Adam does not count the steps of a group that is empty on the rank that wrote: the step is the largest.
+    """
     groups: list[Mapping[str, Any]] = []
-    step = None
+    steps = []
     for saved in (state, *(value for key, value in state.items() if isinstance(key, int))):
         inner = saved.get("optimizer", saved)
         groups += inner.get("param_groups", ())
-        found = inner.get("state", {}).get("common_step")
-        step = found if step is None else step
-    return groups, step
+        steps.append(inner.get("state", {}).get("common_step"))
+    steps += [group.get("step") for group in groups]
+    return groups, max((int(step) for step in steps if step is not None), default=None)
+
+
+def _step_of(optimizer: torch.optim.Optimizer, step: int | None) -> tuple[Tensor | None, dict[str, int]]:
+    """What the state of each parameter has of the step, and what the groups have of it."""
+    if step is None:
+        return None, {}
+    return (torch.tensor(float(step)), {}) if isinstance(optimizer, _TORCH) else (None, {"step": step})
 
 
 def _values_of(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """What a checkpoint has of a group; experts are in a group of their own under expert parallelism alone."""
     names = ("wd_mult", "lr_mult", "is_decoupled_lr")
-    present = (
-        "params",
-        *param_group_identifier_keys,
-    )  # from 0.17 on the ends of schedules are among them: those of now
+    # from 0.17 on the ends of schedules are among the identifiers: those of now
+    present = ("params", "step", *param_group_identifier_keys)
     for other in saved:
         if all(group.get(name) == other.get(name) for name in names):
             return {name: value for name, value in other.items() if name not in present}

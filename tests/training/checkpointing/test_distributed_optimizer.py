@@ -9,7 +9,10 @@ import pytest
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from tests.training.checkpointing.saves import arguments
+from tests.training.fused_adam import fused_adam_installed
 from tests.training.helpers import cut, train_rows
+
+Rows = list[dict[str, float | int | str]]
 
 SHARDED = "use_distributed_optimizer: true, overlap_grad_reduce: true"
 RUN = {
@@ -26,7 +29,7 @@ def sft(folder: Path, parallel: str, dtype: str, **more: object) -> list[str]:
     return arguments(folder, parallel, **{**RUN, "run__dtype": dtype, **more})
 
 
-def near(rows: list[dict[str, float | int | str]], expected: list[dict[str, float | int | str]], rel: float) -> None:
+def near(rows: Rows, expected: Rows, rel: float) -> None:
     assert len(rows) == len(expected)
     for row, other in zip(rows, expected, strict=True):
         assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=rel, abs=1e-6)
@@ -63,6 +66,36 @@ def test_a_sharded_run_has_the_plain_one_s_curve_and_each_goes_on_as_the_other(
         cut(source, stopped, 2)
         for later in run_world(world, train_rows, sft(stopped, parallel, dtype)):
             near(later, rows[2:], max(rel, 1e-5))
+
+
+def fused_rows(rank: int, given: list[str]) -> Rows:
+    with fused_adam_installed():
+        return train_rows(rank, given)
+
+
+@pytest.mark.parametrize(("dtype", "rel"), [("float32", 1e-5), pytest.param("bfloat16", 2e-2, marks=pytest.mark.slow)])
+def test_a_run_goes_on_at_the_step_of_whatever_adam_it_has(dtype: str, rel: float, tmp_path: Path) -> None:
+    """A fused one counts steps elsewhere than torch's, and none for the norms where rank 0's shard has none of them: they
+    were counted from 1 again, or a card with another Adam ended in a KeyError."""
+    small = {"model__vocab_size": 4096}  # the head is most of the parameters, and of the first shards all
+    sharded = "{use_distributed_optimizer: true}"
+    first = {name: tmp_path / name for name in ("fused", "torch")}
+    [rows, *_] = run_world(4, fused_rows, sft(first["fused"], sharded, dtype, **small))
+    [others, *_] = run_world(2, train_rows, sft(first["torch"], "{}", dtype, **small))
+    near(others, rows, rel)
+    for number, (source, goes_on, parallel) in enumerate(
+        [
+            ("fused", fused_rows, sharded),
+            ("fused", train_rows, sharded),
+            ("fused", train_rows, "{}"),
+            ("torch", fused_rows, sharded),
+            ("torch", fused_rows, "{}"),
+        ]
+    ):
+        stopped = tmp_path / f"stopped{number}"
+        cut(first[source], stopped, 2)
+        for later in run_world(4 if parallel == sharded else 2, goes_on, sft(stopped, parallel, dtype, **small)):
+            near(later, rows[2:], rel)
 
 
 @pytest.mark.parametrize(

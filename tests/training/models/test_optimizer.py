@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import load_config
 from tests.training.checkpointing.saves import Small, arguments
+from tests.training.fused_adam import fused_adam_installed
 
 pytest.importorskip("megatron.core")
-
-
-class Fused(torch.optim.AdamW):
-    """Takes what Transformer Engine's takes, and raises for what that raises for."""
-
-    def __init__(self, params: Any, adam_w_mode: bool, **options: Any) -> None:
-        assert adam_w_mode
-        super().__init__(params, **options)
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            if any(parameter.dtype == torch.float64 for parameter in group["params"]):
-                raise RuntimeError("FusedAdam only support fp16, bf16 and fp32.")
-        super().step(closure)
-
-
-Fused.__module__ = "transformer_engine.pytorch.optimizers.fused_adam"
 
 
 def _made(rank: int, given: list[str]) -> tuple[str, bool, str]:
@@ -39,7 +20,7 @@ def _made(rank: int, given: list[str]) -> tuple[str, bool, str]:
 
     from parallel_rl.training.preflight.choices import choices
 
-    with mock.patch.multiple(optimizer, Adam=Fused, USING_PYTORCH_OPTIMIZER=False):
+    with fused_adam_installed():
         made = Small(given).contents.optimizer
         assert made is not None
         said = {choice.part: choice.text for choice in choices(load_config(given[0], given[1:]))}["optimizer"]
@@ -50,8 +31,8 @@ def _made(rank: int, given: list[str]) -> tuple[str, bool, str]:
     ("dtype", "kind", "says"),
     [
         ("float64", "AdamW", "Megatron's, with Adam of torch: transformer_engine's takes no float64"),
-        ("float32", "Fused", "Megatron's, with Adam of transformer_engine"),
-        ("bfloat16", "Fused", "Megatron's, with Adam of transformer_engine"),
+        ("float32", "FusedAdam", "Megatron's, with Adam of transformer_engine"),
+        ("bfloat16", "FusedAdam", "Megatron's, with Adam of transformer_engine"),
     ],
 )
 def test_float64_steps_where_a_fused_adam_is_installed(dtype: str, kind: str, says: str, tmp_path: Path) -> None:
