@@ -21,6 +21,7 @@ HEAD = "output_layer.weight"
 # an expert's number among those of its rank: Megatron's own spelling, and Transformer Engine's of grouped matrices
 _EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
 
+_TO_RESIDUAL = re.compile(r"\.linear_(proj\.weight|fc2\.weight\d*)$")
 _HEAD = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
@@ -78,13 +79,23 @@ def mark_parameters(model: torch.nn.Module) -> None:
     # Megatron takes experts that no expert rank splits for dense parameters, and sums over no tensor ranks that hold replicas
     replicas = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
     for name, parameter in global_parameters([model]):
-        if config.gated_linear_unit and ".linear_fc1." in name:
-            # Each rank holds its part of both halves; not every version says so.
-            parameter.partition_stride = 2  # type: ignore[attr-defined]
         if ".experts." in name:
             parameter.of_expert = True  # type: ignore[attr-defined]
             if replicas:
                 parameter.allreduce = False  # type: ignore[attr-defined]
+            _mark_expert(name, parameter)
+        if config.gated_linear_unit and ".linear_fc1." in name:
+            # Each rank holds its part of both halves; not every version says so.
+            parameter.partition_stride = 2  # type: ignore[attr-defined]
+
+
+def _mark_expert(name: str, parameter: Parameter) -> None:
+    """Say of an expert's matrix what Megatron's own layers say; Transformer Engine's say of each that its rows are cut."""
+    down = ".linear_fc2." in name
+    if not (down and ".bias" in name):
+        parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+        parameter.partition_dim = int(down)  # type: ignore[attr-defined]
+        parameter.partition_stride = 1  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -188,7 +199,7 @@ def initialize_weights(models: Sequence[torch.nn.Module], seed: int, vocab_size:
             if name in (EMBEDDING, HEAD):
                 shape = (min(vocab_size, shape[0]), *shape[1:])
             std = config.init_method_std
-            if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+            if _TO_RESIDUAL.search(name):
                 std /= math.sqrt(2.0 * config.num_layers)
             key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
             generator = torch.Generator("cpu").manual_seed(int.from_bytes(key[:7], "big"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,24 +14,37 @@ from tests.megatron.hf.cases import Layout, layout
 
 pytest.importorskip("megatron.core")
 
+from parallel_rl.megatron.weights import mark_parameters
+
 
 def test_drawn_experts_are_the_same_on_every_layout() -> None:
     """Where fewer ranks share a matrix than there are tensor ranks, it was given another size."""
     [[expected]] = run_world(1, _drawn, [Layout()])
     layouts = [Layout(tp=2, sp=True), Layout(tp=2, etp=2, sp=True), Layout(ep=2), Layout(tp=2, ep=2, sp=True)]
-    for rank in run_world(2, _drawn, layouts):
-        for sizes, found in zip(layouts, rank, strict=True):
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), sizes
+    for engine in (False, True):
+        for rank in run_world(2, _drawn, layouts, engine):
+            for sizes, found in zip(layouts, rank, strict=True):
+                assert found.keys() == expected.keys()
+                assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), sizes
 
 
-def _drawn(rank: int, layouts: list[Layout]) -> list[dict[str, Tensor]]:
+def _stamped(model: torch.nn.Module) -> None:
+    """What Transformer Engine says of experts' matrices: that the rows of each are cut."""
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.partition_dim = 0  # type: ignore[attr-defined]
+    mark_parameters(model)
+
+
+def _drawn(rank: int, layouts: list[Layout], engine: bool = False) -> list[dict[str, Tensor]]:
+    """With `engine`, on layers whose parameters look like Transformer Engine's."""
     from parallel_rl import megatron as M
+    from parallel_rl.megatron import model as building
     from parallel_rl.megatron.hf import export_tensors
 
     results = []
     for sizes in layouts:
-        with layout(sizes):
+        with layout(sizes), mock.patch.object(building, "mark_parameters", _stamped if engine else mark_parameters):
             config = M.build_config(
                 num_layers=1,
                 hidden_size=16,
