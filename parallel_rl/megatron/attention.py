@@ -164,7 +164,7 @@ def _bounds(packed: PackedSeqParams | None, length: int, size: int) -> tuple[int
     return bounds
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=4)  # the layers of a micro-batch ask one after another; a long row's mask is gigabytes
 def _plan(bounds: tuple[int, ...], context: tuple[int, int, CPLayout], device: torch.device) -> tuple[_Block, ...]:
     """Puts neighbouring sequences together until a block is full. A sequence alone needs no mask without CP."""
     if context[2] == "contiguous" and context[0] > 1:  # a rank's part of the row may end within a sequence

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.utils import get_model_config
+from torch.distributed import get_process_group_ranks
 
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.layout import CPLayout
@@ -114,14 +115,22 @@ def _on_group(models: Sequence[torch.nn.Module], group: ProcessGroup | None) -> 
     try:
         with _changed(changes):
             for module, (*_, stream, kind) in zip(engines, ways, strict=True):
-                ranks = None if group is None else dist.get_process_group_ranks(group)
-                module.set_context_parallel_group(group, ranks, None if group is None else stream, kind)  # type: ignore[operator]
+                way = (
+                    (None, None, None) if group is None else (group, get_process_group_ranks(group), stream or _side())
+                )
+                module.set_context_parallel_group(*way, kind)  # type: ignore[operator]
             _forget_rotations()
             yield
     finally:
         for module, way in zip(engines, ways, strict=True):
             module.set_context_parallel_group(*way)  # type: ignore[operator]
         _forget_rotations()
+
+
+@lru_cache(maxsize=1)
+def _side() -> torch.cuda.Stream:
+    """The stream that the layers' attention shares where Megatron, which started without context ranks, made none."""
+    return torch.cuda.Stream()
 
 
 def _sequence_parallel(model: torch.nn.Module) -> list[tuple[object, str, object]]:

@@ -135,7 +135,7 @@ def scaled_loss_func(
         scaling = (1.0 / routed.step.to(torch.int)).to(loss)
         # Counted on one context rank only: Megatron sums over data × context, and the ranks' parts of an auxiliary loss, each
         # times the same number, add up to all of it times that number.
-        here = torch.tensor(routed.here if groups.cp_rank == 0 else 0, dtype=torch.int, device=loss.device)
+        here = loss.new_full((), routed.here if groups.cp_rank == 0 else 0, dtype=torch.int)
         return loss / scaling, here, report
 
     return loss_func

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -50,7 +51,19 @@ def layers_here(dtype: torch.dtype) -> Layers:
     >>> layers_here(torch.float64).engine
     False
     """
-    return choose_layers(importlib.util.find_spec("transformer_engine") is not None, torch.cuda.is_available(), dtype)
+    layers = choose_layers(importlib.util.find_spec("transformer_engine") is not None, torch.cuda.is_available(), dtype)
+    fault = _import_fault() if layers.engine else None
+    return layers if fault is None else Layers(False, f"Transformer Engine does not import: {fault}")
+
+
+@lru_cache(maxsize=1)
+def _import_fault() -> str | None:
+    """Why Megatron runs without a Transformer Engine that is installed; mostly it was built for another torch."""
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return None
 
 
 def has_transformer_engine(dtype: torch.dtype) -> bool:

@@ -84,7 +84,8 @@ def packed_input(
     # A sequence's padding stands behind it, where causality hides it: the padded bounds are all that attention needs,
     # and kernels that know no gaps between sequences stay usable.
     padded = bounds.to(device=input_ids.device, dtype=torch.int32)
-    # Where both are given, Transformer Engine up to 2.9 has the host wait for their comparison, twice a layer.
+    # Where both are given, the host waits for their comparison, twice a layer: in Transformer Engine up to 2.9, and later
+    # unless it is told what comes of it, which newer Megatron can.
     again = padded if context.size > 1 else None
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -94,6 +95,7 @@ def packed_input(
         cu_seqlens_kv_padded=again,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
+        **({"pad_between_seqs": False} if "pad_between_seqs" in PackedSeqParams.__dataclass_fields__ else {}),
     )
     packed.bounds_on_host = tuple(bounds.tolist())  # every layer of SelfAttentionCore asks
     return ModelInput(*_local(input_ids, layout), packed, layout, context)

@@ -1,12 +1,16 @@
-"""What a card would lose to without a word: groups made twice, and bounds that the host waits for."""
+"""What a card would lose to without a word: groups made twice, what the host waits for, masks that nobody needs again."""
 
 from __future__ import annotations
+
+import weakref
+from unittest import mock
 
 import pytest
 import torch
 
 from parallel_rl.testing.pool import run_world
 from tests.collectives import recorded
+from tests.watch import Watch
 
 pytest.importorskip("megatron.core")
 
@@ -43,6 +47,80 @@ def _bounds(rank: int) -> tuple[bool, bool]:
 def test_bounds_come_once_where_no_context_ranks_need_them_twice() -> None:
     """Transformer Engine up to 2.9 compares the two on the host, in every layer's forward."""
     assert run_world(1, _bounds) == [(True, True)] and run_world(2, _bounds) == [(False, False)] * 2
+
+
+def _counted(rank: int) -> tuple[torch.dtype, list[str]]:
+    from parallel_rl import NLLLoss, ParallelGroups, count_valid
+    from parallel_rl import megatron as M
+    from parallel_rl.config.architecture import Experts
+    from parallel_rl.megatron.auxiliary import RoutedTokens
+
+    M.initialize()
+    config = M.build_config(num_layers=1, hidden_size=8, num_attention_heads=2, experts=Experts(2, 8), aux_loss=0.1)
+    data = {name: torch.ones(2, 4, dtype=torch.int64, device="meta") for name in ("input_ids", "token_mask")}
+    data["sample_mask"] = torch.ones(2, device="meta")
+    routed = RoutedTokens(8, torch.zeros((), dtype=torch.int64, device="meta"))
+    call = M.megatron_loss_func(
+        NLLLoss(), data, *count_valid(data), config=config, num_microbatches=1, groups=ParallelGroups(), routed=routed
+    )
+    with Watch() as watch:
+        _, here, _ = call(torch.zeros(2, 4, 8, device="meta", requires_grad=True))  # type: ignore[misc]
+    M.destroy()
+    return here.dtype, watch.syncs
+
+
+def test_counting_routed_tokens_waits_for_nothing() -> None:
+    """The callback of every micro-batch with auxiliary losses copied one number to the card, between loss and backward."""
+    assert run_world(1, _counted) == [(torch.int, [])]
+
+
+class _Engine(torch.nn.Module):
+    """Transformer Engine's attention where Megatron started without context ranks: it was given no stream."""
+
+    cp_group = cp_global_ranks = cp_stream = None
+    cp_comm_type = "p2p"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways: list[tuple[object, ...]] = []
+
+    def set_context_parallel_group(self, *way: object) -> None:
+        self.ways.append(way)
+
+
+def _streams(rank: int) -> list[tuple[object, ...]]:
+    from parallel_rl import megatron as M
+    from parallel_rl.megatron import context
+
+    M.initialize()
+    model = M.build_model(M.build_config(num_layers=1, hidden_size=8, num_attention_heads=2), 8, 4)
+    model.engine = _Engine()
+    with mock.patch.object(context, "_side", lambda: "a stream"):
+        with context.context_group(model, torch.distributed.group.WORLD):
+            pass
+        with M.replicas([model]):
+            pass
+    M.destroy()
+    return [way[1:] for way in model.engine.ways]
+
+
+def test_attention_has_a_stream_on_a_micro_batch_s_own_context_group() -> None:
+    """Ring attention waits for it: the first micro-batch on two ranks ended in an AttributeError of None."""
+    alone = (None, None, "p2p")
+    assert run_world(2, _streams) == [[([0, 1], "a stream", "p2p"), alone, alone, alone]] * 2
+
+
+def test_masks_of_rows_that_are_done_are_dropped() -> None:
+    """64 were kept: 17 GB at rows of 32,768 tokens and CP 4."""
+    from parallel_rl.megatron.attention import _plan
+
+    masks = []
+    for length in range(16, 176, 16):
+        [block] = _plan((0, length), (2, 0, "zigzag"), torch.device("cpu"))
+        assert block.mask is not None and block.mask.shape == (length // 2, length)
+        masks.append(weakref.ref(block.mask))
+        del block
+    assert sum(mask() is not None for mask in masks) <= 4
 
 
 def _reduced(rank: int) -> list[tuple[list[str], list[float]]]:

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -40,7 +41,7 @@ def _machine(package: bool, card: bool) -> Iterator[dict[str, mock.Mock]]:
     """A machine with the package and a card, or without; Megatron's makers of what needs the package only note their calls."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from parallel_rl.megatron import model
+    from parallel_rl.megatron import model, model_config
 
     find = importlib.util.find_spec
     found = object() if package else None
@@ -49,6 +50,7 @@ def _machine(package: bool, card: bool) -> Iterator[dict[str, mock.Mock]]:
         enter = stack.enter_context
         enter(mock.patch.object(torch.cuda, "is_available", lambda: card))
         enter(mock.patch.object(importlib.util, "find_spec", lambda x: found if x == "transformer_engine" else find(x)))
+        enter(mock.patch.object(model_config, "_import_fault", lambda: None))
         # it refuses the fusion of rotary positions where the package is missing, as here
         enter(mock.patch.object(TransformerConfig, "__post_init__", lambda self: None))
         made = {name: enter(mock.patch.object(model, name)) for name in makers}
@@ -99,3 +101,20 @@ def test_every_part_of_a_model_follows_the_table() -> None:
     assert len(rows) == 16
     for entry, parts in rows.items():
         assert parts == [choose_layers(*entry).engine] * 7, entry
+
+
+def test_an_engine_that_does_not_import_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One built for another torch is found, and Megatron runs without: the config ended in "Please install TE"."""
+    from parallel_rl.megatron import model_config
+
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c105Error')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    model_config._import_fault.cache_clear()
+    try:
+        found = model_config.layers_here(torch.bfloat16)
+    finally:
+        model_config._import_fault.cache_clear()
+    assert found == (False, "Transformer Engine does not import: ImportError: undefined symbol: _ZN3c105Error")
+    assert model_config.layers_here(torch.float32).why.startswith("Transformer Engine has no attention for float32")

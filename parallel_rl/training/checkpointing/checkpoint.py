@@ -184,7 +184,21 @@ def load_weights(
         if scalar_head and not has_head:
             wanted = {name: value for name, value in wanted.items() if not name.startswith("output_layer.")}
         state = _load(path, {"model": wanted})
-    _or_refuse(lambda: bare.load_state_dict(state["model"], strict=has_head == scalar_head), path)
+    _or_refuse(lambda: fill_weights(bare, state["model"], whole=has_head == scalar_head), path)
+
+
+def fill_weights(model: torch.nn.Module, state: State, *, whole: bool = True) -> None:
+    """Takes up the weights of a state, and no `_extra_state`: Transformer Engine unpickles one, which could run code, and
+    without FP8 there is nothing in it.
+
+    Raises:
+        ValueError: `whole`, and weights that the state lacks or the model does not have.
+    """
+    engine = "_extra_state"
+    missing, unknown = model.load_state_dict({name: x for name, x in state.items() if engine not in name}, strict=False)
+    missing = [name for name in missing if engine not in name]
+    if whole and (missing or unknown):
+        raise ValueError(f"the model's weights {missing} are not in it, and the model has no {unknown}")
 
 
 def _seal(partial: Path, failed: str) -> Mapping[str, FileEntry]:
@@ -212,13 +226,13 @@ def _or_refuse(fill: Callable[[], object], path: Path) -> None:
 
 
 def _fill(contents: Contents, state: State) -> None:
-    contents.engine.bare.load_state_dict(state["model"])
+    fill_weights(contents.engine.bare, state["model"])
     if contents.optimizer is not None:
         fill_optimizer(contents.optimizer, state["optimizer"])
     if contents.reference is not None:
-        unwrap(contents.reference).load_state_dict(state["reference"])
+        fill_weights(unwrap(contents.reference), state["reference"])
     if contents.critic is not None:
-        contents.critic.bare.load_state_dict(state["critic"])
+        fill_weights(contents.critic.bare, state["critic"])
     if contents.critic_optimizer is not None:
         fill_optimizer(contents.critic_optimizer, state["critic_optimizer"])
 

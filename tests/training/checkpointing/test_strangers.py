@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.checkpointing import storage
+from parallel_rl.training.checkpointing.checkpoint import fill_weights
 from parallel_rl.training.checkpointing.manifest import MANIFEST, DamagedCheckpoint, checksum, read_manifest
 from parallel_rl.training.checkpointing.unpickling import check_pickles
 from tests.training.checkpointing.saves import Small, arguments, snapshot
@@ -119,6 +121,27 @@ def test_no_pickle_of_a_strangers_checkpoint_runs(tmp_path: Path) -> None:
     [found] = run_world(1, _attacked, arguments(tmp_path))
     for text, (name, (_, words)) in zip(found, ATTACKS.items(), strict=True):
         assert words in text and "is not loaded" in text, name
+
+
+class Engine(torch.nn.Linear):
+    """A layer with a state of its own, as Transformer Engine's up to 2.16 have."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        pickle.loads(state.numpy().tobytes())
+
+
+def test_no_pickle_in_a_layer_s_own_state_runs(tmp_path: Path) -> None:
+    """It lies in a tensor of bytes, which no look at the checkpoint's own pickles sees through."""
+    layer = torch.nn.Sequential(Engine(2, 2, bias=False))
+    state = {"0.weight": torch.ones(2, 2), "0._extra_state": torch.tensor(list(pickle.dumps(Evil(tmp_path / "proof"))))}
+    fill_weights(layer, {**state, "0._extra_state": state["0._extra_state"].to(torch.uint8)})
+    assert layer[0].weight.tolist() == [[1, 1], [1, 1]] and not (tmp_path / "proof").exists()
+    for wrong, words in (({}, r"weights \['0.weight'\] are not in it"), ({**state, "1": 0}, r"has no \['1'\]")):
+        with pytest.raises(ValueError, match=words):
+            fill_weights(layer, wrong)
 
 
 MANIFESTS: dict[str, tuple[Callable[[dict], object], str]] = {
