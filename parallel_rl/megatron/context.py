@@ -115,10 +115,8 @@ def _on_group(models: Sequence[torch.nn.Module], group: ProcessGroup | None) -> 
     try:
         with _changed(changes):
             for module, (*_, stream, kind) in zip(engines, ways, strict=True):
-                way = (
-                    (None, None, None) if group is None else (group, get_process_group_ranks(group), stream or _side())
-                )
-                module.set_context_parallel_group(*way, kind)  # type: ignore[operator]
+                ranks, beside = (None, None) if group is None else (get_process_group_ranks(group), stream or _side())
+                module.set_context_parallel_group(group, ranks, beside, kind)  # type: ignore[operator]
             _forget_rotations()
             yield
     finally:

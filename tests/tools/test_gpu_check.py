@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
+import psutil
 import pytest
 import torch
 
@@ -195,3 +199,24 @@ def test_everything_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for stage in STAGES:
         assert f"| {stage} | right |" in text
     assert "| float32, on from its checkpoint: it added a row to those of before | right |" in text
+
+
+def test_a_check_that_is_ended_keeps_what_was_found_and_leaves_no_stage(tmp_path: Path) -> None:
+    """A stage has a session of its own: it went on, on the card, beside what was timed next."""
+    facts = tmp_path / "facts.json"
+    check = subprocess.Popen(
+        [sys.executable, "-m", "tools.gpu_check", "--cpu", "--json", str(facts), "smoke", "trainer"],
+        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + 100
+        while not facts.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(1)  # the next stage has started
+        [stage] = psutil.Process(check.pid).children()
+        check.terminate()
+        assert check.wait(30) == 1
+    finally:
+        check.kill()
+    assert not stage.is_running()
+    assert [one["stage"] for one in json.loads(facts.read_text())["stages"]] == ["smoke"]

@@ -19,7 +19,7 @@ from tools.gpu_check.facts import Facts, read_facts
 from tools.gpu_check.report import Outcome, page, summary, write_json
 
 #: stage → seconds that it may take; together, each with its grace, they stay below ten minutes
-LIMITS: Mapping[str, float] = {"smoke": 55, "nccl": 45, "kernels": 115, "head": 95, "host": 40, "trainer": 180}
+LIMITS: Mapping[str, float] = {"smoke": 55, "nccl": 40, "kernels": 115, "head": 90, "host": 35, "trainer": 175}
 GRACE = 10.0  # seconds in which a stage that was stopped may end its own processes
 
 
@@ -30,11 +30,12 @@ def start(stage: str, limit: float, cpu: bool, folder: Path) -> Outcome:
     hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} if cpu else {}
     began = time.monotonic()
     with subprocess.Popen(command, start_new_session=True, env={**os.environ, **hidden}) as process:  # nosec B603 # no shell
+        status: int | None = None
         try:
-            status: int | None = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            status = None
-        _stop(process)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(limit)
+        finally:
+            _stop(process)
     facts = tuple(read_facts(told))
     wrong = any(fact.kind == "wrong" for fact in facts)
     ended = "stopped" if status is None else "wrong" if wrong else "right" if status == 0 else f"failed ({status})"
@@ -67,13 +68,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.inside is not None:
         return 0 if inside(options.stages[0], options.inside, "cpu" if options.cpu else "cuda") else 1
     card = "the CPU, tiny sizes" if options.cpu else _card()
+    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = [start(one, LIMITS[one], options.cpu, Path(folder)) for one in options.stages or LIMITS]
+        for stage in options.stages or LIMITS:
+            outcomes.append(start(stage, LIMITS[stage], options.cpu, Path(folder)))
+            if options.json is not None:
+                write_json(options.json, outcomes, card)
+            if options.page is not None:
+                options.page.write_text(page(outcomes, card), encoding="utf-8")
     print("", *summary(outcomes), sep="\n")
-    if options.json is not None:
-        write_json(options.json, outcomes, card)
-    if options.page is not None:
-        options.page.write_text(page(outcomes, card), encoding="utf-8")
     return 0 if all(one.ended == "right" for one in outcomes) else 1
 
 
@@ -101,4 +104,5 @@ def _card() -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # not by the signal itself: a stage that runs is stopped, too
     sys.exit(main())
