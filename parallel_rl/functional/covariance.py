@@ -14,9 +14,18 @@ from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, dr
 def _covariance(terms: PolicyTerms) -> tuple[Tensor, Tensor]:
     """(A − mean A)·(l − mean l) of the local tokens and of all of the step (NaN at masked places), means over the step."""
     all_advantages, all_logprobs = terms.samples["advantages"], terms.samples["logprobs"]
-    means = all_advantages.nanmean(), all_logprobs.nanmean()
-    here = (terms.advantages.double() - means[0]) * (terms.logprobs.detach().double() - means[1])
-    return here, (all_advantages - means[0]) * (all_logprobs - means[1])
+    pairs = (terms.advantages, all_advantages), (terms.logprobs.detach(), all_logprobs)
+    (here, step), (here_too, step_too) = (_centred(x.double(), samples) for x, samples in pairs)
+    return here * here_too, step * step_too
+
+
+def _centred(x: Tensor, samples: Tensor) -> tuple[Tensor, Tensor]:
+    """Both less the mean of the samples, exactly 0 where these are all equal: no rounding of their mean shows."""
+    mean, unset = samples.nanmean(), samples.isnan()
+    if not samples.numel():
+        return x - mean, samples - mean
+    equal = torch.where(unset, torch.inf, samples).amin() == torch.where(unset, -torch.inf, samples).amax()
+    return torch.where(equal, 0, x - mean), torch.where(equal & ~unset, 0, samples - mean)
 
 
 def _number(samples: Tensor, fraction: float) -> Tensor:

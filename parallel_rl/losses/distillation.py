@@ -165,7 +165,7 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
         elif cfg.zero_outside_topk:
             log_q, entropy = column_log_probs(flat, ids, rows.mask, shard)
         else:
-            log_q = gather_columns(flat, ids, rows.mask, shard).log_softmax(-1)
+            log_q = _log_softmax(gather_columns(flat, ids, rows.mask, shard))
         teacher = rows.field("teacher_topk_logits").to(log_q.dtype)
         teacher = (teacher / (cfg.teacher_temperature or shard.temperature_of_rows)).to(log_q.dtype)
         if cfg.bucket_tail:
@@ -186,3 +186,9 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
         place = torch.searchsorted(own, ids.contiguous()).clamp(max=ids.shape[1] - 1)
         both = (own.gather(1, place) == ids).to(log_q.dtype)
         return torch.stack([log_p.exp().sum(1).to(log_q.dtype), log_q.exp().sum(1), both.mean(1)], 1)
+
+
+def _log_softmax(z: Tensor) -> Tensor:
+    """log softmax over the last dimension; a row of −inf alone stays so, without gradient."""
+    none = (z == -torch.inf).all(-1, keepdim=True)
+    return z.masked_fill(none, 0).log_softmax(-1).masked_fill(none, -torch.inf)

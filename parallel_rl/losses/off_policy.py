@@ -20,9 +20,9 @@ from parallel_rl.metrics import Metric
 
 @torch.no_grad()
 def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig) -> tuple[Tensor, dict[str, Metric]]:
-    """ω [T_local] after truncation, and its metrics."""
-    # In float64: a weight that only float32 cannot hold is large, and is truncated as such.
-    log_weight, by_sequence = prev.double() - batch["generation_logprobs"], config.level.startswith("sequence")
+    """ω [T_local] after truncation, in float64, and its metrics."""
+    # A weight that only float32 cannot hold is large, and is truncated, or divided by the mean, as such.
+    log_weight, by_sequence = prev.double() - batch.recorded("generation_logprobs"), config.level.startswith("sequence")
     if by_sequence:
         log_weight = (batch.segment_mean if config.level == "sequence-mean" else batch.segment_sum)(log_weight)
     else:
@@ -38,8 +38,6 @@ def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig)
         outside = out_of_bounds(weight, low, high)
         metrics["is_oob_ratio"] = batch.token_mean(batch.expand(outside) if by_sequence else outside)
         weight = truncated(weight, config.mode, low, high)
-    weight = weight.to(prev.dtype)
-    weight = torch.where(weight.isfinite(), weight, 0)
     metrics["sampling_importance_ratio"] = sequence_mean(batch, weight) if by_sequence else batch.token_mean(weight)
     return batch.expand(weight) if by_sequence else weight, metrics
 
@@ -92,8 +90,8 @@ def _kept_locally(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> T
 
 
 def _passes(batch: TokenBatch, prev: Tensor, rule: RejectionRule, level: PoolLevel) -> Tensor:
-    # In float64: `count` must find the very tokens that the loss does, whatever the dtype of the logits.
-    logprobs, generation = prev.double(), batch["generation_logprobs"].double()
+    # As they were recorded: `count` must find the very tokens that the loss does, whatever the dtype of the logits.
+    logprobs, generation = prev.double(), batch.recorded("generation_logprobs")
     statistic = batch.pooled(mismatch(logprobs, generation, rule.statistic), level)
     low, high = rule.bounds
     if not rule.signed:
@@ -107,7 +105,7 @@ def _passes(batch: TokenBatch, prev: Tensor, rule: RejectionRule, level: PoolLev
 
 def _of_step(batch: TokenBatch, prev: Tensor, rule: RejectionRule) -> Tensor:
     """[T_local] the statistic of the tokens that the rule may reject, NaN of all others."""
-    logprobs, generation = prev.double(), batch["generation_logprobs"].double()
+    logprobs, generation = prev.double(), batch.recorded("generation_logprobs")
     concerned = batch.mask
     if rule.signed:
         side = logprobs - generation

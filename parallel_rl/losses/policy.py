@@ -110,7 +110,7 @@ class PolicyLoss(AccountedLoss[ConfigT]):
         if not self.policy.counts_kept:
             counted |= count_units(batch, self.policy.aggregation)
         if self.policy.counts_survivors and self._recorded:
-            counted |= count_survivors(batch, self._prev(batch), self.policy)
+            counted |= count_survivors(batch, self._prev_recorded(batch), self.policy)
         return counted
 
     def objective(self, batch: TokenBatch) -> Tensor:
@@ -118,7 +118,7 @@ class PolicyLoss(AccountedLoss[ConfigT]):
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
         cfg, prev, samples = self.policy, self._prev(batch), {}
-        survivors = Statistics({}) if self._recorded else count_survivors(batch, prev, cfg)
+        survivors = Statistics({}) if self._recorded else count_survivors(batch, self._prev_recorded(batch), cfg)
         if cfg.entropy_filter is not None:
             samples["entropy"] = batch.entropy
         if cfg.surrogate.needs_statistics:
@@ -130,8 +130,8 @@ class PolicyLoss(AccountedLoss[ConfigT]):
         """The share of everything that the options ask for."""
         cfg, prev = self.policy, self._prev(batch)
         terms = self._terms(batch, prev)
-        kept, rules, metrics = self._kept(batch, prev)
-        masked = self._masked(batch, prev, cfg.surrogate(terms), terms, kept)
+        kept, rules, metrics = self._kept(batch)
+        masked = self._masked(batch, cfg.surrogate(terms), terms, kept)
         metrics |= masked.metrics
         values = {} if masked.importance is None else {"importance": masked.importance}
         parts = {"policy_loss": (1.0, masked.surrogate)}
@@ -170,6 +170,9 @@ class PolicyLoss(AccountedLoss[ConfigT]):
     def _prev(self, batch: TokenBatch) -> Tensor:
         return batch["prev_logprobs"] if self.policy.reads_prev else batch.logprobs.detach()
 
+    def _prev_recorded(self, batch: TokenBatch) -> Tensor:
+        return batch.recorded("prev_logprobs") if self.policy.reads_prev else batch.logprobs.detach()
+
     def _terms(self, batch: TokenBatch, prev: Tensor) -> PolicyTerms:
         cfg, logprobs = self.policy, batch.logprobs
         token = log_ratio = logprobs - prev
@@ -192,27 +195,26 @@ class PolicyLoss(AccountedLoss[ConfigT]):
             random=None if (seed := cfg.surrogate.draw_seed) is None else batch.random(seed),
         )
 
-    def _kept(self, batch: TokenBatch, prev: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Metric]]:
+    def _kept(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Metric]]:
         """[T_local] bool: the tokens that no rejection takes away, those that pass each of its rules, and the metric."""
         if self.policy.rejection is None:
             return batch.mask, {}, {}
-        rules = passed_rules(batch, prev, self.policy.rejection)
+        rules = passed_rules(batch, self._prev_recorded(batch), self.policy.rejection)
         kept = reduce(and_, rules.values(), batch.mask)
         return kept, rules, {"rejected_fraction": batch.token_mean(~kept)}
 
-    def _masked(
-        self, batch: TokenBatch, prev: Tensor, surrogate: Tensor, terms: PolicyTerms, kept: Tensor
-    ) -> MaskedSurrogate:
+    def _masked(self, batch: TokenBatch, surrogate: Tensor, terms: PolicyTerms, kept: Tensor) -> MaskedSurrogate:
         """The surrogate after weights and masks beyond `kept`, which the caller applies."""
         cfg, statistics, omega = self.policy, batch.statistics, None
         metrics: dict[str, Metric] = {}
         passed: dict[str, Tensor] = {}
         if cfg.importance is not None:
-            omega, metrics = importance_weight(batch, prev, cfg.importance)
+            omega, metrics = importance_weight(batch, self._prev_recorded(batch), cfg.importance)
             if cfg.importance.normalize:
                 assert statistics is not None
-                mean = statistics["importance_sum"] / batch.counts.toks
-                omega = omega / mean.clamp(min=1e-8).to(omega.dtype)
+                omega = omega / (statistics["importance_sum"] / batch.counts.toks).clamp(min=1e-8)
+            omega = omega.to(surrogate.dtype)
+            omega = torch.where(omega.isfinite(), omega, 0)
             surrogate = omega * surrogate
         if cfg.off_policy_mask is not None:
             near = off_policy_keep(batch, terms.token_log_ratio, cfg.off_policy_mask)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from parallel_rl.counts import check_zeros_and_ones
 from parallel_rl.functional.reward import cross_entropy
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.base import LossFn
@@ -128,6 +129,10 @@ class PRMLossFn(LossFn[PRMLossConfig]):
         """[B, S] bool: valid placeholders with a label."""
         placeholder = data["input_ids"] == self.config.placeholder_token_id
         return valid_tokens(data, shift=False) & placeholder & (data["reward_labels"] != self.config.ignore_index)
+
+    def _check_values(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
+        check_zeros_and_ones(data)
+        super()._check_values({**data, "token_mask": self._scored(data)}, needs)
 
     def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         cfg, options = self.config, self.options

@@ -203,11 +203,11 @@ def check_tokens(targets: Tensor, shape: Sequence[int], shard: VocabShard, ignor
     """Check [...] targets and, where it is a tensor, the temperature of each; values where they are checked.
 
     Raises:
-        ValueError: a shape other than `shape`, targets that are not integers, a target outside the vocabulary, a temperature
-            that is not positive and finite where the target is not `ignore_index`.
+        ValueError: a shape other than `shape`, targets of another dtype, a target outside the vocabulary, a temperature that
+            is not positive and finite where the target is not `ignore_index`.
     """
-    if list(targets.shape) != list(shape) or targets.is_floating_point() or targets.dtype == torch.bool:
-        raise ValueError(f"targets must be integers {list(shape)}, got {targets.dtype} {list(targets.shape)}")
+    if list(targets.shape) != list(shape) or targets.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"targets must be int64 or int32 {list(shape)}, got {targets.dtype} {list(targets.shape)}")
     check_targets(targets, shard.vocab_size, ignore_index)
     temperature = shard.temperature
     if not isinstance(temperature, torch.Tensor):

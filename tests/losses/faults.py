@@ -91,11 +91,12 @@ FAULTS = [
           use(advantages=torch.ones(4))),
     Fault("rewards of tokens", r"rewards has shape \[4, 8\]; .* calls for \[4\]", use(rewards=torch.ones(4, 8)),
           config=NLL),
-    *(Fault(f"{what} input_ids", rf"input_ids must be integers \[B, S\], got {kind}", use(input_ids=ids))
+    *(Fault(f"{what} input_ids", rf"input_ids must be int64 or int32 \[B, S\], got {kind}", use(input_ids=ids))
       for what, kind, ids in (
           ("flat", r"torch.int64 \[32\]", torch.ones(32).long()),
           ("float", "torch.float32", torch.ones(4, 8)),
           ("bool", "torch.bool", torch.ones(4, 8).bool()),
+          ("short", "torch.int16", torch.ones(4, 8).short()),
       )),
     *(Fault(f"integer {name}", f"{name} must be floating point, got torch.int64",
             use(**{name: torch.ones(4, 8).long()})) for name in FLOATS),

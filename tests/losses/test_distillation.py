@@ -195,6 +195,17 @@ def test_excluded_words(divergence: dict) -> None:
         assert_close(gradient, leaf.grad, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.parametrize("config", [{}, {"kl_type": "reverse"}, {"zero_outside_topk": True}], ids=str)
+def test_a_student_that_excludes_all_of_the_teachers_top_k(config: dict) -> None:
+    """NaN in one token's loss was one in every gradient."""
+    logits, data = make()
+    data = with_topk(data)
+    logits[0, 0, data["teacher_topk_indices"][0, 1]] = -math.inf
+    data["token_mask"][0, 1] = 1
+    loss, gradient = run(DistillationLossFn(config), logits, data)
+    assert bool(loss.isfinite()) and bool(gradient.isfinite().all())
+
+
 def test_low_precision_logits_are_read_as_float32() -> None:
     logits, data = make()
     low = {**data, "teacher_logits": data["teacher_logits"].to(torch.bfloat16)}

@@ -100,6 +100,10 @@ def test_equal_advantages_are_not_penalised() -> None:
     logits, data = random_batch(6)
     data["advantages"] = torch.zeros_like(data["advantages"])
     assert run({"surrogate": "kl_cov"}, logits, data).item() == 0
+    for advantage in (0.1, 0.7):  # whose mean is not it, to the last bit
+        data["advantages"] = torch.full_like(data["advantages"], advantage)
+        found = [run({"surrogate": name}, logits, data) for name in ("kl_cov", "ratio")]
+        assert torch.equal(*found), advantage
 
 
 def test_a_weight_that_float32_cannot_hold_is_truncated() -> None:

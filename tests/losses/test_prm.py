@@ -240,3 +240,17 @@ def test_dtypes_and_tokens_that_do_not_do() -> None:
         step(PRMLossFn({**FULL, "reward_token_ids": [2, VOCAB]}), logits, data)
     with pytest.raises(ValueError, match="PRMLossFn in this configuration needs statistics="):
         PRMLossFn(HARD)(logits, data, *count_valid(data))
+
+
+def test_only_labels_at_placeholders_are_looked_at() -> None:
+    logits = torch.zeros(1, 3, 4)
+    data = {"input_ids": torch.tensor([[0, 1, 2]]), "token_mask": torch.ones(1, 3), "sample_mask": torch.ones(1)}
+    loss_fn = PRMLossFn({"placeholder_token_id": 1, "reward_token_ids": (2, 3), "soft_labels": True})
+    data["reward_labels"] = torch.tensor([[math.nan, 0.5, math.nan]])
+    assert step(loss_fn, logits, data).loss == pytest.approx(math.log(2))
+    data["reward_labels"] = torch.tensor([[0.5, math.nan, 0.5]])
+    with pytest.raises(ValueError, match=r"reward_labels is NaN at \[0, 1\], a valid place"):
+        step(loss_fn, logits, data)
+    data |= {"reward_labels": torch.full((1, 3), 0.5), "token_mask": torch.tensor([[1.0, 0.5, 1.0]])}
+    with pytest.raises(ValueError, match="token_mask"):
+        step(loss_fn, logits, data)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel_rl import PolicyLossFn, Statistics, count_valid
 from parallel_rl.functional.importance import step_bound
+from tests.losses.policy_batches import V
 from tests.losses.test_policy import B, dense_logprobs, dense_valid, random_batch
 
 Data = dict[str, Tensor]
@@ -261,3 +262,32 @@ def test_the_survivors_of_a_step_have_no_sequences() -> None:
         ValueError, match="aggregation = 'seq-mean-token-mean' is incompatible with denominator = 'kept'"
     ):
         PolicyLossFn({"aggregation": SEQ, "rejection": rejection})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_count_and_loss_look_at_the_same_recorded_numbers(dtype: torch.dtype) -> None:
+    """Log-probs of one decimal lie on a bound: rounded to the logits' dtype, two more were kept than were counted."""
+    g = torch.tensor([[-1.0, -0.1, -0.3, -0.7, -1.1, -1.9, -2.3, -0.5, -1.7]], dtype=torch.float64)
+    data = {
+        "input_ids": torch.zeros(1, 9, dtype=torch.int64),
+        "token_mask": torch.ones(1, 9),
+        "sample_mask": torch.ones(1),
+    }
+    data |= {"advantages": torch.ones_like(g), "generation_logprobs": g, "prev_logprobs": ((g - 0.2) * 10).round() / 10}
+    rule = {"rules": [{"statistic": "k2", "high": 0.02}], "denominator": "kept"}
+    loss, rejected = run(rule, torch.zeros(1, 9, V, dtype=dtype), data)
+    assert rejected == 0.5 and loss.item() == pytest.approx(math.log(V), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("level", ["token", "sequence-sum"])
+def test_a_weight_that_float32_cannot_hold_is_divided_by_the_mean_that_it_is_in(level: str, dtype: torch.dtype) -> None:
+    """It was set to 0, and the others divided by a mean with it in: the loss was 0."""
+    prev, data = torch.tensor([[0.0, -1.0, -1.0, -1.0, -1.0]]), {"input_ids": torch.zeros(1, 5, dtype=torch.int64)}
+    data |= {"token_mask": torch.ones(1, 5), "sample_mask": torch.ones(1), "advantages": torch.ones(1, 5)}
+    data |= {"prev_logprobs": prev, "generation_logprobs": prev + torch.tensor([[0.0, -100.0, 0, 0, 0]])}
+    loss_fn = PolicyLossFn({"surrogate": "reinforce", "importance": {"level": level, "normalize": True}})
+    loss, metrics = loss_fn(torch.zeros(1, 5, V, dtype=dtype), data, *count_valid(data), statistics=loss_fn.count(data))
+    assert loss.item() == pytest.approx(math.log(V), rel=1e-6)
+    ratio = metrics["sampling_importance_ratio"].item()
+    assert ratio == pytest.approx(math.exp(100) / (4 if level == "token" else 1), rel=1e-6)

@@ -40,9 +40,10 @@ def a_token(value: float) -> Tensor:
         (TARGETS, torch.tensor(0.0), r"temperature = 0.0 at \[0\] must be positive"),
         (TARGETS, torch.ones(T - 1), r"temperature must be a number or floating point \[4\], got torch.float32 \[3\]"),
         (TARGETS, torch.ones(T).long(), r"temperature must be .* floating point \[4\], got torch.int64 \[4\]"),
-        (TARGETS.bool(), 1.0, r"targets must be integers \[4\], got torch.bool \[4\]"),
-        (TARGETS.float(), 1.0, r"targets must be integers \[4\], got torch.float32 \[4\]"),
-        (TARGETS[1:], 1.0, r"targets must be integers \[4\], got torch.int64 \[3\]"),
+        (TARGETS.bool(), 1.0, r"targets must be int64 or int32 \[4\], got torch.bool \[4\]"),
+        (TARGETS.to(torch.uint8), 1.0, r"targets must be int64 or int32 \[4\], got torch.uint8 \[4\]"),
+        (TARGETS.float(), 1.0, r"targets must be int64 or int32 \[4\], got torch.float32 \[4\]"),
+        (TARGETS[1:], 1.0, r"targets must be int64 or int32 \[4\], got torch.int64 \[3\]"),
         (TARGETS + 8, 1.0, r"target 11 at \[3\] lies outside the vocabulary \[0, 11\)"),
     ],
 )

@@ -131,6 +131,10 @@ class TokenBatch:
         """[T_local] a [B, S] field ([B, S, K]: [T_local, K]), 0 at masked places."""
         return self.local.field(name, self.output.dtype)
 
+    def recorded(self, name: str) -> Tensor:
+        """[T_local] float64 of a field [B, S], 0 at masked places, not rounded to the dtype of the logits."""
+        return self.local.field(name, torch.promote_types(self.local.data[name].dtype, self.output.dtype)).double()
+
     def has(self, name: str) -> bool:
         """Whether a field is there: one that the loss requires, or an optional one that was given."""
         return name in self.local.requirements.names
@@ -218,5 +222,6 @@ class TokenBatch:
 
     def token_mean(self, x: Tensor) -> Metric:
         """Metric: the mean of [T_local] over all valid tokens of the step; its `value` is this rank's share."""
-        mean = self.local.masked(x.detach().to(self.output.dtype)[None], self.output.dtype).sum(-1, dtype=torch.float64)
+        wide = torch.promote_types(x.dtype, self.output.dtype)
+        mean = self.local.masked(x.detach().to(wide)[None], wide).sum(-1, dtype=torch.float64)
         return Metric("share", (mean / self.counts.toks)[0], per=self.local.token_unit)

@@ -98,8 +98,8 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
                 f"{name} is on {data[name].device}, the model's output on {output.device}; they must be on one device"
             )
     ids = data["input_ids"]
-    if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"input_ids must be integers [B, S], got {ids.dtype} {list(ids.shape)}")
+    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"input_ids must be int64 or int32 [B, S], got {ids.dtype} {list(ids.shape)}")
     rows, width = ids.shape
     for name in ("token_mask", "sample_mask"):
         _check_shape(data[name], Field(name, "token" if name == "token_mask" else "sequence"), (rows, width), output)
