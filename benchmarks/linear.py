@@ -201,13 +201,13 @@ def best_peer(results: dict[str, Figures], chosen: Sequence[Method], objective: 
     return min(p.seconds.least for p in peers), max(1, min(p.bytes for p in peers))
 
 
-def missed(results: dict[str, Figures], chosen: Sequence[Method], device: str) -> list[str]:
-    """The targets that were not met."""
+def missed(results: dict[str, Figures], chosen: Sequence[Method], device: str, *, on_h200: bool = False) -> list[str]:
+    """The targets that were not met; a card's are an H200's, `on_h200` at the sizes and the budget that they were set for."""
     lines = []
     for m in chosen:
         mine, mode = results[m.name], m.name.removeprefix("ours, ")
         least_time, least_bytes = best_peer(results, chosen, m.objective)
-        if device == "cuda" and mode in GPU_SECONDS:
+        if on_h200 and mode in GPU_SECONDS:
             if mine.seconds.least > GPU_SECONDS[mode]:
                 lines.append(f"{m.name} takes {1e3 * mine.seconds.least:.1f} ms, over {1e3 * GPU_SECONDS[mode]:.0f}")
             if m.kind != "information" and mine.bytes > GPU_BYTES[mode]:
@@ -220,6 +220,11 @@ def missed(results: dict[str, Figures], chosen: Sequence[Method], device: str) -
             if memory_ratio > MEMORY:
                 lines.append(f"{m.name} takes {memory_ratio:.2f} x the memory of the frugalest peer, over {MEMORY}")
     return lines
+
+
+def _has_goals(shape: Shape, dtype: str, budget: int | None) -> bool:
+    of_goals = (*shape, dtype, budget) == (8192, 131072, 4096, "bfloat16", None)
+    return of_goals and "H200" in torch.cuda.get_device_name()
 
 
 def table(
@@ -304,7 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
             for objective, what in ((weighted, "a weight per token"), (grpo, "the whole GRPO loss"))
         ],
         {name: asdict(row) for name, row in results.items()},
-        missed(results, chosen, options.device),
+        missed(results, chosen, options.device, on_h200=gpu and _has_goals(shape, name, budget)),
         bars,
         growth,
         {"matmul TFLOP/s": sum(rate for _, rate in ranks) / tp},

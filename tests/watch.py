@@ -8,6 +8,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.linear_model import run_operator
+
 SYNCS = (
     *("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"),
     *("unique", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
@@ -111,14 +113,4 @@ class Watch(TorchDispatchMode):
         moves = name == "_to_copy" and options.get("device") not in (None, args[0].device)
         if moves and not (args[0].device.type == "cpu" and options.get("non_blocking")):  # from the host it may go on
             self.syncs.append("copy to another device")
-        if name in ("mm", "addmm") and "dtype" in func._overloadname and args[0].is_meta:
-            return _wide_product(*args[-3:], options.get("out"))
-        return func(*args, **options)
-
-
-def _wide_product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
-    """In `dtype`, of narrower operands without values: torch 2.11 does not add such a product on the meta device, 2.8 does
-    not know it there."""
-    product = torch.mm(a, b).to(dtype)
-    assert out is None or (out.shape, out.dtype) == (product.shape, dtype)
-    return product if out is None else out
+        return run_operator(func, args, options)

@@ -61,8 +61,19 @@ def test_it_tells_which_target_is_missed() -> None:
     (line,) = linear.missed({**results, **quick, whole.name: results[whole.name]}, chosen, "cpu")
     assert whole.name in line and "2.00 x the time" in line  # peers of the other objective do not count
     at_length = {m.name: linear.Figures(Seconds(0.04, 0.04), 4 * 10**9, errors) for m in chosen}
-    lines = linear.missed(at_length, chosen, "cuda")
+    assert linear.missed(at_length, chosen, "cuda") == [], "the milliseconds are an H200's"
+    lines = linear.missed(at_length, chosen, "cuda", on_h200=True)
     assert [line.split(" takes")[0] for line in lines] == [ours, ours, again, chosen[2].name]
+
+
+def test_a_card_s_goals_are_of_one_card_and_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = linear.Shape(8192, 131072, 4096)
+    for card, of in (("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", False)):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda card=card: card)
+        assert linear._has_goals(shape, "bfloat16", None) == of
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    others = (shape._replace(tokens=4096), "bfloat16", None), (shape, "float32", None), (shape, "bfloat16", 1 << 30)
+    assert not any(linear._has_goals(*other) for other in others)
 
 
 def _errors(rank: int, sequence_parallel: bool) -> dict[str, tuple[float, ...]]:

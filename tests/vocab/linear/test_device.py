@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.linear_model import kernel_name, product_seconds, step_seconds
+from benchmarks.linear_model import kernel_name, product_seconds, run_operator, step_seconds
 from parallel_rl import linear_token_stats
 from parallel_rl.vocab.backends import choice
 from parallel_rl.vocab.backends.choice import Backend
@@ -31,7 +31,7 @@ class Made(TorchDispatchMode):
         self.devices: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
+        out = run_operator(func, args, kwargs)
         if not func.is_view:
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
@@ -241,7 +241,7 @@ class Kernels(TorchDispatchMode):
             self.products += name in ("mm", "addmm", "addmm_")
             self.amax += name == "amax"
             self.merges += name in ("vocab_stats", "vocab_combine")  # of a shard's splits, and of the shards
-        return func(*args, **(kwargs or {}))
+        return run_operator(func, args, kwargs)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.linear import GPU_BYTES
+from benchmarks.linear_model import run_operator
 from parallel_rl import linear_token_stats
 from parallel_rl.vocab.backends import choice
 from parallel_rl.vocab.linear.plan import LinearMode
@@ -29,7 +30,7 @@ class Peak(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
+        out = run_operator(func, args, kwargs)
         self.alive = {place: held for place, held in self.alive.items() if not held[0].expired()}
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and x.untyped_storage()._cdata not in self.before:

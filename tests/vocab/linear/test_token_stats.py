@@ -237,7 +237,11 @@ def test_the_weight_gradient_goes_straight_to_main_grad(mode: LinearMode, factor
         objective=masked.objective if mode == "in_forward" else None,
     )  # fmt: skip
     loss = masked.objective(stats) if stats.loss is None else stats.loss  # type: ignore[arg-type]
+    places: list[int] = []
+    weight.register_hook(lambda stand_in: places.append(stand_in.data_ptr()))
     (loss * 8).backward()
+    linear_token_stats(hidden, weight, problem.targets, mode="resident", main_grad_factor=0.0).logprobs.sum().backward()
+    assert places[0] == places[1], "zeros as large as the weight are made once, not in each micro-batch"
     got = (weight.main_grad - before) / (8 * factor)  # type: ignore[attr-defined]
     assert error(got, truth.gradients[1]) < (1e-3 if mode in ("resident", "auto") else 1e-5)  # kept logits are float16
     assert weight.grad is not None and not weight.grad.any()
