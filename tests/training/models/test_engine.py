@@ -94,6 +94,7 @@ def test_the_layers_of_a_dtype(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: card)
     monkeypatch.setattr(model_config.importlib.util, "find_spec", lambda name: object() if package else None)
+    monkeypatch.setattr(model_config, "_import_fault", lambda: None)
     config = load_config(str(CONFIGS / "grpo_arithmetic.yaml"), [f"--run.dtype={dtype}"])
     assert checkpoint_metadata(config, TrainProgress("rl", 0), {}).model["model.kind"] == kind
     assert model_config.has_transformer_engine(getattr(torch, dtype)) == (kind == "Transformer Engine")
