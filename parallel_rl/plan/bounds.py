@@ -78,7 +78,8 @@ def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1
     """Bound an optimizer step from the smallest job of this layout to 10,000 ranks, each data rank with as many tokens.
 
     Compute is 6 flops a weight and token without attention's own products; gradients travel once a step in float32 (with the
-    distributed optimizer reduced to their owners, and the weights gathered).
+    distributed optimizer reduced to their owners, and the weights gathered). Ranks lie in Megatron's order, tensor, context,
+    data, pipeline, on nodes of 8 cards with a network each, which every collective can share.
 
     >>> from parallel_rl.plan.memory import Layout
     >>> from parallel_rl.plan.models import ModelShape
@@ -90,7 +91,6 @@ def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1
     data = 1
     while least * data <= MOST_RANKS:
         at = replace(layout, data=data)
-        shared, gradients = data * at.context, _gradient_bytes(rank_parameters(model, at), at)
         tokens = at.tokens * micro_batches
         flops = 6 * model.active_parameters * tokens / (at.tensor * at.context * at.pipeline)
         yield Bound(
@@ -99,19 +99,39 @@ def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1
             tokens * data,
             flops / card.flops,
             loss_stage_seconds(model.hidden, model.vocab, at, card) * micro_batches,
-            _tensor_bytes(model.hidden, at) * micro_batches / (card.link if at.tensor <= NODE else card.network),
-            gradients * (shared - 1) / shared / (card.link if at.world <= NODE else card.network),
+            _tensor_seconds(model, at, card) * micro_batches,
+            _gradient_seconds(rank_parameters(model, at), at, card),
         )
         data *= 2
 
 
-def _tensor_bytes(hidden: int, layout: Layout) -> float:
-    """Bytes that a rank receives over tensor ranks in the loss stage: statistics, hidden states and their gradient."""
+def _tensor_seconds(model: ModelShape, layout: Layout, card: Card) -> float:
+    """Bound the loss stage's collectives over tensor ranks: statistics, hidden states and their gradient.
+
+    An all-reduce, or the all-gather and reduce-scatter in its place, moves each element into a card once, even where a switch
+    adds up and both directions are busy.
+    """
     tp = layout.tensor
-    rows = layout.rows * hidden * layout.dtype.itemsize * 2 * (tp - 1) / tp  # both ways, whichever collective
-    return layout.rows * 16 * (tp - 1) + rows
+    if tp == 1:
+        return 0.0
+    hidden, statistics = layout.rows * model.hidden * layout.dtype.itemsize, layout.rows * 16
+    of_node = hidden + statistics * (tp - NODE) if tp > NODE else 0.0
+    return _link_seconds(hidden + statistics * (tp - 1), of_node, card)
 
 
-def _gradient_bytes(weights: int, layout: Layout) -> float:
-    """Bytes that a rank receives in the data ranks' reduction of the gradients, times ranks / (ranks − 1)."""
-    return weights * (4 + layout.dtype.itemsize) if layout.distributed_optimizer else weights * 8
+def _gradient_seconds(weights: int, layout: Layout, card: Card) -> float:
+    """Bound the data and context ranks' reduction of the gradients, and the gathering of the weights.
+
+    They lie `tensor` ranks apart, so that a node's cards hold min(tensor, NODE) different shards: each leaves the node once,
+    but for the parts that the node's own cards reduce.
+    """
+    shared = layout.data * layout.context
+    size = weights * (4 + (layout.dtype.itemsize if layout.distributed_optimizer else 0))
+    of_node = size * (min(layout.tensor, NODE) - NODE / shared)
+    return _link_seconds(size * (1 - 1 / shared), max(of_node, 0.0), card)
+
+
+def _link_seconds(of_card: float, of_node: float, card: Card) -> float:
+    """Bound what enters (or leaves) a card, by both of its ways if some crosses nodes, and a node, by all its networks."""
+    ways = card.link + (card.network if of_node else 0.0)
+    return max(of_card / ways, of_node / NODE / card.network)
