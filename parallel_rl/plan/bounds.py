@@ -106,15 +106,17 @@ def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1
 
 
 def _tensor_seconds(model: ModelShape, layout: Layout, card: Card) -> float:
-    """Bound the loss stage's collectives over tensor ranks: statistics, hidden states and their gradient.
+    """Bound the last pipeline stage's collectives over tensor ranks: of hidden states, their gradients and the statistics.
 
-    An all-reduce, or the all-gather and reduce-scatter in its place, moves each element into a card once, even where a switch
-    adds up and both directions are busy.
+    Attention and MLP of each layer all-reduce their output forward and the gradient of their input backward, the LM head the
+    latter. An all-reduce, or the all-gather and reduce-scatter in its place, moves each element into a card once, even where a
+    switch adds up and both directions are busy.
     """
     tp = layout.tensor
     if tp == 1:
         return 0.0
-    hidden, statistics = layout.rows * model.hidden * layout.dtype.itemsize, layout.rows * 16
+    hidden = (4 * model.layers // layout.pipeline + 1) * layout.rows * model.hidden * layout.dtype.itemsize
+    statistics = layout.rows * 16
     of_node = hidden + statistics * (tp - NODE) if tp > NODE else 0.0
     return _link_seconds(hidden + statistics * (tp - 1), of_node, card)
 

@@ -49,3 +49,25 @@ def test_a_node_of_data_ranks_shares_its_networks() -> None:
     assert found[8] == pytest.approx(7 / 8 * size / H100.link)
     assert found[64] == pytest.approx(7 / 8 * size / 8 / H100.network)
     assert max(found.values()) < size / 8 / H100.network
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("pipeline", [1, 4])
+def test_tensor_ranks_exchange_the_hidden_states_of_every_layer(sequence_parallel: bool, pipeline: int) -> None:
+    """Qwen3-8B, 16,384 tokens: four exchanges a layer and one of the LM head, each once over the wire.
+
+    A ring takes 2·7/8 of the tensor each way, a switch that adds up takes it once.
+    """
+    model = ModelShape(36, 4096, 32, 8, 128, 12288, 151936)
+    layout = Layout(16384, tensor=8, pipeline=pipeline, sequence_parallel=sequence_parallel)
+    found = next(iter(bounds(model, layout, H100, micro_batches=3))).tensor_collectives
+    once = 3 * (4 * 36 / pipeline + 1) * 16384 * 4096 * 2 / H100.link
+    assert once <= found < 1.01 * once
+    assert next(iter(bounds(model, Layout(16384), H100))).tensor_collectives == 0
+
+
+def test_tensor_ranks_on_two_nodes_share_their_networks() -> None:
+    """Of what enters a node, each card's network takes an eighth."""
+    eight, sixteen = (next(iter(bounds(MODEL, Layout(16384, n), H100))).tensor_collectives for n in (8, 16))
+    node = sixteen * NODE * H100.network
+    assert eight * H100.link == pytest.approx(node, rel=0.01) and sixteen < 2 * eight
