@@ -11,7 +11,7 @@ from parallel_rl.cli.runs import quiet, refuse
 
 if TYPE_CHECKING:
     from parallel_rl.doctor.command import OfConfig
-    from parallel_rl.plan.models import ModelShape
+    from parallel_rl.plan.source import Source
     from parallel_rl.testing.cases import Subject
 
 
@@ -21,7 +21,7 @@ def plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
     try:
         if rest:
             raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl plan`")
-        return run(known, _read_model)
+        return run(known, _read_source, print)
     except (ValueError, OSError) as error:
         return refuse(error)
 
@@ -37,16 +37,16 @@ def port(known: argparse.Namespace, rest: Sequence[str]) -> int:
         return refuse(error)
 
 
-def _read_model(path: str) -> ModelShape:
+def _read_source(path: str, given: Mapping[str, object]) -> Source:
+    """Read a model's file, or a run's config with the flags that are `given` in place of its keys."""
     from parallel_rl.config.yaml_files import read_tree
-    from parallel_rl.plan.models import read_model
+    from parallel_rl.plan.source import read_source
 
     if not path.endswith((".yaml", ".yml")) or "model" not in read_tree(Path(path)):
-        return read_model(path)
-    from parallel_rl.training.config.load import load_config
-    from parallel_rl.training.preflight.model_shape import model_shape
+        return read_source(path)
+    from parallel_rl.training.preflight.planned import planned
 
-    return model_shape(load_config(path))
+    return planned(path, given)
 
 
 def verify(known: argparse.Namespace, rest: Sequence[str]) -> int:

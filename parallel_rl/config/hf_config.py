@@ -15,15 +15,19 @@ _WINDOW, _QWEN3_HEAD_DIM = 4096, 128  # what transformers assumes where config.j
 
 
 class Keys:
-    """Typed look-ups that say which file lacks a key, or holds what in it."""
+    """Typed look-ups that say which file lacks a key, or holds what in it; `asked` are the keys looked up so far."""
 
     def __init__(self, tree: Mapping[str, object], where: str) -> None:
         self.tree, self.where = tree, where
+        self.asked: set[str] = set()
+
+    def _get(self, name: str) -> object:
+        self.asked.add(name)
+        return self.tree.get(name)
 
     def integer(self, *names: str, default: int | None = None) -> int:
         """The integer under the first of `names` that is there and not null."""
-        for name in names:
-            value = self.tree.get(name)
+        for name, value in [(name, self._get(name)) for name in names]:
             if value is not None:
                 if isinstance(value, bool) or not isinstance(value, int):
                     raise ValueError(f"{self.where}: {name} = {value!r} must be an integer")
@@ -34,7 +38,7 @@ class Keys:
 
     def number(self, name: str, default: float) -> float:
         """The number under `name`."""
-        value = self.tree.get(name)
+        value = self._get(name)
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -43,16 +47,25 @@ class Keys:
 
     def flag(self, name: str, default: bool = False) -> bool:
         """The boolean under `name`."""
-        value = self.tree.get(name)
+        value = self._get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
             raise ValueError(f"{self.where}: {name} = {value!r} must be true or false")
         return value
 
+    def text(self, name: str, default: str) -> str:
+        """The text under `name`."""
+        value = self._get(name)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            raise ValueError(f"{self.where}: {name} = {value!r} must be a text")
+        return value
+
     def mapping(self, name: str) -> Mapping[str, object]:
         """The mapping under `name`, empty where it is not there."""
-        value = self.tree.get(name)
+        value = self._get(name)
         if value is not None and not isinstance(value, Mapping):
             raise ValueError(f"{self.where}: {name} = {value!r} must be a mapping")
         return value or {}

@@ -107,9 +107,20 @@ def nearest(key: str, valid: typing.Iterable[str]) -> str:
     "did you mean 'gspo'?"
     """
     names = sorted(valid)
-    swapped = [name for name in names if sorted(name) == sorted(key)]  # a slip of the fingers: gpro
-    close = swapped or difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(names)}"
+    close = closest(key, names)
+    return f"did you mean {close!r}?" if close is not None else f"valid: {', '.join(names)}"
+
+
+def closest(key: str, valid: typing.Iterable[str], cutoff: float = 0.5) -> str | None:
+    """Find the valid name closest to `key`, of those that share `cutoff` of its letters or more.
+
+    >>> closest("gpro", ["grpo", "dpo"])
+    'grpo'
+    """
+    names = sorted(valid)
+    swapped = [name for name in names if sorted(name) == sorted(key)]  # a slip of the fingers
+    close = swapped or difflib.get_close_matches(key, names, n=1, cutoff=cutoff)
+    return close[0] if close else None
 
 
 def _deeper(key: str, value: Mapping, hints: Mapping[str, typing.Any]) -> str:

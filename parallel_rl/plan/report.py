@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,9 +22,11 @@ class RunPlan:
     """Bytes and bounds of one layout on one kind of card.
 
     Attributes:
-        memory: bytes of the card. states: see `states`. stages: see `loss_stages`. bounds: see `bounds`.
+        layout: who shares what. memory: bytes of the card.
+        states: see `states`. stages: see `loss_stages`. bounds: see `bounds`.
     """
 
+    layout: Layout
     memory: int
     states: dict[str, int]
     stages: list[Stage]
@@ -52,7 +54,9 @@ class RunPlan:
         """Plain numbers: bytes and seconds."""
         stages = {s.mode: {"bytes": s.bytes, "fits": self.fits(s), "terms": dict(s.terms)} for s in self.stages}
         best = {name: self.recommended(flag) for name, flag in (("token_separable", True), ("any_loss", False))}
+        layout = asdict(self.layout) | {"dtype": str(self.layout.dtype).removeprefix("torch.")}
         return {
+            "layout": layout,
             "memory": self.memory,
             "states": self.states,
             "loss_stage": stages,
@@ -89,12 +93,13 @@ def plan_run(
     vocab = -(-model.vocab // layout.tensor) * layout.tensor
     budget = card_budget(room) if layout.budget is None and layout.device == "cuda" else layout.budget
     stages = loss_stages(model.hidden, vocab, replace(layout, budget=budget))
-    return RunPlan(room, states(model, layout), stages, list(bounds(model, layout, CARDS[card], micro_batches)))
+    return RunPlan(layout, room, states(model, layout), stages, list(bounds(model, layout, CARDS[card], micro_batches)))
 
 
 def table(plan: RunPlan) -> str:
     """The plan in words and numbers."""
-    lines = [f"a rank of {_size(plan.memory)}; activations of the layers are not counted", ""]
+    lines = [f"layout: {_words(plan.layout)}"]
+    lines += [f"a rank of {_size(plan.memory)}; activations of the layers are not counted", ""]
     lines += [f"  {name:34} {_size(size):>12}" for name, size in plan.states.items() if size]
     lines += ["", "  loss stage, beyond weights and hidden states"]
     for stage in plan.stages:
@@ -143,6 +148,13 @@ def draw(plan: RunPlan, path: Path) -> None:
     right.set(xscale="log", yscale="log", xlabel="ranks", ylabel="lower bound of a step, ms")
     right.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
+
+
+def _words(layout: Layout) -> str:
+    sizes = ", ".join(f"{name} {getattr(layout, name)}" for name in ("tensor", "context", "pipeline", "data"))
+    dtype = str(layout.dtype).removeprefix("torch.")
+    optimizer = "distributed" if layout.distributed_optimizer else "whole"
+    return f"{sizes}{', sequence parallel' if layout.sequence_parallel else ''}, {dtype}, {optimizer} optimizer"
 
 
 def _size(size: float) -> str:

@@ -13,11 +13,10 @@ from parallel_rl.plan.bounds import CARDS, bounds, loss_stage_seconds
 from parallel_rl.plan.memory import Layout
 from parallel_rl.plan.models import ModelShape
 from parallel_rl.plan.report import plan_run
-from parallel_rl.training.config.load import load_config
-from parallel_rl.training.preflight.model_shape import model_shape
-from tests.plan.test_models import LLAMA
+from parallel_rl.training.preflight.planned import planned
+from tests.plan.test_source import LLAMA, MEGATRON
 
-ROOT = Path(__file__).parents[2]
+GRPO = Path(__file__).parents[2] / "configs/grpo_arithmetic.yaml"
 MODEL = ModelShape(32, 4096, 32, 8, 128, 14336, 128256)
 
 
@@ -55,7 +54,7 @@ def test_the_recommended_mode_fits_and_is_the_leanest_of_the_fast() -> None:
 
 def test_a_config_of_train_has_its_models_sizes() -> None:
     """As many weights as the model of the demo has: 2 layers of 64, 16 words with the table of positions."""
-    shape = model_shape(load_config(str(ROOT / "configs/grpo_arithmetic.yaml")))
+    shape = planned(str(GRPO)).shape
     layer = 4 * 64 * 64 + 2 * 64 * 256 + 2 * 64
     assert shape.parameters == 2 * layer + 2 * 16 * 64 + 64 * 64 + 64
 
@@ -73,7 +72,67 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert tree["loss_stage"]["recompute"]["fits"] and tree["bounds"][0]["ranks"] == 8
     assert main([*arguments, "--memory", "8"]) == 1
     assert "any other loss: nothing fits" in capsys.readouterr().out
-    assert main(["plan", str(ROOT / "configs/grpo_arithmetic.yaml"), "--tokens", "4096", "--dtype", "float32"]) == 0
+    assert main(["plan", str(GRPO), "--tokens", "4096", "--dtype", "float32"]) == 0
+
+
+def test_a_config_has_its_own_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """TP 2 × CP 2 with sequence parallelism in float32 are the config's; a flag goes before; what was taken is said."""
+    arguments = ["plan", str(GRPO), "--tokens", "4096"]
+    assert main(arguments) == 0
+    taken, layout = capsys.readouterr().out.splitlines()[:2]
+    names = "tensor, context, pipeline, sequence_parallel, distributed_optimizer, dtype"
+    assert taken == f"taken from {GRPO}: {names}"
+    assert layout == "layout: tensor 2, context 2, pipeline 1, data 1, sequence parallel, float32, whole optimizer"
+    assert main([*arguments, "--json"]) == 0
+    own = json.loads(capsys.readouterr().out)
+    flags = ["--tensor", "1", "--no-sequence-parallel", "--dtype", "bfloat16", "--no-whole-optimizer", "--data", "2"]
+    assert main([*arguments, *flags, "--json"]) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert own["layout"]["tensor"] == 2 and own["bounds"][0]["ranks"] == 4
+    assert other["layout"]["tensor"] == 1 and other["layout"]["context"] == 2 and other["layout"]["data"] == 2
+    assert not other["layout"]["sequence_parallel"] and other["layout"]["dtype"] == "bfloat16"
+    assert other["layout_of_model"] == ["context", "pipeline"]
+    assert (
+        own["states"]["optimizer"] == 2 * own["states"]["weights"]
+    )  # float32: no master weights, and none is shared out
+    assert other["states"]["optimizer"] == 6 * other["states"]["weights"] / 4
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("parallel", {"expert": 2}, "parallel.expert = 2 is not supported"),
+        (
+            "parallel",
+            {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1},
+            "parallel.expert_tensor = 1 is not supported",
+        ),
+        ("run", {"dtype": "float64"}, "run.dtype = 'float64' is not supported; give --dtype"),
+    ],
+)
+def test_a_config_that_asks_for_what_is_not_counted(
+    key: str, value: dict, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    tree = {
+        "extends": str(GRPO.with_name("sft_arithmetic.yaml")), "model": {"experts": {"number": 4, "ffn_hidden": 64}},
+        "evaluation": None, "data": {"held_out": None}, key: value,
+    }  # fmt: skip
+    config.write_text(json.dumps(tree), encoding="utf-8")
+    assert main(["plan", str(config), "--tokens", "4096"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_megatrons_arguments_have_their_own_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their sizes stand for the flags', and the keys that nothing is read from are named."""
+    file = tmp_path / "arguments.json"
+    others = {f"other_{i}": i for i in range(20)}
+    file.write_text(json.dumps(MEGATRON | {"tensor_model_parallel_size": 8} | others), encoding="utf-8")
+    assert main(["plan", str(file), "--tokens", "8192", "--data", "4"]) == 0
+    taken, unread, layout = capsys.readouterr().out.splitlines()[:3]
+    assert taken == f"taken from {file}: tensor"
+    assert unread.startswith(f"not read of {file}: other_0, other_1") and unread.endswith("other_11 and 8 more")
+    assert layout == "layout: tensor 8, context 1, pipeline 1, data 4, bfloat16, distributed optimizer"
 
 
 @pytest.mark.parametrize(

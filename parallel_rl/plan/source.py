@@ -1,0 +1,191 @@
+"""What a file says of a run: a Hugging Face config.json, or Megatron's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from parallel_rl.config.architecture import Architecture
+from parallel_rl.config.hf_config import Keys, read_architecture, read_json
+from parallel_rl.config.shown import shown
+from parallel_rl.config.strict import closest
+from parallel_rl.config.yaml_files import read_tree
+from parallel_rl.plan.models import ModelShape
+
+_MEGATRON = ("num_layers", "hidden_size", "num_attention_heads")
+#: Megatron's arguments that change what a rank holds in ways that are not counted, and the value at which each changes nothing
+_NOT_COUNTED: Mapping[str, object] = {
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "attention_output_gate": False,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "experimental_attention_variant": None,
+    "expert_model_parallel_size": 1,
+    "heterogeneous_layers_config_encoded_json": None,
+    "heterogeneous_layers_config_path": None,
+    "hybrid_layer_pattern": None,
+    "hybrid_override_pattern": None,
+    "is_hybrid_model": False,
+    "moe_latent_size": None,
+    "moe_layer_freq": 1,
+    "moe_shared_expert_intermediate_size": 0,
+    "mtp_hybrid_override_pattern": None,
+    "mtp_num_layers": 0,
+    "multi_latent_attention": False,
+    "num_layers_in_first_pipeline_stage": None,
+    "num_layers_in_last_pipeline_stage": None,
+    "pipeline_model_parallel_layout": None,
+}
+_LATENT = (
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+)  # of multi_latent_attention
+_NEAR = 0.9  # of a slip of the fingers; no two of Megatron's own arguments that matter here are as near
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file's say.
+
+    Attributes:
+        shape: sizes of the model.
+        layout: fields of `Layout` that it sets. unread: what else is in it.
+    """
+
+    shape: ModelShape
+    layout: Mapping[str, object] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+
+
+def read_source(path: str | Path) -> Source:
+    """Read config.json (or its folder), or Megatron's arguments in YAML or JSON.
+
+    Raises:
+        ValueError: no such file, a family that is not known, a key that is missing, misspelt, of another kind or not supported.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; a config.json or Megatron's arguments are needed")
+    return source_of(read_json(path) if path.suffix == ".json" else read_tree(path), str(path))
+
+
+def source_of(tree: Mapping[str, object], where: str = "the model") -> Source:
+    """Make the same of a mapping of one of either kind, see `read_source`.
+
+    >>> sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "padded_vocab_size": 128, "swiglu": True}
+    >>> source = source_of({**sizes, "lr": 1e-6})
+    >>> source.shape.ffn, source.unread
+    (128, ('lr',))
+    """
+    if "num_hidden_layers" in tree or "model_type" in tree:
+        architecture = read_architecture(tree, where)
+        return Source(_hugging_face(architecture), unread=architecture.obstacles)
+    if all(key in tree for key in _MEGATRON):
+        return _megatron(Keys(tree, where))
+    raise ValueError(f"{where} has neither num_hidden_layers (Hugging Face) nor {', '.join(_MEGATRON)} (Megatron)")
+
+
+def _hugging_face(model: Architecture) -> ModelShape:
+    experts = model.experts
+    return ModelShape(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        groups=model.groups,
+        head_dim=model.head_dim,
+        ffn=model.ffn,
+        vocab=model.vocab,
+        tied=model.tied,
+        qkv_bias=model.qkv_bias,
+        qk_norm=model.qk_norm,
+        experts=0 if experts is None else experts.number,
+        expert_ffn=0 if experts is None else experts.ffn_hidden,
+        experts_per_token=0 if experts is None else experts.per_token,
+    )
+
+
+def _megatron(keys: Keys) -> Source:
+    _refuse_not_counted(keys)
+    source = Source(_megatron_shape(keys), _megatron_layout(keys))
+    known = keys.asked | {*_NOT_COUNTED, *_LATENT}
+    return replace(source, unread=tuple(_others(keys, known)))
+
+
+def _refuse_not_counted(keys: Keys) -> None:
+    latent = {} if "multi_latent_attention" in keys.tree else dict.fromkeys(_LATENT)
+    tensor = {"expert_tensor_parallel_size": keys.integer("tensor_model_parallel_size", default=1)}
+    without: dict[str, object] = {**_NOT_COUNTED, **latent, **tensor}
+    for name, nothing in without.items():
+        value = keys.tree.get(name)
+        if value is not None and value != nothing:
+            raise ValueError(f"{keys.where}: {name} = {shown(value)} is not supported: what it changes is not counted")
+
+
+def _others(keys: Keys, known: Collection[str]) -> Iterator[str]:
+    """The keys that nothing is read from; one that is nearly a known one is an error."""
+    for key, value in keys.tree.items():
+        if key not in known:
+            near = closest(key, known, _NEAR)
+            if near is not None:
+                raise ValueError(f"{keys.where}: unknown key {key} = {shown(value)}; did you mean {near!r}?")
+            yield key
+
+
+def _megatron_layout(keys: Keys) -> dict[str, object]:
+    names = {
+        "tensor": "tensor_model_parallel_size",
+        "context": "context_parallel_size",
+        "pipeline": "pipeline_model_parallel_size",
+        "data": "data_parallel_size",
+    }
+    sizes = {name: keys.integer(theirs, default=0) for name, theirs in names.items()}
+    layout: dict[str, object] = {name: size for name, size in sizes.items() if keys.tree.get(names[name]) is not None}
+    flags = {"sequence_parallel": "sequence_parallel", "distributed_optimizer": "use_distributed_optimizer"}
+    layout |= {name: keys.flag(theirs) for name, theirs in flags.items() if keys.tree.get(theirs) is not None}
+    bf16, fp16 = keys.flag("bf16"), keys.flag("fp16")
+    if bf16 or fp16 or "bf16" in keys.tree:
+        layout["dtype"] = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
+    return layout
+
+
+def _megatron_shape(keys: Keys) -> ModelShape:
+    hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
+    gated = any([keys.flag("swiglu"), keys.flag("gated_linear_unit")])  # both are looked up
+    groups = keys.integer("num_query_groups", default=heads)
+    learned = keys.text("position_embedding_type", "rope") == "learned_absolute"
+    positions = keys.integer("max_position_embeddings", default=None if learned else 0)
+    experts = keys.integer("num_experts", "num_moe_experts", default=0)
+    ffn = keys.integer("ffn_hidden_size", default=_ffn(hidden, gated))
+    of_expert, per_token = keys.integer("moe_ffn_hidden_size", default=ffn), keys.integer("moe_router_topk", default=2)
+    return ModelShape(
+        layers=keys.integer("num_layers"),
+        hidden=hidden,
+        heads=heads,
+        groups=groups if keys.flag("group_query_attention", True) else heads,
+        head_dim=keys.integer("kv_channels", default=hidden // max(heads, 1)),
+        ffn=ffn,
+        vocab=keys.integer("padded_vocab_size", "vocab_size"),
+        gated=gated,
+        tied=not keys.flag("untie_embeddings_and_output_weights"),
+        qkv_bias=keys.flag("add_qkv_bias"),
+        qk_norm=keys.flag("qk_layernorm"),
+        biases=keys.flag("add_bias_linear", not keys.flag("disable_bias_linear", True)),
+        layer_norm=keys.text("normalization", "RMSNorm") == "LayerNorm",
+        positions=positions if learned else 0,
+        experts=experts,
+        expert_ffn=of_expert if experts else 0,
+        experts_per_token=per_token if experts else 0,
+    )
+
+
+def _ffn(hidden: int, gated: bool) -> int:
+    """The width of the MLP that Megatron's arguments mean where they name none."""
+    return 8 * hidden // 3 // 64 * 64 if gated else 4 * hidden

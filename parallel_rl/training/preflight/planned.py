@@ -1,0 +1,81 @@
+"""A run's model and layout as `parallel-rl plan` reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from parallel_rl.megatron.model_config import default_ffn_hidden_size
+from parallel_rl.plan.models import ModelShape
+from parallel_rl.plan.source import Source
+from parallel_rl.training.config.load import load_config
+from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.data.alphabet import settle_alphabet
+from parallel_rl.training.data.datasets import find_data
+
+# a field of the plan's layout, and the key of a config that sets it
+_KEYS = {
+    "tensor": "parallel.tensor",
+    "context": "parallel.context",
+    "pipeline": "parallel.pipeline",
+    "data": "parallel.data",
+    "sequence_parallel": "parallel.sequence_parallel",
+    "distributed_optimizer": "parallel.use_distributed_optimizer",
+    "dtype": "run.dtype",
+}
+
+
+def planned(path: str, given: Mapping[str, object] | None = None) -> Source:
+    """Read the sizes and the layout of a run's config.
+
+    Args:
+        given: fields of the layout that go before the config's.
+
+    Raises:
+        ValueError: a config that is not valid, or that asks for what the plan does not count.
+    """
+    over = [f"--{_KEYS[name]}={str(value).removeprefix('torch.').lower()}" for name, value in (given or {}).items()]
+    config = load_config(path, over)
+    parallel = config.parallel
+    if parallel.expert > 1:
+        raise ValueError(f"parallel.expert = {parallel.expert} is not supported: the plan knows no expert ranks")
+    if parallel.expert_tensor not in (None, parallel.tensor):
+        raise ValueError(f"parallel.expert_tensor = {parallel.expert_tensor} is not supported unless it is tensor's")
+    if config.run.dtype == "float64":
+        raise ValueError("run.dtype = 'float64' is not supported; give --dtype")
+    layout: dict[str, object] = {
+        "tensor": parallel.tensor,
+        "context": parallel.context,
+        "pipeline": parallel.pipeline,
+        "sequence_parallel": parallel.sequence_parallel,
+        "distributed_optimizer": parallel.use_distributed_optimizer,
+        "dtype": getattr(torch, config.run.dtype),
+    }
+    if parallel.data is not None:
+        layout["data"] = parallel.data
+    return Source(model_shape(config), layout)
+
+
+def model_shape(config: TrainConfig) -> ModelShape:
+    """The sizes of the policy of a run, its vocabulary padded as the trainer pads it."""
+    model, unit = config.model, config.model.vocab_multiple * config.parallel.tensor
+    tokens = settle_alphabet(config, find_data(config.data)).tokenizer.build().vocabulary
+    words, experts = model.vocabulary(tokens).size, model.experts
+    return ModelShape(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        groups=model.query_groups or model.heads,
+        head_dim=model.head_dim or model.hidden // model.heads,
+        ffn=model.ffn_hidden or default_ffn_hidden_size(model.hidden, model.gated),
+        vocab=-(-words // unit) * unit,
+        gated=model.gated,
+        tied=model.tie_embeddings,
+        qkv_bias=model.qkv_bias,
+        qk_norm=model.qk_norm,
+        experts=0 if experts is None else experts.number,
+        expert_ffn=0 if experts is None else experts.ffn_hidden,
+        experts_per_token=0 if experts is None else experts.per_token,
+        positions=model.max_positions if model.position == "learned_absolute" else 0,
+    )
