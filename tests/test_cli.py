@@ -176,9 +176,13 @@ def test_the_version_and_a_reader_that_leaves_early(capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"parallel-rl {parallel_rl.__version__}\n"
-    line = f"{sys.executable} -u -m parallel_rl.cli recipes | head -1"
-    done = subprocess.run(["bash", "-c", line], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout.count("\n") == 1 and done.stderr == ""
+    plan = "plan configs/grpo_arithmetic.yaml --tokens 4096"
+    for command, reader, lines in (("recipes", "head -1", 1), (plan, "true", 0), (f"{plan} --json", "head -1", 1)):
+        line = f"set -o pipefail; {sys.executable} -u -m parallel_rl.cli {command} | {reader}"
+        done = subprocess.run(
+            ["bash", "-c", line], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", lines)
 
 
 @pytest.mark.parametrize("words", ["train --recipe grpo", "check --recipe grpo --world 1", "data --recipe grpo"])

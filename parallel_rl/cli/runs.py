@@ -194,10 +194,14 @@ def refuse(error: ValueError | OSError) -> int:
 def recipes() -> int:
     from parallel_rl.recipes import recipes, runs, summary
 
-    try:
-        for name, path in recipes().items():
-            print(f"{name:30} {summary(path)}{'' if runs(path) else ' (load_recipe only: `train` lacks its data)'}")
-        sys.stdout.flush()
-    except BrokenPipeError:  # of `| head`; the interpreter flushes once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for name, path in recipes().items():
+        show(f"{name:30} {summary(path)}{'' if runs(path) else ' (load_recipe only: `train` lacks its data)'}")
     return 0
+
+
+def show(text: str) -> None:
+    """Print for a reader who may leave early."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # of `| head`: what follows goes nowhere, the interpreter's own last flush too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

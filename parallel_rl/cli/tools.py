@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_rl.cli.runs import quiet, refuse
+from parallel_rl.cli.runs import quiet, refuse, show
 
 if TYPE_CHECKING:
     from parallel_rl.doctor.command import OfConfig
@@ -21,7 +21,7 @@ def plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
     try:
         if rest:
             raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl plan`")
-        return run(known, _read_source, print)
+        return run(known, _read_source, show)
     except (ValueError, OSError) as error:
         return refuse(error)
 
