@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 
 from torch import Tensor
 
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.config.names import not_registered
 from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation, unit_of
 from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
@@ -148,8 +149,8 @@ def register_objective(
             `batch.statistics`, see `Statistics`.
         collect: the same for what the policy tells, from the batch.
 
-    The function returns its values, or (values, {"name": Mean(x), ...}): metrics with one number a token (a sequence, a pair),
-    reduced over the valid ones of the step.
+    The function returns its values, one a token (a sequence, a pair) and not averaged, or (values, {"name": Mean(x), ...}):
+    metrics of the same shape, reduced over the valid ones of the step. Anything else is a ValueError on every context rank.
 
     Returns:
         A decorator that gives the loss class, whose instances have the call of `LossFn`.
@@ -172,11 +173,12 @@ def register_objective(
             options = () if config is None else (self.config,)
             logprobs = batch.logprobs if level == "token" else batch.segment_sum(batch.logprobs)
             result = objective(logprobs, batch, *options)
-            values, measures = result if isinstance(result, tuple) else (result, {})
             mask, number = batch.mask if level == "token" else batch.sequence_mask, batch.counts.seqs
             if level == "pair":
                 mask, number = mask[::2] & mask[1::2], number / 2
-            _check_measures(name, measures, mask)
+            values, measures = raise_on_all_ranks(
+                lambda: _checked(name, level, result, mask), [batch.local.context_group], logprobs
+            )
             if level == "token":
                 cfg = self.config
                 loss = aggregate(batch, values, cfg.aggregation, cfg.max_length)
@@ -222,6 +224,22 @@ def register_objective(
         return register_loss(name)(loss_class)
 
     return decorate
+
+
+def _checked(objective: str, level: Level, result: object, mask: Tensor) -> tuple[Tensor, Mapping[str, Measure]]:
+    """What an objective returned, as values and measures; a scalar would be broadcast and train on another loss."""
+    values, measures = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(values, Tensor) or values.shape != mask.shape or not isinstance(measures, Mapping):
+        kinds = [
+            f"a tensor of shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            for x in (result if isinstance(result, tuple) else (result,))
+        ]
+        raise ValueError(
+            f"the objective {objective!r} returns {', '.join(kinds)}; on level {level!r} it must return a tensor of shape "
+            f"{list(mask.shape)}, one loss a {level} and not averaged, or such a tensor and a dict of metrics"
+        )
+    _check_measures(objective, measures, mask)
+    return values, measures
 
 
 def _check_measures(objective: str, measures: Mapping[str, Measure], mask: Tensor) -> None:

@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel_rl import (
     NLLLoss,
     ParallelGroups,
+    TokenBatch,
     linear_token_stats,
+    register_objective,
     token_logprobs,
     token_stats,
 )
@@ -224,6 +226,31 @@ def test_tensor_ranks_whose_losses_differ_say_so() -> None:
             )
         else:
             assert text == "nothing", f"{path} {mode}"
+
+
+# An objective of a user whose result fits on some ranks: those went on and waited for the others.
+
+
+def without_last(rank: int) -> str:
+    groups, _ = make_groups(rank, 2, 1, 2)
+
+    @register_objective(f"without_last_{rank}")
+    def wrong(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        return logprobs[: len(logprobs) - rank]
+
+    try:
+        make_call(f"without_last_{rank}", {}, False, groups).run()
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_an_objective_that_is_wrong_on_one_context_rank_is_told_to_all() -> None:
+    first, second = run_world(2, without_last, timeout=30)
+    assert first == second
+    assert first.startswith(
+        "rank 1: the objective 'without_last_1' returns a tensor of shape [15]; on level 'token' it"
+    )
 
 
 # How much it costs to agree.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -27,7 +28,7 @@ from parallel_rl import (
 )
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.core.options import NoConfig
-from parallel_rl.losses.registry import losses
+from parallel_rl.losses.registry import Level, losses
 from parallel_rl.metrics import Mean, MinMax, Sum
 from tests.losses import test_golden as golden
 
@@ -225,6 +226,37 @@ def test_metrics_of_an_objective_that_do_not_do() -> None:
         wrong = register_objective(f"doc_wrong_{name}")(lambda logprobs, batch, m={name: measure}: (logprobs, m))
         with pytest.raises(ValueError, match=message):
             run(wrong(), logits, data)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "pair"])
+def test_values_of_an_objective_that_do_not_do(level: Level) -> None:
+    """A mean was broadcast to every token, and trained on another loss without a word; others died of raw errors."""
+    logits, data = make()
+    logits, data = logits[:4], {name: field[:4] for name, field in data.items()}
+    n = {"token": 4 * WIDTH, "sequence": 4, "pair": 2}[level]
+    good = f"a tensor of shape [{n}]"
+    for index, (wrong, found) in enumerate(
+        [
+            (lambda x: -x.mean(), "a tensor of shape []"),
+            (lambda x: x[1:], f"a tensor of shape [{n - 1}]"),
+            (lambda x: x[:, None], f"a tensor of shape [{n}, 1]"),
+            (lambda x: None, "NoneType"),
+            (lambda x: 3.0, "float"),
+            (lambda x: [x], "list"),
+            (lambda x: (x, None), f"{good}, NoneType"),
+            (lambda x: (x, {}, x), f"{good}, dict, {good}"),
+        ]
+    ):
+        name = f"doc_misshapen_{level}_{index}"
+        loss_fn = register_objective(name, level=level)(lambda x, batch, wrong=wrong, n=n: wrong(x[:n]))()
+        told = (
+            f"objective '{name}' returns {found}; on level '{level}' it must return {good}, one loss a {level} and not"
+        )
+        with pytest.raises(ValueError, match=re.escape(told)):
+            loss_fn(logits, data, *count_valid(data))
+    mean = get_loss(f"doc_misshapen_{level}_0")()
+    with pytest.raises(ValueError, match=r"shape \[\]; .* shape \[0\]"):  # a rank without rows
+        mean(logits[:0], {name: field[:0] for name, field in data.items()}, *count_valid(data))
 
 
 def test_names_and_levels_that_do_not_do() -> None:
