@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import runpy
+import subprocess
+import sys
 
 import pytest
 
@@ -43,6 +45,20 @@ def test_the_loops_log_and_train_alike_on_any_layout() -> None:
     assert text[0]["loss"] == pytest.approx(4.2, abs=0.3)
     assert dpo[0]["loss"] != grpo[0]["loss"] and "accuracy" in dpo[0]
     assert all(row["gradient norm"] > 0 for logs in alone for row in logs)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt_grpo", "gpt_dpo"))]
+)
+def test_the_command_of_each_file_runs_as_it_stands(name: str) -> None:
+    """What lies under `__main__` too, which on a CPU machine ended in an assertion of torch.cuda."""
+    pytest.importorskip("megatron.core")
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    [command] = re.findall(r"torchrun (.*)$", text, re.M)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", *command.split()]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^loss \d.* gradient norm \d", done.stdout, re.M)) == 3
 
 
 def _difference(name: str) -> list[str]:

@@ -120,6 +120,10 @@ if __name__ == "__main__":
     sizes = parser.parse_args()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        from parallel_rl.megatron import enable_cpu  # megatron-core by itself asks for CUDA
+
+        enable_cpu()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     train(sizes.tp)
     dist.destroy_process_group()
