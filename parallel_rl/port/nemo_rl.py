@@ -9,6 +9,7 @@ from parallel_rl.config.strict import configure
 from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
 from parallel_rl.losses.distillation import DistillationLossConfig
 from parallel_rl.losses.preference import DPOLossConfig
+from parallel_rl.port import nemo_rl_keys
 from parallel_rl.port.ported import Ported, Reader, Tree
 
 _CLIPPED = {field.name: field.default for field in fields(ClippedPGLossConfig)}
@@ -17,13 +18,6 @@ _DPO = {
     "reference_policy_kl_penalty": 0.05, "preference_loss_weight": 1.0, "sft_loss_weight": 0.0,
     "preference_average_log_probs": False, "sft_average_log_probs": False,
 }  # fmt: skip
-_RUN = (  # of grpo and dpo: how a run is driven, evaluated and logged
-    "max_rollout_turns", "max_num_epochs", "max_num_steps", "val_period", "val_start_at", "val_at_start", "val_at_end",
-    "max_val_samples", "val_num_generations_per_prompt", "stop_at_validation_metric", "stop_at_validation_threshold",
-    "val_batch_size", "val_global_batch_size", "val_micro_batch_size", "val_batches", "seed", "normalize_rewards",
-    "use_leave_one_out_baseline", "dynamic_sampling_max_gen_batches", "minus_baseline",
-    "skip_reference_policy_logprobs_calculation", "deduplicate_multimodal_data", "debug_payload_metrics",
-)  # fmt: skip
 _NOT_HERE = (
     "overlong_filtering", "reward_scaling", "seq_logprob_error_threshold", "invalid_tool_call_advantage",
     "malformed_thinking_advantage", "async_grpo", "async_ppo", "batch_multiplier",
@@ -43,22 +37,32 @@ def from_nemo_rl(config: Mapping[str, object]) -> Ported:
     loss = root.below("loss_fn").section
     if "dpo" in config:
         ours["preference"] = _preference(root.below("dpo"), root)
-    elif "gold_loss" in loss or not (loss or "sft" in config):
+    elif "gold_loss" in loss or not (loss or config.keys() & {"grpo", "ppo", "sft"}):
         root.leave("loss_fn" if loss else "rm", "this port carries over RL, DPO, SFT and top-k distillation")
     elif "distillation" in config or "kl_type" in loss:
         ours["distillation"] = _distillation(root.below("loss_fn"))
-    elif loss:
+    elif loss or "sft" not in config:
         ours["rl"] = _rl(root)
     else:
         ours["sft"] = {"loss": {"name": "nll"}}
     ours |= _shape(root)
+    for name, known in (
+        ("sft", nemo_rl_keys.RUN),
+        ("rm", nemo_rl_keys.RUN),
+        ("distillation", nemo_rl_keys.DISTILLATION),
+    ):
+        run = root.below(name)
+        if run.flag("only_unmask_final"):
+            run.leave("only_unmask_final")
+        run.close(known)
+    root.close(nemo_rl_keys.ROOT)
     return Ported("NeMo-RL", ours, **{kind: tuple(lines) for kind, lines in said.items()})
 
 
 def clipped_pg(loss: Reader) -> Tree:
     """Options of our clipped_pg, without those that the others leave without effect."""
     given = {name: loss.get(name) for name in _CLIPPED if name in loss.section}
-    loss.close()
+    loss.close(tuple(_CLIPPED))
 
     def drop(names: tuple[str, ...], why: str) -> None:
         for name in names:
@@ -123,6 +127,8 @@ def _rl(root: Reader) -> Tree:
     if run.flag("use_dynamic_sampling"):
         rl["dynamic_sampling"] = {"max_rounds": max(int(str(run.get("dynamic_sampling_max_gen_batches", 10))), 2)}
     shaping = run.below("reward_shaping")
+    if shaping.flag("enabled") and shaping.get("stop_properly_penalty_coef") is not None:
+        shaping.leave("stop_properly_penalty_coef")
     if shaping.flag("enabled") and shaping.get("overlong_buffer_length"):
         rl["overlong"] = {
             "name": "dapo", "max_length": shaping.get("max_response_length"), "bounded": False,
@@ -131,14 +137,17 @@ def _rl(root: Reader) -> Tree:
         root.differ(
             f"{shaping.where}: its penalty goes on growing beyond the longest response (bounded: false); ours stops"
         )
+    shaping.close(nemo_rl_keys.SHAPING)
     for key in _NOT_HERE:
         value = run.get(key)
         if value not in (None, False, 1) and not (isinstance(value, Mapping) and not value.get("enabled")):
             run.leave(key)
-    run.close(_RUN)
+    run.close(nemo_rl_keys.RUN)
     if penalty and not options.get("use_kl_in_reward"):
+        options["reference_policy_kl_penalty"] = penalty  # the default of both, to be seen and changed
         root.differ(
-            f"loss_fn.reference_policy_kl_penalty = {penalty}: ours have no KL by default; it pulls back to the reference"
+            f"loss_fn.reference_policy_kl_penalty = {penalty}: it pulls back to the reference, of which a copy is kept; the "
+            "loss policy of our recipes has no KL by default"
         )
     return rl
 
@@ -166,6 +175,9 @@ def _advantages(run: Reader, name: str) -> Tree:
     elif kind not in ("gdpo", "reinforce_plus_plus"):
         estimator.leave("name", "no such estimator here")
         out["name"] = "grpo"
+    if kind == "gdpo" and estimator.get("reward_weights") is not None:
+        out["weights"] = estimator.get("reward_weights")
+    estimator.close(nemo_rl_keys.ADVANTAGES)
     return out
 
 
@@ -180,7 +192,6 @@ def _gae(estimator: Reader) -> Tree:
     if estimator.get("normalize_advantages", True):
         out["whiten"] = "unbiased"
         estimator.differ("gae: advantages are whitened over the step (whiten: unbiased); ours by default are not")
-    estimator.close()
     return out
 
 
@@ -192,6 +203,8 @@ def _critic(root: Reader, run: Reader) -> Tree:
     rate = value.below("optimizer").below("kwargs").get("lr", 1e-5) if rate is None else rate
     options = {key: given for key in ("scale", "cliprange") if (given := loss.get(key)) is not None}
     loss.close()
+    value.close(nemo_rl_keys.POLICY)
+    of_megatron.close(nemo_rl_keys.MEGATRON)
     critic: Tree = {"loss": {"name": "value", "options": options}, "optimizer": {"lr": rate}}
     warmup = run.get("policy_training_start_step", 0)
     return critic | ({"warmup_steps": warmup} if warmup else {})
@@ -199,7 +212,7 @@ def _critic(root: Reader, run: Reader) -> Tree:
 
 def _preference(dpo: Reader, root: Reader) -> Tree:
     given = {name: dpo.get(name, default) for name, default in _DPO.items()}
-    dpo.close(_RUN)
+    dpo.close(nemo_rl_keys.RUN)
     if given["sft_average_log_probs"] and not given["sft_loss_weight"]:
         dpo.drop("sft_average_log_probs", "with sft_loss_weight = 0")
         given["sft_average_log_probs"] = False
@@ -214,10 +227,9 @@ def _preference(dpo: Reader, root: Reader) -> Tree:
 
 
 def _distillation(loss: Reader) -> Tree:
-    given = {
-        name: loss.get(name) for name in ("kl_type", "mixed_kl_weight", "zero_outside_topk") if name in loss.section
-    }
-    loss.close()
+    names = ("kl_type", "mixed_kl_weight", "zero_outside_topk")
+    given = {name: loss.get(name) for name in names if name in loss.section}
+    loss.close(names)
     if given.get("kl_type", "mixed") != "mixed" and given.pop("mixed_kl_weight", None) is not None:
         loss.drop("mixed_kl_weight", f"with kl_type = {given['kl_type']!r}")
     configure(DistillationLossConfig, given, loss.where)
@@ -236,7 +248,8 @@ def _shape(root: Reader) -> Tree:
         given = {name: megatron.get(f"{name}_{'' if name == 'context' else 'model_'}parallel_size") for name in sizes}
         parallel: Tree = {name: size for name, size in given.items() if isinstance(size, int)}
         ours["parallel"] = parallel | ({"sequence_parallel": True} if megatron.flag("sequence_parallel") else {})
-    batch: Tree = {"packing": True} if policy.below("sequence_packing").flag("enabled") else {}
+    packing = policy.below("sequence_packing")
+    batch: Tree = {"packing": True} if packing.flag("enabled") else {}
     rows = policy.get("train_micro_batch_size")
     ours["batch"] = batch | ({"micro_batch_size": rows} if isinstance(rows, int) and not batch else {})
     sampling = {
@@ -246,4 +259,9 @@ def _shape(root: Reader) -> Tree:
         sampling.pop("top_p")
     if sampling:
         ours["sampling"] = sampling
+    for section, known in (
+        (policy, nemo_rl_keys.POLICY), (megatron, nemo_rl_keys.MEGATRON), (generation, nemo_rl_keys.GENERATION),
+        (packing, nemo_rl_keys.PACKING),
+    ):  # fmt: skip
+        section.close(known)
     return ours

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from parallel_rl.config.json_text import brief
 from parallel_rl.config.strict import nearest
 
 Tree = dict[str, object]
@@ -65,9 +66,15 @@ class Reader:
         return bool(self.get(key, False))
 
     def below(self, key: str) -> Reader:
-        """A section in this one; empty where it is not there, or is no mapping."""
+        """A section in this one; empty where it is not there, or null.
+
+        Raises:
+            ValueError: anything else but a mapping.
+        """
         value = self.get(key)
-        return Reader(self.path(key), value if isinstance(value, Mapping) else {}, self.said)
+        if value is not None and not isinstance(value, Mapping):
+            raise ValueError(f"{self.path(key)} = {brief(value)} must be a mapping of its keys")
+        return Reader(self.path(key), value or {}, self.said)
 
     def path(self, key: str) -> str:
         return f"{self.where}.{key}" if self.where else key

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parallel_rl.advantages.base import AdvantageEstimator
 from parallel_rl.cli import main
 from parallel_rl.config.strict import configure
 from parallel_rl.losses.choice import LossConfig
@@ -15,25 +14,8 @@ from parallel_rl.port.options import options_of
 from parallel_rl.port.ported import Ported
 from parallel_rl.port.read import read_host_config
 from parallel_rl.training.config.algorithms import RLConfig
+from tests.port.test_nemo_rl import NEMO
 
-TIS = "truncated_importance_sampling_"
-NEMO = {
-    "grpo": {
-        "num_prompts_per_step": 32, "num_generations_per_prompt": 16, "normalize_rewards": True,
-        "use_leave_one_out_baseline": True, "async_grpo": {"enabled": True}, "bacth_multiplier": 2,
-    },
-    "loss_fn": {
-        "reference_policy_kl_penalty": 0.0, "use_on_policy_kl_approximation": True, "ratio_clip_max": 0.28,
-        "truncated_importance_sampling_ratio": 2.0, "token_level_loss": True, "ratio_clip_c": None,
-    },
-    "policy": {
-        "model_name": "m", "train_global_batch_size": 128, "train_micro_batch_size": 4,
-        "megatron_cfg": {
-            "enabled": True, "tensor_model_parallel_size": 2, "context_parallel_size": 4, "sequence_parallel": True,
-        },
-        "generation": {"temperature": 0.9, "top_k": None, "top_p": 1.0},
-    },
-}  # fmt: skip
 VERL = {
     "actor_rollout_ref": {
         "actor": {
@@ -45,48 +27,6 @@ VERL = {
     "data": {"train_batch_size": 256, "max_response_length": 1024},
     "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
 }  # fmt: skip
-
-
-def test_nemo_rl() -> None:
-    ported = options_of(NEMO)
-    assert ported.config["rl"] == {
-        "loss": {"name": "clipped_pg", "options": {"reference_policy_kl_penalty": 0.0, "ratio_clip_max": 0.28}},
-        "prompts": 32, "group_size": 16, "updates": 4,
-        "advantages": {"name": "grpo", "normalize": "leave_one_out", "baseline": "leave_one_out"},
-    }  # fmt: skip
-    assert ported.config["parallel"] == {"tensor": 2, "context": 4, "sequence_parallel": True}
-    assert ported.config["sampling"] == {"temperature": 0.9} and ported.config["batch"] == {"micro_batch_size": 4}
-    said = "\n".join(ported.lines())
-    assert "loss_fn.use_on_policy_kl_approximation = True has no effect without a KL in the loss" in said
-    assert "truncated_importance_sampling_ratio = 2.0 has no effect without use_importance_sampling_correction" in said
-    assert "left      grpo.async_grpo" in said and "unknown   grpo.bacth_multiplier = 2" in said and "(n − 1)/n" in said
-
-
-@pytest.mark.parametrize(
-    ("loss", "left"),
-    [
-        ({"force_on_policy_ratio": True, "ratio_clip_max": 0.28, "reference_policy_kl_penalty": 0}, "force_on_policy_ratio"),
-        ({"disable_ppo_ratio": True, "ratio_clip_c": 3.0}, "disable_ppo_ratio"),
-        ({"use_cispo": True, "ratio_clip_c": 3.0, "ratio_clip_max": 5.0}, "use_cispo"),
-        ({"use_importance_sampling_correction": True, f"{TIS}ratio": 2.0}, f"{TIS}type"),
-        ({"use_kl_in_reward": True, "kl_input_clamp_value": 5.0, "reference_policy_kl_penalty": 0.1}, "use_kl_in_reward"),
-    ],
-)  # fmt: skip
-def test_options_without_effect_are_dropped_and_the_rest_is_a_loss(loss: dict, left: str) -> None:
-    rl = options_of({"grpo": {}, "loss_fn": loss}).config["rl"]
-    assert left in rl["loss"]["options"]  # type: ignore[index]
-    configure(LossConfig, rl["loss"])  # type: ignore[index]
-    configure(AdvantageEstimator, rl["advantages"])  # type: ignore[index]
-
-
-@pytest.mark.parametrize("kind", ["grpo", "gae", "reinforce_plus_plus", "gdpo"])
-def test_estimators_are_ours(kind: str) -> None:
-    run = {"adv_estimator": {"name": kind, "gae_lambda": 0.9}, "advantage_clip_low": -5.0, "advantage_clip_high": 5.0}
-    loss = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1}
-    rl = options_of({"ppo" if kind == "gae" else "grpo": run, "loss_fn": loss}).config["rl"]
-    made = configure(AdvantageEstimator, rl["advantages"])  # type: ignore[index]
-    assert rl["reward_kl"] == "k3"  # type: ignore[index]
-    assert (made.clip_low, made.clip_high, made.kl_coefficient) == (-5.0, 5.0, 0.1)
 
 
 NEMO_PPO = {
@@ -120,32 +60,6 @@ def test_a_value_function() -> None:
     assert made.critic.loss.options == {"cliprange": 0.5, "aggregation": "seq-mean-token-mean"}
     assert verl["advantages"] == {"name": "gae", "gamma": 1.0, "lam": 0.9, "whiten": "unbiased"}  # type: ignore[index]
     assert "critic.cliprange_valeu = 0.5 (did you mean 'cliprange_value'?)" in options_of(VERL_PPO).unknown
-
-
-def test_what_else_a_run_of_nemo_rl_holds() -> None:
-    shaping = {"enabled": True, "overlong_buffer_length": 64, "max_response_length": 512}
-    run = {"use_dynamic_sampling": True, "dynamic_sampling_max_gen_batches": 1, "reward_shaping": shaping}
-    ported = options_of(
-        {"grpo": {**run, "adv_estimator": {"name": "raft"}}, "loss_fn": {"reference_policy_kl_penalty": 0}}
-    )
-    rl: dict = ported.config["rl"]  # type: ignore[assignment]
-    assert rl["dynamic_sampling"] == {"max_rounds": 2}  # one round draws none anew
-    overlong = {"name": "dapo", "max_length": 512, "bounded": False, "buffer": 64, "factor": 1.0}
-    assert rl["overlong"] == overlong and "goes on growing beyond" in ported.differs[0]
-    assert rl["advantages"] == {"name": "grpo"} and ported.left == (
-        "grpo.adv_estimator.name = 'raft': no such estimator here",
-    )
-    configure(RLConfig, {**rl, "steps": 1, "optimizer": {"lr": 1e-3}, "prompts": 8, "group_size": 4})
-    assert options_of({"policy": {}, "sft": {}}).config["sft"] == {"loss": {"name": "nll"}}
-
-
-def test_dpo_and_distillation() -> None:
-    ported = options_of({"policy": {}, "dpo": {"reference_policy_kl_penalty": 0, "sft_loss_weight": 1.0}})
-    assert ported.config["preference"]["loss"]["options"] == {"preference_loss_weight": 0.0, "sft_loss_weight": 1.0}  # type: ignore[index]
-    ported = options_of({"distillation": {}, "loss_fn": {"kl_type": "reverse", "mixed_kl_weight": 0.5}})
-    assert ported.config["distillation"]["loss"]["options"] == {"kl_type": "reverse"}  # type: ignore[index]
-    assert ported.dropped == ("loss_fn.mixed_kl_weight = 0.5 has no effect with kl_type = 'reverse'",)
-    assert options_of({"distillation": {}, "loss_fn": {"gold_loss": True}}).left
 
 
 def test_verl() -> None:
@@ -299,6 +213,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("defaults: [{actor: dp}]", "a group that Hydra joins"),
         ("a: ${b}", "a = ${b}: there is no b"),
         ("a: ${b}\nb: ${a}", "leads to itself"),
+        ("actor_rollout_ref: 3", "actor_rollout_ref = 3 must be a mapping"),
+        ("loss_fn: {}\ngrpo: {adv_estimator: [gae]}", "grpo.adv_estimator = ['gae'] must be a mapping"),
         ("loss_fn: {ratio_clip_min: -1}", "ratio_clip_min = -1.0 must be at least 0"),
         ("actor_rollout_ref: {actor: {policy_loss: {loss_mode: magic}}}", "supported are vanilla, gspo"),
         ("actor_rollout_ref: {actor: {policy_loss: {loss_mode: dro}, use_kl_loss: true}}", "has two penalties"),
