@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_rl.agreement import communication_device, raise_on_all_ranks
+from parallel_rl.agreement import Unavailable, communication_device, describe, raise_on_all_ranks
 from parallel_rl.config.json_text import brief, is_finite
 from parallel_rl.config.names import is_left, not_registered
 from parallel_rl.config.shown import shown
@@ -52,7 +53,7 @@ def register_reward(name: str) -> Callable[[Checker], Checker]:
     tensor([3.], dtype=torch.float64)
 
     Raises:
-        ValueError: the name is taken, or has a colon.
+        ValueError: the name is taken, or has a colon; the function takes other arguments.
     """
 
     if name in _CHECKERS:
@@ -61,6 +62,7 @@ def register_reward(name: str) -> Callable[[Checker], Checker]:
         raise ValueError(f"reward name {name!r} must not have a colon: colons mark URLs")
 
     def register(function: Checker) -> Checker:
+        _check_signature(name, function)
         _CHECKERS[name] = function
         return function
 
@@ -112,14 +114,16 @@ def reward_function(reward: str | Checker | HTTPRewardConfig | Mapping) -> Rewar
 
     Returns:
         (prompts, completions, answers), N strings each, and `extras`, N mappings -> [N] float64, on the host. A Python function
-        that gives no number, or one that is infinite in float32, ends in a ValueError that names the sample; what a server may
-        give is in `HTTPReward`.
+        that raises, or gives no number or one that is infinite in float32, ends in a ValueError that names the sample; what a
+        server may give is in `HTTPReward`.
 
     Raises:
-        ValueError: a name that is not registered, or options that are not valid.
+        ValueError: a name that is not registered, a function of other arguments, or options that are not valid.
     """
     if callable(reward):
-        return _Checked(reward, getattr(reward, "__name__", repr(reward)))
+        name = getattr(reward, "__name__", repr(reward))
+        _check_signature(name, reward)
+        return _Checked(reward, name)
     named = named_reward(reward)
     return HTTPReward(named) if isinstance(named, HTTPRewardConfig) else _Checked(checker(named), named)
 
@@ -174,7 +178,14 @@ class _Checked:
         values: list[float] = []
         others: Sequence[Extra] = [{}] * len(prompts) if extras is None else extras
         for index, (*sample, extra) in enumerate(zip(prompts, completions, answers, others, strict=True)):
-            value: object = self.function(*sample, extra=extra) if self._reads_extra else self.function(*sample)
+            try:
+                value: object = self.function(*sample, extra=extra) if self._reads_extra else self.function(*sample)
+            except Unavailable:  # a server that it asks, and that may answer later
+                raise
+            except Exception as error:
+                raise ValueError(
+                    f"reward {self.name!r} of sample {index} failed{_place(error)}: {describe(error)}"
+                ) from error
             number = _number(value)
             if not is_finite(number):
                 raise ValueError(
@@ -184,11 +195,35 @@ class _Checked:
         return torch.tensor(values, dtype=torch.float64)
 
 
-def _reads_extra(function: Checker) -> bool:
+def _signature(function: Checker) -> inspect.Signature | None:
     try:
-        return "extra" in inspect.signature(function).parameters
+        return inspect.signature(function)
     except (TypeError, ValueError):  # some built-in functions have none
-        return False
+        return None
+
+
+def _reads_extra(function: Checker) -> bool:
+    signature = _signature(function)
+    return signature is not None and "extra" in signature.parameters
+
+
+def _check_signature(name: str, function: Checker) -> None:
+    if (signature := _signature(function)) is None:
+        return
+    extra: dict[str, Extra] = {"extra": {}} if _reads_extra(function) else {}
+    try:
+        signature.bind("prompt", "completion", "answer", **extra)
+    except TypeError as error:
+        raise ValueError(
+            f"reward {name!r} takes {signature}, but is called with (prompt, completion, answer), and with extra= where it has "
+            f"such an argument: {error}"
+        ) from None
+
+
+def _place(error: Exception) -> str:
+    """The line of the reward that it left by; nothing for a built-in function."""
+    frames = traceback.extract_tb(error.__traceback__)[1:2]
+    return "".join(f" at {frame.filename}:{frame.lineno}" for frame in frames)
 
 
 def _number(value: object) -> float:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parallel_rl.agreement import Unavailable
 from parallel_rl.experience import register_reward, reward_function
 from parallel_rl.experience.rewards import checker, exact_match, score_once
 from parallel_rl.testing.pool import WorldError, run_world
@@ -49,6 +50,44 @@ def test_what_does_not(value: float) -> None:
 
     with pytest.raises(ValueError, match=r"reward 'odd' of sample 1 is .*; a finite number is needed"):
         reward_function(odd)(["a", "b"], ["", ""], ["", ""])
+
+
+def test_one_that_raises_is_told_with_its_sample_and_line() -> None:
+    """A traceback of thirty lines had neither; a server that is away stays what it is, for the run to stop and go on."""
+
+    def odd(prompt: str, completion: str, answer: str) -> float:
+        return 1 / len(completion)
+
+    line = odd.__code__.co_firstlineno + 1
+    told = rf"^reward 'odd' of sample 1 failed at .*test_rewards.py:{line}: ZeroDivisionError: division by zero$"
+    with pytest.raises(ValueError, match=told) as caught:
+        reward_function(odd)(["a", "b"], ["x", ""], ["", ""])
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+    def away(prompt: str, completion: str, answer: str) -> float:
+        raise Unavailable("the judge starts")
+
+    with pytest.raises(Unavailable, match=r"^the judge starts$"):
+        reward_function(away)(["a"], ["b"], ["c"])
+
+
+def test_one_of_other_arguments_is_refused_at_once() -> None:
+    """It failed in the first step, after the warm-up."""
+    for wrong, cause in (
+        (lambda completion, answer: 1.0, "too many positional arguments"),
+        (lambda prompt, completion, answer, level: 1.0, "missing a required argument: 'level'"),
+        (lambda prompt, completion, answer, *, level, extra: 1.0, "missing a required"),
+    ):
+        for take in (reward_function, register_reward("wrong_for_this_test")):
+            with pytest.raises(ValueError, match=rf"takes \(.*answer.*\), but is called with .*: {cause}"):
+                take(wrong)
+    for right in (
+        lambda *texts: 1.0,
+        lambda prompt, completion, answer, level=1: 1.0,
+        lambda p, c, a, *, extra: 1.0,
+        max,  # has no signature
+    ):
+        register_reward(f"right_{id(right)}_for_this_test")(right)
 
 
 @pytest.mark.parametrize(
