@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import torch
 from parallel_rl.testing.pool import run_world
 from tests.megatron.hf.cases import BOUND, Layout, apart, layout, round_trip, whole_logits
 from tests.megatron.hf.golden import CASES, weights, write_folder
+from tests.training.helpers import ROOT
 
 pytest.importorskip("megatron.core")
 pytest.importorskip("safetensors")
@@ -52,6 +56,20 @@ def test_every_family_on_one_process(tmp_path: Path) -> None:
     """Names, orders of rows, rotary positions and experts of each family, in both spellings of config.json."""
     check(list(CASES), tmp_path, [Layout()], "4", files=1)
     check(["llama31", "qwen3", "qwen3_moe"], tmp_path, [Layout()], "5", files=3)
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_page_runs(tmp_path: Path) -> None:
+    """From the start of a process: what a rank's own call needs before it, the pool's ranks have already."""
+    [code] = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "hf.md").read_text(encoding="utf-8"), re.M | re.S)
+    folder, out = write_folder("qwen3", tmp_path / "qwen3"), tmp_path / "out"
+    code = code.replace("/models/Qwen3-0.6B", str(folder)).replace("out/step_100", str(out)).replace("pp=2", "pp=1")
+    (tmp_path / "loop.py").write_text(f"send = lambda name, tensor: print(name, flush=True)\n{code}")
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "loop.py"]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in weights("qwen3"))
+    assert (out / "model.safetensors").exists()
 
 
 def test_tensor_and_pipeline_ranks_and_experts(tmp_path: Path) -> None:
