@@ -4,9 +4,9 @@ Sums of two numbers below 50, two digits each. The demonstrations of the warm-up
 one or by ten more often than not: a policy that imitates them knows how sums work and is seldom right; the rest is left to RL.
 """
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
 HELD_OUT = 100
@@ -53,4 +53,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent.parent / "configs" / "data")
+    parser = argparse.ArgumentParser(description=__doc__)
+    data = Path(__file__).parent.parent / "configs" / "data"
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=data, help="by default configs/data")
+    main(parser.parse_args().folder)

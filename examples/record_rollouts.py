@@ -3,7 +3,7 @@
 20 steps of 8 prompts × 4 samples by a policy that learns meanwhile. Training on them (`data.rollouts`) needs no sampling.
 """
 
-import sys
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -36,4 +36,9 @@ def main(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "configs/data/arithmetic_rollouts.jsonl")
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = ROOT / "configs/data/arithmetic_rollouts.jsonl"
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", type=Path, default=default, help="by default that of configs/data"
+    )
+    main(parser.parse_args().file)

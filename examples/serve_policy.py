@@ -8,8 +8,8 @@ try `rl.server` without a GPU: one request at a time, no cache.
     parallel-rl train configs/grpo_from_server.yaml
 """
 
+import argparse
 import json
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -147,4 +147,9 @@ def main(address: str, arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("address", metavar="[HOST:]PORT")
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER, help="--section.key value ...")
+    given = parser.parse_args()
+    main(given.address, [given.config, *given.overrides])

@@ -84,5 +84,19 @@ def test_the_demo_of_a_folder_trains_and_gives_one_back(tmp_path: Path) -> None:
     assert (after / "config.json").exists() and list(after.glob("*.safetensors"))
 
 
+@pytest.mark.parametrize("name", ["make_arithmetic_data", "record_rollouts", "serve_policy"])
+def test_help_is_shown_and_nothing_done(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """It was taken for a file: one example worked for half a minute and wrote it, two ended in tracebacks."""
+    pytest.importorskip("megatron.core")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    assert ended.value.code == 0 and f"usage: {name}.py" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_megatron_grpo_is_short() -> None:
     assert len((ROOT / "examples" / "megatron_grpo.py").read_text(encoding="utf-8").splitlines()) <= 150
