@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +40,11 @@ def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:
             raise ValueError("there is no prompt: write --prompt TEXT, once for each")
         if known.samples < 1:
             raise ValueError(f"--samples {known.samples} is not valid; at least 1 is needed")
+        if known.temperature is not None and not 0 <= known.temperature < math.inf:
+            raise ValueError(
+                f"--temperature {known.temperature:g} is not valid; a finite number above 0 is needed, or 0, for the likeliest "
+                "token each time"
+            )
         if not 0 <= known.seed < 2**31:
             raise ValueError(f"--seed {known.seed} is not valid; an integer from 0 to {2**31 - 1} is needed")
         from parallel_rl.training.config.load import load_config
