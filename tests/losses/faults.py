@@ -78,10 +78,10 @@ FAULTS = [
     Fault("no such backend", "backend = 'cuda' is not valid; choose one of", options(backend="cuda")),
     Fault("no such layout", "cp_layout = 'ring' is not valid; choose 'zigzag' or 'contig", options(cp_layout="ring")),
     # the fields
-    *(Fault(f"{name} missing", f"data lacks the field '{name}'; this loss needs input_ids, ", drop(name))
+    *(Fault(f"{name} missing", f"data lacks the field '{name}'; this loss needs input_ids, (?!.*generation_log)", drop(name))
       for name in ("input_ids", "token_mask", "sample_mask", *FLOATS) if name != "generation_logprobs"),
-    Fault("generation_logprobs missing", "data lacks the field 'generation_logprobs'", drop("generation_logprobs"),
-          config={"use_importance_sampling_correction": True}),
+    Fault("generation_logprobs missing", "data lacks the field 'generation_logprobs'.*, generation_logprobs",
+          drop("generation_logprobs"), config={"use_importance_sampling_correction": True}),
     Fault("rewards missing", "data lacks the field 'rewards'", drop("rewards"), config=NLL),
     *(Fault(f"narrow {name}", rf"{name} has shape \[4, 7\]; input_ids \[B, S\] = \[4, 8\] calls for \[4, 8\]",
             narrow(name)) for name in ("token_mask", *FLOATS)),

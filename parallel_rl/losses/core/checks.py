@@ -89,7 +89,8 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
     names = ("input_ids", "token_mask", "sample_mask", *needs.names)
     for name in names:
         if name not in data:
-            raise ValueError(f"data lacks the field {name!r}; this loss needs {', '.join(names)}")
+            needed = ", ".join((*names[:3], *needs.asked))
+            raise ValueError(f"data lacks the field {name!r}; this loss needs {needed}")
         if not isinstance(data[name], Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(data[name]).__name__}")
         check_plain(name, data[name])

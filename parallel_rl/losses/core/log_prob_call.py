@@ -114,7 +114,7 @@ def rows_and_data(call: LogProbCall, needs: Requirements, options: VocabOptions)
     data: dict[str, Tensor] = {}
     for name in names:
         if name not in call.data:
-            raise ValueError(f"data lacks the field {name!r}; this loss needs {', '.join(names)}")
+            raise ValueError(f"data lacks the field {name!r}; this loss needs {', '.join((masks[0], *needs.asked))}")
         field = needs.field(name)
         if field.alignment == "predictor" and responses:
             raise ValueError(

@@ -109,9 +109,15 @@ class Requirements:
         return tuple(field.name for field in self.fields if field == Field(field.name))
 
     def given(self, data: Mapping[str, object]) -> Requirements:
-        """Require the optional fields that `data` has, and no others."""
+        """Require the optional fields that `data` has, and no others; `optional` then says which these are."""
         there = tuple(field for field in self.optional if field.name in data)
-        return replace(self, fields=(*self.fields, *there), optional=())
+        return replace(self, fields=(*self.fields, *there), optional=there)
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Names of the fields that the data must have."""
+        optional = {field.name for field in self.optional}
+        return tuple(name for name in self.names if name not in optional)
 
     @property
     def reads_places(self) -> bool:
