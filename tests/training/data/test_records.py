@@ -162,6 +162,8 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
     text.write_bytes(b'{"n": 1}\n{"n": "\xff"}\n')
     with pytest.raises(ValueError, match=r"text.jsonl, line 2: no UTF-8 \(invalid start byte at byte 7\)"):
         list(open_records(str(text), "data.train", number))
+    text.write_bytes(b'\xef\xbb\xbf{"n": 1}\n{"n": 2}\n')  # the mark that some editors begin a file with
+    assert list(open_records(str(text), "data.train", number)) == [1, 2]
     (tmp_path / "nothing.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"nothing.jsonl is empty; at least one line is needed"):
         open_records([str(text), str(tmp_path / "nothing.jsonl")], "data.train", number)

@@ -111,7 +111,7 @@ class JsonlFile:
 
 def _object(line: bytes) -> Row:
     try:
-        text = line.decode("utf-8")
+        text = line.decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise ValueError(f"no UTF-8 ({error.reason} at byte {error.start}): {line.strip()[:80]!r}") from None
     if not text.strip():
