@@ -36,5 +36,7 @@ def export_checkpoint(checkpoint: Path, out: Path, config: TrainConfig) -> None:
         scalar_head=config.scalar_head,
     )
     ends = sorted(vocabulary.ends)
-    entries = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": vocabulary.pad}
+    entries: dict[str, object] = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+    if config.model.hf is None:  # what pads a batch here is no fact of a model that came from a folder
+        entries["pad_token_id"] = vocabulary.pad
     save_hf(model, out, companions=config.tokenizer.hf or config.model.hf, entries=entries)

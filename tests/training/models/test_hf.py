@@ -75,7 +75,8 @@ def test_a_run_from_a_folder(tmp_path: Path) -> None:
     checkpoint = tmp_path / "two/checkpoints/step_000002"
     [(files, same)] = run_world(1, export, one, str(checkpoint), str(tmp_path / "out"))
     assert same and files == ["config.json", "model.safetensors"]
-    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [2, 7]
+    given, back = (json.loads((path / "config.json").read_text()) for path in (hf, tmp_path / "out"))
+    assert given["eos_token_id"] == [2, 7] and back == given  # nothing is added, not even what pads a batch here
     for answer in run_world(2, export, two, str(checkpoint), str(tmp_path / "out 2")):
         assert answer == (files, True)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "out 2/model.safetensors").read_bytes()
