@@ -44,15 +44,17 @@ def _log2(u, lowest, high, low, BOTH: tl.constexpr):
 
 
 @triton.jit
-def _of_both_parts(a, b, high, low):
-    """Σ 2^x and Σ 2^x·x of x = u·(high + low) from those of u·high, in float64: rounded to float32 they would miss the gain.
+def _sums_of_both_parts(a, b, high, low):
+    """Σ 2^x and Σ 2^x·x of x = u·(high + low) from the lanes' of u·high, in float64: in float32 they would miss the gain.
 
     2^(u·low) is 1 + ln 2·u·low, so that the first sum gains a multiple of the second; the second one gains that of Σ 2^x·x²,
     which b²/a stands for: what is left is low / high, 6e-8 or less, of the variance of x in a lane. Σ 2^2x is left as it is.
     """
     part = low / high
-    gain = _LN_2 * part * b
-    return a.to(tl.float64) + gain, b.to(tl.float64) + (part * b + gain * b / tl.where(a == 0, 1.0, a))
+    root = b * tl.rsqrt(tl.maximum(a, 1e-30))  # a division would be three times as long
+    b = b.to(tl.float64) + _LN_2 * part * root * root
+    total, moment = tl.split(tl.sum(tl.join(a.to(tl.float64), b), 0))  # at one meeting of the lanes
+    return total + _LN_2 * part * moment, moment + part * moment
 
 
 @triton.jit
@@ -139,9 +141,8 @@ def stats_kernel(
     columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
 
     m = tl.full([LANES], float("-inf"), tl.float32)
-    a = tl.zeros([LANES], tl.float32)
-    b = tl.zeros([LANES], tl.float32)
-    q = tl.zeros([LANES], tl.float32)
+    none = tl.zeros([LANES], tl.float32)
+    a, b, q = none, none, none
     if PER_TOP:
         half_row = half + _in_lanes(row * half_stride, PER_LANE, ALIGNED_ROWS)
         tops_row = tops + row * tops_stride
@@ -165,8 +166,7 @@ def stats_kernel(
     tl.store(out, top)
     tl.store(out + 2, (z_y - base) * step)
     if ENTROPY:
-        a, b = _of_both_parts(shrink * a, shrink * (b + a * fall), high, low)
-        total, moment = tl.split(tl.sum(tl.join(a, b), 0))  # at one meeting of the lanes
+        total, moment = _sums_of_both_parts(shrink * a, shrink * (b + a * fall), high, low)
         tl.store(out + 3, (moment * _LN_2).to(tl.float32))
     else:
         total = tl.sum(shrink * a, 0)
