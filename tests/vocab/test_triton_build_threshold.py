@@ -32,7 +32,7 @@ MOST = {"bins": 66, "weigh": 130, "held": 90}
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("width", [pytest.param(128256, marks=pytest.mark.slow), 16032])
+@pytest.mark.parametrize("width", [pytest.param(128256, marks=pytest.mark.slow), 16032, 16033])
 def test_passes(
     width: int, dtype: torch.dtype, name: str, options: dict[str, Any], architecture: int, tmp_path: Path
 ) -> None:
@@ -45,13 +45,16 @@ def test_passes(
         constants |= dict.fromkeys(("floor", "top", "inv_t", "unit"))
     number = f"*{TYPES[dtype]}"
     types = {**POINTERS, "logits": number, "values": number, "parts": "*fp32" if name == "bins" else "*i64"}
-    aligned = {*types, "columns_per_program", "row_stride", "width"} - set(constants)
-    built = build(getattr(kernels, f"{name}_kernel"), architecture, tile.warps, aligned, constants, types)
+    whole = tile.aligns(width)  # else a row begins anywhere, and each logit is a load
+    aligned = {*types, "columns_per_program"} | ({"row_stride", "width"} if whole else set())
+    built = build(
+        getattr(kernels, f"{name}_kernel"), architecture, tile.warps, aligned - set(constants), constants, types
+    )
     assert usage(built, tmp_path)[1] == 0
     loads = accesses(built)[0]
-    assert sum(load.endswith("v4.b32") for load in loads) >= 2 * tile.lanes // (
-        32 * tile.warps
-    )  # the loop's, the tail's
+    of_a_thread = tile.lanes // (32 * tile.warps)
+    assert sum(load.endswith("v4.b32") for load in loads) >= 2 * of_a_thread * whole  # the loop's, the tail's
     if architecture == 90:
-        loop = wide_loop(machine_code(built, tmp_path))
-        assert len(loop) <= MOST[name] * sum("LDG.E.128" in what for what in loop) * 16 // dtype.itemsize
+        loop = wide_loop(machine_code(built, tmp_path), "LDG.E.128" if whole else "LDG.E")
+        assert len(loop) <= MOST[name] * of_a_thread * tile.per_lane
+        assert sum("SHFL" in what for what in loop) <= (22 if name == "weigh" else 0)

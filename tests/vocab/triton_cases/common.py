@@ -115,9 +115,6 @@ def same_bits(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 def same_sums(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    """Of logits at other strides: the same bits under the interpreter. On a card the strides decide which thread adds what."""
+    """Of logits at other strides, which decide what lane and what thread adds a column."""
     limits = {torch.float32: 1e-6, torch.bfloat16: 1e-3}
-    return all(
-        torch.equal(x, second[name]) if INTERPRETED else error(x, second[name]) < limits[x.dtype]
-        for name, x in first.items()
-    )
+    return all(error(x, second[name]) < limits[x.dtype] for name, x in first.items())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,8 +20,8 @@ from tests.vocab.triton_cases.common import (
 )
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# one lane row and less; one whole tile; several whole tiles and a rest
-SHAPES = [(6, 37), (3, 4096), (3, 9005)]
+# one lane row and less; one whole tile; several whole tiles and a rest, of rows that begin anywhere and at 16 bytes
+SHAPES = [(6, 37), (3, 4096), (3, 9005), (3, 9008)]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -138,6 +140,49 @@ def test_rows_and_columns_at_any_stride() -> None:
     for x in (z, same):
         token_stats(x, targets, backend="triton").logprobs.sum().backward()
     assert z.grad is not None and same.grad is not None and same_sums({"gradient": z.grad}, {"gradient": same.grad})
+
+
+class Launches:
+    """A kernel, and whether each of its launches took rows to begin at 16 bytes."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+        self.aligned: list[bool] = []
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*arguments: Any, **constants: Any) -> None:
+            self.aligned.append(constants["ALIGNED_ROWS"])
+            self.kernel[grid](*arguments, **constants)
+
+        return launch
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("first", "stride", "aligned"),
+    [(0, 9024, True), (8, 9024, True), (3, 9024, False), (0, 9025, False), (8, 9020, "fp32"), (4, 9024, "fp32")],
+)
+def test_rows_begin_anywhere(
+    first: int, stride: int, aligned: bool | str, dtype: torch.dtype, splits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their stride and by where the first one lies; neighbours are never read, whole rows or parts of them."""
+    from parallel_rl.vocab.backends.triton import operators
+
+    monkeypatch.setattr(operators, "processors", lambda device: 2 if splits else 0)
+    stats, gradient = Launches(operators.stats_kernel), Launches(operators.gradient_kernel)
+    monkeypatch.setattr(operators, "stats_kernel", stats)
+    monkeypatch.setattr(operators, "gradient_kernel", gradient)
+    values, targets = logits_and_targets(3, 9008, dtype)
+    wide = torch.full((3, stride), torch.nan, dtype=dtype, device=DEVICE)
+    logits = wide[:, first : first + 9008]
+    logits.copy_(values)
+    expected = dtype == torch.float32 if aligned == "fp32" else aligned
+    for entropy in (True, False):
+        got = check(logits, targets, upstream(3, "lel" if entropy else "l-l"), entropy=entropy)
+        assert got["gradient"].isfinite().all()
+    # the gradient, a new tensor of 9008 columns a row, begins at 16 bytes
+    assert stats.aligned == gradient.aligned == [expected] * 2
 
 
 def test_targets_and_masks_at_any_stride_and_dtype() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class Cut(NamedTuple):
@@ -51,6 +52,10 @@ class Tiling(NamedTuple):
     def aligns(self, *numbers: int) -> bool:
         """Whether these many columns are whole lanes, which are loaded and stored at once."""
         return all(number % self.per_lane == 0 for number in numbers)
+
+    def aligns_rows(self, *tensors: Tensor | None) -> bool:
+        """Whether every row of these begins at 16 bytes, by its stride and by where the first one lies."""
+        return all(x is None or (self.aligns(x.stride(0)) and x.data_ptr() % 16 == 0) for x in tensors)
 
 
 def tiling(tokens: int, width: int, itemsize: int, processors: int, cut: Cut) -> Tiling:

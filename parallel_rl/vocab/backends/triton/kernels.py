@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
 """Triton kernels of the token statistics: one read of the logits forward, one read and one write backward.
 
-A program walks along a row, or along a part of it, in tiles of [LANES, PER_LANE] logits. A lane's PER_LANE columns lie
-side by side, 16 bytes that one thread loads at once, and every lane keeps sums of its own, relative to its own running
-maximum: lanes meet once, at the end of the row. Exponentials are of base 2, the hardware's own. Nothing is accumulated
-atomically, so that a repeat gives the same bits.
+A program walks along a row, or along a part of it, in tiles of [LANES, PER_LANE] logits. A lane is 16 bytes of one thread,
+which loads them at once where it can, and every lane keeps sums of its own, relative to its own running maximum: lanes meet
+once, at the end of the row. Exponentials are of base 2, the hardware's own. Nothing is accumulated atomically, so that a
+repeat gives the same bits.
 """
 
 import triton
@@ -70,6 +70,18 @@ def _in_lanes(x, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _columns(LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A tile's columns, a lane's side by side, or apart by a warp's, whose threads then load neighbours.
+
+    The compiler spreads a lane of narrow loads over threads where it lies side by side: they would meet in each tile. In 64
+    bits, for in 32 each address would be a sum of its own.
+    """
+    lane, number = tl.arange(0, LANES)[:, None], tl.arange(0, PER_LANE)[None, :]
+    apart = lane // 32 * (32 * PER_LANE) + lane % 32 + 32 * number
+    return (lane * PER_LANE + number if ALIGNED else apart).to(tl.int64)
+
+
+@triton.jit
 def _add_tile(z, lowest, high, low, m, a, b, q, BOTH: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr):
     """Adds a tile [LANES, PER_LANE] to the lanes' maxima m and sums, where u = (z − m)·high, or (z − m)·(high + low) of BOTH.
 
@@ -93,19 +105,15 @@ def _add_tile(z, lowest, high, low, m, a, b, q, BOTH: tl.constexpr, ENTROPY: tl.
 def _store_half(z, at, columns, last, out, tops, MASKED: tl.constexpr, PER_TOP: tl.constexpr):
     """Stores a tile as its distances from the largest logit of every PER_TOP columns, lanes of one warp: no barrier."""
     LANES: tl.constexpr = z.shape[0]
-    GROUPS: tl.constexpr = LANES * z.shape[1] // PER_TOP
-    top = _finite_base(tl.max(tl.reshape(tl.max(z, 1), [GROUPS, LANES // GROUPS]), 1))
-    top = tl.reshape(tl.broadcast_to(top[:, None], [GROUPS, LANES // GROUPS]), [LANES])
-    half = (z - top[:, None]).to(out.dtype.element_ty)
+    EACH: tl.constexpr = PER_TOP // z.shape[1]
+    top = _finite_base(tl.max(tl.reshape(tl.max(z, 1), [LANES // EACH, EACH]), 1))
+    top = tl.reshape(tl.broadcast_to(top[:, None], [LANES // EACH, EACH]), [LANES])
     lane = tl.arange(0, LANES)
-    first = lane % (LANES // GROUPS) == 0
-    place = out + (at + columns).to(tl.int64)
+    first = lane % EACH == 0
     if MASKED:
         first &= at + lane * z.shape[1] < last
-        tl.store(place, half, mask=at + columns < last)
-    else:
-        tl.store(place, half)
-    tl.store(tops + at // PER_TOP + lane // (LANES // GROUPS), top, mask=first)
+    tl.store(out + (at + columns), z - top[:, None], mask=at + columns < last if MASKED else None)
+    tl.store(tops + at // PER_TOP + lane // EACH, top, mask=first)
 
 
 @triton.jit(do_not_specialize=["start", "tokens"])
@@ -119,41 +127,37 @@ def stats_kernel(
 
     With PER_TOP the logits are also stored, as `half`: distances from their `tops`, the largest of every PER_TOP columns.
     """
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
     # one multiplication a logit less where b is at hand, which tells what the other part of the scale is worth
     BOTH: tl.constexpr = not ENTROPY
     first = split * columns_per_program
-    kept = tl.load(keep + row) != 0
-    end = _in_lanes(valid, PER_LANE, ALIGNED_ENDS)
-    last = tl.where(kept, tl.minimum(first + columns_per_program, end), first)
+    end = tl.minimum(first + columns_per_program, _in_lanes(valid, PER_LANE, ALIGNED_ENDS))
+    last = tl.where(tl.load(keep + row) != 0, end, first)
     whole = first + (last - first) // BLOCK * BLOCK
     z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
     # before the loop, which hides the two trips to memory
     y = _local_column(targets, row, start, valid)
-    here = (y >= first) & (y < last)
-    z_y = tl.load(z_row + y.to(tl.int64) * column_stride, mask=here, other=float("-inf")).to(tl.float32)
+    z_y = tl.load(z_row + y.to(tl.int64) * column_stride, mask=(y >= first) & (y < last), other=float("-inf"))
     step = tl.load(inv_t + row * inv_t_stride)
     high, low = _log2_e_over(step, BOTH)
     # a constant on the left of a division is no operand of a maximum in Triton 3.8's interpreter
     lowest = tl.maximum(tl.full([], _LOWEST, tl.float32) / high, _LOWEST * 1e8)
-    columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
+    columns = _columns(LANES, PER_LANE, ALIGNED_ROWS)
 
-    m = tl.full([LANES], float("-inf"), tl.float32)
-    none = tl.zeros([LANES], tl.float32)
+    m, none = tl.full([LANES], float("-inf"), tl.float32), tl.zeros([LANES], tl.float32)
     a, b, q = none, none, none
     if PER_TOP:
         half_row = half + _in_lanes(row * half_stride, PER_LANE, ALIGNED_ROWS)
         tops_row = tops + row * tops_stride
     for at in range(first, whole, BLOCK):  # no mask: it would keep the compiler from wide loads
-        z = tl.load(z_row + (at + columns).to(tl.int64) * column_stride).to(tl.float32)
+        z = tl.load(z_row + (at + columns) * column_stride).to(tl.float32)
         m, a, b, q = _add_tile(z, lowest, high, low, m, a, b, q, BOTH, ENTROPY, SQUARES)
         if PER_TOP:
             _store_half(z, at, columns, last, half_row, tops_row, False, PER_TOP)
     if whole < last:
-        column = whole + columns
-        z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < last, other=float("-inf")).to(tl.float32)
+        inside = columns < last - whole
+        z = tl.load(z_row + (whole + columns) * column_stride, mask=inside, other=float("-inf")).to(tl.float32)
         m, a, b, q = _add_tile(z, lowest, high, low, m, a, b, q, BOTH, ENTROPY, SQUARES)
         if PER_TOP:
             _store_half(z, whole, columns, last, half_row, tops_row, True, PER_TOP)
@@ -164,7 +168,7 @@ def stats_kernel(
     shrink = tl.exp2(fall)
     out = parts + (split.to(tl.int64) * tokens + row) * (3 + ENTROPY + SQUARES)
     tl.store(out, top)
-    tl.store(out + 2, (z_y - base) * step)
+    tl.store(out + 2, (z_y.to(tl.float32) - base) * step)
     if ENTROPY:
         total, moment = _sums_of_both_parts(shrink * a, shrink * (b + a * fall), high, low)
         tl.store(out + 3, (moment * _LN_2).to(tl.float32))
@@ -186,8 +190,8 @@ def _sum_parts(parts, row, tokens, count, step, ENTROPY: tl.constexpr, SQUARES: 
             here = row < tl.where(at + i < count, tokens, 0)
             top = tl.maximum(top, tl.load(place + (at + i) * next_part, mask=here, other=float("-inf")))
     base = _finite_base(top)
-    total, moment = tl.zeros(row.shape, tl.float32), tl.zeros(row.shape, tl.float32)
-    squares = tl.zeros(row.shape, tl.float32)
+    none = tl.zeros(row.shape, tl.float32)
+    total, moment, squares = none, none, none
     target = tl.full(row.shape, float("-inf"), tl.float32)
     for at in range(0, count, 8):
         for i in tl.static_range(8):
@@ -263,9 +267,8 @@ def _gradient_of_tile(z, column, y, top, scale, log2_a, c0, c1, ct, ENTROPY: tl.
 def gradient_kernel(
     logits, tops, targets, keep, inv_t, rows, g_logprobs, g_entropies, g_lses, out,
     start, valid, width, row_stride, column_stride, tops_stride, out_row_stride, out_column_stride, inv_t_stride,
-    columns_per_program,
-    SAVED: tl.constexpr, LOGPROB: tl.constexpr, ENTROPY: tl.constexpr, LSE: tl.constexpr, PER_TOP: tl.constexpr,
-    LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
+    columns_per_program, SAVED: tl.constexpr, LOGPROB: tl.constexpr, ENTROPY: tl.constexpr, LSE: tl.constexpr,
+    PER_TOP: tl.constexpr, LANES: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ROWS: tl.constexpr, ALIGNED_ENDS: tl.constexpr,
 ):  # fmt: skip
     """dz = [g_logp·(1[y] − p) − g_ent·p·(log p + H) + g_lse·p] / T; `out` may be `logits`.
 
@@ -281,7 +284,6 @@ def gradient_kernel(
     z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
     out_row = out + _in_lanes(row * out_row_stride, PER_LANE, ALIGNED_ROWS)
     columns = tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
-    number = out.dtype.element_ty
 
     step = tl.load(inv_t + row * inv_t_stride)
     scale = step * _LOG2_E
@@ -298,9 +300,7 @@ def gradient_kernel(
         c0 += c1 * tl.load(rows + row * SAVED + 2)
         c1 *= _LN_2
     y = _local_column(targets, row, start, valid)
-
-    end = _in_lanes(valid, PER_LANE, ALIGNED_ENDS)
-    real = tl.where(kept, tl.maximum(tl.minimum(last, end), first), first)
+    real = tl.where(kept, tl.maximum(tl.minimum(last, _in_lanes(valid, PER_LANE, ALIGNED_ENDS)), first), first)
     whole = first + (real - first) // BLOCK * BLOCK
     tops_row = tops + row * tops_stride if PER_TOP else tops
     lane = tl.arange(0, LANES) * PER_LANE
@@ -309,7 +309,7 @@ def gradient_kernel(
         z = tl.load(z_row + column.to(tl.int64) * column_stride).to(tl.float32)
         base = (top - tl.load(tops_row + (at + lane) // PER_TOP))[:, None] if PER_TOP else top
         dz = _gradient_of_tile(z, column, y, base, scale, log2_a, c0, c1, ct, ENTROPY)
-        tl.store(out_row + column.to(tl.int64) * out_column_stride, dz.to(number))
+        tl.store(out_row + column.to(tl.int64) * out_column_stride, dz)
     for at in range(whole, last, BLOCK):
         column = at + columns
         z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < real, other=float("-inf")).to(tl.float32)
@@ -317,4 +317,4 @@ def gradient_kernel(
         base = (top - tl.load(tops_row + (at + lane) // PER_TOP, mask=inside, other=0.0))[:, None] if PER_TOP else top
         dz = _gradient_of_tile(z, column, y, base, scale, log2_a, c0, c1, ct, ENTROPY)
         dz = tl.where(column < real, dz, 0.0)
-        tl.store(out_row + column.to(tl.int64) * out_column_stride, dz.to(number), mask=column < last)
+        tl.store(out_row + column.to(tl.int64) * out_column_stride, dz, mask=column < last)

@@ -54,7 +54,7 @@ def _parts(
                 start, valid, tokens, *logits.stride(), _stride(half), _stride(tops), _row_step(inv_t), tile.columns,
                 ENTROPY=entropy, SQUARES=squares, PER_TOP=0 if half is None else PER_TOP,
                 LANES=tile.lanes, PER_LANE=tile.per_lane,
-                ALIGNED_ROWS=tile.aligns(logits.stride(0), _stride(half)), ALIGNED_ENDS=tile.aligns(valid),
+                ALIGNED_ROWS=tile.aligns_rows(logits, half), ALIGNED_ENDS=tile.aligns(valid),
                 num_warps=tile.warps, enable_fp_fusion=True,
             )  # fmt: skip
     return parts
@@ -223,6 +223,6 @@ def _launch_gradient(
             start, valid, width, *logits.stride(), _stride(tops), *out.stride(), _row_step(inv_t), tile.columns,
             SAVED=rows.shape[1], LOGPROB=g_logprobs is not None, ENTROPY=g_entropy is not None, LSE=g_lse is not None,
             PER_TOP=0 if tops is None else PER_TOP, LANES=tile.lanes, PER_LANE=tile.per_lane,
-            ALIGNED_ROWS=tile.aligns(logits.stride(0), out.stride(0)), ALIGNED_ENDS=tile.aligns(valid, width),
+            ALIGNED_ROWS=tile.aligns_rows(logits, out), ALIGNED_ENDS=tile.aligns(valid, width),
             num_warps=tile.warps, enable_fp_fusion=True,
         )  # fmt: skip

@@ -20,7 +20,7 @@ def _tiling(name: str, logits: Tensor) -> Tiling:
 def _of_rows(logits: Tensor, tile: Tiling) -> dict[str, int | bool]:
     """Constants of a pass over these logits."""
     return {
-        "LANES": tile.lanes, "PER_LANE": tile.per_lane, "ALIGNED_ROWS": tile.aligns(logits.stride(0)),
+        "LANES": tile.lanes, "PER_LANE": tile.per_lane, "ALIGNED_ROWS": tile.aligns_rows(logits),
         "ALIGNED_ENDS": tile.aligns(logits.shape[1]), "num_warps": tile.warps,
     }  # fmt: skip
 

@@ -8,7 +8,7 @@ the width of a shard moves a bit of them. What lies in the bins need not be righ
 import triton
 import triton.language as tl
 
-from parallel_rl.vocab.backends.triton.kernels import _in_lanes
+from parallel_rl.vocab.backends.triton.kernels import _columns, _in_lanes
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MOST_BITS = tl.constexpr(100.0)  # of a mass: a word far above the window must not make the sum of a row infinite
@@ -20,11 +20,6 @@ def _part(split, columns_per_program, width, BLOCK: tl.constexpr, PER_LANE: tl.c
     first = split * columns_per_program
     last = tl.minimum(first + columns_per_program, _in_lanes(width, PER_LANE, ALIGNED_ENDS))
     return first, first + (last - first) // BLOCK * BLOCK, last
-
-
-@triton.jit
-def _columns(LANES: tl.constexpr, PER_LANE: tl.constexpr):
-    return tl.arange(0, LANES)[:, None] * PER_LANE + tl.arange(0, PER_LANE)[None, :]
 
 
 @triton.jit
@@ -49,7 +44,7 @@ def bins_kernel(
     BLOCK: tl.constexpr = LANES * PER_LANE
     first, whole, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
     z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
-    columns = _columns(LANES, PER_LANE)
+    columns = _columns(LANES, PER_LANE, ALIGNED_ROWS)
     top, bins_per_unit = tl.load(end + row), tl.load(rate + row)
     step = (tl.load(inv_t + row) * _LOG2_E).to(tl.float32)
 
@@ -59,11 +54,11 @@ def bins_kernel(
     # of each place of a tile: Triton 3.6 fails on a running maximum over what it has just loaded
     largest = tl.full([LANES, PER_LANE], float("-inf"), tl.float32)
     for at in range(first, whole, BLOCK):
-        z = tl.load(z_row + (at + columns).to(tl.int64) * column_stride).to(tl.float32)
+        z = tl.load(z_row + (at + columns) * column_stride).to(tl.float32)
         counts, total, below, largest = _count_tile(z, top, bins_per_unit, step, counts, total, below, largest, BINS)
     if whole < last:
-        column = whole + columns
-        z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < last, other=float("-inf")).to(tl.float32)
+        inside = columns < last - whole
+        z = tl.load(z_row + (whole + columns) * column_stride, mask=inside, other=float("-inf")).to(tl.float32)
         counts, total, below, largest = _count_tile(z, top, bins_per_unit, step, counts, total, below, largest, BINS)
     out = parts + (split.to(tl.int64) * tokens + row) * (BINS + 3)
     tl.store(out + tl.arange(0, BINS), counts.to(tl.float32))
@@ -117,7 +112,7 @@ def weigh_kernel(
     BLOCK: tl.constexpr = LANES * PER_LANE
     first, whole, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
     z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
-    columns = _columns(LANES, PER_LANE)
+    columns = _columns(LANES, PER_LANE, ALIGNED_ROWS)
     base, step, most = tl.load(top + row), tl.load(inv_t + row), tl.load(unit)
     low += row * (1 + TOP_K)
     high += row * (1 + TOP_K)
@@ -137,14 +132,14 @@ def weigh_kernel(
     m_high = tl.zeros([LANES], tl.int64)
     m_low = tl.zeros([LANES], tl.int64)
     for at in range(first, whole, BLOCK):
-        z = tl.load(z_row + (at + columns).to(tl.int64) * column_stride).to(tl.float32)
+        z = tl.load(z_row + (at + columns) * column_stride).to(tl.float32)
         n_high, n_low, m_k, m_high, m_low = _weigh_tile(
             z, p_low, p_high, k_low, k_high, base, step, most, n_high, n_low, m_k, m_high, m_low,
             p_found, p_values, k_found, k_values, capacity, TOP_K,
         )  # fmt: skip
     if whole < last:  # NaN is in no bracket and above none
-        column = whole + columns
-        z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < last, other=float("nan")).to(tl.float32)
+        inside = columns < last - whole
+        z = tl.load(z_row + (whole + columns) * column_stride, mask=inside, other=float("nan")).to(tl.float32)
         n_high, n_low, m_k, m_high, m_low = _weigh_tile(
             z, p_low, p_high, k_low, k_high, base, step, most, n_high, n_low, m_k, m_high, m_low,
             p_found, p_values, k_found, k_values, capacity, TOP_K,
@@ -187,7 +182,7 @@ def held_kernel(
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     BLOCK: tl.constexpr = LANES * PER_LANE
-    columns = _columns(LANES, PER_LANE)
+    columns = _columns(LANES, PER_LANE, ALIGNED_ROWS)
     pivots += row * 8
     pivot = (
         tl.load(pivots), tl.load(pivots + 1), tl.load(pivots + 2), tl.load(pivots + 3),
@@ -203,11 +198,11 @@ def held_kernel(
         z_row = logits + _in_lanes(row * row_stride, PER_LANE, ALIGNED_ROWS)
         first, whole, last = _part(split, columns_per_program, width, BLOCK, PER_LANE, ALIGNED_ENDS)
         for at in range(first, whole, BLOCK):
-            z = tl.load(z_row + (at + columns).to(tl.int64) * column_stride).to(tl.float32)
+            z = tl.load(z_row + (at + columns) * column_stride).to(tl.float32)
             held = _hold_tile(z, pivot, least, base, step, most, held, MASSES)
         if whole < last:
-            column = whole + columns
-            z = tl.load(z_row + column.to(tl.int64) * column_stride, mask=column < last, other=float("nan"))
+            inside = columns < last - whole
+            z = tl.load(z_row + (whole + columns) * column_stride, mask=inside, other=float("nan"))
             held = _hold_tile(z.to(tl.float32), pivot, least, base, step, most, held, MASSES)
     elif split == 0:
         count = tl.load(found + row)

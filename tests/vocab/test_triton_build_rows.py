@@ -1,0 +1,54 @@
+"""The statistics of rows that begin anywhere, built without a card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.vocab.test_triton_build import ARCHITECTURES, _cache, build_pass, machine_code, usage, wide_loop
+
+from parallel_rl.vocab.backends.triton.cuts import CUTS  # isort: skip  # after the skip of the import above
+
+__all__ = ["_cache"]
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+THREADS = 32 * CUTS["stats", (9, 0)].warps
+#: instructions of the loop for a logit, by entropy and dtype, where each logit is a load of its own
+MOST_NARROW = {True: (11, 11.5), False: (9.5, 9.5)}
+
+
+def programs_at_once(registers: int) -> int:
+    return 65536 // (-(-registers // 8) * 8 * THREADS)
+
+
+@DTYPES
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize(
+    "rows", [{"width": 128257}, {"width": 128256, "within": True}], ids=["at an odd stride", "of an odd first column"]
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_lane_is_one_threads_wherever_rows_begin(
+    architecture: int, rows: dict[str, Any], entropy: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """The compiler spreads a lane over threads if its columns lie side by side: 39 instructions a logit, 288 of them SHFL."""
+    kernel = build_pass("stats", dtype, architecture, entropy, **rows)
+    registers, spilled = usage(kernel, tmp_path)
+    assert spilled == 0 and programs_at_once(registers) >= 8
+    if architecture == 90:
+        loop = wide_loop(machine_code(kernel, tmp_path), "LDG.E")
+        logits = 64 // dtype.itemsize
+        assert sum("LDG.E" in what for what in loop) == logits, "a load for a logit: a warp's lie side by side"
+        assert len(loop) <= MOST_NARROW[entropy][dtype.itemsize // 4] * logits
+        assert not any("SHFL" in what or "BAR." in what for what in loop)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_kept_in_one_warp_wherever_rows_begin(architecture: int, tmp_path: Path) -> None:
+    kernel = build_pass("stats", torch.float32, architecture, True, 128257, half=True)
+    registers, spilled = usage(kernel, tmp_path)
+    assert spilled == 0 and programs_at_once(registers) >= 7
+    loop = wide_loop(machine_code(kernel, tmp_path), "LDG.E") if architecture == 90 else []
+    assert len(loop) <= 21 * sum("LDG.E" in what for what in loop)
+    assert not any("BAR." in what or "LDS" in what or "STS" in what for what in loop)
