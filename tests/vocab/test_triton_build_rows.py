@@ -1,4 +1,4 @@
-"""The statistics of rows that begin anywhere, built without a card."""
+"""The statistics of rows that begin anywhere, and of rows of a few tiles, built without a card."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 
 from tests.vocab.test_triton_build import ARCHITECTURES, _cache, build_pass, machine_code, usage, wide_loop
 
-from parallel_rl.vocab.backends.triton.cuts import CUTS  # isort: skip  # after the skip of the import above
+from parallel_rl.vocab.backends.triton.cuts import CUTS, tiling  # isort: skip  # after the skip of the import above
 
 __all__ = ["_cache"]
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 THREADS = 32 * CUTS["stats", (9, 0)].warps
-#: instructions of the loop for a logit, by entropy and dtype, where each logit is a load of its own
+#: instructions for a logit by entropy and dtype: of the loop where each logit is a load of its own, and of a whole program
 MOST_NARROW = {True: (11, 11.5), False: (9.5, 9.5)}
+MOST_IN_ALL = {True: (13.6, 13.5), False: (11.1, 10.75)}
 
 
 def programs_at_once(registers: int) -> int:
@@ -52,3 +53,16 @@ def test_logits_are_kept_in_one_warp_wherever_rows_begin(architecture: int, tmp_
     loop = wide_loop(machine_code(kernel, tmp_path), "LDG.E") if architecture == 90 else []
     assert len(loop) <= 21 * sum("LDG.E" in what for what in loop)
     assert not any("BAR." in what or "LDS" in what or "STS" in what for what in loop)
+
+
+@DTYPES
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("width", [16032, pytest.param(18992, marks=pytest.mark.slow)])
+def test_instructions_of_a_whole_program(width: int, entropy: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Of a shard of TP 8 up to a quarter lies outside the loop, in the tile that is not whole; and lanes meet once a row."""
+    code = machine_code(build_pass("stats", dtype, 90, entropy, width), tmp_path)
+    loop = wide_loop(code)
+    tile = tiling(8192, width, dtype.itemsize, 132, CUTS["stats", (9, 0)])
+    once = sum(not what.startswith("NOP") for _, what in code) - len(loop)
+    issued = width // (tile.lanes * tile.per_lane) * len(loop) + once
+    assert issued <= MOST_IN_ALL[entropy][dtype.itemsize // 4] * width / THREADS
