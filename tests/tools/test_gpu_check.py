@@ -201,6 +201,7 @@ def test_everything_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "| float32, on from its checkpoint: it added a row to those of before | right |" in text
 
 
+@pytest.mark.slow
 def test_a_check_that_is_ended_keeps_what_was_found_and_leaves_no_stage(tmp_path: Path) -> None:
     """A stage has a session of its own: it went on, on the card, beside what was timed next."""
     facts = tmp_path / "facts.json"
