@@ -20,8 +20,8 @@ from parallel_rl.metrics import Metric
 
 @torch.no_grad()
 def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig) -> tuple[Tensor, dict[str, Metric]]:
-    """ω [T_local] after truncation, in float64, and its metrics."""
-    # A weight that only float32 cannot hold is large, and is truncated, or divided by the mean, as such.
+    """ω [T_local] after truncation, and its metrics; one that is to be divided by the step's mean is in float64."""
+    # A weight that only float32 cannot hold is large, and is truncated, or divided, as such.
     log_weight, by_sequence = prev.double() - batch.recorded("generation_logprobs"), config.level.startswith("sequence")
     if by_sequence:
         log_weight = (batch.segment_mean if config.level == "sequence-mean" else batch.segment_sum)(log_weight)
@@ -38,8 +38,15 @@ def importance_weight(batch: TokenBatch, prev: Tensor, config: ImportanceConfig)
         outside = out_of_bounds(weight, low, high)
         metrics["is_oob_ratio"] = batch.token_mean(batch.expand(outside) if by_sequence else outside)
         weight = truncated(weight, config.mode, low, high)
+    weight = weight if config.normalize else representable(weight, batch.output.dtype)
     metrics["sampling_importance_ratio"] = sequence_mean(batch, weight) if by_sequence else batch.token_mean(weight)
     return batch.expand(weight) if by_sequence else weight, metrics
+
+
+def representable(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight in `dtype`, 0 where that cannot hold it."""
+    weight = weight.to(dtype)
+    return torch.where(weight.isfinite(), weight, 0)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from parallel_rl.losses.off_policy import (
     importance_weight,
     off_policy_keep,
     passed_rules,
+    representable,
 )
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.losses.policy_metrics import clip_fractions, mismatch_metrics, mismatch_values
@@ -213,8 +214,7 @@ class PolicyLoss(AccountedLoss[ConfigT]):
             if cfg.importance.normalize:
                 assert statistics is not None
                 omega = omega / (statistics["importance_sum"] / batch.counts.toks).clamp(min=1e-8)
-            omega = omega.to(surrogate.dtype)
-            omega = torch.where(omega.isfinite(), omega, 0)
+                omega = representable(omega, surrogate.dtype)
             surrogate = omega * surrogate
         if cfg.off_policy_mask is not None:
             near = off_policy_keep(batch, terms.token_log_ratio, cfg.off_policy_mask)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import PolicyLossFn, Statistics, count_valid
+from parallel_rl import ClippedPGLossFn, PolicyLossFn, Statistics, count_valid
 from parallel_rl.functional.importance import step_bound
 from tests.losses.policy_batches import V
 from tests.losses.test_policy import B, dense_logprobs, dense_valid, random_batch
@@ -291,3 +291,17 @@ def test_a_weight_that_float32_cannot_hold_is_divided_by_the_mean_that_it_is_in(
     assert loss.item() == pytest.approx(math.log(V), rel=1e-6)
     ratio = metrics["sampling_importance_ratio"].item()
     assert ratio == pytest.approx(math.exp(100) / (4 if level == "token" else 1), rel=1e-6)
+
+
+def test_recorded_numbers_that_are_equal_have_a_ratio_of_one() -> None:
+    """One side was rounded to the logits' dtype and the other was not."""
+    same = torch.full((1, 5), -1.1, dtype=torch.float64) / 3
+    data = {
+        "input_ids": torch.zeros(1, 5, dtype=torch.int64),
+        "token_mask": torch.ones(1, 5),
+        "sample_mask": torch.ones(1),
+    }
+    data |= {"advantages": torch.ones(1, 5), "prev_logprobs": same, "generation_logprobs": same.clone()}
+    loss_fn = ClippedPGLossFn({"reference_policy_kl_penalty": 0.0})
+    _, metrics = loss_fn(torch.zeros(1, 5, V), data, *count_valid(data))
+    assert metrics["sampling_importance_ratio"].item() == 1

@@ -111,7 +111,8 @@ class ClippedPGLossFn(LogProbLoss):
         )
         metrics |= token_ranges(batch, {"probs_ratio": ratio, "probs_ratio_clamped": clipped})
         metrics["kl_penalty"] = shares.metrics.get("kl_penalty", Metric("share", torch.zeros_like(shares.loss)))
-        return metrics | self._importance(batch, prev, by_row)
+        given = prev if policy.on_policy else batch.recorded("prev_logprobs")
+        return metrics | self._importance(batch, given, by_row)
 
     def _importance(self, batch: TokenBatch, prev: Tensor, by_row: bool) -> dict[str, Metric]:
         """sampling_importance_ratio, and is_oob_ratio where there is a truncation."""
