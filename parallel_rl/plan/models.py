@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from parallel_rl.config.architecture import Experts
 from parallel_rl.config.strict import at_least
 
 
@@ -45,6 +46,13 @@ class ModelShape:
         at_least(self, layers=1, hidden=1, heads=1, groups=1, head_dim=1, vocab=1)
         if self.heads % self.groups:
             raise ValueError(f"heads = {self.heads} is not divisible by key-value heads = {self.groups}")
+
+    def with_experts(self, experts: Experts | None) -> ModelShape:
+        """The same with these in each layer; None: as it is."""
+        if experts is None:
+            return self
+        number, ffn, per_token = experts.number, experts.ffn_hidden, experts.per_token
+        return replace(self, experts=number, expert_ffn=ffn, experts_per_token=per_token)
 
     @property
     def embedding(self) -> int:

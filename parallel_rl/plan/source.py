@@ -94,7 +94,6 @@ def source_of(tree: Mapping[str, object], where: str = "the model") -> Source:
 
 
 def _hugging_face(model: Architecture) -> ModelShape:
-    experts = model.experts
     return ModelShape(
         layers=model.layers,
         hidden=model.hidden,
@@ -106,10 +105,7 @@ def _hugging_face(model: Architecture) -> ModelShape:
         tied=model.tied,
         qkv_bias=model.qkv_bias,
         qk_norm=model.qk_norm,
-        experts=0 if experts is None else experts.number,
-        expert_ffn=0 if experts is None else experts.ffn_hidden,
-        experts_per_token=0 if experts is None else experts.per_token,
-    )
+    ).with_experts(model.experts)
 
 
 def _megatron(keys: Keys) -> Source:

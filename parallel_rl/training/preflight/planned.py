@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 
 import torch
 
@@ -44,24 +45,15 @@ def planned(path: str, given: Mapping[str, object] | None = None) -> Source:
         raise ValueError(f"parallel.expert_tensor = {parallel.expert_tensor} is not supported unless it is tensor's")
     if config.run.dtype == "float64":
         raise ValueError("run.dtype = 'float64' is not supported; give --dtype")
-    layout: dict[str, object] = {
-        "tensor": parallel.tensor,
-        "context": parallel.context,
-        "pipeline": parallel.pipeline,
-        "sequence_parallel": parallel.sequence_parallel,
-        "distributed_optimizer": parallel.use_distributed_optimizer,
-        "dtype": getattr(torch, config.run.dtype),
-    }
-    if parallel.data is not None:
-        layout["data"] = parallel.data
-    return Source(model_shape(config), layout)
+    layout = {name: value for name, key in _KEYS.items() if (value := attrgetter(key)(config)) is not None}
+    return Source(model_shape(config), {**layout, "dtype": getattr(torch, config.run.dtype)})
 
 
 def model_shape(config: TrainConfig) -> ModelShape:
     """The sizes of the policy of a run, its vocabulary padded as the trainer pads it."""
     model, unit = config.model, config.model.vocab_multiple * config.parallel.tensor
     tokens = settle_alphabet(config, find_data(config.data)).tokenizer.build().vocabulary
-    words, experts = model.vocabulary(tokens).size, model.experts
+    words = model.vocabulary(tokens).size
     return ModelShape(
         layers=model.layers,
         hidden=model.hidden,
@@ -74,8 +66,5 @@ def model_shape(config: TrainConfig) -> ModelShape:
         tied=model.tie_embeddings,
         qkv_bias=model.qkv_bias,
         qk_norm=model.qk_norm,
-        experts=0 if experts is None else experts.number,
-        expert_ffn=0 if experts is None else experts.ffn_hidden,
-        experts_per_token=0 if experts is None else experts.per_token,
         positions=model.max_positions if model.position == "learned_absolute" else 0,
-    )
+    ).with_experts(model.experts)
