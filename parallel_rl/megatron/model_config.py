@@ -12,6 +12,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from parallel_rl.agreement import describe
 from parallel_rl.config.architecture import Experts
 from parallel_rl.layout import CPLayout
 from parallel_rl.vocab.backends.choice import COMPILER
@@ -62,7 +63,7 @@ def _import_fault() -> str | None:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return describe(error)
     return None
 
 
