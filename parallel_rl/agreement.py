@@ -117,7 +117,7 @@ def on_first_rank(work: Callable[[], ResultT], what: str) -> ResultT:
 
 
 def check_replicated(gradients: Sequence[Tensor | None], group: ProcessGroup | None, like: Tensor) -> None:
-    """Mode "always": refuses upstream gradients in which tensor ranks differ, which would spoil the model's in silence.
+    """In mode "always" refuse upstream gradients in which tensor ranks differ, which would silently corrupt the model's.
 
     A loss is computed alike on all tensor ranks and never summed over them; one all-gather shows where it was not.
 
@@ -167,9 +167,7 @@ def describe(error: BaseException) -> str:
     'OSError: disk full'
     """
     lines = [line.strip() for line in str(error).strip().splitlines()]
-    if not isinstance(
-        error, Exception | SystemExit
-    ):  # a CheckpointException is a stack of tracebacks; what went wrong stands last
+    if not isinstance(error, Exception | SystemExit):  # a CheckpointException: tracebacks, with the cause at the end
         return lines[-1] if lines else type(error).__name__
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -198,10 +196,7 @@ def _known(error: BaseException | None) -> dict[int, _Fault | None]:
 def _attempt(work: Callable[[], ResultT]) -> tuple[ResultT | None, BaseException | None]:
     try:
         return work(), None
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a user's function may call sys.exit, which must not leave the others waiting
+    except (Exception, SystemExit) as error:  # a user's function may call sys.exit, and the others would wait for it
         return None, error
     except BaseException as error:
         from torch.distributed.checkpoint import CheckpointException  # is no Exception, and takes 1 s to import

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 class _Progress:
     moves: int = 0
     doing: str = "starting up"
+    saving: bool = False
     phase: str | None = None
     step: int = 0
 
@@ -16,10 +17,10 @@ class _Progress:
 _progress = _Progress()
 
 
-def tick(doing: str) -> None:
-    """Report that something moved: `doing` begins now."""
+def tick(doing: str, *, saving: bool = False) -> None:
+    """Report that something moved: `doing` begins now; `saving`: it writes what a stop is given time for."""
     _progress.moves += 1
-    _progress.doing = doing
+    _progress.doing, _progress.saving = doing, saving
 
 
 def enter_step(phase: str, step: int) -> None:
@@ -42,6 +43,11 @@ def moves() -> int:
 def doing() -> str:
     """Return the work that began last."""
     return _progress.doing
+
+
+def saving() -> bool:
+    """Whether the work that began last writes what a stop is given time for."""
+    return _progress.saving
 
 
 def step_name() -> str:

@@ -224,9 +224,12 @@ class _Watch:
         return Post(kind, self._rank, self._host, what, heartbeat.step_name(), heartbeat.doing(), age, reason)
 
     def _stuck(self, now: float) -> str:
-        """What this rank is in, such as a read or a reward, where it has not moved since SIGTERM came: SIGKILL is near."""
+        """The activity of this rank, such as a read or a reward, if it has not moved since SIGTERM came: SIGKILL is near.
+
+        Empty while it writes a checkpoint, in one long call: that may still end in time.
+        """
         ending, still = preemption.ending(), now - self._moved
-        if ending is None or min(ending, still) < _TERM or self._waits():
+        if ending is None or min(ending, still) < _TERM or heartbeat.saving() or self._waits():
             return ""
         return (
             f"SIGTERM came {ending:.0f} s ago, and it is stuck since {still:.0f} s at {self._place}, in {heartbeat.doing()}; "

@@ -19,6 +19,7 @@ from parallel_rl.training.algorithms.evaluation import Evaluation, evaluate
 from parallel_rl.training.algorithms.phases import Phase, check_dump, phases
 from parallel_rl.training.algorithms.shown import shown_text
 from parallel_rl.training.checkpointing import checkpoint, resume
+from parallel_rl.training.checkpointing.checkpoint import Contents
 from parallel_rl.training.checkpointing.contents import checkpoint_metadata, same_weights, session_contents
 from parallel_rl.training.checkpointing.random_state import begin_random_state, restore_random_state
 from parallel_rl.training.checkpointing.run_lock import only_run
@@ -36,7 +37,6 @@ from parallel_rl.training.reporting.curves import draw_curves
 from parallel_rl.training.reporting.run_log import RunLog, read_metrics
 from parallel_rl.training.rollouts.server_check import check_servers
 from parallel_rl.training.rollouts.sharing import queued_again_without_servers
-from parallel_rl.training.session import Session
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 _DRAW_EVERY, _DRAW_SHARE = 20.0, 50  # seconds between pictures, and of one in this share of the time at most
@@ -76,7 +76,7 @@ def train(config: TrainConfig, dump_step: int | None = None) -> Result:
     with queued_again_without_servers():
         check_servers(config, vocabulary)
         data = read_datasets(config, tokenizer, files, length_check(config))
-        with only_run(Path(config.run.dir)):
+        with only_run(Path(config.run.dir), config.run.timeout):
             run = _Run(config, tokenizer, data, dump_step)
             with run.log:
                 if run.run():
@@ -104,7 +104,7 @@ class _Run:
             path, metadata = self.latest
             self.progress, values = metadata.progress, metadata.values
             self.saved = path, self.progress  # the newest checkpoint
-        self.before, self.after = (_number(values.get(name)) for name in _HELD_OUT)
+        self.before, self.after = (float(values[name]) if name in values else None for name in _HELD_OUT)
         engine = build_engine(config, tokenizer.vocabulary, config.model.max_positions)
         if self.latest is None and config.run.init_from is None:
             load_first_weights(engine)
@@ -119,15 +119,16 @@ class _Run:
         )
         for note in notes:
             self.log.say(note)
-        self.session = Session(self._phase().learner(engine), tokenizer, data)
+        self.engine, self.tokenizer, self.data = engine, tokenizer, data
 
     def run(self) -> bool:
         """Run every step that is left; False if the run was asked to stop before the last."""
         random_state = self._load_start()
-        self._describe()
+        for line in (layout_text(self.config, self.engine), *self.data.describe()):
+            self.log.say(line)
         for phase in self.phases[self.phases.index(self._phase()) :]:
-            if phase.is_main and self.progress.step == 0:
-                self._enter_main(phase)
+            if self.progress.step == 0:
+                self._begin(phase)
             if random_state is not None:  # last of all: building the models has drawn from the generators
                 restore_random_state(random_state)
                 random_state = None
@@ -177,30 +178,34 @@ class _Run:
 
     def _load_start(self) -> Mapping[str, object] | None:
         """Loads the checkpoint to continue from, or first weights; returns random states written in the same layout."""
-        config, engine, phase = self.config, self.session.engine, self._phase()
+        config, engine = self.config, self.engine
         if self.latest is None:
             if config.run.init_from is not None:
                 check = same_weights(config, "run.init_from", scalar_head=config.scalar_head)
                 path = Path(config.run.init_from)
                 checkpoint.load_weights(path, engine.model, check, scalar_head=config.scalar_head)
-                self.session = replace(self.session, policy=phase.learner(engine))  # master weights of the loaded ones
             return None
         path, metadata = self.latest
         if self.progress.step:
-            self.session = phase.enter(self.session)
-        random_state = checkpoint.load(path, session_contents(self.session, self.progress), metadata)
-        if not self.progress.step:
-            self.session = replace(self.session, policy=phase.learner(engine))
-        data = self.session.data.describe_next(self.progress.taken)
+            self._enter(self._phase())
+        random_state = checkpoint.load(path, self._contents(), metadata)
+        data = self.data.describe_next(self.progress.taken)
         self.log.say(f"continuing from {path}: {self.progress.phase} step {self.progress.step}{data}")
         if random_state is None:
             self.log.say("the layout has changed: all random states start from run.seed again")
         return random_state
 
-    def _enter_main(self, phase: Phase) -> None:
-        """Builds the models of the main phase, evaluates, and saves a checkpoint to restart from."""
-        tick("entering the main phase")
-        self.session = phase.enter(self.session)
+    def _enter(self, phase: Phase) -> None:
+        """Builds a phase's models and optimizers; the optimizer of the one before goes first: a card may not hold both."""
+        vars(self).pop("session", None)
+        self.session = phase.enter(self.engine, self.tokenizer, self.data)
+
+    def _begin(self, phase: Phase) -> None:
+        """Enters a phase at its first step; before the main one evaluates, and saves a checkpoint to restart from."""
+        tick(f"entering the {phase.name} phase")
+        self._enter(phase)
+        if not phase.is_main:
+            return
         if self.config.evaluation is not None and self.before is None:
             self.before = self._evaluate().reward
             self.log.say(f"held-out reward {self._started}: {self.before:.3f}")
@@ -245,7 +250,7 @@ class _Run:
             write()
         except Exception as error:
             failure = error
-        boundary = preemption.agree(self.session.engine.device, failure is not None)
+        boundary = preemption.agree(self.engine.device, failure is not None)
         if boundary.failed:
             raise_on_all_ranks(partial(_raise, failure), what=what)
         self.stop = boundary.stop
@@ -270,12 +275,15 @@ class _Run:
         on_first_rank(self.log.sync, f"the rows of {self.folder / 'metrics.jsonl'} could not be written")
         rewards = zip(_HELD_OUT, (self.before, self.after), strict=True)
         values: dict[str, float | int | str] = {name: value for name, value in rewards if value is not None}
-        values |= self.session.data.metadata()
+        values |= self.data.metadata()
         metadata = checkpoint_metadata(self.config, self.progress, values)
-        contents, run = session_contents(self.session, self.progress), self.config.run
-        keep = Retention(run.keep_checkpoints, run.keep_every)
-        path = checkpoint.save(self.folder / "checkpoints", self._steps_done(), contents, metadata, keep)
+        keep = Retention(self.config.run.keep_checkpoints, self.config.run.keep_every)
+        path = checkpoint.save(self.folder / "checkpoints", self._steps_done(), self._contents(), metadata, keep)
         self.saved = path, self.progress
+
+    def _contents(self) -> Contents:
+        """The contents of a checkpoint now: at the start of a phase only weights, since all else follows from them."""
+        return session_contents(self.session) if self.progress.step else Contents(self.engine)
 
     def _phase(self) -> Phase:
         return next(phase for phase in self.phases if phase.name == self.progress.phase)
@@ -305,15 +313,7 @@ class _Run:
             self.log.text(self.progress.phase, self.progress.step, "samples", shown_text(found.shown))
         return found
 
-    def _describe(self) -> None:
-        for line in (layout_text(self.config, self.session.engine), *self.session.data.describe()):
-            self.log.say(line)
-
 
 def _raise(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
-
-
-def _number(value: float | int | str | None) -> float | None:
-    return None if value is None else float(value)

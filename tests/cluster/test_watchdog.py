@@ -202,6 +202,28 @@ def test_a_rank_that_is_stuck_as_sigterm_comes_says_where_and_ends(
     )
 
 
+def test_a_rank_that_writes_a_checkpoint_as_sigterm_comes_is_not_stuck(
+    watches: tuple[dist.TCPStore, Callable[[int, float], _Watch]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The main thread waits for the disk in one call, for longer than a read or a reward would be given."""
+    said: list[str] = []
+    monkeypatch.setattr(_Watch, "_end", lambda self, text: said.append(text))
+    monkeypatch.setattr(watch_module, "_GATHER", 0.1)
+    monkeypatch.setattr(watch_module, "_TERM", 0.2)
+    monkeypatch.setattr(preemption, "_ended", time.monotonic())
+    store, make = watches
+    watch = make(0, 2.0)
+    heartbeat.tick("writing a checkpoint", saving=True)
+    watch.start()
+    store.wait(["parallel_rl/watch/0/beat/0"], timedelta(seconds=60))
+    time.sleep(0.8)
+    assert not said
+    heartbeat.tick("asking the reward function")
+    time.sleep(0.8)
+    watch.close()
+    assert "in asking the reward function" in said[0]
+
+
 def test_an_error_of_the_gpu_is_not_taken_for_a_lost_store(
     watches: tuple[dist.TCPStore, Callable[[int, float], _Watch]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,12 +18,14 @@ from parallel_rl.training.checkpointing.contents import same_weights
 from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.config.train import TrainConfig
+from parallel_rl.training.data.datasets import Datasets
 from parallel_rl.training.models.engine import Engine, build_critic, freeze_copy, load_frozen
 from parallel_rl.training.models.learner import Learner, build_loss
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.rollouts.remote import RemoteRollouts
 from parallel_rl.training.session import Session
+from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 Section = RLConfig | PreferenceConfig | SupervisedConfig | DistillationConfig
 Run = Callable[..., StepMetrics]  # (session, its section, where the run stands)
@@ -51,10 +53,9 @@ class Phase:
         loss_fn = build_loss(engine, self.loss, engine.config.sampling if samples else None)
         return Learner.start(engine, loss_fn, self.optimizer, self.updates)
 
-    def enter(self, session: Session) -> Session:
+    def enter(self, engine: Engine, tokenizer: Tokenizer, data: Datasets) -> Session:
         """The session at the start of this phase; in the main one reference and critic are copies of the present policy."""
-        engine, config = session.engine, session.engine.config
-        session = replace(session, policy=self.learner(engine))
+        session, config = Session(self.learner(engine), tokenizer, data), engine.config
         if not self.is_main:
             return session
         teacher, rl = None, config.rl

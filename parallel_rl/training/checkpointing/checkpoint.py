@@ -19,6 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from parallel_rl.agreement import gather_results, on_first_rank, raise_on_all_ranks
+from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.megatron import unwrap
 from parallel_rl.training.checkpointing import manifest as files
 from parallel_rl.training.checkpointing import storage
@@ -115,6 +116,7 @@ def save(folder: Path, number: int, contents: Contents, metadata: CheckpointMeta
     metadata = replace(metadata, layout=_layout(contents.engine), parts=(*contents.models, *named))
     needed = bytes_of(state, contents.engine.device)
     partial = on_first_rank(lambda: storage.make_partial(final, needed), failed)
+    tick("writing a checkpoint", saving=True)
     try:
         save_sharded(state, partial, failed)
         entries = _seal(partial, failed)

@@ -18,10 +18,8 @@ _MODEL = "model."
 _TOKENIZER = "tokenizer."
 
 
-def session_contents(session: Session, progress: TrainProgress) -> Contents:
-    """Everything that a checkpoint of this moment holds: at the start of a phase only weights, all else follows from them."""
-    if not progress.step:
-        return Contents(session.engine)
+def session_contents(session: Session) -> Contents:
+    """Everything that a checkpoint in the middle of a phase holds."""
     critic = session.critic
     losses = {"loss": session.policy.loss_fn, "critic_loss": None if critic is None else critic.loss_fn}
     scheduled: Controllers = {name: one for name, one in losses.items() if one is not None and one.state_dict()}

@@ -135,7 +135,7 @@ def _all_of(kind: UnionType | type, *values: object) -> None:
 
 
 def _names(path: Path) -> set[str]:
-    """What lies in a folder, but for what a network file system keeps there of files that were removed while open."""
+    """The files in a folder, except those that a network file system keeps of files that were removed while open."""
     return {entry.name for entry in os.scandir(path) if not entry.name.startswith(".nfs")}
 
 

@@ -116,14 +116,14 @@ def _common(state: Mapping[Any, Any]) -> tuple[list[Mapping[str, Any]], int | No
 
 
 def _step_of(optimizer: torch.optim.Optimizer, step: int | None) -> tuple[Tensor | None, dict[str, int]]:
-    """What the state of each parameter has of the step, and what the groups have of it."""
+    """The step as each parameter's state has it, and as the groups have it."""
     if step is None:
         return None, {}
     return (torch.tensor(float(step)), {}) if isinstance(optimizer, _TORCH) else (None, {"step": step})
 
 
 def _values_of(group: Mapping[str, Any], saved: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """What a checkpoint has of a group; experts are in a group of their own under expert parallelism alone."""
+    """A parameter group as a checkpoint has it; experts are in a group of their own under expert parallelism alone."""
     names = ("wd_mult", "lr_mult", "is_decoupled_lr")
     # from 0.17 on the ends of schedules are among the identifiers: those of now
     present = ("params", "step", *param_group_identifier_keys)
@@ -147,7 +147,7 @@ def _shards(part: DistributedOptimizer) -> Iterator[_Shard]:
 
 
 def _whole(part: DistributedOptimizer, of_parameter: Mapping[int, Any], loading: bool) -> State:
-    """What Megatron's other optimizers make of themselves: {"state": ..., "param_groups": ...}."""
+    """The state dict of Megatron's other optimizers: {"state": ..., "param_groups": ...}."""
     tensors: list[State] = []
     for shard in _shards(part):
         about = of_parameter[id(shard.parameter)]

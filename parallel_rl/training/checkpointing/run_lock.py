@@ -11,30 +11,49 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
+import torch.distributed as dist
+
 from parallel_rl.agreement import on_first_rank
 
 _NAME = ".lock"
 _LEASE = 120.0  # seconds in which a file server gives back what a dead node held
+_LINGER = 30.0  # for a process to end, once its collective has failed
+_AGAIN = 5.0  # between two looks at a lock
 
 
 @contextlib.contextmanager
-def only_run(folder: Path) -> Iterator[None]:
+def only_run(folder: Path, timeout: float) -> Iterator[None]:
     """Inside, no other run writes the folder; the lock is the first rank's and goes with its process.
 
-    A file system without locks has none. A requeued Slurm job waits for the lock that its last start left on a dead node. A
-    folder that was made for the lock, and in which nothing was written, goes with it.
+    A file system without locks has none. A requeued Slurm job waits for the lock of its last start: that of a dead node, or of
+    one that Slurm gave up while its rank still waits in a collective for those that are gone. A folder that was made for the
+    lock, and in which nothing was written, goes with it.
+
+    Args:
+        timeout: seconds that a rank waits in a collective.
 
     Raises:
         ValueError: another run has it; which one; on all ranks.
         RuntimeError: it cannot be written; on all ranks.
     """
     with contextlib.ExitStack() as held:
+        end = time.monotonic() + max(_LEASE, timeout + _LINGER)
 
-        def hold() -> None:
-            held.enter_context(_folder(folder))
-            held.enter_context(_holding(folder))
+        def hold() -> str | None:
+            with contextlib.ExitStack() as taken:
+                taken.enter_context(_folder(folder))
+                other = taken.enter_context(_holding(folder, may_wait=time.monotonic() < end))
+                if other is None:
+                    held.push(taken.pop_all())
+            return other
 
-        on_first_rank(hold, f"run.dir = {str(folder)!r} cannot be written")
+        # every rank looks again: one that waited in a collective for the first one would end the run
+        said = False
+        while (other := on_first_rank(hold, f"run.dir = {str(folder)!r} cannot be written")) is not None:
+            if dist.get_rank() == 0 and not said:
+                print(f"run.dir is still held by this job's last start, {other}; waiting for it to end", flush=True)
+            said = True
+            time.sleep(_AGAIN)
         yield
 
 
@@ -51,24 +70,26 @@ def _folder(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _holding(folder: Path) -> Iterator[None]:
-    job, end = os.environ.get("SLURM_JOB_ID", ""), time.monotonic() + _LEASE
+def _holding(folder: Path, *, may_wait: bool = False) -> Iterator[str | None]:
+    """Inside, the lock is ours; or this job's last start has it, the one that is given, and `may_wait`."""
+    job = os.environ.get("SLURM_JOB_ID", "")
     while (file := _locked(folder / _NAME)) is None:
         with contextlib.suppress(FileNotFoundError):
             holder = (folder / _NAME).read_text(encoding="utf-8", errors="replace")
-            if not job or not holder.startswith(f"job {job} ") or time.monotonic() > end:
-                raise ValueError(
-                    f"run.dir = {str(folder)!r} is being written by {holder or 'another process'}. Nothing was changed; wait "
-                    "for it, or choose another run.dir"
-                )
-        time.sleep(0.5)
+            if may_wait and job and holder.startswith(f"job {job} "):
+                yield holder
+                return
+            raise ValueError(
+                f"run.dir = {str(folder)!r} is being written by {holder or 'another process'}. Nothing was changed; wait "
+                "for it, or choose another run.dir"
+            )
     with file:
         who = f"{f'job {job} ' if job else ''}process {os.getpid()} on {socket.gethostname()}"
         with contextlib.suppress(OSError):  # a full disk is for the run to tell
             file.truncate(0)
             file.write(f"{who}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode())
         try:
-            yield
+            yield None
         finally:
             with contextlib.suppress(FileNotFoundError):
                 (folder / _NAME).unlink()

@@ -71,7 +71,7 @@ def make_partial(final: Path, needed: int) -> Path:
 
 
 def publish(partial: Path, final: Path) -> None:
-    """Gives a filled folder its name; an older one of that name goes only then, and `clean_up` mends a kill between the two."""
+    """Give a filled folder its name; an older one of that name goes only then, and `clean_up` repairs a kill in between."""
     replaced = final.with_name(_REPLACED + final.name)
     sync_folder(partial)
     if final.exists():

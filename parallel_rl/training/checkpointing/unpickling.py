@@ -38,7 +38,7 @@ _NAMES = {  # classes that only hold what they are given
 
 
 class _Place(NamedTuple):
-    """Where an object of the index lies."""
+    """Place of an object of the index."""
 
     name: str
     file: str

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """Which activations the backward computes again instead of keeping them, in Megatron's words; the numbers stay the same.
+    """Activations that the backward computes again instead of keeping them, in Megatron's words; the numbers stay the same.
 
     Attributes:
         granularity: "full" keeps the inputs of layers, "selective" all but what happens inside `modules`.

@@ -73,6 +73,6 @@ class TokenizerConfig:
 
     @property
     def identity(self) -> Mapping[str, str | None]:
-        """What the weights of a model rest on, for a checkpoint."""
+        """The vocabulary that a model's weights depend on, for a checkpoint."""
         tokens = None if self.hf is None else f"tokenizer.json with the SHA-256 {fingerprint(Path(self.hf))}"
         return {"tokenizer.alphabet": self.alphabet, "tokenizer.hf": tokens}

@@ -220,7 +220,7 @@ class TrainConfig:
                     )
 
     def _check_experts(self) -> None:
-        """With expert parallelism data ranks ask the experts together, so each runs as many forwards as the others."""
+        """Refuse what gives data ranks unequal numbers of forwards: under expert parallelism they call the experts together."""
         experts = self.parallel.expert
         if experts == 1:
             return
@@ -244,7 +244,7 @@ class TrainConfig:
 
 
 def _settled(reward: dict[str, object] | HTTPRewardConfig | str) -> dict[str, object] | HTTPRewardConfig | str:
-    """With the options of servers as what they are; a mapping with a `url` is one server's."""
+    """Read the options of reward servers; a mapping with a `url` is one server's."""
     if isinstance(reward, dict) and "url" not in reward:
         return {source: named_reward(one, f"reward.{source}") for source, one in reward.items()}
     return named_reward(reward)

@@ -36,7 +36,7 @@ def conversation(fields: Row, system: str | None, row: Row | None = None) -> lis
 
 
 def asked_text(messages: Sequence[Message]) -> str:
-    """What is asked, as one text: all but the system text."""
+    """The question as one text: all but the system text."""
     return "\n\n".join(str(message.get("content") or "") for message in messages if message["role"] != "system")
 
 
@@ -83,7 +83,7 @@ def answers_of(value: object, key: str, asked: Sequence[Message]) -> list[Messag
 
 
 def shared_turns(chosen: object, rejected: object) -> list[Message]:
-    """What two conversations have in common: the prompt of a pair that has no other.
+    """The beginning that two conversations share: the prompt of a pair without one.
 
     Raises:
         ValueError: malformed messages, or none in common.

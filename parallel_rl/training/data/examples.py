@@ -161,7 +161,7 @@ def parse_rollout(row: Row, vocab_size: int) -> Rollout:
 def _segments(row: Row, count: int) -> tuple[int, ...]:
     segments = tuple(map(int, _numbers(row, "segments", integer=True)))
     if len(segments) != count:
-        raise ValueError(f"'segments' has {len(segments)} values for {count} 'logprobs'; they must be as many")
+        raise ValueError(f"'segments' has {len(segments)} values for {count} 'logprobs'; their numbers must be equal")
     turns = [turn for turn in segments if turn != -1]
     if not turns or turns != sorted(turns) or turns[0] < 0:
         raise ValueError(
@@ -173,13 +173,13 @@ def _segments(row: Row, count: int) -> tuple[int, ...]:
 def _mask(row: Row, count: int, segments: Sequence[int] | None) -> tuple[int, ...]:
     mask = tuple(map(int, _numbers(row, "mask", integer=True)))
     if len(mask) != count:
-        raise ValueError(f"'mask' has {len(mask)} values for {count} 'logprobs'; they must be as many")
+        raise ValueError(f"'mask' has {len(mask)} values for {count} 'logprobs'; their numbers must be equal")
     if not {*mask} <= {0, 1} or not any(mask):
         raise ValueError(
             f"'mask' = {list(mask)} must be 1 for what the policy sampled, at least once, and 0 for what a tool wrote"
         )
     if segments is not None and any(kept and turn < 0 for kept, turn in zip(mask, segments, strict=True)):
-        raise ValueError("'mask' is 1 where 'segments' is -1, for a token of the environment; mend one of them")
+        raise ValueError("'mask' is 1 where 'segments' is -1, for a token of the environment; correct one of them")
     return mask
 
 

@@ -1,4 +1,4 @@
-"""How a source's rows are read: which column is which field, what is asked, and by which tokenizer it becomes ids."""
+"""Format of a source's rows: the columns of its fields, its prompt, and the tokenizer that turns it into ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run makes of the rows of each source."""
+"""Parsers of the rows of each source."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Parsers(NamedTuple):
 
 
 def parsers(config: TrainConfig, tokenizer: Tokenizer) -> Parsers:
-    """How a run reads the rows of each source."""
+    """Build the parsers of a run's sources."""
     data = config.data
     form = {name: Format(tokenizer, data.columns_of(name), data.system, data.mask_history) for name in FIELDS}
     return Parsers(

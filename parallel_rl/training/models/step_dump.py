@@ -17,7 +17,7 @@ from parallel_rl.training.config.train import TrainConfig
 
 @dataclass(frozen=True)
 class StepDump:
-    """Which optimizer step is dumped, and where.
+    """Optimizer step to dump, and its destination.
 
     Attributes:
         number: of the step, the first is 1.

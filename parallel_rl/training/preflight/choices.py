@@ -1,4 +1,4 @@
-"""What a run would get on this machine, and why: layers, attention, statistics, process groups' backend, optimizer."""
+"""Choices that a run would get on this machine, and why: layers, attention, statistics, backend, optimizer."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a logger is told as it is made.
+    """Facts that a logger is given at its creation.
 
     Attributes:
         folder: of the run.

@@ -154,7 +154,7 @@ class RunLog:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What it has written in the run's folder."""
+        """The files that it has written in the run's folder."""
         if not self.active:
             return ()
         return (
@@ -245,8 +245,8 @@ def _read(path: Path) -> tuple[list[dict[str, float | int | str]], bool]:
             if number > len(lines):
                 return rows, True
             raise ValueError(
-                f"{path.absolute()}, line {number} is not a row of metrics: {line[:60]!r}. Nothing was changed; mend or remove "
-                "the line, or move the file away"
+                f"{path.absolute()}, line {number} is not a row of metrics: {line[:60]!r}. Nothing was changed; correct or "
+                "remove the line, or move the file away"
             ) from None
         rows.append(row)
     return rows, zeros

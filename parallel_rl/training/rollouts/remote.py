@@ -152,12 +152,19 @@ class RemoteRollouts:
         self._version, self._folder = version, folder
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The samples in flight, once all M have arrived; failed ones are left out, to be requested again."""
-        self._settle()
+        """The samples in flight, once all M have arrived; failed ones are left out, to be requested again.
+
+        So are those still open as a stop is asked for while a server is away: a save must not wait for it, nor fail.
+        """
+        try:
+            self._settle()
+        except Unavailable:
+            if self.updated:
+                self._drop()
         done = [
             (sample, asked.prompt, _known(asked))
             for sample, asked in sorted(self._asked.items())
-            if asked.future.exception() is None
+            if asked.future.done() and asked.future.exception() is None
         ]
         facts = [[sample, mark, one.version, one.stopped, len(one.tokens)] for sample, mark, one in done]
         return {
@@ -188,7 +195,7 @@ class RemoteRollouts:
         return [_Asked(_mark(prompt), self._version, future) for prompt, future in zip(prompts, futures, strict=True)]
 
     def _draw(self, prompts: Sequence[Sequence[int]], ask: Callable[[], list[_Asked]]) -> Taken:
-        """What `ask` asks for, on all ranks that share it; asked again where a server has lost its weights meanwhile."""
+        """The samples that `ask` requests, on all ranks that share them; requested again if a server has lost its weights."""
         for _ in range(_RESTARTS):
             taken = ask() if self._sharing.asks else []
             completions = self._await(taken)
@@ -215,7 +222,7 @@ class RemoteRollouts:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """Where what is inside fails, as it then does on all ranks, ask for nothing more: what is in flight is of no use."""
+        """Request nothing more if the block fails, as it then does on all ranks: what is in flight is of no use."""
         try:
             yield
         except (ValueError, Unavailable):

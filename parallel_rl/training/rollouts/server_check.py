@@ -51,7 +51,7 @@ def _check(config: TrainConfig, server: ServerConfig, words: Vocabulary) -> None
 
 
 def _shape(config: TrainConfig, vocab_size: int) -> Mapping[str, object]:
-    """What config.json would say of the policy."""
+    """The config.json that the policy would have."""
     model = config.model
     return {
         "vocab_size": vocab_size,

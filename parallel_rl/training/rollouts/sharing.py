@@ -85,7 +85,7 @@ class Sharing:
 
 @contextmanager
 def queued_again_without_servers() -> Iterator[None]:
-    """Where what is inside ends because a server is away, ask for a restart of the job; every rank gets there.
+    """Ask for a restart of the job if the block ends because a server is away; every rank gets there.
 
     Raises:
         Unavailable: what was raised inside.
@@ -99,7 +99,7 @@ def queued_again_without_servers() -> Iterator[None]:
 
 
 def failure(future: Future) -> BaseException | None:
-    """What a future failed with, if it is done and has."""
+    """The error that a future failed with, if it is done and did."""
     return future.exception() if future.done() else None
 
 

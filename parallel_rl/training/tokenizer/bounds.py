@@ -1,4 +1,4 @@
-"""How long a rendering of a template may take, and how large it may grow. Needs jinja2."""
+"""Bounds on the time and the size of a template's rendering. Needs jinja2."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Bounds(Extension):
             raise SecurityError(f"a text or a list of {size:,} items, which may fill the memory")
 
     def whole(self, pieces: Iterable[str]) -> str:
-        """What a template writes, looked at piece by piece."""
+        """The output of a template, checked piece by piece."""
         kept = []
         for piece in pieces:
             self.tick()

@@ -24,7 +24,7 @@ RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """What a template reads beside the conversation.
+    """Variables of a template beside the conversation.
 
     Attributes:
         template: which of several templates a folder has; None: the one that is named "default", or the only one.

@@ -89,7 +89,7 @@ class HuggingFaceTokenizer:
         return self.encode(self._template.render(messages, answered=False))
 
     def target(self, messages: Sequence[Message], answers: Sequence[Message]) -> Target:
-        """What the template writes behind the prompt, up to the last answer's end token; exactly the answers are learned."""
+        """The ids that the template writes after the prompt, up to the last answer's end token; only answers are learned."""
         if self._template is None:
             self._plain(messages)
             return Target((*self.encode(plain_answer(answers, self._no_form)), self._end))
@@ -120,7 +120,7 @@ class HuggingFaceTokenizer:
         return [*ids, self._end]
 
     def document(self, text: str) -> list[int]:
-        """What tokenizer.json puts before a text, the text, the end token."""
+        """The ids of a text: what tokenizer.json puts first, the text, the end token."""
         return [*self._begin, *self.encode(text), self._end]
 
     def _plain(self, messages: Sequence[Message]) -> str:

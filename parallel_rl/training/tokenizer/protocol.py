@@ -1,4 +1,4 @@
-"""What a run asks of a tokenizer."""
+"""Protocol of a tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Target:
-    """What follows a prompt and a policy is to say; an end token last.
+    """The ids that a policy is to produce after a prompt, with the end token.
 
     Attributes:
         tokens: ids.
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
         """
 
     def target(self, messages: Sequence[Message], answers: Sequence[Message]) -> Target:
-        """What follows the ids of `render(messages)` in the conversation of both.
+        """The ids that follow those of `render(messages)` in the conversation of both.
 
         Args:
             messages: the prompt.

@@ -1,4 +1,4 @@
-"""Where a chat template writes the answers of a conversation: between renderings that begin the whole one."""
+"""Places of a conversation's answers in a chat template's output: between renderings that begin the whole one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def turns(template: ChatTemplate, messages: Sequence[Message], answers: Sequence
         if not said.startswith(asked):
             raise ValueError(
                 f"{template.where} does not write an answer behind its own prompt: {_end_of(asked)} is not where the answer "
-                "begins in the whole conversation; mend the template, or set tokenizer.variables"
+                "begins in the whole conversation; fix the template, or set tokenizer.variables"
             )
         if not whole.startswith(said) or (found and len(asked) < found[-1][1]):
             raise ValueError(

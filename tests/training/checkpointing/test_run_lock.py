@@ -7,7 +7,10 @@ import signal
 import subprocess
 import sys
 from io import FileIO
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -58,18 +61,53 @@ def test_a_folder_that_was_made_for_the_lock_goes_with_it(tmp_path: Path) -> Non
     assert not (tmp_path / "new").exists()
 
 
-def test_a_requeued_job_waits_for_what_its_last_start_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file server gives back the lock of a node that lost its power only after its lease."""
-    looks = iter([None, None, run_lock._locked(tmp_path / "other")])
-    (tmp_path / ".lock").write_text("job 17 process 1 on node1, since yesterday")
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    monkeypatch.setattr(run_lock, "_locked", lambda path: next(looks))
-    with run_lock._holding(tmp_path):
-        pass
-    (tmp_path / ".lock").write_text("job 18 process 1 on node1, since yesterday")
-    monkeypatch.setattr(run_lock, "_locked", lambda path: None)
-    with pytest.raises(ValueError, match="job 18 process 1 on node1"), run_lock._holding(tmp_path):
-        pass
+def test_a_requeued_job_waits_for_what_its_last_start_left(tmp_path: Path) -> None:
+    """A file server gives back a dead node's lock after its lease; a rank of one that Slurm gave up may be in a collective for
+    `run.timeout` yet. The other ranks look again and again, too: in one collective they would end the run."""
+    holder = "job 17 process 1 on node1, since yesterday"
+    for job, looks, timeout, outcome in [
+        (17, 3, 600.0, "has it after 10 s"),
+        (
+            17,
+            None,
+            60.0,
+            f"written by {holder}. Nothing was changed; wait for it, or choose another run.dir after 120 s",
+        ),
+        (
+            17,
+            None,
+            600.0,
+            f"written by {holder}. Nothing was changed; wait for it, or choose another run.dir after 630 s",
+        ),
+        (
+            18,
+            None,
+            600.0,
+            f"written by {holder}. Nothing was changed; wait for it, or choose another run.dir after 0 s",
+        ),
+    ]:
+        (tmp_path / ".lock").write_text(holder)
+        found = run_world(2, _requeued, tmp_path, str(job), looks, timeout)
+        assert [each.removeprefix(f"run.dir = {str(tmp_path)!r} is being ") for each in found] == [outcome] * 2
+
+
+def _requeued(rank: int, folder: Path, job: str, looks: int | None, timeout: float) -> str:
+    """What becomes of a start of a job whose lock is let go at a look of the first rank's, and when by the clock."""
+    seen, clock = count(1), [0.0]
+
+    def look(path: Path) -> FileIO | None:
+        return FileIO("/dev/null", "r+") if next(seen) == looks else None
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    time = SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep, strftime=lambda text: text)
+    with mock.patch.multiple(run_lock, _locked=look, time=time), mock.patch.dict(os.environ, SLURM_JOB_ID=job):
+        try:
+            with run_lock.only_run(folder, timeout):
+                return f"has it after {clock[0]:g} s"
+        except ValueError as error:
+            return f"{error} after {clock[0]:g} s"
 
 
 def test_a_full_disk_does_not_keep_a_run_from_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,6 +77,30 @@ def test_the_run_is_saved_to_be_queued_again_and_goes_on_to_the_same_bits(away: 
         assert done + train(run, server, layout, options, reward=scorer.url, rl__steps=4) == expected
 
 
+def test_samples_in_flight_at_a_server_that_is_away_do_not_keep_a_stopped_run_from_its_save(tmp_path: Path) -> None:
+    """The server ends while it draws those of the third step, and the stop comes before the second is over."""
+    run, job = tmp_path / "run", tmp_path / "job"
+    job.mkdir()
+    found: list[Server] = []
+
+    def ends(count: int, body: dict) -> tuple[int, object]:
+        if count == 2 * SAMPLES + 3:
+            (job / "STOP").touch()
+            found[0].stop()
+        return well(count, body)
+
+    options = {"options": "ahead: 1", "rl__steps": 3, "run__timeout": 2}
+    with serve(well) as server:
+        expected = train(tmp_path / "whole", server, **options)
+    with serve(ends) as server:
+        found.append(server)
+        [done] = run_world(1, _for_a_job, arguments(run, server, **options), str(job))
+    assert done == expected[:2]
+    assert f"goes on from {run}/checkpoints/step_000002" in (job / "REQUEUE").read_text()
+    with serve(well) as server:
+        assert done + train(run, server, **options) == expected
+
+
 def test_before_the_first_step_the_job_is_queued_again_too(tmp_path: Path) -> None:
     """Every rank ends with the cause, and the marker is there."""
     with serve_engine(EngineServer()) as server:

@@ -38,7 +38,7 @@ def check_mismatch(session: Session, config: RLConfig, made: Experience, at: Tra
                 f"policy's, mean |log ratio| over {int(count)} tokens, and rl.server.max_mismatch = {server.max_mismatch:g}. "
                 f"The policy has version {version}, and the server is taken to have {version}, too, by what it says or was "
                 "last given: it has other weights, or its log-probs are of another distribution (temperature, top_k, top_p). "
-                "Mend that, or set max_mismatch to null for samples of any policy"
+                "Fix that, or set max_mismatch to null for samples of any policy"
             )
     total, count = sums.sum(0).tolist()
     return {"mismatch": total / count} if count and recomputed else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -40,12 +41,6 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
         made, staleness = mask_stale(session, config, made)
         metrics |= staleness
     parts = made.split(sizes)
-    if config.experts:
-        experts, sizes = policy.balance(demonstrations(session, config, at), config.updates, beside=parts)
-        pairs = zip(parts, experts.split(sizes), strict=True)
-        parts = [Experience.concat([part, beside], fill=True) for part, beside in pairs]
-    if OBSERVED in config.loss.requirements.names:
-        parts = [part.with_fields(**{OBSERVED: part.attention_mask & ~part.token_mask.bool()}) for part in parts]
     done = step * config.updates
     if config.critic is not None:
         critic = session.critic
@@ -54,6 +49,12 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
         metrics |= {f"critic_{name}": value for name, value in combine_updates(results).items() if name != "tokens"}
         if step < config.critic.warmup_steps:
             return {**metrics, "tokens": combine_updates(results)["tokens"]}
+    if config.experts:  # for the policy alone: a critic would take their returns for 0
+        experts, sizes = policy.balance(demonstrations(session, config, at), config.updates, beside=parts)
+        pairs = zip(parts, experts.split(sizes), strict=True)
+        parts = [Experience.concat([part, beside], fill=True) for part, beside in pairs]
+    if OBSERVED in config.loss.requirements.names:
+        parts = [part.with_fields(**{OBSERVED: part.attention_mask & ~part.token_mask.bool()}) for part in parts]
     results = []
     for index, part in enumerate(parts):
         batches = policy.batches(part)
@@ -61,7 +62,7 @@ def rl_step(session: Session, config: RLConfig, at: TrainProgress) -> StepMetric
             assert session.teacher is not None
             batches = with_teacher_logits(policy.engine, session.teacher, batches)
         results.append(policy.update(batches, done + index))
-    if session.kl_controller is not None:
+    if session.kl_controller is not None and "reward_kl" in kl:
         session.kl_controller.update(kl["reward_kl"], config.prompts * config.group_size)
     return {**combine_updates(results), **metrics}
 
@@ -83,7 +84,8 @@ def _with_advantages(session: Session, config: RLConfig, made: Experience) -> tu
         assert made.kl is not None and made.sample_mask is not None
         valid = made.token_mask & made.sample_mask[:, None]
         mean = mean_over_ranks(made.kl[valid], groups.data, session.engine.device)
-        kl |= {"reward_kl": mean, "kl_coefficient": controller.value}
+        kl |= {"kl_coefficient": controller.value}
+        kl |= {} if math.isnan(mean) else {"reward_kl": mean}  # where every sample is masked there is none
     estimates = compute_advantages(made.data(), config.advantages, groups, controller)
     return replace(made, advantages=estimates.advantages, returns=estimates.returns), kl
 
