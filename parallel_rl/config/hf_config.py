@@ -90,7 +90,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class HFModel:
-    """What config.json says of a model: its architecture, and every entry as it was read."""
+    """A model's config.json: its architecture, and every entry as it was read."""
 
     architecture: Architecture
     config: Mapping[str, object]

@@ -1,4 +1,4 @@
-"""What may be shown of a text that others wrote, of an address, and of a key: messages, logs and records take nothing else."""
+"""Safe renderings of foreign texts, addresses and keys, the only ones that messages, logs and records take."""
 
 from __future__ import annotations
 

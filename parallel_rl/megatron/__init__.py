@@ -18,8 +18,8 @@ The examples in this package start from
     >>> ids = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 0]])
     >>> data = {"input_ids": ids, "token_mask": ids > 0, "sample_mask": torch.ones(2)}
 
-Only this package imports megatron. What a loss computes does not belong here, nor what a trainer decides (data, learning rates,
-checkpoints): this package turns tensors and a model into gradients.
+This package turns tensors and a model into gradients. What a loss computes does not belong here, nor what a trainer decides
+(data, learning rates, checkpoints).
 """
 
 import importlib

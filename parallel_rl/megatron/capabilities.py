@@ -1,4 +1,4 @@
-"""What the installed megatron-core can do, asked of its code: a version's number says little of a branch or a patch."""
+"""Capabilities of the installed megatron-core, asked of its code: a version number says little about a branch or a patch."""
 
 from __future__ import annotations
 

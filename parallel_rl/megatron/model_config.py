@@ -22,7 +22,7 @@ CUT = "cp_partition_mode"
 
 
 class Layers(NamedTuple):
-    """Which layers a model gets, and why."""
+    """Choice of a model's layers, and the reason for it."""
 
     engine: bool
     why: str
@@ -174,7 +174,7 @@ def build_config(
         "recompute_method": "uniform" if recompute else None,
         "recompute_num_layers": 1 if recompute else None,
         **_expert_fields(experts, aux_loss, dtype),
-        **_fusions(gated, bias, dtype),
+        **_fusions(gated or (bias and experts is None), dtype),
         **(overrides or {}),
     }
     if fields.get("num_moe_experts") is None:
@@ -202,6 +202,7 @@ def _expert_fields(experts: Experts | None, aux_loss: float, dtype: torch.dtype)
     return {
         **sizes,
         "num_moe_experts": experts.number,
+        "moe_grouped_gemm": has_transformer_engine(dtype),  # all experts in one call; Megatron's local layers have none
         "moe_ffn_hidden_size": experts.ffn_hidden,
         "moe_router_topk": experts.per_token,
         "moe_router_pre_softmax": not experts.normalised,  # a softmax over all experts, or over those of the token
@@ -210,11 +211,11 @@ def _expert_fields(experts: Experts | None, aux_loss: float, dtype: torch.dtype)
     }
 
 
-def _fusions(gated: bool, bias: bool, dtype: torch.dtype) -> dict[str, object]:
+def _fusions(activation: bool, dtype: torch.dtype) -> dict[str, object]:
     on_gpu, engine = torch.cuda.is_available(), has_transformer_engine(dtype)
     return {
-        # torch compiles it; Megatron refuses it for a plain GELU without bias
-        "bias_activation_fusion": on_gpu and COMPILER is not None and (gated or bias),
+        # torch compiles it; Megatron refuses it for a plain GELU without bias, and for any plain GELU of grouped experts
+        "bias_activation_fusion": on_gpu and COMPILER is not None and activation,
         "bias_dropout_fusion": False,  # without dropout it is a sum, compiled again in each mode
         "masked_softmax_fusion": False,  # only Megatron's own core attention reads it
         "apply_rope_fusion": engine,

@@ -77,7 +77,7 @@ def prepare(
 def _masked(
     models: Sequence[torch.nn.Module], loss_fn: LossFunction, groups: ParallelGroups
 ) -> list[Mapping[str, Tensor]]:
-    """What a data rank without a micro-batch runs: its model takes part in the collectives of the others."""
+    """Input for a data rank without a micro-batch: its model takes part in the collectives of the others."""
     needs = loss_fn.requirements
     local = [field.name for field in needs.fields if field.per == "local"]
     if local:

@@ -20,6 +20,11 @@ EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 # an expert's number among those of its rank: Megatron's own spelling, and Transformer Engine's of grouped matrices
 _EXPERT = re.compile(r"(\.experts\.local_experts\.|\.experts\.linear_fc[12]\.(?:weight|bias))(\d+)")
+_FUSED = (
+    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+)
+_GROUPED = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$")
 
 _TO_RESIDUAL = re.compile(r"\.linear_(proj\.weight|fc2\.weight\d*)$")
 _HEAD = re.compile(r"mtp\.layers\.(\d+)\.")
@@ -71,6 +76,19 @@ def shift_expert(name: str, by: int) -> str:
     """
     found = _EXPERT.search(name)
     return name if found is None else f"{name[: found.start(2)]}{int(found[2]) + by}{name[found.end(2) :]}"
+
+
+def spelled_locally(name: str) -> str:
+    """Return a parameter's name in the spelling of Megatron's local layers.
+
+    Transformer Engine's fuse a norm into the linear layer behind it and hold all experts of a layer in one module.
+
+    >>> spelled_locally("decoder.layers.3.mlp.experts.linear_fc1.weight7")
+    'decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight'
+    """
+    for fused, local in _FUSED:
+        name = name.replace(fused, local)
+    return _GROUPED.sub(r"experts.local_experts.\2.\1.weight", name)
 
 
 def mark_parameters(model: torch.nn.Module) -> None:
@@ -183,7 +201,7 @@ def whole_tensor(parameter: Parameter) -> Tensor:
 
 @torch.no_grad()
 def initialize_weights(models: Sequence[torch.nn.Module], seed: int, vocab_size: int) -> None:
-    """Draw each weight matrix from a generator keyed by (seed, name), so that every layout starts from the same model.
+    """Draw each weight matrix from a generator keyed by (seed, `spelled_locally` name): every layout starts from one model.
 
     Normal with the config's `init_method_std`; the projections that write to the residual stream get std /
     √(2·layers). Biases are 0, norms as they were built. Rows of the vocabulary padding are 0.
@@ -201,7 +219,7 @@ def initialize_weights(models: Sequence[torch.nn.Module], seed: int, vocab_size:
             std = config.init_method_std
             if _TO_RESIDUAL.search(name):
                 std /= math.sqrt(2.0 * config.num_layers)
-            key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+            key = hashlib.sha256(f"{seed}/{spelled_locally(name)}".encode()).digest()
             generator = torch.Generator("cpu").manual_seed(int.from_bytes(key[:7], "big"))
             whole = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
             parameter.copy_(local_shard(whole, parameter))

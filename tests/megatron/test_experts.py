@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,7 +12,8 @@ from torch import Tensor
 
 from parallel_rl.config.architecture import Experts
 from parallel_rl.testing.pool import run_world
-from tests.megatron.hf.cases import Layout, layout
+from tests.megatron.hf.cases import Layout, layout, round_trip
+from tests.megatron.hf.golden import write_folder
 
 pytest.importorskip("megatron.core")
 
@@ -21,8 +24,8 @@ def test_drawn_experts_are_the_same_on_every_layout() -> None:
     """Where fewer ranks share a matrix than there are tensor ranks, it was given another size."""
     [[expected]] = run_world(1, _drawn, [Layout()])
     layouts = [Layout(tp=2, sp=True), Layout(tp=2, etp=2, sp=True), Layout(ep=2), Layout(tp=2, ep=2, sp=True)]
-    for engine in (False, True):
-        for rank in run_world(2, _drawn, layouts, engine):
+    for kind in ("local", "stamped", "grouped"):
+        for rank in run_world(2, _drawn, layouts, kind):
             for sizes, found in zip(layouts, rank, strict=True):
                 assert found.keys() == expected.keys()
                 assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), sizes
@@ -36,15 +39,18 @@ def _stamped(model: torch.nn.Module) -> None:
     mark_parameters(model)
 
 
-def _drawn(rank: int, layouts: list[Layout], engine: bool = False) -> list[dict[str, Tensor]]:
-    """With `engine`, on layers whose parameters look like Transformer Engine's."""
+def _drawn(rank: int, layouts: list[Layout], kind: str = "local") -> list[dict[str, Tensor]]:
+    """On layers of Megatron's, with parameters "stamped" as Transformer Engine's, or with experts in one module as there."""
     from parallel_rl import megatron as M
     from parallel_rl.megatron import model as building
     from parallel_rl.megatron.hf import export_tensors
+    from tests.megatron.grouped import grouped_experts
 
     results = []
+    marked = _stamped if kind == "stamped" else mark_parameters
+    experts = grouped_experts if kind == "grouped" else contextlib.nullcontext
     for sizes in layouts:
-        with layout(sizes), mock.patch.object(building, "mark_parameters", _stamped if engine else mark_parameters):
+        with layout(sizes), mock.patch.object(building, "mark_parameters", marked), experts():
             config = M.build_config(
                 num_layers=1,
                 hidden_size=16,
@@ -56,6 +62,21 @@ def _drawn(rank: int, layouts: list[Layout], engine: bool = False) -> list[dict[
             model = M.build_model(config, 7, 8)
             results.append({name: tensor.clone() for name, tensor in export_tensors(model)})
     return results
+
+
+def test_experts_in_one_module_are_transformers_ones(tmp_path: Path) -> None:
+    """As Transformer Engine holds all experts of a layer: they are read, computed with, exported and written as any others."""
+    folder = write_folder("qwen3_moe", tmp_path / "qwen3_moe")
+    layouts = [Layout(ep=2), Layout(tp=2, etp=2, sp=True), Layout(tp=2, ep=2, sp=True)]
+    for wrong in run_world(2, _round_trip, [("qwen3_moe", str(folder))], str(tmp_path / "out"), layouts):
+        assert wrong == []
+
+
+def _round_trip(rank: int, folders: list[tuple[str, str]], out: str, layouts: list[Layout]) -> list[str]:
+    from tests.megatron.grouped import grouped_experts
+
+    with grouped_experts():
+        return round_trip(rank, folders, out, layouts)
 
 
 @pytest.mark.parametrize(

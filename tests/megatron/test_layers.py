@@ -61,6 +61,7 @@ def _machine(package: bool, card: bool) -> Iterator[dict[str, mock.Mock]]:
 def _built(rank: int) -> dict[Entry, list[bool]]:
     """Whether each part of a model is Transformer Engine's, by the entries of the table."""
     import parallel_rl.megatron as M
+    from parallel_rl.config.architecture import Experts
     from parallel_rl.megatron.norm import ShardedNorm
 
     M.initialize()
@@ -70,6 +71,10 @@ def _built(rank: int) -> dict[Entry, list[bool]]:
             config = M.build_config(
                 num_layers=1, hidden_size=8, num_attention_heads=2, dtype=dtype, overrides={"mtp_num_layers": 1}
             )
+            plain = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "gated": False, "bias": True}
+            experts = M.build_config(dtype=dtype, experts=Experts(2, 8), **plain)
+            # Megatron's grouped experts refuse it in their forward
+            assert not experts.bias_activation_fusion
             engines = made["get_gpt_layer_with_transformer_engine_spec"].return_value
             head = made["get_gpt_mtp_block_spec"]
             head.return_value.layer_specs = [mock.Mock()]
@@ -83,6 +88,7 @@ def _built(rank: int) -> dict[Entry, list[bool]]:
         rows[package, card, dtype] = [
             config.apply_rope_fusion,
             config.persist_layer_norm,
+            experts.moe_grouped_gemm,
             layer is engines,
             block is engines,
             block is engines or block.layer_norm is not ShardedNorm,
@@ -100,7 +106,7 @@ def test_every_part_of_a_model_follows_the_table() -> None:
     [rows] = run_world(1, _built)
     assert len(rows) == 16
     for entry, parts in rows.items():
-        assert parts == [choose_layers(*entry).engine] * 7, entry
+        assert parts == [choose_layers(*entry).engine] * 8, entry
 
 
 def test_an_engine_that_does_not_import_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

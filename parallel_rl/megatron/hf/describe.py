@@ -1,4 +1,4 @@
-"""What config.json must say of a Megatron model."""
+"""The config.json of a Megatron model."""
 
 from __future__ import annotations
 

@@ -13,9 +13,16 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from parallel_rl.megatron.hf.describe import describe_model
-from parallel_rl.megatron.hf.table import Source, spelled_locally, table
+from parallel_rl.megatron.hf.table import Source, table
 from parallel_rl.megatron.model import unwrap
-from parallel_rl.megatron.weights import EMBEDDING, cut_of, global_parameters, shift_expert, whole_tensor
+from parallel_rl.megatron.weights import (
+    EMBEDDING,
+    cut_of,
+    global_parameters,
+    shift_expert,
+    spelled_locally,
+    whole_tensor,
+)
 
 Models = torch.nn.Module | Sequence[torch.nn.Module]
 

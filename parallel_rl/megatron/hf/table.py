@@ -1,23 +1,12 @@
-"""The table of names: each parameter of Megatron's whole model as rows of Hugging Face's tensors.
-
-Both of Megatron's spellings have a place in it: that of its local layers and that of Transformer Engine's, which fuse a norm
-into the linear layer behind it and may hold all experts of a layer in one module.
-"""
+"""The table of names: each parameter of Megatron's whole model as rows of Hugging Face's tensors."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallel_rl.config.architecture import Architecture
 from parallel_rl.megatron.weights import EMBEDDING, HEAD
-
-_FUSED = (
-    ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
-    ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
-)
-_GROUPED = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$")
 
 
 @dataclass(frozen=True)
@@ -56,17 +45,6 @@ class Source:
             if low < high:
                 yield low, Rows(piece.name, piece.start + low - at, piece.start + high - at)
             at += piece.stop - piece.start
-
-
-def spelled_locally(name: str) -> str:
-    """Return a parameter's name in the spelling of Megatron's local layers.
-
-    >>> spelled_locally("decoder.layers.3.mlp.experts.linear_fc1.weight7")
-    'decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight'
-    """
-    for fused, local in _FUSED:
-        name = name.replace(fused, local)
-    return _GROUPED.sub(r"experts.local_experts.\2.\1.weight", name)
 
 
 def table(model: Architecture, *, scalar_head: bool = False) -> dict[str, Source]:
