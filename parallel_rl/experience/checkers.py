@@ -5,10 +5,12 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import json
+import os
 import re
 import select
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 _SECONDS = 10.0  # for one answer; the first one has a minute, in which sympy is imported
@@ -58,10 +60,21 @@ def check_math() -> None:
 class _Worker:
     """The process of math_worker.py, started when it is first asked, and again after it had to be ended."""
 
+    _process: subprocess.Popen[str] | None
+    _lock: threading.Lock  # of threads that score: an answer is that of the question before it
+
     def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Have no process yet, as after a fork: the parent reads the answers of the one that there is."""
+        self._process, self._lock = None, threading.Lock()
 
     def ask(self, completion: str, answer: str) -> bool:
+        with self._lock:
+            return self._ask(completion, answer)
+
+    def _ask(self, completion: str, answer: str) -> bool:
         seconds = _SECONDS
         if self._process is None:
             script = str(Path(__file__).with_name("math_worker.py"))
@@ -91,3 +104,4 @@ class _Worker:
 
 _worker = _Worker()
 atexit.register(_worker.close)
+os.register_at_fork(after_in_child=_worker.forget)

@@ -74,7 +74,7 @@ class CompletionServerConfig(PostingConfig):
         return tuple(url.rstrip("/") for url in ((self.url,) if isinstance(self.url, str) else self.url))
 
     def poster(self) -> Poster:
-        """What asks these servers, with their key."""
+        """A client of these servers, with their key."""
         key = None if self.api_key_env is None else Secret.of_environment(self.api_key_env)
         return Poster("completion server", self, CompletionServerError, key)
 
@@ -107,12 +107,14 @@ class CompletionServer:
         self._poster = config.poster()
         self._workers = Workers(config.concurrency)
         self._loads = _Loads(config.urls)
-        self._stop = threading.Event()
+        self._stop = threading.Event()  # of what was submitted; set once this is closed
+        self._stops = {self._stop}
+        self._lock = threading.Lock()
 
     def complete(
         self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], sampling: Sampling | None = None
     ) -> list[Completion]:
-        """One completion of each of N prompts.
+        """One completion of each of N prompts; where one fails, this call's others are given up.
 
         Args:
             sample_ids: N integers that name the samples; the seed of a request comes from its first.
@@ -122,14 +124,44 @@ class CompletionServer:
             ValueError: lists of different lengths, or an empty prompt.
             CompletionServerError: the last attempt failed, or an answer is not what was asked for.
         """
-        return gather(self.submit(prompts, sample_ids, sampling), self._stop)
+        with self._stopping() as stop:
+            return gather(self._submit(prompts, sample_ids, sampling, stop), stop)
 
     def submit(
         self, prompts: Sequence[Sequence[int]], sample_ids: Sequence[int], sampling: Sampling | None = None
     ) -> list[Future[Completion]]:
         """Do as `complete` without waiting: one future a sample."""
+        return self._submit(prompts, sample_ids, sampling, self._stop)
+
+    def close(self) -> None:
+        """Begin no further attempt: open requests fail, and nothing is asked again."""
+        with self._lock:
+            for stop in self._stops:
+                stop.set()
+
+    @contextmanager
+    def _stopping(self) -> Iterator[threading.Event]:
+        """Yields what stops the requests of one call; `close` sets it, too."""
+        stop = threading.Event()
+        with self._lock:
+            self._stops.add(stop)
+            if self._stop.is_set():
+                stop.set()
+        try:
+            yield stop
+        finally:
+            with self._lock:
+                self._stops.discard(stop)
+
+    def _submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sample_ids: Sequence[int],
+        sampling: Sampling | None,
+        stop: threading.Event,
+    ) -> list[Future[Completion]]:
         if len(prompts) != len(sample_ids):
-            raise ValueError(f"{len(prompts)} prompts and {len(sample_ids)} sample_ids; they must be as many")
+            raise ValueError(f"{len(prompts)} prompts and {len(sample_ids)} sample_ids; their numbers must be equal")
         for sample, prompt in zip(sample_ids, prompts, strict=True):
             if not prompt:
                 raise ValueError(f"the prompt of sample {sample} is empty; at least one token is needed")
@@ -144,15 +176,11 @@ class CompletionServer:
             asked, ids = [list(prompts[row]) for row in rows], tuple(sample_ids[row] for row in rows)
             body = self._body(asked, [seeds[row] for row in rows], sampling)
             expected = Expected(ids, sampling.max_tokens, sampling.vocab_size, sampling.ends)
-            request = self._workers.submit(lambda body=body, expected=expected: self._ask(body, expected))  # type: ignore[misc]
+            request = self._workers.submit(lambda body=body, expected=expected: self._ask(body, expected, stop))  # type: ignore[misc]
             request.add_done_callback(lambda done, rows=rows: _share(done, [completions[row] for row in rows]))  # type: ignore[misc]
         return completions
 
-    def close(self) -> None:
-        """Begin no further attempt: open requests fail, and nothing is asked again."""
-        self._stop.set()
-
-    def _ask(self, body: object, expected: Expected) -> list[Completion]:
+    def _ask(self, body: object, expected: Expected, stop: threading.Event) -> list[Completion]:
         path, read = _APIS[self.config.api]
         asked = [""]  # the server of each attempt
         with self._loads.request() as choose:
@@ -161,7 +189,7 @@ class CompletionServer:
                 asked.append(choose())
                 return asked[-1] + path
 
-            found = self._poster.post(address, body, lambda raw: read(raw, expected), self._stop)
+            found = self._poster.post(address, body, lambda raw: read(raw, expected), stop)
         return [replace(completion, url=asked[-1]) for completion in found]
 
     def _body(self, prompts: list[list[int]], seeds: list[int], own: Sampling) -> dict[str, object]:

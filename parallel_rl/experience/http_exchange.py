@@ -101,7 +101,7 @@ def _read(response: HTTPResponse, most: int) -> Answer:
 
 
 def _no_answer(error: Exception) -> NoAnswerError:
-    """What ended a connection; urllib3 wraps its cause."""
+    """The error that ended a connection; urllib3 wraps its cause."""
     cause = error.args[-1] if isinstance(error, ProtocolError) else error
     found = NoAnswerError(_reason(cause))
     found.errno = getattr(cause, "errno", None)
@@ -147,7 +147,7 @@ class _Meter:
             raise ConnectionError
 
     def failure(self, most: int) -> Exception | None:
-        """What is over: the bytes or the seconds; None: neither."""
+        """The limit that is exceeded: the bytes or the seconds; None: neither."""
         if self._bytes < 0:
             return ValueError(_too_long(most))
         return SlowError() if time.monotonic() >= self._end else None
@@ -177,7 +177,7 @@ class _Bounded:
 
 
 class _Reader(io.RawIOBase):
-    """What arrives at a socket: each read, of a status line, a header or a body, is on the meter."""
+    """Reader of a socket: each read, of a status line, a header or a body, is metered."""
 
     def __init__(self, inner: socket.socket, meter: _Meter) -> None:
         self._inner, self._meter = inner, meter

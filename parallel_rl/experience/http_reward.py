@@ -73,7 +73,7 @@ class HTTPReward:
     """(prompts, completions, answers) -> [N] float64, scored by a server.
 
     A request is a POST of {"query": [prompt + completion, ...], "prompts": [...], "completions": [...], "labels": [answers]},
-    the answer {"rewards": [one number a sample]}: what servers made for OpenRLHF read and give. The order is kept.
+    the answer {"rewards": [one number per sample]}: what servers made for OpenRLHF read and give. The order is kept.
     Where records have other columns, "extras" is a mapping of them for each sample.
     """
 
@@ -97,7 +97,8 @@ class HTTPReward:
         """
         if not len(prompts) == len(completions) == len(answers):
             raise ValueError(
-                f"{len(prompts)} prompts, {len(completions)} completions and {len(answers)} answers; they must be as many"
+                f"{len(prompts)} prompts, {len(completions)} completions and {len(answers)} answers; their numbers must be "
+                "equal"
             )
         size, stop, workers = self.config.batch_size, threading.Event(), Workers(self.config.concurrency)
         futures = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.advantages import moments
-from parallel_rl.advantages.table import by_group
+from parallel_rl.advantages.table import SampleTable, by_group
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.config.strict import configure
 from parallel_rl.experience.dynamic_sampling import Drawn, draw_groups
@@ -78,8 +78,8 @@ class ExperienceMaker(Generic[PromptT]):
     Args:
         config: see `ExperienceConfig`; a mapping will do.
         sources: see `Sources`.
-        groups: `data` are the ranks that draw the other prompts. A prompt's samples are drawn on one rank, or on several where
-            `generate` names their groups by `group_ids`.
+        groups: `data` are the ranks that draw the other prompts. A prompt's samples are drawn on one rank, or, without dynamic
+            sampling, on several where `generate` names their groups by `group_ids`.
 
     Raises:
         ValueError: an option that is not valid, or a source that the options need and that is missing.
@@ -142,7 +142,7 @@ class ExperienceMaker(Generic[PromptT]):
             info=_info(made, total, kl),
             others={},
         )
-        return Made(made, _metrics(made, drawn, clipped & keep))
+        return Made(made, _metrics(made, drawn, clipped & keep, counts=groups.cp_rank == 0))
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """The state for a checkpoint: of the KL controller and of the running moments of the rewards."""
@@ -184,6 +184,10 @@ class ExperienceMaker(Generic[PromptT]):
         if samples.group_ids is None:
             own = torch.arange(len(samples)) // size + (groups.dp_rank << 40)  # ids of no other rank
             samples = replace(samples, group_ids=own.to(samples.lengths.device))
+        elif self.config.dynamic_sampling is not None:
+            columns = {"rewards": torch.zeros_like(samples.group_ids).double(), "group_ids": samples.group_ids}
+            everyone = torch.ones_like(samples.group_ids, dtype=torch.bool)
+            by_group(lambda table: _whole(table, size), columns, everyone, groups.data)
         return drawn._replace(samples=samples)
 
 
@@ -207,6 +211,17 @@ def _generate(sources: Sources[PromptT], prompts: Sequence[PromptT], count: int)
     return samples, rewards.double().to(samples.lengths.device)
 
 
+def _whole(table: SampleTable, size: int) -> Tensor:
+    """The sizes of groups that dynamic sampling has judged as a whole: `size` samples each, from one call of `generate`."""
+    if bool((table.count != size).any()):
+        at = int((table.count != size).nonzero()[0, 0])
+        raise ValueError(
+            f"group {int(table.group_ids[at])} has {int(table.count[at])} samples in the step; dynamic_sampling needs the "
+            f"{size} of a prompt on one rank, and an id that no other prompt of the step has, in any round"
+        )
+    return table.count
+
+
 def _others(sources: Sources[PromptT], count: int) -> list[PromptT]:
     assert sources.more is not None
     prompts = list(sources.more(count)) if count else []
@@ -224,8 +239,8 @@ def _info(samples: Samples, rewards: Tensor, kl: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _metrics(made: Experience, drawn: Drawn, clipped: Tensor) -> Metrics:
-    """Means over the samples that count, of all ranks, once they are reduced."""
+def _metrics(made: Experience, drawn: Drawn, clipped: Tensor, *, counts: bool) -> Metrics:
+    """Means over the samples that count, of all ranks, once they are reduced; one of those with the same samples `counts`."""
     keep, count = drawn.keep, drawn.keep.sum().double()
     assert made.info is not None and made.rewards is not None and made.kl is not None
 
@@ -240,7 +255,7 @@ def _metrics(made: Experience, drawn: Drawn, clipped: Tensor) -> Metrics:
             "reward_clip_fraction": mean(clipped),
             "truncated_fraction": mean(is_truncated(made)),
             "kl": Metric("ratio", made.kl.double().sum(), tokens),
-            "samples": Metric("count", count),
-            "prompts_tried": Metric("count", torch.tensor(float(drawn.tried), device=keep.device)),
+            "samples": Metric("count", count * counts),
+            "prompts_tried": Metric("count", torch.tensor(float(drawn.tried * counts), device=keep.device)),
         }
     )

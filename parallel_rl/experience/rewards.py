@@ -228,8 +228,8 @@ def _place(error: Exception) -> str:
 
 def _number(value: object) -> float:
     """The number, NaN for anything else; tensors and numpy numbers of one element are numbers."""
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.dim() == 0 else math.nan
+    if getattr(value, "ndim", None) == 0:  # one of torch or numpy, whose truth values are no numbers by themselves
+        value = value.item()  # type: ignore[attr-defined]
     try:
         return float(value) if isinstance(value, numbers.Real) else math.nan
     except OverflowError:  # an integer

@@ -141,14 +141,15 @@ class Samples:
         """Parts in order: `size` sequences each, the last one perhaps fewer; or as many in each as a list gives.
 
         Raises:
-            ValueError: `size` below 1.
+            ValueError: `size` below 1, or a list that does not add up to the number of sequences.
         """
         if isinstance(size, int):
             if size < 1:
                 raise ValueError(f"size = {size} must be at least 1")
             size = [min(size, len(self) - first) for first in range(0, len(self), size)]
-        ends = itertools.accumulate(size)
-        return [self.select(range(end - count, end)) for end, count in zip(ends, size, strict=True)]
+        if (ends := [0, *itertools.accumulate(size)])[-1] != len(self):
+            raise ValueError(f"size = {list(size)} adds up to {ends[-1]}, and there are {len(self)} sequences")
+        return [self.select(range(*bounds)) for bounds in itertools.pairwise(ends)]
 
     @classmethod
     def concat(cls: type[SamplesT], parts: Sequence[SamplesT], *, fill: bool = False) -> SamplesT:
@@ -173,12 +174,10 @@ class Samples:
                     raise ValueError(f"the parts differ in the names of {spec.name}")
                 columns = {name: [(value or {}).get(name) for value in values] for name in names}
                 joined[spec.name] = {name: _join(parts, column, per) for name, column in columns.items()}
-            elif any(value is None for value in values) and (not fill or isinstance(values[0], tuple)):
+            elif any(value is None for value in values) and not (fill and any(isinstance(x, Tensor) for x in values)):
                 raise ValueError(f"some parts have {spec.name} and some lack it")
-            elif isinstance(values[0], tuple):
-                joined[spec.name] = sum(values, ())
             else:
-                joined[spec.name] = _join(parts, values, per)
+                joined[spec.name] = sum(values, ()) if isinstance(values[0], tuple) else _join(parts, values, per)
         return cls(**joined)  # type: ignore[arg-type]
 
     def pack(self: SamplesT) -> SamplesT:
@@ -285,10 +284,10 @@ def padded_samples(
         ValueError: lists of different lengths.
     """
     if len(prompts) != len(responses):
-        raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses; they must be as many")
+        raise ValueError(f"{len(prompts)} prompts and {len(responses)} responses; their numbers must be equal")
     for name, given in (("logprobs", logprobs), ("masks", masks)):
         if given is not None and any(x is not None and len(x) != len(r) for x, r in zip(given, responses, strict=True)):
-            raise ValueError(f"{name} must be one number a token of the responses")
+            raise ValueError(f"{name} must be one number per token of the responses")
     lengths = torch.tensor([len(p) + len(r) for p, r in zip(prompts, responses, strict=True)], dtype=torch.int64)
     shape = len(prompts), int(lengths.max()) if len(prompts) else 0
     ids, mask, scores = torch.full(shape, pad), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=dtype)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
 
 from parallel_rl.experience import checkers, reward_function
 from parallel_rl.experience.checkers import math_equal, think_format
+from parallel_rl.experience.workers import Workers
 from tests.experience.server import serve
 
 
@@ -45,6 +48,13 @@ def test_math(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     wrong = [("no number", "7"), ("", "7"), ("\\boxed{", "7"), ("7 and then 8", "7"), ("\\boxed{0.49}", "\\frac12")]
     assert [math_equal("", *case) for case in right + wrong] == [1.0] * len(right) + [0.0] * len(wrong)
+    pairs = [(f"\\boxed{{{number}}}", f"{number * (number % 2)}") for number in range(1, 41)]
+    workers = Workers(4)  # one read the verdict on another's question, and that one waited for ever
+    found = [workers.submit(partial(math_equal, "", *pair)) for pair in pairs]
+    assert [each.result(30) for each in found] == [number % 2 for number in range(1, 41)]
+    if not (child := os.fork()):  # which would read the parent's answers
+        os._exit(checkers._worker._process is not None)
+    assert os.waitpid(child, 0)[1] == 0
     monkeypatch.setattr(checkers, "_SECONDS", 0.5)
     assert math_equal("", "\\boxed{9^{9^{9^9}}}", "7") == 0
     monkeypatch.undo()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -100,3 +101,31 @@ def test_one_failure_ends_the_others() -> None:
         with pytest.raises(CompletionServerError, match="status 400"):
             client(server.root, retries=50, backoff=5, concurrency=4).complete(PROMPTS, range(10))
         assert time.monotonic() - start < 5 and len(server.requests) < 10
+
+
+def test_a_failed_call_ends_no_other() -> None:
+    """Every later call failed with "another request has failed", however well the server was again."""
+
+    def fails_once(number: int, body: dict) -> tuple[int, object]:
+        return (400, b"bad") if number == 0 else well(number, body)
+
+    with serve(fails_once) as server:
+        ours = client(server.root, concurrency=1)
+        with pytest.raises(CompletionServerError, match="status 400"):
+            ours.complete(PROMPTS[:1], [0])
+        assert len(ours.complete(PROMPTS[:2], range(2))) == 2
+        ours.close()
+        with pytest.raises(CompletionServerError, match="not asked"):
+            ours.complete(PROMPTS[:1], [0])
+
+
+def test_closing_ends_calls_under_way() -> None:
+    with serve(lambda number, body: (503, b"busy")) as server:
+        ours = client(server.root, retries=50, backoff=5)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ours.complete, PROMPTS[:1], [0])
+            while not server.requests:
+                time.sleep(0.01)
+            ours.close()
+            with pytest.raises(CompletionServerError, match="status 503"):
+                asked.result(4)

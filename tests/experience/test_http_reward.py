@@ -246,5 +246,5 @@ def test_the_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPat
 def test_bad_options(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         reward_function(options)
-    with pytest.raises(ValueError, match="2 prompts, 1 completions and 1 answers; they must be as many"):
+    with pytest.raises(ValueError, match="2 prompts, 1 completions and 1 answers; their numbers must be equal"):
         HTTPReward(HTTPRewardConfig("http://x"))(["a", "b"], ["a"], ["a"])

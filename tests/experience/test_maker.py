@@ -277,6 +277,18 @@ def test_two_ranks_make_what_one_makes() -> None:
         assert state["running"] == pytest.approx(maker.running.state_dict(), rel=1e-12)
 
 
+def on_a_context_rank(rank: int) -> dict[str, float]:
+    groups = ParallelGroups(context=dist.group.WORLD)
+    _, metrics = ExperienceMaker({"samples_per_prompt": N}, SOURCES, groups).make([1, 2, 3])
+    return {name: float(x) for name, x in reduce_metrics([metrics], groups).items()}
+
+
+def test_context_ranks_count_their_common_samples_once() -> None:
+    _, metrics = ExperienceMaker({"samples_per_prompt": N}, SOURCES).make([1, 2, 3])
+    alone = {name: float(x) for name, x in reduce_metrics([metrics]).items()}
+    assert run_world(2, on_a_context_rank) == [pytest.approx(alone)] * 2 and alone["samples"] == 3 * N
+
+
 def dynamic_on_a_rank(rank: int, prompts: list[list[int]], others: list[list[int]]) -> list[str]:
     more = iter(others[rank])
     sources = replace(SOURCES, more=lambda count: [next(more) for _ in range(count)])
@@ -295,3 +307,23 @@ def test_a_rank_waits_for_one_that_draws_more_often() -> None:
     with pytest.raises(WorldError, match=r"rank 1: .*StopIteration") as caught:
         run_world(2, dynamic_on_a_rank, [[1, 2], [10, 2]], [[], [30]], timeout=60)
     assert len(caught.value.errors) == 2
+
+
+def grouped_on_a_rank(rank: int) -> str:
+    """Both ranks draw two of a prompt's four samples, and say so."""
+
+    def half(prompts: Sequence[int], count: int) -> Samples:
+        drawn = generate(prompts, count)
+        return replace(drawn, group_ids=torch.tensor(prompts).repeat_interleave(count))
+
+    sources = replace(SOURCES, generate=half, more=lambda count: [7] * count)
+    config = {"samples_per_prompt": 2, "dynamic_sampling": {"low": -1.0, "high": 2.0}}
+    with pytest.raises(ValueError) as caught:
+        ExperienceMaker(config, sources, ParallelGroups(data=dist.group.WORLD)).make([1, 2])
+    return str(caught.value)
+
+
+def test_dynamic_sampling_of_a_part_of_a_group_is_refused() -> None:
+    """Each rank judged its own part: one kept what the other drew anew."""
+    said = "group 1 has 4 samples in the step; dynamic_sampling needs the 2 of a prompt on one rank, and an id that no other "
+    assert run_world(2, grouped_on_a_rank) == [said + "prompt of the step has, in any round"] * 2

@@ -36,7 +36,7 @@ def test_a_registered_one() -> None:
         register_reward("a:b")
 
 
-@pytest.mark.parametrize("value", [1, True, np.float32(1), np.int64(1), torch.tensor(1.0), torch.tensor(1)])
+@pytest.mark.parametrize("value", [1, True, np.float32(1), np.int64(1), np.True_, torch.tensor(1.0), torch.tensor(1)])
 def test_what_counts_as_a_number(value: float) -> None:
     assert reward_function(lambda prompt, completion, answer: value)(["a"], ["b"], ["c"]).tolist() == [1]
 

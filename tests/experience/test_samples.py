@@ -139,11 +139,11 @@ def test_samples_from_lists() -> None:
     assert padded_samples([], []).input_ids.shape == (0, 0)
     with pytest.raises(ValueError, match="1 prompts and 0 responses"):
         padded_samples([[1]], [])
-    with pytest.raises(ValueError, match="logprobs must be one number a token"):
+    with pytest.raises(ValueError, match="logprobs must be one number per token"):
         padded_samples([[1]], [[2]], logprobs=[[]])
     masked = padded_samples([[1], [1]], [[2, 3], [2]], masks=[[1, 0], None])
     assert masked.token_mask.tolist() == [[False, True, False], [False, True, False]]
-    with pytest.raises(ValueError, match="masks must be one number a token"):
+    with pytest.raises(ValueError, match="masks must be one number per token"):
         padded_samples([[1]], [[2]], masks=[[1, 0]])
 
 
@@ -166,6 +166,15 @@ def test_fields_that_do_not_fit(change: dict, message: str) -> None:
         dataclasses.replace(experience([(2, 3), (1, 4)]), **change)
 
 
+def test_parts_that_lack_a_field_are_filled() -> None:
+    whole = experience([(2, 3), (1, 4)])
+    filled = Experience.concat([dataclasses.replace(whole, kl=None), whole], fill=True)
+    assert filled.kl is not None and not filled.kl[:2].any() and torch.equal(filled.kl[2:], whole.kl)  # type: ignore[arg-type]
+    for parts in ([whole, dataclasses.replace(whole, prompts=None)], [dataclasses.replace(whole, prompts=None), whole]):
+        with pytest.raises(ValueError, match="some parts have prompts and some lack it"):
+            Experience.concat(parts, fill=True)
+
+
 def test_parts_that_do_not_fit() -> None:
     whole = experience([(2, 3), (1, 4)])
     with pytest.raises(ValueError, match="all of them padded or all packed"):
@@ -178,5 +187,7 @@ def test_parts_that_do_not_fit() -> None:
         Experience.concat([whole, dataclasses.replace(whole, info={})])
     with pytest.raises(ValueError, match="size = 0 must be at least 1"):
         whole.split(0)
+    with pytest.raises(ValueError, match=rf"size = \[1\] adds up to 1, and there are {len(whole)} sequences"):
+        whole.split([1])
     with pytest.raises(ValueError, match="do not fit"):
         dataclasses.replace(whole.pack(), lengths=torch.tensor([1, 2]))
