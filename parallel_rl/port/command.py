@@ -1,4 +1,4 @@
-"""The command: another framework's config in our keys, and what is to be known about it."""
+"""The command: another framework's config in our keys, with remarks on the differences."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command and its options."""
     parser = commands.add_parser(
         "port",
-        help="carry a config of NeMo-RL or verl over into this one's keys",
-        description="Writes our YAML to the standard output or to a file, and says on the standard error which defaults differ "
+        help="translate a config of NeMo-RL or verl into our keys",
+        description="Writes our YAML to standard output or to a file, and reports on standard error which defaults differ "
         "and what that does to the gradient, which options had no effect, and which keys are unknown. Exit status: 0, or 2 for "
         "bad input.",
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", help="a YAML file of NeMo-RL, or a resolved one of verl")
-    parser.add_argument("--out", metavar="FILE", help="write our YAML there")
+    parser.add_argument(
+        "config",
+        metavar="CONFIG",
+        help="a YAML file of NeMo-RL, or the config of verl that Hydra joins (.hydra/config.yaml)",
+    )
+    parser.add_argument("--out", metavar="FILE", help="write our YAML to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
 from parallel_rl.losses.distillation import DistillationLossConfig
 from parallel_rl.losses.preference import DPOLossConfig
 from parallel_rl.port import nemo_rl_keys
-from parallel_rl.port.ported import Ported, Reader, Tree
+from parallel_rl.port.ported import OF_DIFFERENT_REWARDS, Ported, Reader, Tree, layout_of
 
 _CLIPPED = {field.name: field.default for field in fields(ClippedPGLossConfig)}
 _TIS = "truncated_importance_sampling_"
@@ -37,14 +37,15 @@ def from_nemo_rl(config: Mapping[str, object]) -> Ported:
     loss = root.below("loss_fn").section
     if "dpo" in config:
         ours["preference"] = _preference(root.below("dpo"), root)
-    elif "gold_loss" in loss or not (loss or config.keys() & {"grpo", "ppo", "sft"}):
+    elif "gold_loss" in loss or not (loss or config.keys() & {"grpo", "ppo", "sft", "distillation"}):
         root.leave("loss_fn" if loss else "rm", "this port carries over RL, DPO, SFT and top-k distillation")
     elif "distillation" in config or "kl_type" in loss:
-        ours["distillation"] = _distillation(root.below("loss_fn"))
+        ours["distillation"] = _distillation(root)
     elif loss or "sft" not in config:
         ours["rl"] = _rl(root)
     else:
-        ours["sft"] = {"loss": {"name": "nll"}}
+        rows = root.below("policy").get("train_global_batch_size")
+        ours["sft"] = {"loss": {"name": "nll"}, **({"batch_size": rows} if isinstance(rows, int) else {})}
     ours |= _shape(root)
     for name, known in (
         ("sft", nemo_rl_keys.RUN),
@@ -53,7 +54,7 @@ def from_nemo_rl(config: Mapping[str, object]) -> Ported:
     ):
         run = root.below(name)
         if run.flag("only_unmask_final"):
-            run.leave("only_unmask_final")
+            run.leave("only_unmask_final", "set data.mask_history: true, which learns the last answer alone, too")
         run.close(known)
     root.close(nemo_rl_keys.ROOT)
     return Ported("NeMo-RL", ours, **{kind: tuple(lines) for kind, lines in said.items()})
@@ -107,18 +108,17 @@ def _rl(root: Reader) -> Tree:
     if isinstance(prompts, int) and isinstance(group, int):
         rl |= {"prompts": prompts, "group_size": group}
         batch = policy.get("train_global_batch_size")
-        if isinstance(batch, int) and batch and prompts * group % batch == 0:
-            rl["updates"] = prompts * group // batch
+        if isinstance(batch, int) and 0 < batch < prompts * group and prompts * group % batch == 0:
+            updates = prompts * group // batch
+            if prompts % updates == 0:
+                rl["updates"] = updates
+            else:
+                why = f"{updates} updates of {prompts} prompts; here each has whole prompts"
+                policy.leave("train_global_batch_size", why)
     advantages = _advantages(run, name)
-    penalty = options.get("reference_policy_kl_penalty", _CLIPPED["reference_policy_kl_penalty"])
     if options.get("use_kl_in_reward"):
-        advantages["kl_coefficient"] = penalty
-        rl["reward_kl"] = options.get("reference_policy_kl_type", _CLIPPED["reference_policy_kl_type"])
-        if advantages["name"] != "gae":
-            advantages["kl_form"] = "token"
-            root.differ(
-                "loss_fn.use_kl_in_reward: each token pays for its own KL (kl_form token); ours for all that follow, too"
-            )
+        rl |= _kl_in_reward(loss, options, advantages)
+    penalty = options.get("reference_policy_kl_penalty", _CLIPPED["reference_policy_kl_penalty"])
     rl["advantages"] = advantages
     if advantages["name"] == "gae":
         rl["critic"] = _critic(root, run)
@@ -126,10 +126,15 @@ def _rl(root: Reader) -> Tree:
         run.leave("ppo_epochs", "the samples of a step are read once here")
     if run.flag("use_dynamic_sampling"):
         rl["dynamic_sampling"] = {"max_rounds": max(int(str(run.get("dynamic_sampling_max_gen_batches", 10))), 2)}
+        run.differ(OF_DIFFERENT_REWARDS.format("use_dynamic_sampling"))
     shaping = run.below("reward_shaping")
-    if shaping.flag("enabled") and shaping.get("stop_properly_penalty_coef") is not None:
-        shaping.leave("stop_properly_penalty_coef")
-    if shaping.flag("enabled") and shaping.get("overlong_buffer_length"):
+    on, coefficient = shaping.flag("enabled"), shaping.get("stop_properly_penalty_coef")
+    if on and coefficient is not None:
+        rl["overlong"] = {"name": "stop_properly", "coefficient": coefficient}
+        for key in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"):
+            if shaping.get(key) is not None:
+                shaping.drop(key, "with stop_properly_penalty_coef")
+    elif on and shaping.get("overlong_buffer_length"):
         rl["overlong"] = {
             "name": "dapo", "max_length": shaping.get("max_response_length"), "bounded": False,
             "buffer": shaping.get("overlong_buffer_length"), "factor": shaping.get("overlong_buffer_penalty", 1.0),
@@ -150,6 +155,26 @@ def _rl(root: Reader) -> Tree:
             "loss policy of our recipes has no KL by default"
         )
     return rl
+
+
+def _kl_in_reward(loss: Reader, options: Tree, advantages: Tree) -> Tree:
+    """Options of the section rl; the coefficient joins the estimator's."""
+    kind = options.get("reference_policy_kl_type", _CLIPPED["reference_policy_kl_type"])
+    if advantages["name"] in ("grpo", "gdpo"):
+        loss.drop("use_kl_in_reward", f"with {advantages['name']}, which reads no KL there: the run has none at all")
+        options["reference_policy_kl_penalty"] = 0.0
+        for key in ("use_kl_in_reward", "reference_policy_kl_type"):
+            options.pop(key, None)
+        return {}
+    advantages["kl_coefficient"] = options.get("reference_policy_kl_penalty", _CLIPPED["reference_policy_kl_penalty"])
+    ours = "low_var_kl; ours of k3 are not" if kind == "k3" else f"ours of {kind} are not"
+    loss.differ(f"loss_fn.use_kl_in_reward: log-ratios are clamped into ±20 and estimates into ±10: {ours}")
+    if advantages["name"] != "gae":
+        advantages["kl_form"] = "token"
+        loss.differ(
+            "loss_fn.use_kl_in_reward: each token pays for its own KL (kl_form token); ours for all that follow, too"
+        )
+    return {"reward_kl": "low_var_kl" if kind == "k3" else kind}
 
 
 def _advantages(run: Reader, name: str) -> Tree:
@@ -201,7 +226,8 @@ def _critic(root: Reader, run: Reader) -> Tree:
     of_megatron = value.below("megatron_cfg")
     rate = of_megatron.below("optimizer").get("lr") if of_megatron.flag("enabled") else None
     rate = value.below("optimizer").below("kwargs").get("lr", 1e-5) if rate is None else rate
-    options = {key: given for key in ("scale", "cliprange") if (given := loss.get(key)) is not None}
+    given = {"scale": loss.get("scale"), "cliprange": loss.get("cliprange") or None}  # 0 is off there
+    options = {key: x for key, x in given.items() if x is not None}
     loss.close()
     value.close(nemo_rl_keys.POLICY)
     of_megatron.close(nemo_rl_keys.MEGATRON)
@@ -226,14 +252,20 @@ def _preference(dpo: Reader, root: Reader) -> Tree:
     return section | ({"pairs": pairs} if isinstance(pairs, int) else {})
 
 
-def _distillation(loss: Reader) -> Tree:
+def _distillation(root: Reader) -> Tree:
+    """Top-k distillation, of completions that the student draws itself."""
+    loss, run = root.below("loss_fn"), root.below("distillation")
     names = ("kl_type", "mixed_kl_weight", "zero_outside_topk")
     given = {name: loss.get(name) for name in names if name in loss.section}
     loss.close(names)
     if given.get("kl_type", "mixed") != "mixed" and given.pop("mixed_kl_weight", None) is not None:
         loss.drop("mixed_kl_weight", f"with kl_type = {given['kl_type']!r}")
     configure(DistillationLossConfig, given, loss.where)
-    return {"loss": {"name": "distillation", "options": given}}
+    sizes = {"top_k": run.get("topk_logits_k"), "batch_size": root.below("policy").get("train_global_batch_size")}
+    if run.get("num_generations_per_prompt", 1) != 1:
+        run.leave("num_generations_per_prompt", "each prompt is completed once here")
+    section: Tree = {"rows": "policy", **{name: size for name, size in sizes.items() if isinstance(size, int)}}
+    return section | {"loss": {"name": "distillation", "options": given}}
 
 
 def _shape(root: Reader) -> Tree:
@@ -244,19 +276,20 @@ def _shape(root: Reader) -> Tree:
     if policy.get("model_name"):
         ours["model"] = {"hf": policy.get("model_name")}
     if megatron.flag("enabled"):
-        sizes = ("tensor", "context", "pipeline")
-        given = {name: megatron.get(f"{name}_{'' if name == 'context' else 'model_'}parallel_size") for name in sizes}
-        parallel: Tree = {name: size for name, size in given.items() if isinstance(size, int)}
-        ours["parallel"] = parallel | ({"sequence_parallel": True} if megatron.flag("sequence_parallel") else {})
+        ours["parallel"] = layout_of(megatron)
     packing = policy.below("sequence_packing")
     batch: Tree = {"packing": True} if packing.flag("enabled") else {}
+    if batch and isinstance(packing.get("train_mb_tokens"), int):
+        batch["tokens"] = packing.get("train_mb_tokens")
     rows = policy.get("train_micro_batch_size")
     ours["batch"] = batch | ({"micro_batch_size": rows} if isinstance(rows, int) and not batch else {})
-    sampling = {
-        key: generation.get(key) for key in ("temperature", "top_k", "top_p") if generation.get(key) is not None
-    }
+    asked = ("max_new_tokens", "temperature", "top_k", "top_p")
+    sampling = {key: generation.get(key) for key in asked if generation.get(key) is not None}
     if sampling.get("top_p") == 1.0:
         sampling.pop("top_p")
+    for key in ("stop_strings", "stop_token_ids"):
+        if generation.get(key):
+            generation.leave(key, "an answer ends on the tokenizer's end tokens alone")
     if sampling:
         ours["sampling"] = sampling
     for section, known in (

@@ -1,4 +1,4 @@
-"""Which framework a config is of, and the way to ours."""
+"""Recognition of the framework that a config is of, and the call that converts it."""
 
 from __future__ import annotations
 

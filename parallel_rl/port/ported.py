@@ -1,4 +1,4 @@
-"""What a port gives: our config, and what is to be said about it."""
+"""Result of a port: our config, and remarks about it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from parallel_rl.config.json_text import brief
 from parallel_rl.config.strict import nearest
 
 Tree = dict[str, object]
+
+# of dynamic sampling
+OF_DIFFERENT_REWARDS = (
+    "{} keeps prompts whose rewards differ; ours those with a mean reward between low = 0 and high = 1: set both to the least "
+    "and the largest reward"
+)
 
 
 @dataclass(frozen=True)
@@ -97,3 +103,24 @@ class Reader:
             if key not in self.seen and key not in also:
                 near = nearest(str(key), sorted(self.seen | set(also)))
                 self.said["unknown"].append(f"{self.path(str(key))} = {self.section[key]!r} ({near})")
+
+
+def layout_of(megatron: Reader) -> Tree:
+    """Our section `parallel`, from Megatron's names of its sizes.
+
+    >>> layout_of(Reader("megatron", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}))
+    {'tensor': 2, 'sequence_parallel': True}
+    """
+    names = {name: f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert")}
+    given = {name: megatron.get(key) for name, key in {**names, "context": "context_parallel_size"}.items()}
+    sizes = {name: size for name, size in given.items() if isinstance(size, int)}
+    of_experts = megatron.get("expert_tensor_parallel_size")
+    found: Tree = {name: sizes[name] for name in ("tensor", "context", "pipeline") if name in sizes}
+    if sizes.get("expert", 1) > 1:  # files of models without experts have both sizes as well
+        found["expert"] = sizes["expert"]
+        found |= {"expert_tensor": of_experts} if isinstance(of_experts, int) else {}
+    if megatron.flag("sequence_parallel") and sizes.get("tensor", 1) > 1:
+        found["sequence_parallel"] = True
+    elif megatron.flag("sequence_parallel"):
+        megatron.drop("sequence_parallel", "on one tensor rank")
+    return found

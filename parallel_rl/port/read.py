@@ -10,15 +10,16 @@ from parallel_rl.config.yaml_files import parsed
 from parallel_rl.port.ported import Tree
 
 _REFERENCE = re.compile(r"\$\{([.A-Za-z_][\w.]*)\}")
+_SELECTED = re.compile(r"\$\{oc\.select:([A-Za-z_][\w.]*)(?:,([^{}]*))?\}")  # a key, or else the value after it
 # what each reference names, resolved; None while that is under way
 Known = dict[tuple[str, ...], tuple[object] | None]
 
 
 def read_host_config(path: Path) -> Tree:
-    """Read a YAML file on top of those that its key `defaults` names (NeMo-RL's way), with ${a.b} and ${..b} resolved.
+    """Read a YAML file on top of those that its key `defaults` names (NeMo-RL's way), with its references resolved.
 
-    What a resolver would compute (${mul:...}, ${oc.select:...}) stays the text that it is. Of verl, whose groups of files Hydra
-    joins, the resolved config is wanted, which a run prints or writes to .hydra/config.yaml.
+    They are ${a.b}, ${..b} and ${oc.select:a.b,c}; what another resolver would compute (${mul:...}) stays the text that it is.
+    Of verl, whose groups of files Hydra joins, the joined config is wanted, which a run writes to .hydra/config.yaml.
 
     Raises:
         ValueError: a missing or malformed file, `defaults` in a circle, a reference that leads nowhere or to itself.
@@ -49,7 +50,7 @@ def _read(path: Path, above: tuple[Path, ...]) -> Tree:
             found = _joined(found, _read(path.parent / name, (*above, path)))
         elif name != "_self_":
             raise ValueError(
-                f"{path}: defaults names {name!r}, a group that Hydra joins; give the resolved config, which verl writes to "
+                f"{path}: defaults names {name!r}, a group that Hydra joins; give the joined config, which verl writes to "
                 ".hydra/config.yaml, or `python -m verl.trainer.main_ppo --cfg job --resolve`"
             )
     return _joined(found, tree)
@@ -68,8 +69,22 @@ def _resolved(value: object, tree: Tree, place: tuple[str, ...], known: Known) -
         return {key: _resolved(item, tree, (*place, str(key)), known) for key, item in value.items()}
     if isinstance(value, list):
         return [_resolved(item, tree, (*place, "-"), known) for item in value]
-    whole = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    if not isinstance(value, str):
+        return value
+    selected = _SELECTED.fullmatch(value)
+    if selected is not None and not _holds(tree, selected[1].split(".")):
+        return None if selected[2] is None else parsed(selected[2])
+    whole = _REFERENCE.fullmatch(value) or selected
     return value if whole is None else _followed(whole[1], tree, place, known)
+
+
+def _holds(tree: Tree, keys: list[str]) -> bool:
+    at: object = tree
+    for key in keys:
+        if not isinstance(at, Mapping) or key not in at:
+            return False
+        at = at[key]
+    return True
 
 
 def _followed(reference: str, tree: Tree, place: tuple[str, ...], known: Known) -> object:

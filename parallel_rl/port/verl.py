@@ -7,17 +7,10 @@ from collections.abc import Mapping
 from parallel_rl.config.strict import configure
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.port import verl_keys
-from parallel_rl.port.ported import Ported, Reader, Tree
+from parallel_rl.port.ported import Ported, Reader, Tree, layout_of
+from parallel_rl.port.verl_advantages import advantages_of, dynamic_sampling, kl_in_reward, weigh_baseline
 
-_KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
 _SEQUENCE_MEAN = ("sapo", "geo_mean")
-_ESTIMATORS = (
-    "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "gpg", "gdpo",
-    "optimal_token_baseline",
-)  # fmt: skip
-# a token's KL is taken from those up to it
-_OF_RETURNS = ("gae", "reinforce_plus_plus", "remax", "optimal_token_baseline")
-_WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 # gspo bounds the sum of its exponent from above alone; the others leave the log-ratio
 _CLAMPED = ("vanilla", "sapo", "cispo", "dppo_tv", "dppo_kl")
 
@@ -37,9 +30,10 @@ def from_verl(config: Mapping[str, object]) -> Ported:
     options = _loss(actor, data)
     _correction(algorithm.below("rollout_correction"), options)
     configure(PolicyLossConfig, options, actor.where)
-    advantages = _advantages(algorithm)
+    advantages = advantages_of(algorithm)
+    weigh_baseline(advantages, options.get("importance"), algorithm)
     rl: Tree = {"loss": {"name": "policy", "options": options}, "advantages": advantages}
-    rl |= _kl_in_reward(algorithm, advantages)
+    rl |= kl_in_reward(algorithm, advantages)
     if advantages["name"] == "gae":
         rl["critic"] = _critic(root.below("critic"), actor, data) | _given(
             root.below("trainer"), {"warmup_steps": "critic_warmup"}
@@ -51,11 +45,20 @@ def from_verl(config: Mapping[str, object]) -> Ported:
         rl["updates"] = prompts // mini
     if actor.get("ppo_epochs", 1) != 1:
         actor.leave("ppo_epochs", "the samples of a step are read once here")
+    for section, key in ((root.below("distillation"), "enabled"), (algorithm, "use_pf_ppo")):
+        if section.flag(key):
+            section.leave(key, "not carried over by this port")
+    rl |= dynamic_sampling(algorithm)
     ours: Tree = {"rl": rl}
     if joint.below("model").get("path"):
         ours["model"] = {"hf": joint.below("model").get("path")}
+    layout = layout_of(actor.below("megatron")) if actor.get("strategy") == "megatron" else {}
+    if layout:
+        ours["parallel"] = layout
     if actor.flag("use_dynamic_bsz"):
-        ours["batch"] = {"packing": True, "tokens": actor.get("ppo_max_token_len_per_gpu", 16384)}
+        of_a_rank, ranks = actor.get("ppo_max_token_len_per_gpu", 16384), layout.get("context", 1)
+        tokens = of_a_rank * ranks if isinstance(of_a_rank, int) and isinstance(ranks, int) else of_a_rank
+        ours["batch"] = {"packing": True, "tokens": tokens}
     elif actor.get("ppo_micro_batch_size_per_gpu"):
         ours["batch"] = {"micro_batch_size": actor.get("ppo_micro_batch_size_per_gpu")}
     actor.seen |= {"ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"}
@@ -175,10 +178,10 @@ def _entropy_and_kl(actor: Reader) -> Tree:
     kind, coefficient = str(actor.get("kl_loss_type", "low_var_kl")), actor.get("kl_loss_coef", 0.001)
     if not actor.flag("use_kl_loss"):
         return out
-    estimator = _KL.get(kind.removesuffix("+"))
+    estimator = verl_keys.KL.get(kind.removesuffix("+"))
     if estimator is None:
         raise ValueError(
-            f"{actor.path('kl_loss_type')} = {kind!r} is not carried over; supported are {', '.join(_KL)}, each with +"
+            f"{actor.path('kl_loss_type')} = {kind!r} is not carried over; supported are {', '.join(verl_keys.KL)}, each with +"
         )
     if not coefficient:
         actor.drop("use_kl_loss", "with kl_loss_coef = 0")
@@ -196,13 +199,21 @@ def _correction(given: Reader, options: Tree) -> None:
     weights, high = given.get("rollout_is"), given.get("rollout_is_threshold", 2.0)
     if weights in ("token", "sequence"):
         level = "token" if weights == "token" else "sequence-sum"
-        if isinstance(high, str):
-            low, high = (float(part) for part in high.split("_"))
-            options["importance"] = {"level": level, "mode": "icepop", "low": low, "high": high}
-        else:
-            options["importance"] = {"level": level, "mode": "tis", "high": high}
+        try:
+            *low, most = map(float, str(high).split("_"))
+        except ValueError:
+            raise ValueError(
+                f"{given.path('rollout_is_threshold')} = {high!r} is not valid; a bound is needed, or two as 'low_high'"
+            ) from None
+        bounds: Tree = {"mode": "icepop", "low": low[0]} if low else {"mode": "tis"}
+        options["importance"] = {"level": level, **bounds, "high": most}
         if given.flag("rollout_is_batch_normalize"):
             options["importance"]["normalize"] = True  # type: ignore[index]
+            if weights == "sequence":
+                given.differ(
+                    "rollout_is_batch_normalize: verl divides weights of sequences by their mean over sequences; ours by that "
+                    "over tokens"
+                )
         given.differ(
             f"{given.where}.rollout_is = {weights}: an importance weight of trainer and sampler, off here by default"
         )
@@ -212,34 +223,6 @@ def _correction(given: Reader, options: Tree) -> None:
     for key in ("rollout_rs_threshold", "loss_type", "rollout_is_batch_normalize"):
         given.get(key)
     given.close(("_target_",))
-
-
-def _advantages(algorithm: Reader) -> Tree:
-    name = str(algorithm.get("adv_estimator", "gae"))
-    if name not in _ESTIMATORS:
-        raise ValueError(
-            f"algorithm.adv_estimator = {name!r} is not carried over; supported are {', '.join(_ESTIMATORS)}"
-        )
-    out: Tree = {"name": name}
-    gamma, lam = algorithm.get("gamma", 1.0), algorithm.get("lam", 1.0)
-    if name == "gae":
-        out |= {"gamma": gamma, "lam": lam}
-    elif name == "reinforce_plus_plus":
-        out["gamma"] = gamma
-    if name in _WHITENED:
-        out["whiten"] = "unbiased"
-        default = "not at all" if name == "gae" else "by the population's deviation"
-        algorithm.differ(
-            f"{name}: whitened over the step by the unbiased deviation (whiten); ours by default {default}"
-        )
-    if not algorithm.get("norm_adv_by_std_in_grpo", True):
-        if name == "grpo":
-            out["name"] = "dr_grpo"
-        else:
-            algorithm.drop("norm_adv_by_std_in_grpo", f"with adv_estimator = {name!r}")
-    if name == "grpo":
-        algorithm.differ("a group of one keeps its reward in verl; here it is an error (advantages.singleton: reward)")
-    return out
 
 
 def _critic(critic: Reader, actor: Reader, data: Reader) -> Tree:
@@ -253,31 +236,6 @@ def _critic(critic: Reader, actor: Reader, data: Reader) -> Tree:
     critic.close(verl_keys.CRITIC)
     optimizer = {"lr": rates.get("lr", 1e-5), "weight_decay": rates.get("weight_decay", 0.01)}
     return {"loss": {"name": "value", "options": {"cliprange": clip, **averaged}}, "optimizer": optimizer}
-
-
-def _kl_in_reward(algorithm: Reader, advantages: Tree) -> Tree:
-    """Options of the section rl; the coefficient joins the estimator's."""
-    control, kind = algorithm.below("kl_ctrl"), str(algorithm.get("kl_penalty", "kl"))
-    coefficient, adaptive = control.get("kl_coef", 0.001), control.get("type", "fixed") == "adaptive"
-    led = {"target": control.get("target_kl", 0.1), "horizon": control.get("horizon", 10000)}
-    control.close(("_target_",))
-    if not algorithm.flag("use_kl_in_reward"):
-        return {}
-    if not coefficient:
-        algorithm.drop("use_kl_in_reward", "with kl_ctrl.kl_coef = 0")
-        return {}
-    estimator = _KL.get(kind.removesuffix("+"))  # no gradient flows into a reward
-    if estimator is None:
-        raise ValueError(
-            f"{algorithm.path('kl_penalty')} = {kind!r} is not carried over; supported are {', '.join(_KL)}, each with +"
-        )
-    advantages["kl_coefficient"] = coefficient
-    if advantages["name"] not in _OF_RETURNS:
-        algorithm.differ(
-            "use_kl_in_reward: the samples of a group are compared with their whole KL taken off; here each token pays for "
-            "its own and all that follow"
-        )
-    return {"reward_kl": estimator, **({"kl_controller": led} if adaptive else {})}
 
 
 def _given(section: Reader, names: Mapping[str, str]) -> Tree:

@@ -5,6 +5,8 @@ AGGREGATIONS = {
     "token-mean": "token-mean", "seq-mean-token-mean": "seq-mean-token-mean", "seq-mean-token-sum": "seq-mean-token-sum",
     "seq-mean-token-sum-norm": "constant-length", "token-sum": "token-sum",
 }  # fmt: skip
+# kl_loss_type and kl_penalty, and our estimator
+KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
 ROOT = (
     "critic", "custom_reward_function", "distillation", "global_profiler", "ray_kwargs", "reward", "reward_model",
     "sandbox_fusion", "skip", "trainer", "transfer_queue",
@@ -20,11 +22,11 @@ ACTOR = (
     "nccl_timeout", "kl_reference",
 )  # fmt: skip
 CRITIC = (
-    *ACTOR, "enable", "model", "forward_max_token_len_per_gpu", "forward_micro_batch_size", "forward_micro_batch_size_per_gpu",
-    "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz",
-    "loss_agg_mode", "loss_scale_factor",
+    *ACTOR, "enable", "fsdp", "model", "forward_max_token_len_per_gpu", "forward_micro_batch_size",
+    "forward_micro_batch_size_per_gpu", "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu",
+    "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "loss_agg_mode", "loss_scale_factor",
 )  # fmt: skip
-ALGORITHM = ("_target_", "use_pf_ppo", "pf_ppo", "filter_groups")
+ALGORITHM = ("_target_", "pf_ppo")
 ROLLOUT = (
     "_target_", "agent", "calculate_log_probs", "checkpoint_engine", "cudagraph_capture_sizes", "data_parallel_size",
     "disable_log_stats", "disaggregation", "do_sample", "dtype", "enable_chunked_prefill", "enable_prefix_caching",

@@ -10,7 +10,8 @@ from parallel_rl.advantages.base import AdvantageEstimator
 from parallel_rl.config.strict import configure
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.port.options import options_of
-from parallel_rl.training.config.algorithms import RLConfig
+from parallel_rl.training.config.algorithms import DistillationConfig, RLConfig
+from parallel_rl.training.config.sections import BatchConfig, ParallelConfig, SamplingConfig
 
 TIS = "truncated_importance_sampling_"
 NEMO = {
@@ -58,7 +59,7 @@ def test_nemo_rl() -> None:
     ],
 )  # fmt: skip
 def test_options_without_effect_are_dropped_and_the_rest_is_a_loss(loss: dict, left: str) -> None:
-    rl = options_of({"grpo": {}, "loss_fn": loss}).config["rl"]
+    rl = options_of({"grpo": {"adv_estimator": {"name": "reinforce_plus_plus"}}, "loss_fn": loss}).config["rl"]
     assert left in rl["loss"]["options"]  # type: ignore[index]
     configure(LossConfig, rl["loss"])  # type: ignore[index]
     configure(AdvantageEstimator, rl["advantages"])  # type: ignore[index]
@@ -70,8 +71,12 @@ def test_estimators_are_ours(kind: str) -> None:
     loss = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1}
     rl = options_of({"ppo" if kind == "gae" else "grpo": run, "loss_fn": loss}).config["rl"]
     made = configure(AdvantageEstimator, rl["advantages"])  # type: ignore[index]
-    assert rl["reward_kl"] == "k3"  # type: ignore[index]
-    assert (made.clip_low, made.clip_high, made.kl_coefficient) == (-5.0, 5.0, 0.1)
+    assert (made.clip_low, made.clip_high) == (-5.0, 5.0)
+    of_tokens = kind in ("gae", "reinforce_plus_plus")  # the others read no KL there, and their loss has none either
+    assert rl.get("reward_kl") == ("low_var_kl" if of_tokens else None)  # type: ignore[attr-defined]
+    assert made.kl_coefficient == (0.1 if of_tokens else 0)
+    options = {"use_kl_in_reward": True, "reference_policy_kl_penalty": 0.1}
+    assert rl["loss"]["options"] == (options if of_tokens else {"reference_policy_kl_penalty": 0.0})  # type: ignore[index]
 
 
 def test_what_else_a_run_of_nemo_rl_holds() -> None:
@@ -82,13 +87,22 @@ def test_what_else_a_run_of_nemo_rl_holds() -> None:
     )
     rl: dict = ported.config["rl"]  # type: ignore[assignment]
     assert rl["dynamic_sampling"] == {"max_rounds": 2}  # one round draws none anew
+    assert ported.differs[0].startswith("use_dynamic_sampling keeps prompts whose rewards differ")
     overlong = {"name": "dapo", "max_length": 512, "bounded": False, "buffer": 64, "factor": 1.0}
-    assert rl["overlong"] == overlong and "goes on growing beyond" in ported.differs[0]
+    assert rl["overlong"] == overlong and "goes on growing beyond" in ported.differs[1]
     assert rl["advantages"] == {"name": "grpo"} and ported.left == (
         "grpo.adv_estimator.name = 'raft': no such estimator here",
     )
     configure(RLConfig, {**rl, "steps": 1, "optimizer": {"lr": 1e-3}, "prompts": 8, "group_size": 4})
-    assert options_of({"policy": {}, "sft": {}}).config["sft"] == {"loss": {"name": "nll"}}
+    stops = {"reward_shaping": {**shaping, "stop_properly_penalty_coef": 0.5}}  # NeMo-RL then reads nothing else of it
+    ported = options_of({"grpo": stops, "loss_fn": {}})
+    assert ported.config["rl"]["overlong"] == {"name": "stop_properly", "coefficient": 0.5}  # type: ignore[index]
+    assert [line.split()[0] for line in ported.dropped] == [
+        "grpo.reward_shaping.overlong_buffer_length", "grpo.reward_shaping.max_response_length",
+    ]  # fmt: skip
+    ported = options_of({"policy": {"train_global_batch_size": 32}, "sft": {"only_unmask_final": True}})
+    assert ported.config["sft"] == {"loss": {"name": "nll"}, "batch_size": 32}
+    assert ported.left[0].startswith("sft.only_unmask_final = True: set data.mask_history: true")
 
 
 def test_dpo_and_distillation() -> None:
@@ -146,3 +160,44 @@ def test_a_kl_of_nemo_rl_is_written_down(penalty: float | None) -> None:
     assert ported.config["rl"]["loss"]["options"] == {"reference_policy_kl_penalty": penalty or 0.01}  # type: ignore[index]
     [line] = [line for line in ported.differs if "penalty" in line]
     assert f"reference_policy_kl_penalty = {penalty or 0.01}: it pulls back to the reference" in line
+
+
+def test_what_is_sampled_and_where_it_runs() -> None:
+    """Responses were cut at our default of 8 tokens, and experts stayed whole on every rank, both without a word."""
+    sizes = {"expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1, "tensor_model_parallel_size": 2}
+    packing = {"enabled": True, "train_mb_tokens": 4096}
+    policy = {
+        "generation": {"max_new_tokens": 512, "stop_strings": ["</s>"]},
+        "megatron_cfg": {"enabled": True, **sizes},
+    }
+    ported = options_of({"grpo": {}, "policy": {**policy, "sequence_packing": packing}})
+    assert ported.left == (
+        "policy.generation.stop_strings = ['</s>']: an answer ends on the tokenizer's end tokens alone",
+    )
+    ours = ported.config
+    assert configure(SamplingConfig, ours["sampling"]).max_new_tokens == 512  # type: ignore[arg-type]
+    assert ours["parallel"] == {"tensor": 2, "expert": 4, "expert_tensor": 1}
+    assert configure(BatchConfig, ours["batch"]).tokens == 4096  # type: ignore[arg-type]
+    dense = {**sizes, "expert_model_parallel_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": True}
+    ported = options_of({"grpo": {}, "policy": {"megatron_cfg": {"enabled": True, **dense}}})
+    assert configure(ParallelConfig, ported.config["parallel"]) == ParallelConfig()  # type: ignore[arg-type]
+    assert ported.dropped == ("policy.megatron_cfg.sequence_parallel = True has no effect on one tensor rank",)
+
+
+def test_updates_on_parts_of_prompts() -> None:
+    """The section that came out was one that the trainer refuses."""
+    run = {"num_prompts_per_step": 8, "num_generations_per_prompt": 16}
+    ported = options_of({"grpo": run, "policy": {"train_global_batch_size": 8}})
+    assert "updates" not in ported.config["rl"]  # type: ignore[operator]
+    assert ported.left == ("policy.train_global_batch_size = 8: 16 updates of 8 prompts; here each has whole prompts",)
+
+
+def test_distillation_is_of_the_students_own_completions() -> None:
+    """It came out as one of demonstrations, and without the top-k that its loss reads."""
+    run = {"topk_logits_k": 64, "num_prompts_per_step": 128, "num_generations_per_prompt": 2}
+    ported = options_of({"distillation": run, "loss_fn": {}, "policy": {"train_global_batch_size": 32}})
+    section: dict = ported.config["distillation"]  # type: ignore[assignment]
+    own = {"steps": 1, "optimizer": {"lr": 1e-3}, "teacher": "t"}
+    made = configure(DistillationConfig, {**section, **own})
+    assert (made.rows, made.top_k, made.batch_size) == ("policy", 64, 32)
+    assert ported.left == ("distillation.num_generations_per_prompt = 2: each prompt is completed once here",)

@@ -53,6 +53,8 @@ def test_a_value_function() -> None:
     made = configure(RLConfig, {**nemo, **shared})  # type: ignore[dict-item]
     assert made.critic is not None and made.critic.optimizer.lr == 3e-6 and made.critic.warmup_steps == 3
     assert made.critic.loss.options == {"scale": 0.4, "cliprange": 0.2}
+    plain = options_of({**NEMO_PPO, "value_loss_fn": {"cliprange": 0}}).config["rl"]["critic"]  # type: ignore[index]
+    assert plain["loss"]["options"] == {}  # ours takes null for none
     wanted = {"name": "gae", "gamma": 1, "length_adaptive": 0.05, "value_lam": 1.0, "whiten": "unbiased"}
     assert nemo["advantages"] == wanted  # type: ignore[index]
     made = configure(RLConfig, {**verl, **shared})  # type: ignore[dict-item]
@@ -123,6 +125,7 @@ def test_a_kl_in_the_reward_of_verl(given: dict, ours: dict, estimator: str) -> 
     assert {key: rl[key] for key in rl if "kl" in key} == ours
     assert rl["advantages"]["kl_coefficient"] == given.get("kl_ctrl", {}).get("kl_coef", 0.001)
     assert any("whole KL taken off" in line for line in ported.differs) == (estimator == "grpo") and not ported.unknown
+    assert any("here of the mean over tokens" in line for line in ported.differs) == ("kl_controller" in ours)
 
 
 def test_a_kl_in_the_reward_that_weighs_nothing() -> None:
@@ -133,7 +136,11 @@ def test_a_kl_in_the_reward_that_weighs_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("threshold", "ours"),
-    [("0.5_5.0", {"mode": "icepop", "low": 0.5, "high": 5.0}), (3.0, {"mode": "tis", "high": 3.0})],
+    [
+        ("0.5_5.0", {"mode": "icepop", "low": 0.5, "high": 5.0}),
+        (3.0, {"mode": "tis", "high": 3.0}),
+        ("2.0", {"mode": "tis", "high": 2.0}),
+    ],
 )
 def test_importance_weights_of_verl(threshold: object, ours: dict) -> None:
     given = {
@@ -145,7 +152,34 @@ def test_importance_weights_of_verl(threshold: object, ours: dict) -> None:
     ported = of_verl({"rollout_correction": given})
     options = ported.config["rl"]["loss"]["options"]  # type: ignore[index]
     assert options["importance"] == {"level": "sequence-sum", "normalize": True, **ours}
+    assert any("by their mean over sequences; ours by that over tokens" in line for line in ported.differs)
     assert ported.left == ("algorithm.rollout_correction.rollout_rs = 'k1': write it as rejection.rules by hand",)
+
+
+def test_estimators_as_verl_has_them() -> None:
+    """Ours of the same names scale by other counts, and have a baseline where the longest answer is alone."""
+    made = {
+        name: of_verl({"adv_estimator": name}).config["rl"]["advantages"] for name in ("gpg", "optimal_token_baseline")
+    }  # type: ignore[index]
+    assert made["gpg"] == {"name": "gpg", "scale": "nonzero"}
+    assert made["optimal_token_baseline"] == {"name": "optimal_token_baseline", "handle_zero_tail": True}
+    weights = {"rollout_is": "token", "rollout_is_threshold": 1.5}
+    weighed = of_verl({"adv_estimator": "optimal_token_baseline", "rollout_correction": weights})
+    assert weighed.config["rl"]["advantages"]["importance_cap"] == 1.5  # type: ignore[index]
+    weights["rollout_is"] = "sequence"
+    left = of_verl({"adv_estimator": "optimal_token_baseline", "rollout_correction": weights}).left
+    assert left[0].endswith("optimal_token_baseline reads weights of tokens with one bound here (importance_cap)")
+
+
+def test_dynamic_sampling_of_verl() -> None:
+    """DAPO came out without it, and nothing said so; nor of what this trainer lacks."""
+    ported = of_verl({"filter_groups": {"enable": True, "metric": "acc", "max_num_gen_batches": 5}, "use_pf_ppo": True})
+    assert ported.config["rl"]["dynamic_sampling"] == {"max_rounds": 5} and not ported.unknown  # type: ignore[index]
+    assert any("filter_groups keeps prompts whose rewards differ" in line for line in ported.differs)
+    assert ported.left == ("algorithm.use_pf_ppo = True: not carried over by this port",)
+    unbounded = of_verl({"filter_groups": {"enable": True, "max_num_gen_batches": 0}}).config["rl"]
+    assert unbounded["dynamic_sampling"] == {}  # type: ignore[index]
+    assert "dynamic_sampling" not in of_verl({"filter_groups": {"enable": False}}).config["rl"]  # type: ignore[operator]
 
 
 def test_what_else_a_config_of_verl_holds() -> None:
@@ -167,6 +201,18 @@ def test_what_else_a_config_of_verl_holds() -> None:
     assert of_verl({"adv_estimator": "reinforce_plus_plus", "gamma": 0.9}).config["rl"]["advantages"]["gamma"] == 0.9  # type: ignore[index]
 
 
+def test_the_layout_of_megatron_in_verl() -> None:
+    """The model stayed whole on every rank, without a word; a row holds what its context ranks have room for together."""
+    megatron = {"tensor_model_parallel_size": 2, "context_parallel_size": 4, "expert_model_parallel_size": 1}
+    megatron |= {"expert_tensor_parallel_size": None, "sequence_parallel": True, "use_dist_checkpointing": False}
+    actor = {"megatron": megatron, "use_dynamic_bsz": True, "ppo_max_token_len_per_gpu": 1000}
+    ported = of_verl(actor={**actor, "strategy": "megatron"})
+    assert ported.config["parallel"] == {"tensor": 2, "context": 4, "sequence_parallel": True}
+    assert ported.config["batch"] == {"packing": True, "tokens": 4000} and not ported.unknown
+    fsdp = of_verl(actor={**actor, "strategy": "fsdp"}).config
+    assert "parallel" not in fsdp and fsdp["batch"] == {"packing": True, "tokens": 1000}
+
+
 def test_unknown_keys_of_verl_in_any_section() -> None:
     """A misspelt length or temperature would leave the default in its place, silently."""
     config = {
@@ -185,6 +231,19 @@ def test_files_defaults_and_references(tmp_path: Path) -> None:
     )
     tree = read_host_config(tmp_path / "run.yaml")
     assert tree["policy"] == {"rows": 4, "size": 8, "twice": 8, "whole": 8, "mul": "${mul:2, 3}"}
+
+
+def test_references_with_another_value_as_verl_writes_them(tmp_path: Path) -> None:
+    """Its own config of a run with a critic, whose aggregation is such a text, was refused."""
+    select = "${oc.select:actor_rollout_ref.actor.%s}"
+    critic = {"loss_agg_mode": select % "loss_agg_mode,token-mean", "cliprange_value": select % "clip_value, 0.25"}
+    text = {**VERL_PPO, "critic": critic, "skip": {"gone": select % "gone"}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(text))
+    tree = read_host_config(tmp_path / "config.yaml")
+    assert tree["skip"] == {"gone": None}
+    made = configure(RLConfig, {**options_of(tree).config["rl"], "steps": 1, "optimizer": {"lr": 1e-3}})  # type: ignore[dict-item]
+    assert made.critic is not None
+    assert made.critic.loss.options == {"cliprange": 0.25, "aggregation": "seq-mean-token-mean"}
 
 
 def test_many_references_to_many_references(tmp_path: Path) -> None:
@@ -225,6 +284,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ),
         ("actor_rollout_ref: {}\nalgorithm: {use_kl_in_reward: true, kl_penalty: full}", "kl_penalty = 'full' is not"),
         ("actor_rollout_ref: {}\nalgorithm: {adv_estimator: magic}", "algorithm.adv_estimator = 'magic'"),
+        (
+            "actor_rollout_ref: {}\nalgorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: low}}",
+            "algorithm.rollout_correction.rollout_is_threshold = 'low' is not valid; a bound is needed, or two as",
+        ),
     ],
 )
 def test_what_cannot_be_carried_over(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

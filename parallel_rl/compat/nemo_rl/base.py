@@ -107,7 +107,7 @@ def checked(data: Data | None) -> Data:
             raise ValueError(f"data lacks the field {name!r}")
         mask = data[name]
         if mask.dtype != torch.bool and checks_values(mask) and bool(((mask != 0) & (mask != 1)).any()):
-            raise ValueError(f"{name} must hold 0 and 1 only; a weight belongs into the advantages")
+            raise ValueError(f"{name} must hold 0 and 1 only; weights belong in the advantages")
     assert data is not None
     return data
 

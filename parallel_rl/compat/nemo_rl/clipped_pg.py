@@ -127,7 +127,7 @@ class ClippedPGLossFn(LogProbLoss):
         return metrics
 
     def _normalizations(self) -> dict[str, MetricNormalizer]:
-        """What divided each metric, for a trainer that calls with counts of 1 and divides at the end of the step."""
+        """The divisor of each metric, for a trainer that calls with counts of 1 and divides at the end of the step."""
         tokens, sequences, none = normalizers()
         gradient = tokens if self.cfg["token_level_loss"] else sequences
         by_sequence = bool(self.cfg["sequence_level_importance_ratios"])

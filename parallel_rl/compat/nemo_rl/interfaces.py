@@ -20,14 +20,14 @@ class _Word(enum.Enum):
 
 
 class LossType(_Word):
-    """What a loss is averaged over."""
+    """The unit that a loss is averaged over."""
 
     TOKEN_LEVEL = "token_level"
     SEQUENCE_LEVEL = "sequence_level"
 
 
 class LossInputType(_Word):
-    """What a loss reads, which `prepare_loss_input` makes of logits."""
+    """Input of a loss, which `prepare_loss_input` makes of logits."""
 
     LOGIT = "logit"
     LOGPROB = "logprob"
@@ -36,7 +36,7 @@ class LossInputType(_Word):
 
 
 class MetricNormalizer(_Word):
-    """What divided a metric: global_valid_toks, global_valid_seqs, or nothing (counts, extrema, local means)."""
+    """Divisor of a metric: global_valid_toks, global_valid_seqs, or nothing (counts, extrema, local means)."""
 
     TOKENS = "tokens"
     SEQUENCES = "sequences"

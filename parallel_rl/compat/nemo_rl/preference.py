@@ -106,7 +106,7 @@ class _PairLoss(LossFunction):
         """Mean of −log σ(β·(r_chosen − r_rejected)), and the other means; a pair counts where its chosen row does."""
         if rewards.shape != sample_mask.shape:
             raise ValueError(
-                f"rewards {list(rewards.shape)} and sample_mask {list(sample_mask.shape)} must be [2P], one a row"
+                f"rewards {list(rewards.shape)} and sample_mask {list(sample_mask.shape)} must be [2P], one per row"
             )
         (chosen, rejected), (of_chosen, of_rejected) = map(self.split_output_tensor, (rewards, sample_mask))
         count = as_count(1 if seqs is None else seqs, rewards.device).clamp(min=1) / 2

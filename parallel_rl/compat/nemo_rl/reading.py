@@ -1,4 +1,4 @@
-"""What NeMo-RL's losses read, made of logits: whole on every context rank, one column a predicted token."""
+"""Inputs of NeMo-RL's losses, made of logits: whole on every context rank, one column a predicted token."""
 
 from __future__ import annotations
 

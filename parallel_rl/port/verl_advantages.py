@@ -1,0 +1,101 @@
+"""Advantages of a config of verl (0.9.1) in our keys: the estimator, the KL in the reward, which prompts stay."""
+
+from __future__ import annotations
+
+from parallel_rl.port.ported import OF_DIFFERENT_REWARDS, Reader, Tree
+from parallel_rl.port.verl_keys import KL
+
+_OTB = "optimal_token_baseline"
+_ESTIMATORS = (
+    "gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "opo", "gpg", "gdpo", _OTB,
+)  # fmt: skip
+# a token's KL is taken from those up to it
+_OF_RETURNS = ("gae", "reinforce_plus_plus", "remax", _OTB)
+_WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
+def advantages_of(algorithm: Reader) -> Tree:
+    """The estimator, with its options."""
+    name = str(algorithm.get("adv_estimator", "gae"))
+    if name not in _ESTIMATORS:
+        raise ValueError(
+            f"algorithm.adv_estimator = {name!r} is not carried over; supported are {', '.join(_ESTIMATORS)}"
+        )
+    out: Tree = {"name": name}
+    gamma, lam = algorithm.get("gamma", 1.0), algorithm.get("lam", 1.0)
+    if name == "gae":
+        out |= {"gamma": gamma, "lam": lam}
+    elif name == "reinforce_plus_plus":
+        out["gamma"] = gamma
+    elif name == "gpg":
+        out["scale"] = "nonzero"
+        algorithm.differ(
+            "gpg: scaled up for rewards of 0 (scale: nonzero); ours for groups whose rewards are all alike"
+        )
+    elif name == _OTB:
+        out["handle_zero_tail"] = True
+        algorithm.differ(f"{name}: none where the longest answer is alone (handle_zero_tail); ours has one there")
+    if name in _WHITENED:
+        out["whiten"] = "unbiased"
+        default = "not at all" if name == "gae" else "by the population's deviation"
+        algorithm.differ(
+            f"{name}: whitened over the step by the unbiased deviation (whiten); ours by default {default}"
+        )
+    if not algorithm.get("norm_adv_by_std_in_grpo", True):
+        if name == "grpo":
+            out["name"] = "dr_grpo"
+        else:
+            algorithm.drop("norm_adv_by_std_in_grpo", f"with adv_estimator = {name!r}")
+    if name == "grpo":
+        algorithm.differ("a group of one keeps its reward in verl; here it is an error (advantages.singleton: reward)")
+    return out
+
+
+def weigh_baseline(advantages: Tree, weights: object, algorithm: Reader) -> None:
+    """Give the optimal token baseline the importance weights of rollout_correction, which it reads in verl, too."""
+    if advantages["name"] != _OTB or not isinstance(weights, dict):
+        return
+    if (weights["level"], weights["mode"]) == ("token", "tis") and "normalize" not in weights:
+        advantages["importance_cap"] = weights["high"]
+    else:
+        algorithm.leave("rollout_correction", f"{_OTB} reads weights of tokens with one bound here (importance_cap)")
+
+
+def dynamic_sampling(algorithm: Reader) -> Tree:
+    """DAPO's, which is filter_groups there."""
+    filters = algorithm.below("filter_groups")
+    on, rounds = filters.flag("enable"), filters.get("max_num_gen_batches", 0)
+    filters.close(("_target_", "metric", "max_inflight_gen_batches"))
+    if not on:
+        return {}
+    algorithm.differ(OF_DIFFERENT_REWARDS.format("filter_groups"))
+    return {"dynamic_sampling": {"max_rounds": max(rounds, 2)} if isinstance(rounds, int) and rounds > 0 else {}}
+
+
+def kl_in_reward(algorithm: Reader, advantages: Tree) -> Tree:
+    """Options of the section rl; the coefficient joins the estimator's."""
+    control, kind = algorithm.below("kl_ctrl"), str(algorithm.get("kl_penalty", "kl"))
+    coefficient, adaptive = control.get("kl_coef", 0.001), control.get("type", "fixed") == "adaptive"
+    led = {"target": control.get("target_kl", 0.1), "horizon": control.get("horizon", 10000)}
+    control.close(("_target_",))
+    if not algorithm.flag("use_kl_in_reward"):
+        return {}
+    if not coefficient:
+        algorithm.drop("use_kl_in_reward", "with kl_ctrl.kl_coef = 0")
+        return {}
+    estimator = KL.get(kind.removesuffix("+"))  # no gradient flows into a reward
+    if estimator is None:
+        raise ValueError(
+            f"{algorithm.path('kl_penalty')} = {kind!r} is not carried over; supported are {', '.join(KL)}, each with +"
+        )
+    advantages["kl_coefficient"] = coefficient
+    if adaptive:
+        algorithm.differ(
+            "kl_ctrl: its target is one of the mean over sequences of their means in verl; here of the mean over tokens"
+        )
+    if advantages["name"] not in _OF_RETURNS:
+        algorithm.differ(
+            "use_kl_in_reward: the samples of a group are compared with their whole KL taken off; here each token pays for "
+            "its own and all that follow"
+        )
+    return {"reward_kl": estimator, **({"kl_controller": led} if adaptive else {})}
