@@ -50,7 +50,7 @@ serve() { # starts the servers, and learns their addresses; where they all end b
   serving=$!
   (trap '' USR1 && while kill -0 "$serving"; do sleep 1; done && touch "$folder/STOP") 2>/dev/null &
   until mapfile -t urls < <(cat "$folder"/servers/*.url 2>/dev/null) && [ "${#urls[@]}" -eq "$all" ]; do
-    served || fail "the servers did not start: see $folder/server-*$log"
+    served || fail "$(gone)"
     [ -z "$asked$ended" ] || return 0
     sleep 0.2
   done
