@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
-from parallel_rl.groups import group_size
+from parallel_rl.groups import reduce_
 from parallel_rl.labels import with_labels
 from parallel_rl.layout import valid_tokens
 from parallel_rl.validation import checks_values, get_validation
@@ -45,15 +44,14 @@ _UNITS: dict[Aggregation, str | None] = {
 
 
 def unit_of(mode: Aggregation, weights: WeightedBy | None = None) -> str | None:
-    """Whose count an aggregation divides by, for `Metric.per`.
+    """The unit by whose count an aggregation divides, for `Metric.per`.
 
     >>> unit_of("constant-length"), unit_of("token-mean", "sum"), unit_of("token-mean", "count")
     ('sequences', 'token weights', 'weighted tokens')
     """
-    unit = _UNITS[mode]
-    return (
-        unit if weights is None or unit != "tokens" else {"sum": "token weights", "count": "weighted tokens"}[weights]
-    )
+    if mode == "token-mean" and weights is not None:
+        return {"sum": "token weights", "count": "weighted tokens"}[weights]
+    return _UNITS[mode]
 
 
 class ValidCounts(NamedTuple):
@@ -61,6 +59,11 @@ class ValidCounts(NamedTuple):
 
     seqs: Tensor
     toks: Tensor
+
+    @classmethod
+    def of(cls, seqs: Tensor, toks: Tensor, device: torch.device) -> ValidCounts:
+        """Put the counts of a call, or plain numbers, on `device`; the host does not wait for a copy."""
+        return cls(*(torch.as_tensor(n).reshape(()).to(device, non_blocking=True) for n in (seqs, toks)))
 
 
 def count_valid(
@@ -106,8 +109,7 @@ def count_valid(
         if on_device:
             found.append(_fractional(data["sample_mask"]).sum() + _fractional(data["token_mask"]).sum())
         counts[: len(found)] += torch.stack(found).to(counts.device)
-    if group_size(data_parallel_group) > 1:
-        dist.all_reduce(counts, group=data_parallel_group)
+    reduce_(counts, data_parallel_group)
     if on_device:  # the host does not wait; all ranks fail, since all know the sum
         torch._assert_async(counts[2] == 0, "token_mask and sample_mask must hold 0 and 1 only")
     seqs, toks = counts[:2].clamp_(min=1).unbind()
@@ -138,7 +140,7 @@ def check_masks(*batches: Mapping[str, Tensor]) -> None:
                 raise ValueError(f"{name} must be a tensor {shape}, got {got}")
         rows, seqs = data["token_mask"].shape[0], data["sample_mask"].shape[0]
         if rows != seqs:
-            raise ValueError(f"sample_mask has {seqs} rows, token_mask {rows}; they must be as many")
+            raise ValueError(f"sample_mask has {seqs} rows, token_mask {rows}; their numbers must be equal")
 
 
 def check_zeros_and_ones(*batches: Mapping[str, Tensor], names: Sequence[str] = ("token_mask", "sample_mask")) -> None:
@@ -154,8 +156,8 @@ def check_zeros_and_ones(*batches: Mapping[str, Tensor], names: Sequence[str] = 
                 place = wrong.nonzero()[0].tolist()
                 value = data[name][tuple(place)].item()
                 raise ValueError(
-                    f"{name} = {value:g} at {place} must be 0 or 1; a weight of tokens or samples belongs into "
-                    "token_weights, or into the advantages"
+                    f"{name} = {value:g} at {place} must be 0 or 1; weights of tokens or samples belong in "
+                    "token_weights or in the advantages"
                 )
 
 

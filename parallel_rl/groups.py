@@ -159,18 +159,14 @@ def mean_over_ranks(values: Tensor, group: ProcessGroup | None, device: torch.de
     1.5
     """
     total = torch.tensor([float(values.sum()), float(values.numel())], dtype=torch.float64, device=device)
-    if group_size(group) > 1:
-        dist.all_reduce(total, group=group)
+    reduce_(total, group)
     return float(total[0] / total[1])
 
 
 def _reduce_integer(
     number: int, op: dist.ReduceOp.RedOpType, group: ProcessGroup | None, device: torch.device | None
 ) -> int:
-    value = torch.tensor(number, device=device)
-    if group_size(group) > 1:
-        dist.all_reduce(value, op, group=group)
-    return int(value)
+    return int(reduce_(torch.tensor(number, device=device), group, op))
 
 
 class _GroupSum(torch.autograd.Function):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from parallel_rl.groups import group_size, group_sum
+from parallel_rl.groups import group_sum, reduce_
 from parallel_rl.labels import is_shifted
 from parallel_rl.segments import expand_segments, sum_segments
 from parallel_rl.validation import checks_values
@@ -145,7 +145,7 @@ class SequenceLayout:
         """
         _check_cp(cp_size, cp_rank, cp_layout)
         padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
-        _check_cu_seqlens(cu_seqlens, padded, (total, tail), _parts(cp_size, cp_layout), cp_size, cp_layout)
+        _check_cu_seqlens(cu_seqlens, padded, (total, tail), cp_size, cp_layout)
         count = cu_seqlens.numel() - 1
         where = cu_seqlens.device if device is None else device
         # A copy to the device that the host does not wait for: memory of the host is read before the call returns.
@@ -196,6 +196,16 @@ class SequenceLayout:
         last = max(self.shape[1] - 1, 0)  # of a row, for a position without a token
         return self.sequence_ids * self.shape[1] + column.clamp(max=last), valid
 
+    def check_logits(self, logits: Tensor) -> None:
+        """Check that logits are [*local_shape, V/tp].
+
+        Raises:
+            ValueError: they are not.
+        """
+        if logits.dim() != 3 or tuple(logits.shape[:2]) != self.local_shape:
+            rows, width = self.local_shape
+            raise ValueError(f"the logits have shape {list(logits.shape)}; the layout needs [{rows}, {width}, V/tp]")
+
     def shard(self, field: Tensor, shift: bool = True, fill: float | int | bool = 0) -> Tensor:
         """Put a whole, token-aligned field into the order of the local logits.
 
@@ -241,9 +251,7 @@ class SequenceLayout:
     def segment_max(self, x: Tensor, context_group: ProcessGroup | None = None) -> Tensor:
         """Take the largest of [T_local] in each sequence, over all context ranks: [B], −inf for an empty one; no gradient."""
         most = x.new_full((self.shape[0],), -torch.inf).scatter_reduce(0, self.sequence_ids, x, "amax")
-        if group_size(context_group) > 1:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=context_group)
-        return most
+        return reduce_(most, context_group, dist.ReduceOp.MAX)
 
     def expand(self, per_sequence: Tensor) -> Tensor:
         """Expand [B] to [T_local]: each position gets its sequence's value; the gradient is the local segment sum."""
@@ -274,16 +282,14 @@ def _check_cp(cp_size: int, cp_rank: int, cp_layout: str) -> None:
         raise ValueError(f"cp_rank = {cp_rank} must lie in [0, cp_size = {cp_size})")
 
 
-def _check_cu_seqlens(
-    cu: Tensor, padded: Tensor, row: tuple[int, int], parts: int, cp_size: int, cp_layout: CPLayout
-) -> None:
-    total, tail = row
+def _check_cu_seqlens(cu: Tensor, padded: Tensor, row: tuple[int, int], cp_size: int, cp_layout: CPLayout) -> None:
+    (total, tail), parts = row, _parts(cp_size, cp_layout)
     for name, bounds in (("cu_seqlens", cu), ("cu_seqlens_padded", padded)):
         if bounds.dim() != 1 or bounds.numel() < 2 or bounds.is_floating_point():
             raise ValueError(f"{name} must be integers [B + 1] with B ≥ 1, got {bounds.dtype} {list(bounds.shape)}")
     if padded.shape != cu.shape:
         raise ValueError(
-            f"cu_seqlens_padded has {padded.numel()} bounds, cu_seqlens {cu.numel()}; they must be as many"
+            f"cu_seqlens_padded has {padded.numel()} bounds, cu_seqlens {cu.numel()}; their numbers must be equal"
         )
     if padded.device != cu.device:
         raise ValueError(

@@ -16,14 +16,17 @@ if TYPE_CHECKING:
 
 
 class Metric(NamedTuple):
-    """One number and how its parts combine over context ranks, data ranks and micro-batches."""
+    """One number and how its parts combine over context ranks, data ranks and micro-batches.
+
+    Attributes:
+        value: 0-dim; the numerator of a ratio, which a square-ratio squares last.
+        per: the global count that divided the value: "tokens", "sequences", "pairs", "turns", ...; None: none.
+    """
 
     kind: Literal["share", "count", "min", "max", "ratio", "square-ratio"]
-    value: Tensor  # 0-dim; the numerator of a ratio, which a square-ratio squares last
+    value: Tensor
     denominator: Tensor | None = None
-    per: str | None = (
-        None  # whose global count divided the value: "tokens", "sequences", "pairs", "turns", ...; None: none
-    )
+    per: str | None = None
 
 
 class Mean(NamedTuple):

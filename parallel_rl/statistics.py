@@ -33,7 +33,7 @@ class Statistics(Mapping[str, Tensor]):
         sums: 0-dim tensors, each this rank's own part. As a mapping, the statistics are these sums.
         samples: [n] tensors of one length, one entry a local token or sequence, for other statistics than sums (a quantile, the
             largest k). An entry that is masked or that another rank owns is NaN, in each of them; it sorts last.
-        records: [r] integer tensors of one length, one entry a row (an id, its number of tokens), of data that context ranks
+        records: [r] integer tensors of one length, one entry per row (an id, its number of tokens), of data that context ranks
             share: they are gathered over data ranks only, in rank order.
     """
 

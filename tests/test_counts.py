@@ -83,7 +83,7 @@ def test_masks_that_do_not_fit(data: dict, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("sample_mask", 0.5, r"sample_mask = 0.5 at \[1\] must be 0 or 1; a weight of tokens or samples belongs"),
+        ("sample_mask", 0.5, r"sample_mask = 0.5 at \[1\] must be 0 or 1; weights of tokens or samples belong in"),
         ("token_mask", 2.0, r"token_mask = 2 at \[1, 0\] must be 0 or 1"),
         ("sample_mask", math.nan, r"sample_mask = nan at \[1\] must be 0 or 1"),
     ],

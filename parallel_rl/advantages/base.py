@@ -101,7 +101,7 @@ class AdvantageEstimator(Variants):
     def finish(
         self, found: Advantages, batch: Mapping[str, Tensor], mask: Tensor, group: ProcessGroup | None
     ) -> Advantages:
-        """With the teacher's part, whitened over the ranks of `group`, then clipped."""
+        """Add the teacher's part, whiten over the ranks of `group`, then clip."""
         advantages = found.advantages
         if self.teacher_kl is not None:
             taught = self.teacher_kl(batch["prev_logprobs"], batch["teacher_token_logprobs"])

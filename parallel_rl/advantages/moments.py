@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Whitening = Literal["none", "center", "population", "unbiased"]
+_EPS = 1e-8
 
 
 class Moments(NamedTuple):
@@ -65,16 +66,15 @@ def whiten(
     group: ProcessGroup | None = None,
     *,
     keep_mean: bool = False,
-    eps: float = 1e-8,
 ) -> Tensor:
-    """x with the mean taken off and divided by the deviation of the valid entries of all ranks.
+    """Subtract the mean of the valid entries of all ranks from x, and divide by their deviation; ε is 1e-8.
 
     >>> whiten(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([1, 1, 0]))
     tensor([-1.,  1.,  0.])
 
         center:     x − mean
-        population: (x − mean) / √max(Σ(x − mean)²/n, eps)              as OpenRLHF, LightRFT, NeMo-RL
-        unbiased:   (x − mean) / √(Σ(x − mean)²/(n − 1) + eps)          as verl, Trinity-RFT
+        population: (x − mean) / √max(Σ(x − mean)²/n, ε)            as OpenRLHF, LightRFT, NeMo-RL
+        unbiased:   (x − mean) / √(Σ(x − mean)²/(n − 1) + ε)        as verl, Trinity-RFT
 
     Entries that are all equal become exactly 0.
 
@@ -84,7 +84,6 @@ def whiten(
         mode: see above; "none" leaves x as it is.
         group: data ranks, each of which calls it; None is one process.
         keep_mean: the mean is added again.
-        eps: see above.
 
     Returns:
         As x, 0 outside `mask`.
@@ -102,8 +101,8 @@ def whiten(
     found = moments(x, keep, group)
     value = torch.where(found.low == found.high, 0.0, x.double() - found.mean)
     if mode == "population":
-        value = value * found.variance().clamp(min=eps).rsqrt()
+        value = value * found.variance().clamp(min=_EPS).rsqrt()
     elif mode == "unbiased":
-        value = value * (found.variance(1) + eps).rsqrt()
+        value = value * (found.variance(1) + _EPS).rsqrt()
     value = value + found.mean if keep_mean else value
     return torch.where(keep, value, 0.0).to(x.dtype)

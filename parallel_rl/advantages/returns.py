@@ -89,7 +89,7 @@ def gae(
         token_rewards, values: [N, S]; `values[:, t]` is the value of the state before token t.
         mask: [N, S] valid tokens, in any pattern; elsewhere NaN does no harm.
         gamma: γ in [0, 1].
-        lam: λ in [0, 1] of the advantages, or [N] one a row.
+        lam: λ in [0, 1] of the advantages, or [N] one per row.
         value_lam: λ of the returns; None: the same.
         bootstrap_values: [N] the value behind the last token of a response that was cut off, 0 for one that ended.
 

@@ -61,7 +61,7 @@ class StepwiseGRPO(GroupedEstimator, name="stepwise_grpo"):
     fields: ClassVar[tuple[str, ...]] = ("rewards", "group_ids", "run_ids", "step_ids", "token_mask")
 
     def scores(self, table: SampleTable) -> Tensor:
-        """[M] the scores of the runs, one a step.
+        """[M] the scores of the runs, one per step.
 
         Raises:
             ValueError: a run in two groups, two steps of one number, or a task of one run where `singleton` is "error".

@@ -47,7 +47,7 @@ class TeacherKL:
             raise ValueError(f"loss_max_clamp = {self.loss_max_clamp} must be above 0; None: none")
 
     def __call__(self, policy: Tensor, teacher: Tensor) -> Tensor:
-        """What is added to the advantages, from log-probs of the sampled tokens, of one shape."""
+        """The term that is added to the advantages, from log-probs of the sampled tokens, of one shape."""
         if self.log_prob_min_clamp is not None:
             policy, teacher = (x.clamp(min=self.log_prob_min_clamp) for x in (policy, teacher))
         return -self.coefficient * kl_estimate(policy, teacher, self.estimator, output_clamp=self.loss_max_clamp)

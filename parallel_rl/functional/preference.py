@@ -1,4 +1,4 @@
-"""Losses of preference pairs and of labelled responses, one number a pair or a response.
+"""Losses of preference pairs and of labelled responses, one number per pair or response.
 
 Legend: `chosen` and `rejected` [n] are log-ratios D = log π(y) − log π_ref(y) of a whole response, D_w and D_l in the
 formulas, and h = D_w − D_l; for a loss without a reference they are log-probs. log σ is one stable function and 1 − σ(x) is

@@ -1,4 +1,4 @@
-"""Losses of supervised fine-tuning, one number a token."""
+"""Losses of supervised fine-tuning, one number per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy-gradient surrogate is: from ratios and advantages to a loss per token, and to what it clips."""
+"""Base of the policy-gradient surrogates: from ratios and advantages to a loss per token, and to the tokens that it clips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of value heads, one number a token."""
+"""Losses of value heads, one number per token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which losses a host's call can feed, and what they are divided by."""
+"""Checks that a host's call can feed a loss, and the count of the step that divides it."""
 
 from __future__ import annotations
 
@@ -79,26 +79,29 @@ def divided_by(loss_fn: LossFn) -> dict[str, str | None]:
 
 
 def unit_of(loss_fn: LossFn) -> str | None:
-    """Which count of the step divides the loss, "tokens" or "sequences"; None: neither, or both. Two calls tell.
+    """Find by a few calls which count of the step divides the loss: "tokens", "sequences", or None for neither or both.
 
     >>> from parallel_rl import DPOLossFn
     >>> unit_of(DPOLossFn())
     'sequences'
     """
-    loss = float(_tried(loss_fn, 2, 4)[0])
-    halved = [abs(float(_tried(loss_fn, *counts)[0]) - loss / 2) <= 1e-6 * abs(loss) for counts in ((4, 4), (2, 8))]
+    # off policy a correction may leave nothing, on policy a KL is 0
+    apart = 1.0 if float(_tried(loss_fn, 2, 4)[0]) else 0.0
+    loss, *others = (float(_tried(loss_fn, *counts, apart)[0]) for counts in ((2, 4), (4, 4), (2, 8)))
+    halved = [abs(other - loss / 2) <= 1e-6 * abs(loss) for other in others]
     return None if halved[0] == halved[1] else "sequences" if halved[0] else "tokens"
 
 
-def _tried(loss_fn: LossFn, seqs: int, toks: int) -> tuple[Tensor, Metrics]:
-    """The loss of two rows of three tokens each."""
+def _tried(loss_fn: LossFn, seqs: int, toks: int, apart: float = 1.0) -> tuple[Tensor, Metrics]:
+    """The loss of two rows of three tokens each; recorded log-probs are the policy's own where `apart` is 0."""
     g = torch.Generator().manual_seed(0)
     data: dict[str, Tensor] = {"token_mask": torch.ones(2, 3, dtype=torch.int64)}
+    logprobs = -torch.rand(2, 3, generator=g)
     for field in loss_fn.requirements.fields:
         shape = (2,) if field.per == "sequence" else (2, 3, 1) if field.width else (2, 3)
         floats = -torch.rand(shape, generator=g)  # a log-prob, too
+        floats = torch.lerp(logprobs, floats, apart) if shape == (2, 3) else floats
         data[field.name] = floats if field.dtype == "float" else torch.zeros(shape, dtype=torch.int64)
-    logprobs = -torch.rand(2, 3, generator=g)
     return loss_fn.from_logprobs(
         logprobs,
         data=data,

@@ -107,4 +107,5 @@ def _member(kind: str, name: str) -> object:
                 "nemo_rl.algorithms.loss; parallel_rl.compat.nemo_rl has both calls"
             )
         return name.lower()
-    return getattr(getattr(host, kind), name)
+    members = getattr(host, kind, None)  # MetricNormalizer is younger than the call: 0.7 lacks it
+    return name.lower() if members is None else getattr(members, name)

@@ -1,4 +1,4 @@
-"""What hosts do to a loss behind the caller's back, undone."""
+"""Undo the factors that hosts apply to a loss behind the caller's back."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def floats(metrics: Metrics) -> dict[str, float]:
 def numerator_denominator(metrics: Metrics, calls: int) -> dict[str, Tensor]:
     """name → [numerator, denominator] for a host that sums both over ranks and micro-batches, then divides (Megatron-LM).
 
-    A share or a count is summed as the law wants it: its numerator is `calls` times as large, its denominator 1. Extrema cannot
-    be said so, and are left out.
+    A share or a count is summed as the law wants it: its numerator is `calls` times as large, its denominator 1. Extrema and
+    squared ratios cannot be said so, and are left out.
 
     >>> from parallel_rl.metrics import Metric, Metrics
     >>> pair = numerator_denominator(Metrics({"loss": Metric("share", torch.tensor(0.5))}), calls=4)["loss"]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.hosts.fit import check_fits, unit_of
 from parallel_rl.losses.nll import NLLLossConfig
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from parallel_rl.losses.core.log_prob_rows import Values
     from parallel_rl.metrics import Metrics
     from parallel_rl.statistics import Statistics
+    from parallel_rl.vocab.shards import VocabShard
 
 _NAMES = {
     "advantages": "advantages", "prev_logprobs": "log_probs", "generation_logprobs": "rollout_log_probs",
@@ -90,11 +92,18 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
         shared = None if unit == "tokens" else _shared_denominators(batch)
         at = _megatron() if groups is None else groups
         pieces, rows = _cut(batch, at.cp_rank, at.cp_size)
-        if logits.dim() != 3 or len(logits) != 1 or logits.shape[1] < rows:
-            raise ValueError(f"logits must be [1, T, V/tp] with T ≥ {rows} for total_lengths, got {list(logits.shape)}")
-        targets, keep = _targets(batch, pieces, logits[0])
-        shard = loss_fn.options.shard(logits.shape[-1], at.tensor, entropy=needs.entropy)
-        check_targets(targets, shard.vocab_size, ignore_index=None)
+
+        def read() -> tuple[Tensor, Tensor, VocabShard]:
+            if logits.dim() != 3 or len(logits) != 1 or logits.shape[1] < rows:
+                got = list(logits.shape)
+                raise ValueError(f"logits must be [1, T, V/tp] with T ≥ {rows} for total_lengths, got {got}")
+            targets, keep = _targets(batch, pieces, logits[0])
+            shard = loss_fn.options.shard(logits.shape[-1], at.tensor, entropy=needs.entropy)
+            check_targets(targets, shard.vocab_size, ignore_index=None)
+            return targets, keep, shard
+
+        # each context rank looks at other tokens
+        targets, keep, shard = raise_on_all_ranks(read, [at.tensor, at.context], logits)
         temperature = getattr(args, "rollout_temperature", 1.0)
         stats = stats_of_shard(logits[0], targets, keep, replace(shard, temperature=temperature))
 

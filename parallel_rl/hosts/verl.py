@@ -132,7 +132,7 @@ def _check_aggregation(loss_fn: LossFn, unit: str | None, mode: str, length: flo
 
 
 def _local_means(metrics: Metrics, info: Mapping[str, int], mask: Tensor) -> Metrics:
-    """What verl averages over micro-batches: means over those of this one."""
+    """The metrics that verl averages over micro-batches: means over those of this one."""
     here = {"tokens": mask.sum().clamp(min=1), "sequences": torch.tensor(len(mask))}
     step = {"tokens": info["batch_num_tokens"], "sequences": info["global_batch_size"]}
     found = {}

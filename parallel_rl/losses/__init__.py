@@ -1,7 +1,7 @@
-"""Catalogue of the losses, a file each, with their options; importing it registers them all.
+"""Catalogue of the losses, one file each, with their options; importing it registers them all.
 
-A loss of this package is called with vocab-parallel logits and process groups, see `LossFn`, and returns this rank's share.
-Pointwise mathematics is in `parallel_rl.functional`.
+A loss is called with vocab-parallel logits and process groups and returns this rank's share, see `LossFn`. How it runs is in
+`core`, and its pointwise mathematics in `parallel_rl.functional`.
 """
 
 from parallel_rl.losses.clipped_pg import ClippedPGLossFn

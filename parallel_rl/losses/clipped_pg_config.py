@@ -81,12 +81,11 @@ class ClippedPGLossConfig:
                 input_clamp=self.kl_input_clamp_value,
                 output_clamp=self.kl_output_clamp_value,
             )
+        of_sequence = sequence and surrogate.uses_ratio and not self.force_on_policy_ratio
         return PolicyLossConfig(
             surrogate,
             "token-mean" if self.token_level_loss else "seq-mean-token-mean",
-            ratio_level="sequence-mean"
-            if sequence and surrogate.uses_ratio and not self.force_on_policy_ratio
-            else "token",
+            ratio_level="sequence-mean" if of_sequence else "token",
             on_policy=self.force_on_policy_ratio,
             importance=importance,
             kl=kl,
@@ -117,37 +116,17 @@ class ClippedPGLossConfig:
             raise ValueError(f"ratio_clip_c = {self.ratio_clip_c} must exceed 1, or be None for no dual clip")
 
     def _check_contradictions(self) -> None:
-        """Pairs that contradict each other, and options that the others leave without effect."""
-        no_ratio = (
-            "disable_ppo_ratio"
-            if self.disable_ppo_ratio
-            else "force_on_policy_ratio"
-            if self.force_on_policy_ratio
-            else None
-        )
+        """Refuse pairs that contradict each other, and options that the others leave without effect."""
+        sequence, without_ratio = self.sequence_level_importance_ratios, ("disable_ppo_ratio", "force_on_policy_ratio")
+        no_kl = self.use_on_policy_kl_approximation and not self.kl_in_loss
+        no_ratio = next((name for name in without_ratio if getattr(self, name)), None)
         rules = [
-            (
-                "disable_ppo_ratio",
-                self.disable_ppo_ratio and self.force_on_policy_ratio,
-                "force_on_policy_ratio = True",
-            ),
-            (
-                "token_level_loss",
-                self.token_level_loss and self.sequence_level_importance_ratios,
-                "sequence_level_importance_ratios = True",
-            ),
+            ("disable_ppo_ratio", all(getattr(self, name) for name in without_ratio), "force_on_policy_ratio = True"),
+            ("token_level_loss", self.token_level_loss and sequence, "sequence_level_importance_ratios = True"),
             ("token_level_loss", not self.token_level_loss and self.use_cispo, "use_cispo = True"),
-            (
-                "sequence_level_importance_ratios",
-                self.sequence_level_importance_ratios and self.use_cispo,
-                "use_cispo = True",
-            ),
+            ("sequence_level_importance_ratios", sequence and self.use_cispo, "use_cispo = True"),
             ("ratio_clip_c", self.ratio_clip_c is not None and self.use_cispo, "use_cispo = True"),
-            (
-                "use_on_policy_kl_approximation",
-                self.use_on_policy_kl_approximation and not self.kl_in_loss,
-                "no KL in the loss",
-            ),
+            ("use_on_policy_kl_approximation", no_kl, "no KL in the loss"),
         ]
         if no_ratio:
             rules.append(("use_cispo", self.use_cispo, f"{no_ratio} = True"))

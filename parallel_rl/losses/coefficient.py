@@ -30,7 +30,7 @@ class CoefficientScheduleConfig:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 0")
         if self.warmup_steps == self.decay_steps == 0:
             raise ValueError(
-                "warmup_steps and decay_steps are both 0, which is no schedule; give the coefficient as a number"
+                "warmup_steps and decay_steps are both 0, which is not a schedule; give the coefficient as a number"
             )
         if self.start != 0 and self.warmup_steps == 0:
             raise ValueError(f"start = {self.start} has no effect without warmup_steps")

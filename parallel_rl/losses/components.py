@@ -60,7 +60,7 @@ class ComponentConfig:
 
     @property
     def view(self) -> DataView:
-        """What it sees of the data."""
+        """The data as it sees them."""
         return DataView(self.mask, self.rows, self.fields)
 
 
@@ -91,12 +91,12 @@ class ComponentsLossFn(ComponentsLoss[ComponentsLossConfig]):
         L = Σ_c λ_c·L_c,    L_c the loss of component c on its own tokens, divided by its own counts of the step
 
     A component is any registered loss on log-probs or logits with its options, a coefficient, a mask of tokens or rows, and
-    fields under other names. Its tokens need not be in `token_mask`: what the policy did not sample (observations) may be
-    learnt beside what it did. Its counts are those of its own tokens and rows over the whole step, which is what `count`
-    brings: no component dilutes another, and one without a token adds an exact 0. MIX, CHORD, RL with NLL on observations
-    (ECHO), RL with distillation or with a KL to a second reference are configs of it.
+    fields under other names. Its tokens need not be in `token_mask`: what the policy did not sample (observations) can be
+    learnt beside what it did. Its counts are those of its own tokens and rows over the whole step, given by `count`:
+    no component dilutes another, and one without a token adds an exact 0. MIX, CHORD, RL with NLL on observations
+    (ECHO), RL with distillation or with a KL to a second reference are configs of this loss.
 
-    Where all components separate over tokens, so does the sum (`LMHeadInput`); where one looks at logits, whole logits are
+    If all components separate over tokens, so does the sum (`LMHeadInput`); if one reads logits, whole logits are
     made, and they are not consumed.
 
     Metrics: loss; NAME/... of each component, and NAME/coefficient where it has a schedule. Call and errors: see `LossFn`.

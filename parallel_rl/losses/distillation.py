@@ -13,12 +13,11 @@ from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
 from parallel_rl.functional.distillation import mixed_kl, reverse_tail, with_tail
 from parallel_rl.labels import is_shifted
 from parallel_rl.layout import valid_tokens
-from parallel_rl.losses.core.aggregation import count_units, with_units
+from parallel_rl.losses.core.aggregation import with_units
 from parallel_rl.losses.core.requirements import Alignment, Field, Requirements
 from parallel_rl.losses.core.row_loss import LogitRows, RowLoss, mean_of_values
 from parallel_rl.losses.full_distillation import check_temperature
 from parallel_rl.losses.registry import register_loss
-from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.buckets import bucketed_log_probs
@@ -37,19 +36,20 @@ if TYPE_CHECKING:
 class DistillationLossConfig:
     """Options of `DistillationLossFn`.
 
-    kl_type: "forward" KL(teacher ‖ student), "reverse", or "mixed": mixed_kl_weight·forward + (1 − it)·reverse.
-    zero_outside_topk: False: both sides are renormalised inside the top-k, where what the student gives to other words is
-        invisible. True: the student is normalised over the whole vocabulary, and the teacher's log-prob of any other word
+    kl_type: "forward" KL(teacher ‖ student), "reverse", or "mixed": w·forward + (1 − w)·reverse.
+    mixed_kl_weight: w.
+    zero_outside_topk: False: both sides are renormalised inside the top-k, and the student's probability of other tokens has
+        no effect. True: the student is normalised over the whole vocabulary, and the teacher's log-prob of any other token
         counts as −100 in the reverse KL.
-    bucket_tail: all words outside the top-k are one symbol on both sides: a lower bound of the KL over the vocabulary that sees
-        the mass of the tail. Reads the field teacher_logsumexp [B, S], of the teacher's logits over its temperature: the
-        teacher's tail is 1 − Σ_k p, so a tail below 1e-5 needs it in float64.
-    overlap: log how student and teacher agree on what is likely, by the metrics teacher_mass, student_mass and overlap, at the
-        cost of one more pass over the logits. Reads teacher_logsumexp.
+    bucket_tail: all tokens outside the top-k are one bucket on both sides: a lower bound of the KL over the vocabulary that
+        includes the mass of the tail. Reads the field teacher_logsumexp [B, S], of the teacher's logits over its temperature:
+        the teacher's tail is 1 − Σ_k p, so a tail below 1e-5 needs it in float64.
+    overlap: log how far student and teacher agree on the likely tokens, by the metrics teacher_mass, student_mass and overlap,
+        at the cost of one more pass over the logits. Reads teacher_logsumexp.
     topk_alignment: "token" stores the teacher's distribution of token t at t, "predictor" at t − 1 (NeMo-RL's data).
-    teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
+    teacher_temperature: of the teacher's softmax; None: the loss's `temperature`, which is the student's.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, of which 0 masks, and divide by the number of tokens
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, where 0 masks, and divide by the number of tokens
         with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """
 
@@ -127,9 +127,6 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
         )
         tail = (Field("teacher_logsumexp", alignment=at),) if self.config.bucket_tail or self.config.overlap else ()
         return with_units(Requirements((*top, *tail), reads="rows"), self.config.aggregation, self.config.token_weights)
-
-    def count_from(self, batch: TokenBatch) -> Statistics:
-        return count_units(batch, self.config.aggregation)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         return mean_of_values(batch, self.config.aggregation, self.config.max_length, self.measured)

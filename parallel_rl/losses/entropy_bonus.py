@@ -42,7 +42,7 @@ class EntropyCoefficient:
         """Move on by one optimizer step with these reduced metrics, equal on all ranks."""
 
     def state_dict(self) -> dict[str, float]:
-        """What changes over the steps, for a checkpoint; empty where nothing does."""
+        """The numbers that change over the steps, for a checkpoint; empty for a constant."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
 from parallel_rl.functional.distillation import Divergence, ForwardKL
-from parallel_rl.losses.core.aggregation import count_units, with_units
+from parallel_rl.losses.core.aggregation import with_units
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.row_loss import TEACHER, LogitRows, RowLoss, mean_of_values
 from parallel_rl.losses.registry import register_loss
-from parallel_rl.statistics import Statistics
 from parallel_rl.vocab.divergence import divergence_of_shards
 
 if TYPE_CHECKING:
@@ -40,10 +39,10 @@ class FullDistillationLossConfig:
 
     divergence: forward_kl, reverse_kl, jsd (beta; GKD), skew_forward_kl, skew_reverse_kl (alpha), cross_entropy or
         finite_cross_entropy, see `parallel_rl.functional.distillation`.
-    teacher_temperature: the teacher is softmax(logits / it); None: the loss's `temperature`, which is the student's.
+    teacher_temperature: of the teacher's softmax; None: the loss's `temperature`, which is the student's.
     squared_temperature: multiply by the student's temperature², so that gradients do not shrink with it.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, of which 0 masks, and divide by the number of tokens
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, where 0 masks, and divide by the number of tokens
         with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """
 
@@ -96,22 +95,19 @@ class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
         needs = Requirements((Field("teacher_logits", per="local"),), reads="rows")
         return with_units(needs, self.config.aggregation, self.config.token_weights)
 
-    def count_from(self, batch: TokenBatch) -> Statistics:
-        return count_units(batch, self.config.aggregation)
-
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         return mean_of_values(batch, self.config.aggregation, self.config.max_length)
 
     def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         super()._check_output(logits, data, tensor_group)
-        teacher = data[TEACHER].shape
-        if len(teacher) != 3 or self._words(teacher[-1], tensor_group) != self._words(logits.shape[-1], tensor_group):
+        teacher, own = data[TEACHER].shape, self._columns(logits.shape[-1], tensor_group)
+        if len(teacher) != 3 or self._columns(teacher[-1], tensor_group) != own:
             raise ValueError(
                 f"teacher_logits has shape {list(teacher)}; it must be that of the student's logits, {list(logits.shape)}"
             )
 
-    def _words(self, width: int, tensor_group: ProcessGroup | None) -> tuple[int, int] | None:
-        """First id and number of the words of so many columns, whose padding may differ; None where they are no shard."""
+    def _columns(self, width: int, tensor_group: ProcessGroup | None) -> tuple[int, int] | None:
+        """First id and number of real columns of a shard so wide, whose padding may differ; None if it is no shard."""
         try:
             shard = self.options.shard(width, tensor_group)
         except ValueError:

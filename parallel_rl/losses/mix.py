@@ -94,7 +94,7 @@ class MixLossConfig:
     """Options of `MixLossFn`.
 
     mu: the weight of the expert side, a number or a `MuScheduleConfig` (CHORD).
-    policy: of the usual rows. supervised: of the expert rows; CHORD-φ has weighting "phi".
+    policy: options of the loss on the usual rows. supervised: those on the expert rows; CHORD-φ has weighting "phi".
     """
 
     mu: float | MuScheduleConfig = 0.1

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation, unit_of
 from parallel_rl.functional.supervised import NLLWeighting, weighted_nll
-from parallel_rl.losses.core.aggregation import UNIT_FIELDS, aggregate, count_units, with_units
+from parallel_rl.losses.core.aggregation import UNIT_FIELDS, aggregate, with_units
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true
 from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
-from parallel_rl.statistics import Statistics
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class NLLLossConfig:
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`; each turn (segment_ids [B, S]),
         prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs the same with turn-mean, prompt-mean and
         trajectory-mean, which need `statistics=` of `count`.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, of which 0 masks, and divide by the number of tokens
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, where 0 masks, and divide by the number of tokens
         with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """
 
@@ -75,9 +74,6 @@ class NLLLoss(LossFn[NLLLossConfig]):
         needs = with_units(Requirements(token_separable=True), cfg.aggregation, cfg.token_weights)
         # no metric is divided by a count: weights are counted for the denominator alone
         return replace(needs, counted=needs.counted and cfg.aggregation in ("token-mean", *UNIT_FIELDS))
-
-    def count_from(self, batch: TokenBatch) -> Statistics:
-        return count_units(batch, self.config.aggregation)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg = self.config

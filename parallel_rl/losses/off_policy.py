@@ -51,9 +51,8 @@ def representable(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.no_grad()
 def passed_rules(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> dict[str, Tensor]:
-    """[T_local] bool of each rule by its words: the tokens that pass it; rules on the whole step read its samples."""
-    local = [rule for rule in config.rules if rule.level != "step"]
-    passed = {rule.words: _passes(batch, prev, rule, rule.level) for rule in local}  # type: ignore[arg-type]
+    """[T_local] bool: the tokens that pass each rule, by the rule in words; rules on the whole step read its samples."""
+    passed = _passed_locally(batch, prev, config)
     for name, rule in config.of_step.items():
         assert batch.statistics is not None
         if name not in (samples := batch.statistics.samples):
@@ -65,9 +64,10 @@ def passed_rules(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> di
     return passed
 
 
+@torch.no_grad()
 def kept_tokens(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> Tensor:
-    """[T_local] bool: valid tokens that pass every rule."""
-    return reduce(and_, passed_rules(batch, prev, config).values(), batch.mask)
+    """[T_local] bool: valid tokens that pass every rule but those on the whole step."""
+    return reduce(and_, _passed_locally(batch, prev, config).values(), batch.mask)
 
 
 @torch.no_grad()
@@ -75,7 +75,7 @@ def rejection_samples(batch: TokenBatch, prev: Tensor, config: RejectionConfig) 
     """[T_local] each: what the rules that look at the whole step need of every token, and whether the others keep it."""
     samples = {name: _of_step(batch, prev, rule) for name, rule in config.of_step.items()}
     if samples and config.denominator == "kept":
-        samples["rejection_rest"] = torch.where(batch.mask, _kept_locally(batch, prev, config).double(), torch.nan)
+        samples["rejection_rest"] = torch.where(batch.mask, kept_tokens(batch, prev, config).double(), torch.nan)
     return samples
 
 
@@ -88,12 +88,8 @@ def kept_of_step(samples: Mapping[str, Tensor], config: RejectionConfig) -> Tens
     return kept.sum()
 
 
-def _kept_locally(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> Tensor:
-    keep = batch.mask
-    for rule in config.rules:
-        if rule.level != "step":
-            keep = keep & _passes(batch, prev, rule, rule.level)
-    return keep
+def _passed_locally(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> dict[str, Tensor]:
+    return {rule.words: _passes(batch, prev, rule, rule.level) for rule in config.rules if rule.level != "step"}
 
 
 def _passes(batch: TokenBatch, prev: Tensor, rule: RejectionRule, level: PoolLevel) -> Tensor:

@@ -14,11 +14,11 @@ RatioLevel = Literal["token", "turn-mean", "turn-sum", "sequence-mean", "sequenc
 
 @dataclass(frozen=True)
 class ImportanceConfig:
-    """ω, constant, multiplies the surrogate: π_prev/π_generation, against the mismatch of trainer and sampler.
+    """Importance weight ω = π_prev/π_generation, a constant factor of the surrogate, against a mismatch of trainer and sampler.
 
-    level: the weight of a token, or one a turn or a sequence: geometric mean or product.
-    mode: "none" leaves it; "tis" clamps it into [low, high]; "icepop" takes 0 outside; "seq-mask-tis" keeps the token weights
-        of sequences whose geometric mean lies within, and takes 0 in the others. Denominators stay.
+    level: one weight per token, turn or sequence; of a turn or sequence the geometric mean or the product.
+    mode: "none" leaves it; "tis" clamps it into [low, high]; "icepop" sets it to 0 outside; "seq-mask-tis" keeps the token
+        weights of sequences whose geometric mean lies within, and sets the others to 0. Denominators stay.
     normalize: divide by its mean over the step (after the truncation).
     """
 
@@ -40,14 +40,14 @@ class ImportanceConfig:
 
 @dataclass(frozen=True)
 class RejectionRule:
-    """Tokens, turns or sequences whose mismatch of trainer and sampler lies outside [low, high] leave the mask.
+    """Drop tokens, turns or sequences whose mismatch of trainer and sampler lies outside [low, high].
 
     statistic: "k1" with bounds on the ratio π_prev/π_generation; with `high` alone "k2" = a²/2 and "k3" = e^a − 1 − a of its
         logarithm a, "tv" = |π_prev − π_generation|, and "binary_kl" = KL(π_generation ‖ π_prev) of "this token or another".
     level: of each token, or the sum, mean or largest over its turn or whole sequence; "step": tokens with the largest values
-        leave until the mean over what is left of the step is at most `high`. M2PO (arXiv 2510.01161) is "k2" at this level, its
-        threshold is 2·high; equal values leave together, and where all are too large all leave.
-    signed: only what A would drive further out leaves: above the bounds with A > 0, below them with A < 0, the side being that
+        are dropped until the mean over the rest of the step is at most `high`. M2PO (arXiv 2510.01161) is "k2" at this level,
+        its threshold is 2·high; equal values are dropped together, and if all are too large, all of them.
+    signed: drop only what A would drive further out: above the bounds with A > 0, below them with A < 0, the side being that
         of π_prev/π_generation at the same level.
     """
 
@@ -59,14 +59,14 @@ class RejectionRule:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Of the statistic; of its logarithm for k1."""
+        """Bounds of the statistic; for k1 of its logarithm."""
         if self.statistic != "k1":
             return self.low, self.high
         return -math.inf if self.low == 0 else math.log(self.low), math.log(self.high)
 
     @property
     def words(self) -> str:
-        """What the rule asks for, such as "k1 in [0.5, 2], turn-max"."""
+        """The rule in words, such as "k1 in [0.5, 2], turn-max"."""
         bounds = f"in [{self.low:g}, {self.high:g}]" if self.statistic == "k1" else f"at most {self.high:g}"
         return f"{self.statistic} {bounds}, {self.level}{', signed' if self.signed else ''}"
 
@@ -93,7 +93,7 @@ class RejectionRule:
 class RejectionConfig:
     """Rejection of tokens, turns and sequences: a rejected one carries no surrogate, no KL and no entropy bonus.
 
-    rules: every one must pass. denominator: counts of all valid tokens and sequences ("original"), or of the step's kept ones.
+    rules: a token must pass all of them. denominator: counts of all valid tokens and sequences ("original"), or of those kept.
     """
 
     rules: tuple[RejectionRule, ...]
@@ -116,7 +116,7 @@ class RejectionConfig:
 
 @dataclass(frozen=True)
 class OffPolicyMaskConfig:
-    """Sequences that drifted: tokens with A < 0 carry no surrogate where the sequence's mean of l_behaviour − l exceeds delta.
+    """Mask drifted sequences: tokens with A < 0 carry no surrogate if the sequence's mean of l_behaviour − l exceeds delta.
 
     Paper: arXiv 2512.02556 (DeepSeek-V3.2).
     """

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial, reduce
 from operator import add, and_
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from parallel_rl.functional.kl import kl_estimate, straight_through
 from parallel_rl.functional.ratio import exp_or_zero, safe_exp
 from parallel_rl.functional.surrogate import PolicyTerms
 from parallel_rl.losses.core.account import Account, AccountedLoss
-from parallel_rl.losses.core.aggregation import count_units, with_units
+from parallel_rl.losses.core.aggregation import with_units
+from parallel_rl.losses.core.base import ConfigT
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
 from parallel_rl.losses.core.requirements import Field, Requirements
@@ -34,8 +35,6 @@ from parallel_rl.losses.registry import register_loss
 from parallel_rl.losses.survivors import count_survivors, policy_unit, policy_weights
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
-
-ConfigT = TypeVar("ConfigT")
 
 
 class PolicyLoss(AccountedLoss[ConfigT]):
@@ -71,7 +70,9 @@ class PolicyLoss(AccountedLoss[ConfigT]):
             token_separable=cfg.token_separable,
             weighs_sequences=cfg.weighs_sequences,
         )
-        return with_units(needs, cfg.aggregation, cfg.token_weights)
+        needs = with_units(needs, cfg.aggregation, cfg.token_weights)
+        # the units of what a rejection keeps are counted by `count_survivors`
+        return replace(needs, units=None) if cfg.counts_kept else needs
 
     @cached_property
     def entropy_bonus(self) -> EntropyCoefficient:
@@ -99,7 +100,7 @@ class PolicyLoss(AccountedLoss[ConfigT]):
 
     @property
     def _recorded(self) -> bool:
-        """Whether recorded log-probs alone say what a correction keeps: not if the present policy is prev, or drops tokens."""
+        """Whether recorded log-probs determine what a correction keeps: not if the current policy is prev, or drops tokens."""
         return not (self.policy.on_policy or self.options.truncation)
 
     def count_from(self, batch: TokenBatch) -> Statistics:
@@ -107,12 +108,9 @@ class PolicyLoss(AccountedLoss[ConfigT]):
         if self.policy.positive_nll_weight:
             positive = batch.local.valid & (batch.per_sequence("rewards") > 0)[:, None]
             sums["positive_tokens"] = count_true(batch, positive).value
-        counted = Statistics(sums)
-        if not self.policy.counts_kept:
-            counted |= count_units(batch, self.policy.aggregation)
         if self.policy.counts_survivors and self._recorded:
-            counted |= count_survivors(batch, self._prev_recorded(batch), self.policy)
-        return counted
+            return Statistics(sums) | count_survivors(batch, self._prev_recorded(batch), self.policy)
+        return Statistics(sums)
 
     def objective(self, batch: TokenBatch) -> Tensor:
         return self.shares(batch).loss

@@ -25,7 +25,7 @@ MORE_SURROGATES = (ClipCov, DPPO, KLCov, REC)
 class KLConfig:
     """A KL penalty in the loss, aggregated as the surrogate is; the table in `parallel_rl.functional.kl` says which gradient.
 
-    coefficient: β. estimator: k1, k2, k3, abs, or low_var_kl (k3 with its field's clamps).
+    coefficient: β. estimator: k1, k2, k3, abs, or low_var_kl (k3 with verl's clamps).
     gradient: "plain" autograd; "score-function" weighs by exp(l − sg l), "generation" by π/π_generation, "old" by π/π_prev,
         "ratio" by the surrogate's ratio at its level (TRL), all with gradient; "straight-through" has the value of the
         estimator and the gradient of k2.
@@ -73,7 +73,7 @@ class PolicyLossConfig:
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`; each turn (segment_ids [B, S]),
         prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs the same with turn-mean, prompt-mean and
         trajectory-mean, which need `statistics=` of `count`.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, of which 0 masks, and divide by the number of tokens
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, where 0 masks, and divide by the number of tokens
         with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     ratio_level: of a token, or of its turn or sequence: geometric mean (GSPO) or product. A turn is a run of one id among the
         valid tokens of a sequence, in the field segment_ids [B, S]: integers that do not decrease.

@@ -1,4 +1,4 @@
-"""What dashboards show of a policy loss beside its value: what the clip does, and how far trainer and sampler are apart."""
+"""Metrics of the policy losses beside their value: what the clip does, and how far trainer and sampler are apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the policy loss makes of a batch: its share, and what that share is made of."""
+"""Results of the policy loss on a batch: its share, and the parts of it."""
 
 from __future__ import annotations
 

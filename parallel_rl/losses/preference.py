@@ -45,10 +45,10 @@ class DPOLossConfig:
         cDPO), "robust", "ipo", "hinge", "exo", "nca", "bco", "sppo-hard", "apo-zero", "apo-down" or "discopop".
     label_smoothing: ε, the share of labels taken to be wrong, in [0, 0.5), for the kinds sigmoid, robust and exo (which
         needs one).
-    length_desensitization: α of LD-DPO: in policy and reference, tokens beyond the shorter response's length weigh α.
+    length_desensitization: α of LD-DPO, the weight of tokens beyond the shorter response's length, in policy and reference.
     reference_policy_kl_penalty: β. preference_loss_weight, sft_loss_weight: weights of the two terms.
     preference_average_log_probs, sft_average_log_probs: means over a response's tokens instead of sums. The authors of IPO
-        take means; those of the other kinds sums.
+        use means, those of the other kinds sums.
     reference_logprobs_alignment: "token" stores the reference log-prob of token t at t, "predictor" at t − 1
         (NeMo-RL's DPO data).
     """

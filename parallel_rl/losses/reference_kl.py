@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation, unit_of
 from parallel_rl.functional.kl import KLType, kl_estimate, straight_through
 from parallel_rl.functional.ratio import exp_or_zero
-from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
+from parallel_rl.losses.core.aggregation import aggregate, with_units
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true
@@ -19,20 +19,19 @@ from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.policy_config import KLConfig
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
-from parallel_rl.statistics import Statistics
 
 
 @dataclass(frozen=True)
 class ReferenceKLLossConfig:
     """Options of `ReferenceKLLossFn`.
 
-    estimator: k1, k2, k3, abs, or low_var_kl (k3 with its field's clamps).
+    estimator: k1, k2, k3, abs, or low_var_kl (k3 with verl's clamps).
     gradient: "plain" autograd, or "score-function" by a weight exp(l − sg l), or "straight-through", that of k2; the table in
         `parallel_rl.functional.kl` says of which KL.
     input_clamp, output_clamp: bounds on |l_ref − l| and on the estimate (verl's `loss_max_clamp`); None is off.
-    log_prob_min_clamp: both log-probs are at least this, below 0; where the policy's is less, it has no gradient. None is off.
+    log_prob_min_clamp: lower bound, below 0, on both log-probs; where the policy's is lower, it has no gradient. None is off.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
-    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, of which 0 masks, and divide by the number of tokens
+    token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, where 0 masks, and divide by the number of tokens
         with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """
 
@@ -49,7 +48,7 @@ class ReferenceKLLossConfig:
         check_aggregation(self.aggregation, self.max_length, self.token_weights)
         if self.log_prob_min_clamp is not None and not self.log_prob_min_clamp < 0:
             raise ValueError(
-                f"log_prob_min_clamp = {self.log_prob_min_clamp} must be below 0, as log-probs are; None: none"
+                f"log_prob_min_clamp = {self.log_prob_min_clamp} must be below 0, as log-probs are, or None for no bound"
             )
         KLConfig(1.0, self.estimator, self.gradient, input_clamp=self.input_clamp, output_clamp=self.output_clamp)
 
@@ -60,8 +59,8 @@ class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
 
         L = AGG(k(log π(y), log π_ref(y)))
 
-    What `kl` of the policy loss adds, as a loss of its own: a component beside others, against a second reference or a teacher
-    (on-policy distillation with the estimator's gradient). `data` holds reference_policy_logprobs [B, S].
+    The term that `kl` of the policy loss adds, as a loss of its own: a component beside others, against a second reference
+    or a teacher (on-policy distillation with the estimator's gradient). `data` holds reference_policy_logprobs [B, S].
 
     Metrics: loss, num_valid_samples. Call and errors: see `LossFn`.
 
@@ -82,9 +81,6 @@ class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
     def requirements(self) -> Requirements:
         needs = Requirements((Field("reference_policy_logprobs"),), token_separable=True)
         return with_units(needs, self.config.aggregation, self.config.token_weights)
-
-    def count_from(self, batch: TokenBatch) -> Statistics:
-        return count_units(batch, self.config.aggregation)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg, logprobs, reference = self.config, batch.logprobs, batch["reference_policy_logprobs"]

@@ -12,7 +12,7 @@ from torch import Tensor
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.config.names import not_registered
 from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation, unit_of
-from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
+from parallel_rl.losses.core.aggregation import aggregate, with_units
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, measured_entries, measured_tokens
@@ -68,6 +68,15 @@ def get_loss(name: str) -> type[LossFn]:
     return _LOSSES[name]
 
 
+def registered_name(loss_class: type[LossFn]) -> str:
+    """The name of a loss in the registry, else that of its class.
+
+    >>> registered_name(get_loss("nll"))
+    'nll'
+    """
+    return next((name for name, known in _LOSSES.items() if known is loss_class), loss_class.__name__)
+
+
 def register_loss(name: str) -> Callable[[LossT], LossT]:
     """Register a loss class, so that `get_loss`, the trainer's `loss: {name: ...}` and the law harness find it.
 
@@ -121,7 +130,7 @@ def register_objective(
     count: Callable[[TokenBatch], Statistics] | None = None,
     collect: Callable[[TokenBatch], Statistics] | None = None,
 ) -> Callable[[Objective], type[LossFn]]:
-    """Makes a loss of a function on flat local tokens; it then has every layout, packing, metrics and the law harness.
+    """Make a loss of a function on flat local tokens; it then has every layout, packing, metrics and the law harness.
 
     >>> from parallel_rl import MinMax
     >>> @register_objective("doc_reinforced", token_fields=("advantages",))
@@ -132,24 +141,24 @@ def register_objective(
 
     Args:
         name: in the registry.
-        level: "token": the function gets log-probs [T_local] and gives a loss a token, aggregated as the config says;
-            what it needs of a whole sequence it takes from `batch.segment_sum`, `batch.segment_mean` and
-            `batch.expand`. "sequence": it gets the sums of log-probs [B] and gives a loss a sequence, averaged over
-            sequences. "pair": rows are (chosen, rejected), (chosen, rejected), ...; it gets the sums [B] and gives a loss a
-            pair [B/2], averaged over the pairs whose two rows are valid.
+        level: "token": the function gets log-probs [T_local] and returns one loss per token, aggregated as the config says;
+            quantities of a whole sequence come from `batch.segment_sum`, `batch.segment_mean` and
+            `batch.expand`. "sequence": it gets the sums of log-probs [B] and returns one loss per sequence, averaged over
+            sequences. "pair": rows are (chosen, rejected), (chosen, rejected), ...; it gets the sums [B] and returns one loss
+            per pair [B/2], averaged over the pairs whose two rows are valid.
         config: a frozen dataclass of options, given to the function as a third argument. On level "token" it extends
             `ObjectiveConfig`. None: a token objective has that one, the others have no options.
         token_fields, sequence_fields: names of the fields [B, S] and [B] of the data that it reads.
         integer_fields: those of them that hold integers or bools.
         needs_entropy: it reads `batch.entropy`.
         token_separable: on level "token", a token's loss depends on the log-prob and entropy of no other token, so that the
-            fused head (`LMHeadInput`) may compute gradients in forward; a claim that is not true gives a wrong gradient. Under
-            a truncation, which drops tokens, gradients are computed in backward all the same.
-        count: what it needs of the whole step and the data alone tells, from a batch without log-probs; it then reads
+            fused head (`LMHeadInput`) may compute gradients in forward; a false claim gives a wrong gradient. Under
+            a truncation, which drops tokens, gradients are computed in backward anyway.
+        count: from a batch without log-probs to the statistics of the step that the data alone gives; the function then reads
             `batch.statistics`, see `Statistics`.
-        collect: the same for what the policy tells, from the batch.
+        collect: the same for the statistics that depend on the policy, from a batch with log-probs.
 
-    The function returns its values, one a token (a sequence, a pair) and not averaged, or (values, {"name": Mean(x), ...}):
+    The function returns its values, one per token (sequence, pair) and not averaged, or (values, {"name": Mean(x), ...}):
     metrics of the same shape, reduced over the valid ones of the step. Anything else is a ValueError on every context rank.
 
     Returns:
@@ -202,10 +211,6 @@ def register_objective(
             token_separable=token_separable,
         )
 
-        def count_from(self: LossFn, batch: TokenBatch) -> Statistics:
-            units = count_units(batch, self.config.aggregation) if level == "token" else Statistics({})
-            return units if count is None else units | count(batch)
-
         members: dict[str, object] = {
             "__doc__": objective.__doc__,
             "__module__": objective.__module__,
@@ -216,8 +221,9 @@ def register_objective(
                 )
             ),
             "compute": compute,
-            "count_from": count_from,
         }
+        if count is not None:
+            members["count_from"] = lambda self, batch: count(batch)
         if collect is not None:
             members["collect_from"] = lambda self, batch: collect(batch)
         loss_class: type[LossFn] = type(objective.__name__, (LossFn,), members)
@@ -227,7 +233,7 @@ def register_objective(
 
 
 def _checked(objective: str, level: Level, result: object, mask: Tensor) -> tuple[Tensor, Mapping[str, Measure]]:
-    """What an objective returned, as values and measures; a scalar would be broadcast and train on another loss."""
+    """Split an objective's result into values and measures, checked; a scalar would be broadcast and train another loss."""
     values, measures = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(values, Tensor) or values.shape != mask.shape or not isinstance(measures, Mapping):
         kinds = [

@@ -52,7 +52,7 @@ def policy_weights(batch: TokenBatch, kept: Tensor, config: PolicyLossConfig) ->
 
 
 def policy_unit(config: PolicyLossConfig) -> str | None:
-    """Whose count `policy_weights` divides by."""
+    """The unit by whose count `policy_weights` divides."""
     if config.rejection is None or not config.counts_kept:
         return unit_of(config.aggregation, config.token_weights)
     return f"kept {unit_of(config.aggregation)}"

@@ -10,24 +10,23 @@ from torch import Tensor
 
 from parallel_rl.counts import Aggregation, check_aggregation, unit_of
 from parallel_rl.functional.value import clipped_squared_error, squared_error
-from parallel_rl.losses.core.aggregation import aggregate, count_units, with_units
+from parallel_rl.losses.core.aggregation import aggregate, with_units
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
-from parallel_rl.statistics import Statistics
 
 
 @dataclass(frozen=True)
 class ValueLossConfig:
     """Options of `ValueLossFn`.
 
-    scale: of the loss, beside its ½. cliprange: c, how far V may move from `values` before the loss stops to follow; None is
-        off. aggregation: how tokens are averaged. max_length: L_max of "constant-length".
-    head_position: "predictor": column t of the data speaks of the head's output at t − 1, the state before token t; "token":
-        of that at t (NeMo-RL): column 0, where its token is valid, then enters every sum, though N_tok does not count it.
+    scale: factor of the loss, beside its ½. cliprange: c, V is clipped to within c of `values`; None is off.
+    aggregation: how tokens are averaged. max_length: L_max of "constant-length".
+    head_position: "predictor": column t of the data describes the head's output at t − 1, the state before token t; "token":
+        that at t (NeMo-RL): column 0, if its token is valid, then enters every sum, though N_tok does not count it.
     """
 
     scale: float = 1.0
@@ -78,9 +77,6 @@ class ValueLossFn(ScalarHeadLoss[ValueLossConfig]):
         shift = self.config.head_position == "predictor"
         needs = Requirements(tuple(Field(name) for name in names), reads="scalar", shift=shift)
         return with_units(needs, self.config.aggregation)
-
-    def count_from(self, batch: TokenBatch) -> Statistics:
-        return count_units(batch, self.config.aggregation)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg, values, returns = self.config, batch.head, batch["returns"]

@@ -5,7 +5,7 @@
 
 - `check_law`: a loss of this package or of yours, a function with its call, on layouts of 1, 2 and 4 ranks of this machine
 - `law_test`: the same as a test of your repository, in a line; `parallel_rl.testing.pytest_plugin` has a fixture `law`
-- what they take: `Case`, `SeedLoss`, `host` adapters, `Layout`, `Limits`; what they give: `Report`, `Finding`, `LawBroken`
+- what they take: `Case`, `FunctionLoss`, `host` adapters, `Layout`, `Limits`; what they give: `Report`, `Finding`, `LawBroken`
 - `run_world`: real gloo ranks for tests of your own
 """
 
@@ -17,13 +17,13 @@ from parallel_rl.testing.law_test import law_test
 from parallel_rl.testing.layouts import Layout
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.testing.report import LawBroken, Report
-from parallel_rl.testing.subjects import SeedLoss
+from parallel_rl.testing.subjects import FunctionLoss
 
 __all__ = [
     "check_law",
     "law_test",
     "Case",
-    "SeedLoss",
+    "FunctionLoss",
     "on_rows",
     "verl",
     "nemo_rl",

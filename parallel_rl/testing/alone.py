@@ -1,4 +1,4 @@
-"""What one process alone can tell about a loss: where it looks, whether its gradient is its derivative, what it claims."""
+"""Checks of a loss on one process: where it looks, whether its gradient is its derivative, what it claims."""
 
 from __future__ import annotations
 

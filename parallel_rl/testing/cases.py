@@ -17,7 +17,7 @@ from parallel_rl.layout import CPLayout
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
-from parallel_rl.losses.registry import get_loss, losses
+from parallel_rl.losses.registry import get_loss, registered_name
 from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.statistics import Statistics
 
@@ -34,7 +34,7 @@ class Subject(Protocol):
 
     @property
     def axes(self) -> frozenset[str]:
-        """Those of `EVERY_AXIS` that it can be run on."""
+        """The axes of `EVERY_AXIS` that it can be run on."""
 
     def build(
         self, *, vocab_size: int | None = None, cp_layout: CPLayout = "zigzag", consume_logits: bool = False
@@ -85,11 +85,6 @@ class Case:
     @property
     def truncated(self) -> bool:
         return not {"top_k", "top_p", "kept_sets"}.isdisjoint(self.options)
-
-
-def registered_name(loss_class: type[LossFn]) -> str:
-    """The name in the registry, or of the class."""
-    return next((name for name, known in losses().items() if known is loss_class), loss_class.__name__)
 
 
 def _text(value: object) -> str:
@@ -168,7 +163,7 @@ def step_statistics(
 
 
 def expected(case: Subject, batch: Batch, reference: Reference | None = None) -> Expected:
-    """What the dense reference says where there is one, else the loss itself in one float64 process."""
+    """Results of the dense reference where there is one, else of the loss itself in one float64 process."""
     logits = batch.logits.clone().requires_grad_()
     if reference is not None:
         loss, metrics = reference(logits, batch.data, getattr(case, "config", {}))

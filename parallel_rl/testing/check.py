@@ -23,7 +23,7 @@ from parallel_rl.testing.observe import Observation, observe
 from parallel_rl.testing.pool import WorldError, preload
 from parallel_rl.testing.report import Report, Row
 from parallel_rl.testing.runners import PoolRunner, Runner
-from parallel_rl.testing.subjects import SeedCall, sizes_of, subject_of
+from parallel_rl.testing.subjects import Loss, sizes_of, subject_of
 
 WORLDS = (1, 2, 4)
 preload(__name__)
@@ -53,7 +53,7 @@ LIMITS = Limits()
 
 
 def check_law(
-    loss: str | type[LossFn] | LossFn | Subject | SeedCall,
+    loss: Loss,
     worlds: Sequence[int] = WORLDS,
     *,
     layouts: Sequence[Layout] | None = None,
@@ -67,7 +67,7 @@ def check_law(
     differences, permuted and doubled rows, a batch that is masked throughout, and what the loss claims of itself.
 
         report = check_law(MyLoss)
-        print(report)              # what breaks, by what factor, and what mends it
+        print(report)              # what breaks, by what factor, and how to fix it
         report.raise_if_broken()   # in a test
 
     >>> check_law("nll", worlds=[1]).ok
@@ -75,7 +75,7 @@ def check_law(
 
     Args:
         loss: a registered name, a subclass of `LossFn`, an instance with its options, a `Case`; or any function with the call
-            of `LossFn`, see `SeedLoss`. It may be defined in a notebook.
+            of `LossFn`, see `FunctionLoss`. It may be defined in a notebook.
         worlds: numbers of ranks, 1 to 8, each with the layouts that `default_layouts` has for it.
         layouts: these in place of the default ones.
         reference: (logits [B, S, V], data) → the loss, dense and in float64; the gradient follows by autograd.
@@ -172,7 +172,7 @@ def _finite(trial: Trial, seen: Sequence[Observation], runner: Runner, limits: L
 
 
 def first_line(error: WorldError) -> str:
-    """What the ranks said, in a line; not what only saw another one go."""
+    """The ranks' errors in one line, without those that only saw another rank go."""
     own = {rank: text for rank, text in error.errors.items() if not _CONSEQUENCE.search(text)} or error.errors
     of_text = {text: [rank for rank in sorted(own) if own[rank] == text] for text in own.values()}
     said = [f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in sorted(of_text.items())]

@@ -1,4 +1,4 @@
-"""What a loss says of itself, and whether it is true."""
+"""Claims of a loss about itself, checked."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall
 from parallel_rl.testing.cases import Batch, step_statistics
 from parallel_rl.vocab.stats import TokenStats
-
-_RATIOS = ("prev_logprobs", "generation_logprobs")
 
 
 def false_claims(loss_fn: LossFn, batch: Batch) -> tuple[str, ...]:
@@ -74,7 +72,7 @@ def influence(loss_fn: LossFn, batch: TokenBatch) -> float:
 
 
 def gradients(loss_fn: LossFn, batch: TokenBatch, change: Tensor) -> list[Tensor]:
-    """Of the log-probs and entropies, after `change` was added to both; the statistics of the step stay."""
+    """Gradients of the log-probs and entropies after `change` is added to both; the statistics of the step stay."""
     assert batch.output.stats is not None
     leaves = [
         None if x is None else (x + torch.where(batch.mask, change, 0)).detach().requires_grad_()

@@ -18,7 +18,7 @@ def errors(trial: Trial, outcomes: list[Outcome]) -> tuple[float, float]:
 
 
 def faults(trial: Trial, of_layout: dict[str, list[Outcome]], tolerance: float) -> list[str]:
-    """What breaks the law, over all layouts of a world; empty when nothing does."""
+    """List what breaks the law, over all layouts of a world; empty when nothing does."""
     wrong, want = [], trial.want
     for layout, outcomes in of_layout.items():
         wrong += [outcome.stray for outcome in outcomes if outcome.stray]

@@ -35,11 +35,11 @@ class Finding:
     layouts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.axis}: {self.fault.name}. {self.text}\n    mend: {self.fault.mend}"
+        return f"{self.axis}: {self.fault.name}. {self.text[:1].upper()}{self.text[1:]}\n    fix: {self.fault.fix}"
 
 
 def of_one_process(found: Alone) -> list[Finding]:
-    """What one process showed."""
+    """Findings of the checks on one process."""
     wrong: list[tuple[Fault, str]] = []
     if found.error:
         wrong.append((F.RAISES, found.error))

@@ -1,4 +1,4 @@
-"""The classic faults of a distributed loss: what each is called, what it does, how it is mended."""
+"""The classic faults of a distributed loss: their names, and how to fix each."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Fault(NamedTuple):
-    """A fault by its name, and what mends it."""
+    """A fault by its name, and how to fix it."""
 
     name: str
-    mend: str
+    fix: str
 
 
 LOCAL_DENOMINATOR = Fault(
@@ -65,7 +65,7 @@ CONTEXT_MISSING = Fault(
     "a quantity of the whole sequence needs its parts of all context ranks: batch.segment_sum, or a differentiable all-reduce",
 )
 CONTEXT_BACKWARD = Fault(
-    "an all-reduce whose backward is no sum",
+    "an all-reduce whose backward is not a sum",
     "the backward of a sum over ranks is the sum of the ranks' gradients (parallel_rl.groups.group_sum), neither the identity "
     "nor their mean",
 )
@@ -93,7 +93,7 @@ METRIC = Fault(
     "give each metric its kind (share, count, min, max, ratio): means are reduced as sums and counts, and divided last",
 )
 DERIVATIVE = Fault(
-    "a gradient that is no derivative", "compare the backward of your autograd.Function with the forward"
+    "a gradient that is not the derivative", "compare the backward of your autograd.Function with the forward"
 )
 ORDER = Fault("the order of rows matters", "rows of a batch are a set: nothing may depend on their order")
 COUNT = Fault("twice the data, another loss", "every sum is divided by a global count once, not by its square or root")

@@ -23,7 +23,7 @@ MODES: tuple[LinearMode, ...] = ("auto", "recompute", "resident")
 
 
 def takes_head(case: Subject) -> bool:
-    """Whether the loss reads logits, or what comes of them."""
+    """Whether the loss reads logits, or statistics of them."""
     return case.build().requirements.reads != "scalar"
 
 
@@ -171,7 +171,7 @@ def check_world(rank: int, of_world: list[Layout], given: list[Trial]) -> list[t
 def faults(
     batch: Batch, want: Expected, of_layout: dict[str, list[tuple[Outcome, Tensor]]], tolerance: float
 ) -> list[str]:
-    """What breaks the law, over all layouts of a world."""
+    """List what breaks the law, over all layouts of a world."""
     whole, weight = head_of(batch)
     of_weight = want.gradient.flatten(0, 1).T @ whole.flatten(0, 1)
     of_hidden = (want.gradient @ weight).norm().item()

@@ -1,7 +1,7 @@
 """Losses as other frameworks call them, as `check_law` takes them; each adapter states what its host multiplies.
 
 `parallel_rl.hosts` is the other way: our losses in their calls. A NeMo-RL loss on logits has the call of `LossFn` already: give
-`SeedLoss(loss, fields)`.
+`FunctionLoss(loss, fields)`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from parallel_rl.testing.subjects import SeedLoss
+from parallel_rl.testing.subjects import FunctionLoss
 
 _SLIME = {
     "prev_logprobs": "log_probs", "generation_logprobs": "rollout_log_probs", "reference_policy_logprobs": "ref_log_probs",
@@ -22,7 +22,7 @@ ROWS = frozenset({"data", "micro-batches"})
 RowsLoss = Callable[[Tensor, Tensor, Mapping[str, Tensor], Tensor, Tensor], Tensor]
 
 
-def on_rows(loss: RowsLoss, fields: tuple[str, ...] = ()) -> SeedLoss:
+def on_rows(loss: RowsLoss, fields: tuple[str, ...] = ()) -> FunctionLoss:
     """Take a loss on whole rows' log-probs, `(logprobs, mask, data, global_valid_seqs, global_valid_toks) -> loss`.
 
     `logprobs` [B, S] are token-aligned, 0 and without gradient where `mask` is False. It is checked over data ranks and
@@ -32,15 +32,24 @@ def on_rows(loss: RowsLoss, fields: tuple[str, ...] = ()) -> SeedLoss:
     True
     """
 
-    def call(
-        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor,
-        rank: int | None = None, tensor: object = None, context: object = None,
-    ) -> Tensor:  # fmt: skip
+    def run(logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor) -> Tensor:
         logprobs, mask = row_logprobs(logits, data)
         return loss(logprobs, mask, data, seqs, toks)
 
-    call.__name__ = getattr(loss, "__name__", "rows")
-    return SeedLoss(call, fields, ROWS)
+    return _named(loss, run, fields)
+
+
+def _named(loss: object, run: Callable[..., Tensor | tuple[Tensor, Mapping]], fields: tuple[str, ...]) -> FunctionLoss:
+    """Give `run`, of logits, data and the two counts, the call of a loss and the name of the one that it calls."""
+
+    def call(
+        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor,
+        rank: int | None = None, tensor: object = None, context: object = None,
+    ) -> Tensor | tuple[Tensor, Mapping]:  # fmt: skip
+        return run(logits, data, seqs, toks)
+
+    call.__name__ = getattr(loss, "__name__", type(loss).__name__)
+    return FunctionLoss(call, fields, ROWS)
 
 
 def row_logprobs(logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -53,7 +62,7 @@ def row_logprobs(logits: Tensor, data: Mapping[str, Tensor]) -> tuple[Tensor, Te
     return torch.cat([torch.zeros_like(picked[:, :1]), picked], 1), mask
 
 
-def nemo_rl(loss: Callable[..., tuple], fields: tuple[str, ...] = ()) -> SeedLoss:
+def nemo_rl(loss: Callable[..., tuple], fields: tuple[str, ...] = ()) -> FunctionLoss:
     """Take a loss of NeMo-RL on log-probs: (next_token_logprobs, data, global_valid_seqs, global_valid_toks) → (loss, metrics).
 
     next_token_logprobs [B, S − 1]; `data` has the masks, input_ids and `fields`, 0 where no loss is carried. NeMo-RL adds
@@ -66,10 +75,9 @@ def nemo_rl(loss: Callable[..., tuple], fields: tuple[str, ...] = ()) -> SeedLos
     'loss'
     """
 
-    def call(
-        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor,
-        rank: int | None = None, tensor: object = None, context: object = None,
-    ) -> tuple[Tensor, Mapping[str, float]]:  # fmt: skip
+    def run(
+        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor
+    ) -> tuple[Tensor, Mapping[str, float]]:
         logprobs, mask = row_logprobs(logits, data)
         given = {name: torch.where(mask, data[name], 0) for name in ("input_ids", *fields)}
         given |= {"token_mask": mask.to(logits), "sample_mask": data["sample_mask"].to(logits)}
@@ -78,11 +86,10 @@ def nemo_rl(loss: Callable[..., tuple], fields: tuple[str, ...] = ()) -> SeedLos
         )
         return value, {name: x for name, x in metrics.items() if not ("_min" in name or "_max" in name)}
 
-    call.__name__ = getattr(loss, "__name__", "nemo_rl")
-    return SeedLoss(call, fields, ROWS)
+    return _named(loss, run, fields)
 
 
-def skyrl(policy_loss: Callable[..., tuple], config: object = None) -> SeedLoss:
+def skyrl(policy_loss: Callable[..., tuple], config: object = None) -> FunctionLoss:
     """Take a policy loss of SkyRL: (log_probs, old_log_probs, advantages, config, loss_mask, rollout_logprobs) → (loss, ...).
 
     The advantages come divided by the step's tokens, as SkyRL's loss_reduction "token_mean" has it. SkyRL multiplies by
@@ -101,7 +108,7 @@ def skyrl(policy_loss: Callable[..., tuple], config: object = None) -> SeedLoss:
     return on_rows(rows, ("advantages", "prev_logprobs"))
 
 
-def torchtitan(loss: Callable[..., tuple]) -> SeedLoss:
+def torchtitan(loss: Callable[..., tuple]) -> FunctionLoss:
     """Take a loss of torchtitan's RL: (logits [T, V], labels [T], global_valid_tokens, *, ...) → (loss, metrics).
 
     The rows lie one after the other, with shifted labels; generator_logprobs are prev_logprobs. Nothing is multiplied.
@@ -110,10 +117,7 @@ def torchtitan(loss: Callable[..., tuple]) -> SeedLoss:
     True
     """
 
-    def call(
-        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor,
-        rank: int | None = None, tensor: object = None, context: object = None,
-    ) -> Tensor:  # fmt: skip
+    def run(logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor) -> Tensor:
         _, mask = row_logprobs(logits, data)
         here = mask[:, 1:]
         old, advantages, ids = (
@@ -125,11 +129,10 @@ def torchtitan(loss: Callable[..., tuple]) -> SeedLoss:
         )[0]  # fmt: skip
         return result
 
-    call.__name__ = getattr(loss, "__name__", "torchtitan")
-    return SeedLoss(call, ("advantages", "prev_logprobs"), ROWS)
+    return _named(loss, run, ("advantages", "prev_logprobs"))
 
 
-def verl(policy_loss: Callable[..., tuple], config: object = None, loss_agg_mode: str = "token-mean") -> SeedLoss:
+def verl(policy_loss: Callable[..., tuple], config: object = None, loss_agg_mode: str = "token-mean") -> FunctionLoss:
     """Take a policy loss of verl: (old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config) → (loss, ...).
 
     `config.global_batch_info` is filled in as verl's workers do it: dp_size 1, batch_num_tokens and global_batch_size of the
@@ -152,7 +155,7 @@ def verl(policy_loss: Callable[..., tuple], config: object = None, loss_agg_mode
     return on_rows(rows, ("advantages", "prev_logprobs"))
 
 
-def hugging_face(compute_loss_func: Callable[..., Tensor]) -> SeedLoss:
+def hugging_face(compute_loss_func: Callable[..., Tensor]) -> FunctionLoss:
     """Take a `compute_loss_func` of Hugging Face's Trainer and TRL: (outputs, labels, num_items_in_batch=None) → loss.
 
     `outputs.logits` [B, S, V], `labels` [B, S] with −100 at masked places, the count of the whole accumulation. The Trainer
@@ -165,19 +168,15 @@ def hugging_face(compute_loss_func: Callable[..., Tensor]) -> SeedLoss:
     'loss'
     """
 
-    def call(
-        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor,
-        rank: int | None = None, tensor: object = None, context: object = None,
-    ) -> Tensor:  # fmt: skip
+    def run(logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor) -> Tensor:
         _, mask = row_logprobs(logits, data)
         labels = torch.where(mask, data["input_ids"], -100)
         return compute_loss_func(SimpleNamespace(logits=logits), labels, num_items_in_batch=toks)
 
-    call.__name__ = getattr(compute_loss_func, "__name__", "hugging_face")
-    return SeedLoss(call, (), ROWS)
+    return _named(compute_loss_func, run, ())
 
 
-def slime(custom_loss: Callable[..., tuple], args: object = None, fields: tuple[str, ...] = ()) -> SeedLoss:
+def slime(custom_loss: Callable[..., tuple], args: object = None, fields: tuple[str, ...] = ()) -> FunctionLoss:
     """Take a custom loss of slime (`--custom-loss-function-path`): (args, batch, logits, sum_of_sample_mean) → (loss, metrics).
 
     `logits` [1, T, V] are the rows of `batch`, one after the other, each a prompt of one token and a response of S − 1. `batch`
@@ -204,10 +203,9 @@ def slime(custom_loss: Callable[..., tuple], args: object = None, fields: tuple[
     )
     whole = settings.calculate_per_token_loss
 
-    def call(
-        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor,
-        rank: int | None = None, tensor: object = None, context: object = None,
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:  # fmt: skip
+    def run(
+        logits: Tensor, data: Mapping[str, Tensor], seqs: Tensor, toks: Tensor
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
         _, mask = row_logprobs(logits, data)
         rows, width = mask.shape
         masks = [row.to(logits) for row in mask[:, 1:]]
@@ -230,5 +228,4 @@ def slime(custom_loss: Callable[..., tuple], args: object = None, fields: tuple[
         count = toks if whole else seqs
         return loss / count, {name: value / count for name, value in metrics.items()}
 
-    call.__name__ = getattr(custom_loss, "__name__", "slime")
-    return SeedLoss(call, fields, ROWS)
+    return _named(custom_loss, run, fields)

@@ -6,13 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import ParamSpec
 
-from parallel_rl.losses.core.base import LossFn
-from parallel_rl.testing.cases import Subject
 from parallel_rl.testing.check import LIMITS, WORLDS, Limits, check_law
-from parallel_rl.testing.subjects import SeedCall
+from parallel_rl.testing.subjects import Loss
 
 P = ParamSpec("P")
-Loss = str | type[LossFn] | LossFn | Subject | SeedCall
 
 
 def law_test(

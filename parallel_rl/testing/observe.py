@@ -1,4 +1,4 @@
-"""What a layout got, beside the truth, in a few numbers that a diagnosis can be computed from."""
+"""Comparison of a layout with the truth, in the few numbers that a diagnosis is computed from."""
 
 from __future__ import annotations
 

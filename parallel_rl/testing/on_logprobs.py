@@ -54,7 +54,7 @@ Pair = tuple[Tensor, Tensor]  # log-probs and entropy
 
 
 class _Form(NamedTuple):
-    """What a host would hand over."""
+    """The arguments that a host would pass."""
 
     logprobs: Values
     entropy: Values

@@ -29,9 +29,7 @@ from parallel_rl.testing.worker import work
 MAX_WORLD = 8
 START_TIMEOUT = 300.0  # a cold import of torch on a busy machine
 SHORT_GRACE = 1.5  # after the first failure, the other ranks may report their own
-GRACE = (
-    8.0  # then the failed ranks' groups are closed, which ends the collectives that wait for them; the rest is killed
-)
+GRACE = 8.0  # then the failed ranks' groups are closed, which ends collectives that wait for them; the rest is killed
 
 _SERIAL = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 _preload = ["torch", "torch.distributed"]
@@ -166,7 +164,7 @@ class _Pool:
         raise WorldError(errors, {**tracebacks, **stacks}, silent, why)
 
     def _stack(self, rank: int) -> str:
-        """Where a silent rank is: faulthandler answers SIGUSR1 even while the main thread waits inside a collective."""
+        """The stack of a silent rank: faulthandler answers SIGUSR1 even while the main thread waits inside a collective."""
         with contextlib.suppress(OSError, TypeError):
             os.kill(self.workers[rank][0].pid or 0, signal.SIGUSR1)
             time.sleep(0.2)

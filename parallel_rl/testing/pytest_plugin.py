@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from parallel_rl.testing.check import WORLDS, check_law
-from parallel_rl.testing.law_test import Loss
 from parallel_rl.testing.pool import close
+from parallel_rl.testing.subjects import Loss
 
 
 @pytest.fixture(scope="session")

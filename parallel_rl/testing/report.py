@@ -93,7 +93,7 @@ class Report:
                     "fault": one.fault.name,
                     "axis": one.axis,
                     "text": one.text,
-                    "mend": one.fault.mend,
+                    "fix": one.fault.fix,
                     "layouts": list(one.layouts),
                 }
                 for one in self.findings

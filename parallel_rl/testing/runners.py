@@ -1,4 +1,4 @@
-"""Where a check runs: on the pool's ranks, or on those of a job that is under way."""
+"""Ranks for a check: the pool's, or those of a running job."""
 
 from __future__ import annotations
 

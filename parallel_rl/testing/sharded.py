@@ -19,7 +19,7 @@ _PATIENCE = 5.0  # seconds
 
 
 class Outcome(NamedTuple):
-    """What one rank got on one layout.
+    """Result of one rank on one layout.
 
     Attributes:
         share: of the loss.
@@ -118,7 +118,7 @@ def attempt(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype, run: R
 
 
 def _wait_a_little(arrived: dist.Work) -> None:
-    """Who raised gives up soon: the others may wait for it in a collective of the loss.
+    """Wait briefly after an error: the other ranks may be waiting in a collective of the loss.
 
     Raises:
         RuntimeError: they did not arrive.

@@ -1,4 +1,4 @@
-"""What `check_law` takes: a name, a class, an instance, a function with the call of `LossFn`."""
+"""Inputs of `check_law`: a name, a class, an instance, a function with the call of `LossFn`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from parallel_rl.layout import CPLayout
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.core.requirements import Field, Requirements
-from parallel_rl.losses.registry import get_loss
+from parallel_rl.losses.registry import get_loss, registered_name
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 from parallel_rl.testing.batches import Sizes
-from parallel_rl.testing.cases import EVERY_AXIS, Case, Subject, registered_name
+from parallel_rl.testing.cases import EVERY_AXIS, Case, Subject
 from parallel_rl.testing.layouts import Layout
 
 # (next_token_logits, data, n_seqs, n_toks, tensor rank, tensor group, context group) to the loss, or the loss and its metrics
-SeedCall = Callable[..., "Tensor | tuple[Tensor, Mapping[str, float | Tensor]]"]
+LossCallable = Callable[..., "Tensor | tuple[Tensor, Mapping[str, float | Tensor]]"]
+Loss = str | type[LossFn] | LossFn | Subject | LossCallable  # all that `check_law` takes
 _CALL = (
     "next_token_logits", "data", "global_valid_seqs", "global_valid_toks",
     "vocab_parallel_rank", "vocab_parallel_group", "context_parallel_group",
@@ -57,13 +58,13 @@ class Given:
 
 
 @dataclass(frozen=True, eq=False)
-class SeedLoss:
+class FunctionLoss:
     """A function, or an object, with the seven arguments of `LossFn`'s call, such as a loss of NeMo-RL.
 
     >>> import torch
     >>> def doubled(logits, data, seqs, toks, rank=None, tensor=None, context=None):
     ...     return 2 * logits.logsumexp(-1).mean(), {}
-    >>> SeedLoss(doubled, axes=frozenset({"data", "micro-batches"})).name
+    >>> FunctionLoss(doubled, axes=frozenset({"data", "micro-batches"})).name
     'doubled'
 
     Attributes:
@@ -75,7 +76,7 @@ class SeedLoss:
         ValueError: a function that does not take these arguments, such as an objective that is not registered.
     """
 
-    call: SeedCall
+    call: LossCallable
     fields: tuple[str, ...] = ()
     axes: frozenset[str] = frozenset({"tensor", "context", "data", "micro-batches"})
 
@@ -105,7 +106,7 @@ class SeedLoss:
 
 
 class _Called(LossFunction):
-    def __init__(self, subject: SeedLoss) -> None:
+    def __init__(self, subject: FunctionLoss) -> None:
         self.subject = subject
 
     @property
@@ -135,8 +136,8 @@ class _Called(LossFunction):
         raise ValueError(f"{self.subject.name} needs no statistics of the step")
 
 
-def subject_of(loss: str | type[LossFn] | LossFn | Subject | SeedCall) -> Subject:
-    """Make a subject of what a user hands over.
+def subject_of(loss: Loss) -> Subject:
+    """Make a subject of a user's loss.
 
     >>> subject_of("nll").name
     'nll'
@@ -153,7 +154,7 @@ def subject_of(loss: str | type[LossFn] | LossFn | Subject | SeedCall) -> Subjec
     if all(hasattr(loss, name) for name in ("build", "name", "axes")):
         return loss  # type: ignore[return-value]
     if callable(loss) and not isinstance(loss, type):
-        return SeedLoss(loss)
+        return FunctionLoss(loss)
     raise ValueError(
         f"{loss!r} is not a loss: give a registered name, a subclass of LossFn or an instance of one, or a function with the "
         "call of LossFn"

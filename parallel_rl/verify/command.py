@@ -19,8 +19,6 @@ BROKEN = 1  # exit status where the law does not hold; 2 is bad input
 
 HOSTS = ("nemo_rl", "verl", "slime", "trl", "transformers", "skyrl", "torchtitan")
 
-Chosen = Callable[[str], "Subject"]
-
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command and its options; nothing of torch is imported for them."""
@@ -28,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "verify",
         help="check that losses, ours or yours, give the same numbers on every layout",
         description="Runs each loss on real ranks of this machine, or of the job under torchrun or srun, against one float64 "
-        "process, and says what breaks the law, by what factor, and what mends it. Exit status: 0, 1 where the law is broken, "
+        "process, and says what breaks the law, by what factor, and how to fix it. Exit status: 0, 1 where the law is broken, "
         "2 for bad input.",
         allow_abbrev=False,
     )
@@ -62,10 +60,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--fields", metavar="NAME,NAME", default="", help="fields of the data that a plain function reads"
     )
     parser.add_argument(
-        "--timeout", metavar="SECONDS", type=float, default=120.0, help="of one loss on one number of ranks"
+        "--timeout",
+        metavar="SECONDS",
+        type=float,
+        default=120.0,
+        help="limit for one loss on one number of ranks (120)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the reports; - is the standard output")
-    parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
+    parser.add_argument("--json", metavar="FILE", help="write the reports as JSON; - is standard output")
+    parser.add_argument("--html", metavar="FILE", help="write the reports as a self-contained page")
 
 
 def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> int:
@@ -84,7 +86,6 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
     from parallel_rl.testing.check import Limits
     from parallel_rl.verify.layouts import of_words
     from parallel_rl.verify.run import find_way, in_job, on_this_machine
-    from parallel_rl.verify.show import html, table
 
     if not 0 < arguments.timeout < math.inf:
         raise ValueError(f"--timeout {arguments.timeout:g} is not valid; a positive number of seconds is needed")
@@ -108,19 +109,16 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
         subjects = [through_host(arguments.through, subject) for subject in subjects]
     limits, quiet = Limits(timeout=arguments.timeout), arguments.json == "-"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        reports = in_job(subjects, layouts, limits, way, lambda found: _write(arguments, found, table, html))
+        reports = in_job(subjects, layouts, limits, way, lambda found: _write(arguments, found))
     else:
         reports = on_this_machine(subjects, layouts, limits, way, show=not quiet)
-        _write(arguments, reports, table, html)
+        _write(arguments, reports)
     return 0 if all(report.ok for report in reports) else BROKEN
 
 
-def _write(
-    arguments: argparse.Namespace,
-    reports: Sequence[Report],
-    table: Callable[[Sequence[Report]], None],
-    html: Callable[[Sequence[Report]], str],
-) -> None:
+def _write(arguments: argparse.Namespace, reports: Sequence[Report]) -> None:
+    from parallel_rl.verify.show import html, table
+
     text = json.dumps({"ok": all(one.ok for one in reports), "losses": [one.as_json() for one in reports]}, indent=1)
     if arguments.json == "-":
         print(text)

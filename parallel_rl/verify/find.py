@@ -11,7 +11,7 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import get_loss, losses
 from parallel_rl.testing.batches import PLACEHOLDER, REWARD_IDS
 from parallel_rl.testing.cases import Case, Subject
-from parallel_rl.testing.subjects import SeedLoss, subject_of
+from parallel_rl.testing.subjects import FunctionLoss, subject_of
 
 _NEEDED: dict[str, dict[str, object]] = {  # what has no default
     "prm": {"placeholder_token_id": PLACEHOLDER, "reward_token_ids": REWARD_IDS},
@@ -54,9 +54,9 @@ def find_loss(text: str, options: dict[str, object], fields: tuple[str, ...] = (
         case.build()  # options that do not fit are refused here
         return case
     if options:
-        raise ValueError(f"--options has no effect on {text}, which is no class; build it with them")
+        raise ValueError(f"--options has no effect on {text}, which is not a class; build it with these options")
     if fields and callable(found) and not isinstance(found, LossFn):
-        return SeedLoss(found, fields)
+        return FunctionLoss(found, fields)
     return subject_of(found)  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from parallel_rl.testing.cases import Subject
-    from parallel_rl.testing.subjects import SeedLoss
+    from parallel_rl.testing.subjects import FunctionLoss
 
 _VERL = {"constant-length": "seq-mean-token-sum-norm"}
 
@@ -31,16 +31,16 @@ def through_host(host: str, subject: Subject) -> Subject:
         ValueError: an unknown host; a loss that it cannot feed.
     """
     if host not in HOSTS:
-        raise ValueError(f"--through {host}: there is no such host; supported are {', '.join(HOSTS)}")
+        raise ValueError(f"--through {host}: unknown host; supported are {', '.join(HOSTS)}")
     loss_fn = subject.build()
     if not isinstance(loss_fn, LossFn):
-        raise ValueError(f"--through {host} takes a LossFn; {subject.name} is none")
+        raise ValueError(f"--through {host} takes a LossFn, which {subject.name} is not")
     found = HOSTS[host](loss_fn)
     found.call.__name__ = f"{subject.name} through {host}"
     return found
 
 
-def _verl(loss_fn: LossFn) -> SeedLoss:
+def _verl(loss_fn: LossFn) -> FunctionLoss:
     mode, length = "token-mean", None
     if isinstance(loss_fn, PolicyLoss):
         mode = _VERL.get(loss_fn.policy.aggregation, loss_fn.policy.aggregation)
@@ -55,29 +55,29 @@ def _verl(loss_fn: LossFn) -> SeedLoss:
     return hosts.verl(with_length, None, mode)
 
 
-def _nemo_rl(loss_fn: LossFn) -> SeedLoss:
+def _nemo_rl(loss_fn: LossFn) -> FunctionLoss:
     return hosts.nemo_rl(nemo_rl.HostLoss(loss_fn), loss_fn.requirements.names)
 
 
-def _slime(loss_fn: LossFn) -> SeedLoss:
+def _slime(loss_fn: LossFn) -> FunctionLoss:
     whole = not isinstance(loss_fn, PolicyLoss) or loss_fn.policy.aggregation == "token-mean"
     args = SimpleNamespace(calculate_per_token_loss=whole)
     return hosts.slime(slime.custom_loss(loss_fn), args, loss_fn.requirements.names)
 
 
-def _skyrl(loss_fn: LossFn) -> SeedLoss:
+def _skyrl(loss_fn: LossFn) -> FunctionLoss:
     return hosts.skyrl(skyrl.policy_loss(loss_fn))
 
 
-def _torchtitan(loss_fn: LossFn) -> SeedLoss:
+def _torchtitan(loss_fn: LossFn) -> FunctionLoss:
     return hosts.torchtitan(torchtitan.HostLoss(loss_fn))
 
 
-def _transformers(loss_fn: LossFn) -> SeedLoss:
+def _transformers(loss_fn: LossFn) -> FunctionLoss:
     return hosts.hugging_face(transformers.compute_loss_func(loss_fn))
 
 
-def _trl(loss_fn: LossFn) -> SeedLoss:
+def _trl(loss_fn: LossFn) -> FunctionLoss:
     if not isinstance(loss_fn, PolicyLossFn):
         raise ValueError(f"--through trl takes the losses of GRPOTrainer, name: policy; got {type(loss_fn).__name__}")
     options = vars(loss_fn.config)
@@ -90,7 +90,7 @@ def _trl(loss_fn: LossFn) -> SeedLoss:
 
 
 #: hosts that `parallel-rl verify --through` knows
-HOSTS: dict[str, Callable[[LossFn], SeedLoss]] = {
+HOSTS: dict[str, Callable[[LossFn], FunctionLoss]] = {
     "nemo_rl": _nemo_rl, "verl": _verl, "slime": _slime, "trl": _trl, "transformers": _transformers, "skyrl": _skyrl,
     "torchtitan": _torchtitan,
 }  # fmt: skip

@@ -91,7 +91,7 @@ def _section(report: Report) -> str:
     )
     found = "".join(
         f"<dt>{markup.escape(one.axis)}: {markup.escape(one.fault.name)}</dt>"
-        f"<dd>{markup.escape(one.text)}<br>Mend: {markup.escape(one.fault.mend)}.</dd>"
+        f"<dd>{markup.escape(one.text)}<br>Fix: {markup.escape(one.fault.fix)}.</dd>"
         for one in report.findings
     )
     verdict = (

@@ -1,6 +1,13 @@
 """Mathematics on vocab-parallel logits, each function with its collectives and its gradient.
 
-Here: what reads a shard of logits (statistics, truncation, chosen columns, divergences, draws), `VocabShard`, which says how it
-is read, and `linear/`, the same from hidden states and the LM head. Not here: losses, masks of a batch and the layout of a
-sequence; only `token_logprobs`, which makes a batch's log-probs for a later loss, knows them.
+    shards                   `VocabShard`: this rank's columns, and how they are read
+    stats                    log-prob, entropy and log-sum-exp of every token
+    truncation, truncated_stats    the same under top-k, top-p or the sampler's kept sets; `threshold` finds what is kept
+    topk, buckets, divergence      chosen columns, and two distributions compared
+    sampling                 the same draws on any layout
+    logprobs, teacher_topk   a batch's log-probs, or a teacher's top-k, as data for a later loss
+    linear/                  token statistics and other values of a row from hidden states and the LM head, no whole logits
+    backends/                the two passes over a shard, in PyTorch and in Triton
+
+Losses do not belong here. Masks and the layout of a sequence are known to `logprobs` and `teacher_topk` alone.
 """

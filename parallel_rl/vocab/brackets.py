@@ -37,7 +37,7 @@ _OFF = 1e-4  # what the bins' sums may be off by
 
 
 class Bracket(NamedTuple):
-    """Where the thresholds of the rows lie, low ≤ τ < high, [T, 1] each."""
+    """Bounds of the thresholds of the rows, low ≤ τ < high, [T, 1] each."""
 
     low: Tensor
     high: Tensor

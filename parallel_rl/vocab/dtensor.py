@@ -93,7 +93,7 @@ def shard_of_dtensor(
     for dim, group in groups.items():
         if group_size(group) > 1 and not found[dim]:
             raise ValueError(
-                f"the {ROLES[dim]} is no dimension of the logits' mesh ({', '.join(mesh.mesh_dim_names or ())})"
+                f"the {ROLES[dim]} is not a dimension of the logits' mesh ({', '.join(mesh.mesh_dim_names or ())})"
             )
     width = -(-logits.shape[2] // group_size(tensor_group))
     start = min(group_rank(tensor_group) * width, logits.shape[2])

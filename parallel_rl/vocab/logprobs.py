@@ -31,7 +31,7 @@ def _of_samples(temperature: Tensor, valid: Tensor) -> Tensor:
     """[B] temperatures after a look at them; a sample without a valid token may have any, and 1 where it has none."""
     if temperature.shape != valid.shape[:1] or not temperature.is_floating_point():
         raise ValueError(
-            f"temperature must be a number or floating point [{len(valid)}], one a sample, got {temperature.dtype} "
+            f"temperature must be a number or floating point [{len(valid)}], one per sample, got {temperature.dtype} "
             f"{list(temperature.shape)}"
         )
     counts, usable = valid.any(1), (temperature > 0) & temperature.isfinite()
@@ -161,11 +161,7 @@ def token_scores(
         )  # fmt: skip
         if of.cp_size != cp[0]:
             raise ValueError(f"the layout is of cp = {of.cp_size}, context_parallel_group has {cp[0]} ranks")
-        if logits.dim() != 3 or tuple(logits.shape[:2]) != of.local_shape:
-            raise ValueError(
-                f"the logits have shape {list(logits.shape)}; the layout needs [{of.local_shape[0]}, "
-                f"{of.local_shape[1]}, V/tp]"
-            )
+        of.check_logits(logits)
         check_logits(logits, False, backend)
         shard = VocabShard.of(
             logits.shape[-1], vocab_parallel_group, vocab_size, vocab_start,

@@ -52,7 +52,7 @@ def sample_tokens(
 
     Args:
         logits: [..., V/tp] this rank's columns, any float dtype. −inf is never drawn.
-        keys: [...] int64, one a row, the same on all ranks of the group; see `sample_keys`. Equal keys: equal noise.
+        keys: [...] int64, one per row, the same on all ranks of the group; see `sample_keys`. Equal keys: equal noise.
         temperature: 0 is greedy: the largest logit, and the keys do not matter.
         top_k, top_p: draw from the truncated distribution, see `parallel_rl.vocab.truncation.Truncation`; a few small
             all-reduces more.
@@ -76,7 +76,9 @@ def sample_tokens(
             raise ValueError(f"logits must be floating point [..., V/tp], got {logits.dtype} {list(logits.shape)}")
         if keys.dtype != torch.int64 or keys.shape != logits.shape[:-1]:
             want = list(logits.shape[:-1])
-            raise ValueError(f"keys must be int64 {want}, one a row of the logits, got {keys.dtype} {list(keys.shape)}")
+            raise ValueError(
+                f"keys must be int64 {want}, one per row of the logits, got {keys.dtype} {list(keys.shape)}"
+            )
         if not 0 <= temperature < math.inf:
             raise ValueError(f"temperature = {temperature} must be a number >= 0 (0 is greedy)")
         if temperature == 0 and truncation:

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.backends.choice import Backend
 
 
-_SPANS: WeakKeyDictionary[ProcessGroup, set[int]] = (
-    WeakKeyDictionary()
-)  # vocabularies whose shards are known to be whole
+#: sizes of vocabularies whose shards are known to fit together
+_SPANS: WeakKeyDictionary[ProcessGroup, set[int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

@@ -69,10 +69,7 @@ def teacher_topk(
         of = layout or SequenceLayout.padded(
             rows, width, cp_size=cp[0], cp_rank=cp[1], cp_layout=cp_layout, device=logits.device
         )
-        if logits.dim() != 3 or tuple(logits.shape[:2]) != of.local_shape:
-            raise ValueError(
-                f"the logits have shape {list(logits.shape)}; the layout needs [{of.local_shape[0]}, {of.local_shape[1]}, V/tp]"
-            )
+        of.check_logits(logits)
         check_logits(logits, False, "auto")
         shard = VocabShard.of(logits.shape[-1], group, vocab_size, vocab_start, temperature=temperature)
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= shard.vocab_size:

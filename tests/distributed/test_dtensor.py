@@ -129,7 +129,7 @@ def test_placements_that_make_no_sense_are_refused_by_name() -> None:
         "over 'cp', the context_parallel_group, which needs Shard(1)",
         "cut into contiguous parts, not as cp_layout = 'zigzag' does",
         "vocab_size = 9 is more than the logits have, 8 over all tensor ranks",
-        "the context_parallel_group is no dimension of the logits' mesh (tp)",
+        "the context_parallel_group is not a dimension of the logits' mesh (tp)",
         "got a DTensor [4, 8]",
         "hidden is a DTensor; give hidden.full_tensor()",
         "token_mask is a DTensor",

@@ -66,6 +66,32 @@ def test_the_hosts_own_members(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loss_fn.metric_normalizations["num_valid_samples"] is host.MetricNormalizer.NONE
 
 
+def test_a_host_without_normalizers_of_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NeMo-RL 0.7 has the call on log-probs, and no MetricNormalizer yet."""
+    import enum
+
+    host = ModuleType("nemo_rl.algorithms.loss.interfaces")
+    host.LossInputType = enum.Enum("LossInputType", {"LOGPROB": "logprob"})  # type: ignore[attr-defined]
+    host.LossType = enum.Enum("LossType", {"TOKEN_LEVEL": "token_level"})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, host.__name__, host)
+    loss_fn = HostLoss(PolicyLossFn())
+    assert loss_fn.loss_type is host.LossType.TOKEN_LEVEL and loss_fn.metric_normalizations["loss"] == "tokens"
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"importance": {"mode": "seq-mask-tis", "low": 0.999, "high": 1.002}},
+        {"importance": {"mode": "icepop", "low": 0.99, "high": 1.01}, "aggregation": "seq-mean-token-mean"},
+        {"rejection": {"rules": [{"statistic": "k3", "high": 1e-6}]}},
+    ],
+)
+def test_corrections_within_narrow_bounds(correction: dict) -> None:
+    """On the log-probs that tell what divides a loss they leave nothing, and the loss was refused as divided by nothing."""
+    by_row = "aggregation" in correction
+    assert str(HostLoss(PolicyLossFn(correction)).loss_type) == ("sequence_level" if by_row else "token_level")
+
+
 def test_nothing_valid_is_an_exact_zero() -> None:
     data = step()
     new = data["new"].clone().requires_grad_()

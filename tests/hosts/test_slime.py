@@ -117,6 +117,24 @@ def test_slimes_arithmetic_whole_and_over_context_ranks() -> None:
             torch.testing.assert_close(sum(rank[i][1][sample].nan_to_num(0) for rank in ranks), y, rtol=1e-8, atol=1e-9)
 
 
+def _with_a_token_of_no_word(rank: int) -> str:
+    logits, batch = rollouts()
+    flat, own = cut(logits, batch, rank)
+    ids = own["unconcat_tokens"][1].clone()
+    ids[5] = V  # which rank 1 alone predicts
+    own["unconcat_tokens"] = [own["unconcat_tokens"][0], ids, *own["unconcat_tokens"][2:]]
+    call = custom_loss(PolicyLossFn(), ParallelGroups(context=dist.group.WORLD))
+    with pytest.raises(ValueError) as caught:
+        call(SimpleNamespace(calculate_per_token_loss=True), own, flat, None)
+    return str(caught.value)
+
+
+def test_a_token_outside_the_vocabulary_is_an_error_on_every_context_rank() -> None:
+    """The rank that does not look at it waited for the other in its next collective."""
+    told = run_world(2, _with_a_token_of_no_word, timeout=30)
+    assert told[0] == told[1] and told[0].startswith("rank 1: target 7 at ")
+
+
 def test_on_policy_without_recorded_log_probs() -> None:
     logits, batch = rollouts()
     args = SimpleNamespace(calculate_per_token_loss=True)

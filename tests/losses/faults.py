@@ -110,7 +110,7 @@ FAULTS = [
     # their values
     *(Fault(f"infinite {name}", rf"{name} is -?inf at \[2, 6\], a valid place", at(name, (2, 6), value), by_value=True)
       for name, value in (("advantages", math.inf), ("advantages", -math.inf))),
-    Fault("a soft mask", r"token_mask = 0.5 at \[0, 0\] must be 0 or 1; a weight",
+    Fault("a soft mask", r"token_mask = 0.5 at \[0, 0\] must be 0 or 1; weights",
           use(token_mask=torch.full((4, 8), 0.5)), by_value=True),
     Fault("a mask of 2", r"token_mask = 2 at \[0, 0\] must be 0 or 1", at("token_mask", (0, 0), 2), by_value=True),
     Fault("a mask of NaN", r"sample_mask = nan at \[2\] must be 0 or 1", at("sample_mask", (2,), math.nan), by_value=True),

@@ -124,7 +124,7 @@ def test_without_its_metric_it_says_so() -> None:
         ({**ADAPTIVE, "low": 0.5}, "low = 0.5 must be below high = 0.04"),
         ({**ADAPTIVE, "initial": 0.5}, r"initial = 0.5 must lie in \[low, high\] = \[0.01, 0.04\]"),
         ({**ADAPTIVE, "taget": 0.5}, "did you mean 'target'"),
-        ({"name": "schedule", "peak": 0.1, "valley": 0.0}, "which is no schedule"),
+        ({"name": "schedule", "peak": 0.1, "valley": 0.0}, "which is not a schedule"),
         ({"name": "schedule", "peak": 0.1, "valley": 0.0, "decay_steps": -1}, "decay_steps = -1 must be at least 0"),
         ({"name": "schedule", "peak": -0.1, "valley": 0.0, "decay_steps": 3}, "peak = -0.1 must be at least 0"),
         (

@@ -180,7 +180,7 @@ def test_preference_on_pooled_rewards(shape: tuple[int, ...]) -> None:
     assert metrics["accuracy"].item() == 0.5
 
 
-# Faults of the origin that are mended (Q numbers of the register of the field's bugs).
+# Faults of the origin that are fixed here (Q numbers of the register of the field's bugs).
 
 
 def test_importance_ratio_of_sequences_is_a_mean_over_sequences() -> None:

@@ -191,3 +191,19 @@ def test_sequence_quantities() -> None:
     register_objective("doc_look", token_fields=fields)(look)()(logits, data, *count_valid(data))
     assert seen[0].tolist() == pytest.approx([-0.2, -0.025, -0.9], abs=1e-6)
     assert seen[1].tolist() == pytest.approx([0.954405, 1.038212, 1.404948], abs=1e-6)
+
+
+def test_an_integer_field_tells_turns_apart() -> None:
+    def turns(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+        return -batch.turn_mean(logprobs)
+
+    loss_class = register_objective("doc_turns", token_fields=("segment_ids",), integer_fields=("segment_ids",))(turns)
+    logits, data = make()
+    data = {**data, "segment_ids": torch.ones_like(data["input_ids"])}  # one turn a row
+    loss, _ = loss_class()(logits, data, *count_valid(data))
+    whole, _ = register_objective("doc_rows")(lambda logprobs, batch: -batch.expand(batch.segment_mean(logprobs)))()(
+        logits, data, *count_valid(data)
+    )
+    torch.testing.assert_close(loss, whole)
+    with pytest.raises(ValueError, match="segment_ids must hold integers or bools, got"):
+        loss_class()(logits, {**data, "segment_ids": torch.ones(data["input_ids"].shape)}, *count_valid(data))

@@ -20,7 +20,7 @@ from parallel_rl.metrics import Metric
 from parallel_rl.testing import faults
 from parallel_rl.testing.cases import EVERY_AXIS, Case, Subject
 from parallel_rl.testing.faults import Fault
-from parallel_rl.testing.subjects import SeedLoss, subject_of
+from parallel_rl.testing.subjects import FunctionLoss, subject_of
 from parallel_rl.vocab.stats import stats_of_shard
 
 Result = tuple[Tensor, Metrics]
@@ -263,8 +263,8 @@ class _Rows(Case):
 ROWS_ONLY = frozenset({"data", "micro-batches"})
 
 
-def _seed(call, *fields: str, axes: frozenset[str] = ROWS_ONLY) -> SeedLoss:  # type: ignore[no-untyped-def]
-    return SeedLoss(call, fields, axes)
+def _seed(call, *fields: str, axes: frozenset[str] = ROWS_ONLY) -> FunctionLoss:  # type: ignore[no-untyped-def]
+    return FunctionLoss(call, fields, axes)
 
 
 # name → (loss, fault, axis)

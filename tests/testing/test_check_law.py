@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from parallel_rl.testing.check import check_law
+from parallel_rl.testing.layouts import Layout
 from parallel_rl.testing.pool import preload
 from tests.testing.planted import PLANTED, Planted
 
@@ -35,3 +36,9 @@ def test_a_planted_fault_is_named(name: str, worlds: tuple[int, ...]) -> None:
 
 def test_the_loss_without_a_fault_obeys() -> None:
     assert check_law(Planted).ok
+
+
+def test_chosen_layouts_stand_for_the_default_ones() -> None:
+    layout = Layout(1, 1, 2, "packed", 3, "zigzag")
+    report = check_law(Planted, layouts=[layout])
+    assert report.ok and [row.layout for row in report.rows] == [layout.name]

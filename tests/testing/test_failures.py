@@ -55,8 +55,8 @@ def local(logits, data, seqs, toks, rank=None, tensor=None, context=None):
     return -torch.where(mask, picked, 0).sum() / mask.sum()
 
 print("right:", check_law(Mine).ok)
-from parallel_rl.testing import SeedLoss
-print("wrong:", check_law(SeedLoss(local, axes=frozenset({"data", "micro-batches"})), worlds=(1, 2)))
+from parallel_rl.testing import FunctionLoss
+print("wrong:", check_law(FunctionLoss(local, axes=frozenset({"data", "micro-batches"})), worlds=(1, 2)))
 import multiprocessing
 print("children:", len(multiprocessing.active_children()))
 """
@@ -145,7 +145,7 @@ def slime_loss(args, batch, logits, sum_of_sample_mean):  # type: ignore[no-unty
 
 
 def slime_local(args, batch, logits, sum_of_sample_mean):  # type: ignore[no-untyped-def]
-    """A mean over the micro-batch's tokens, which what slime divides by later does not mend."""
+    """A mean over the micro-batch's tokens, which slime's later division does not fix."""
     import torch
 
     mask = torch.cat(batch["loss_masks"])

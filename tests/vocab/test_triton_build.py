@@ -151,7 +151,7 @@ def test_passes(name: str, architecture: int, dtype: torch.dtype, entropy: bool,
     registers, spilled = usage(kernel, tmp_path)
     assert spilled == 0
     loads, stores = accesses(kernel)
-    # as many in the tail as in the loop; each of the others is one number a row
+    # as many in the tail as in the loop; each of the others is one number per row
     assert sum(load.endswith("v4.b32") for load in loads) == WIDE[name] and not any(".v2" in load for load in loads)
     threads = 32 * CUTS[name, (9, 0)].warps
     at_once = 65536 // (-(-registers // 8) * 8 * threads)

@@ -1,4 +1,4 @@
-"""What a loss can say of itself in one batch: its parts, which tokens it takes something from, and numbers of tokens."""
+"""Breakdown of a loss on one batch: its parts, the tokens that it holds back and why, and numbers per token."""
 
 from __future__ import annotations
 

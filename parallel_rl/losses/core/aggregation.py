@@ -61,11 +61,11 @@ def with_units(needs: Requirements, aggregation: Aggregation, weights: WeightedB
         return needs
     field = UNIT_FIELDS[aggregation]
     fields = needs.fields if field.name in needs.names else (*needs.fields, field)
-    return replace(needs, fields=fields, counted=True)
+    return replace(needs, fields=fields, counted=True, units=aggregation)
 
 
-def count_units(batch: TokenBatch, aggregation: Aggregation, kept: Tensor | None = None) -> Statistics:
-    """What a micro-batch adds to the count of the step's units; nothing for other aggregations.
+def count_units(batch: TokenBatch, aggregation: Aggregation | None, kept: Tensor | None = None) -> Statistics:
+    """Count what a micro-batch adds to the units of the step; nothing for other aggregations.
 
     Args:
         kept: [T_local] bool, the tokens that count, and with them the rows and turns that hold one; None: all valid ones.

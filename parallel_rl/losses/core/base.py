@@ -18,6 +18,7 @@ from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import check_rank
 from parallel_rl.labels import check_labels, is_shifted, with_labels
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
+from parallel_rl.losses.core.aggregation import count_units
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall, share_of
 from parallel_rl.losses.core.checks import (
@@ -70,17 +71,17 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
     Args of the constructor:
         config: the loss's config dataclass, a mapping of its keys, or None for its defaults.
         vocab_size: true size V; columns beyond it are padding. None: the shards hold no padding.
-        vocab_start: first column's id of this rank, for a split that is neither even nor `torch.chunk`'s.
+        vocab_start: id of this rank's first column, for a split that is neither even nor `torch.chunk`'s.
         cp_layout: "zigzag" (2·cp chunks a sequence, Megatron and Transformer Engine) or "contiguous".
-        temperature: the policy is softmax(logits / temperature); "per-sample": with `data["temperature"]` [B], where prompts or
+        temperature: the policy is softmax(logits / temperature); "per-sample" reads `data["temperature"]` [B], if prompts or
             samplers have their own.
-        logit_scale: s, where the logits that come are z and the model's are s·z (Cohere's logit_scale; Granite's
-            1 / logits_scaling); for an `LMHeadInput` see there.
+        logit_scale: s, if the logits given are z and the model's are s·z (Cohere's logit_scale; Granite's
+            1 / logits_scaling); an `LMHeadInput` has its own.
         consume_logits: the backward writes the gradient over the logits.
         backend: of the token statistics, see `token_stats`.
         top_k, top_p: the sampler's truncation; the loss scores the policy truncated the same way. A token
-            that the current policy does not keep, or whose prev_logprobs or generation_logprobs is −inf, leaves the mask;
-            it stays in the step's denominators, and the metric dropped_tokens counts it. Log-probs that are compared with
+            that the current policy does not keep, or whose prev_logprobs or generation_logprobs is −inf, is masked; it
+            still counts in the step's denominators, and in the metric dropped_tokens. Log-probs that are compared with
             an untruncated reference are untruncated.
         kept_sets: replay the sampler's kept token ids from `data["kept_ids"]` [B, S, K], padded with −1; excludes top_k and
             top_p.
@@ -140,15 +141,16 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         return self.compute(batch)[0]
 
     def count_from(self, batch: TokenBatch) -> Statistics:
-        """What a micro-batch's data alone adds to the statistics of the step, for a loss that requires `counted`.
+        """Count what a micro-batch's data alone adds to the statistics of the step, for a loss that requires `counted`.
 
         Args:
-            batch: whole on this rank, with float64 fields, without any output of the model; its counts are 1.
+            batch: whole on this rank, with float64 fields, without any output of the model; its counts are 1. Its token
+                weights, and the units of an aggregation, are counted already.
         """
         return Statistics({})
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
-        """This rank's part of what the model's output tells of the step, for a loss that requires `collected`."""
+        """Collect this rank's part of the statistics that the model's output gives, for a loss that requires `collected`."""
         raise NotImplementedError(f"{type(self).__name__} requires `collected`, but has no collect_from")
 
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
@@ -179,11 +181,12 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         return count_step(count, self._check_values, needs, given, data_parallel_group)
 
     def _count_local(self, local: LocalBatch) -> Statistics:
-        """What this loss counts in whole data that is narrowed to its tokens."""
+        """Count in whole data that is narrowed to this loss's tokens."""
         if not self.requirements.counted:
             return Statistics({})
+        batch = TokenBatch(local, ModelOutput())
         weights = Statistics({}) if local.weights is None else count_weights(local)
-        return weights | self.count_from(TokenBatch(local, ModelOutput()))
+        return weights | count_units(batch, self.requirements.units) | self.count_from(batch)
 
     @torch.no_grad()
     def run_collect(self, call: LossCall) -> Statistics:
@@ -212,8 +215,7 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
             lambda: self._check(call, needs, head, logits), [group, call.context_group], logits, same
         )
         self.options.check_spans(logits, group)
-        given = (torch.as_tensor(n) for n in (call.global_valid_seqs, call.global_valid_toks))
-        counts = ValidCounts(*(n.reshape(()).to(logits.device, non_blocking=True) for n in given))
+        counts = ValidCounts.of(call.global_valid_seqs, call.global_valid_toks, logits.device)
         statistics = None if call.statistics is None else call.statistics.to(logits.device)
         local = LocalBatch(call.data, layout, counts, call.context_group, needs, statistics, heads=call.heads)
         local = self._narrowed(local)
@@ -248,8 +250,6 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
             self._check_values(call.data, needs)
             if self.options.per_sample:
                 check_temperature(call.data)
-        if needs.paired and rows % 2:
-            raise ValueError(f"preference pairs are (even, odd) rows, so their number must be even; got {rows} rows")
         layout = self._layout(call, logits, rows, width)
         if call.packed_sequences is not None and checks_values(call.data["token_mask"]):
             check_lengths(self._scored(call.data), layout)

@@ -140,7 +140,7 @@ class TokenBatch:
         return name in self.local.requirements.names
 
     def per_sequence(self, name: str) -> Tensor:
-        """[B] a field of the data with one value a sequence, 0 where the sequence is masked."""
+        """[B] a field of the data with one value per sequence, 0 where the sequence is masked."""
         return torch.where(self.sequence_mask, in_dtype(self.local.data[name], self.output.dtype), 0)
 
     def random(self, seed: int) -> Tensor:
@@ -216,7 +216,7 @@ class TokenBatch:
         """Σ over valid entries of x / count, divided among the context ranks, which all hold the same x.
 
         Args:
-            x: one value a sequence (or pair). mask: the same shape. count: global count of them.
+            x: one value per sequence (or pair). mask: the same shape. count: global count of them.
         """
         return (torch.where(mask, x, 0).sum(dtype=torch.float64) / (count * self.local.layout.cp_size)).to(x.dtype)
 

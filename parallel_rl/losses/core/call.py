@@ -68,7 +68,8 @@ class LossCall:
     """The arguments of one call; see `LossFunction.__call__`.
 
     Attributes:
-        observe: is shown what the loss read of the model's output, the share that it made of it, and the metrics.
+        observe: called with the batch as the loss read it, its share, and the metrics.
+        cut_length: S, if `torch.chunk` split the sequence of a DTensor over context ranks.
     """
 
     output: Tensor | LMHeadInput
@@ -82,7 +83,7 @@ class LossCall:
     packed_sequences: PackedSequences | None = None
     heads: Mapping[str, LMHeadInput] = field(default_factory=dict)
     observe: Callable[[TokenBatch, Tensor, Metrics], None] | None = None
-    cut_length: int | None = None  # S, where `torch.chunk` cut the sequence of a DTensor over context ranks
+    cut_length: int | None = None
 
     @classmethod
     def of(
@@ -94,7 +95,11 @@ class LossCall:
         groups: tuple[ProcessGroup | None, ProcessGroup | None],
         statistics: Statistics | None = None,
     ) -> LossCall:
-        """Make the call of an `LMHeadInput` in the data; a stand-in takes its place."""
+        """Check the arguments' types, and put a stand-in for each `LMHeadInput` in the data.
+
+        Raises:
+            ValueError: an argument of another type.
+        """
         for name, group in zip(("vocab_parallel_group", "context_parallel_group"), groups, strict=True):
             if group is not None and not isinstance(group, ProcessGroup):
                 raise ValueError(f"{name} must be a ProcessGroup or None, got {group!r}")
@@ -144,7 +149,7 @@ class LossCall:
 
 
 class LossFunction(ABC):
-    """Base of everything that is called as a loss is: `LossFn`, and `SequencePackingLossWrapper` around one."""
+    """Base of everything with the call of a loss: `LossFn`, and `SequencePackingLossWrapper` around one."""
 
     @property
     def needs_statistics(self) -> bool:
@@ -153,7 +158,7 @@ class LossFunction(ABC):
 
     @property
     def needs_collect(self) -> bool:
-        """Whether `statistics=` holds anything that only a forward can tell; without, `count` gives all of it."""
+        """Whether `statistics=` needs a forward; otherwise `count` gives all of it."""
         return self.requirements.collected
 
     @property
@@ -248,7 +253,7 @@ class LossFunction(ABC):
         vocab_parallel_group: ProcessGroup | None = None,
         context_parallel_group: ProcessGroup | None = None,
     ) -> Statistics:
-        """This rank's part of what the model's output tells of the step, from the loss's call; `+` joins micro-batches.
+        """Collect this rank's part of the statistics that the model's output gives, by the same call; `+` joins micro-batches.
 
         Raises:
             ValueError: a loss that needs none; invalid input, on all ranks of both groups.
@@ -262,7 +267,7 @@ class LossFunction(ABC):
 
 
 class LossWrapper(LossFunction):
-    """Base of what stands around a loss and is called like it: all is asked of `loss_fn`, unless it is overridden."""
+    """Base of wrappers around a loss, which are called like it; everything is delegated to `loss_fn` unless overridden."""
 
     loss_fn: LossFunction
 
@@ -287,8 +292,8 @@ class LossWrapper(LossFunction):
 def share_of(loss: Tensor, carrier: Tensor | None) -> Tensor:
     """The share that a call returns: the loss, plus an exact 0 that carries a gradient, if there is one.
 
-    Where it is NaN its gradient is not finite: on the way back a clamp or a mask could make a zero of it, and what guards an
-    optimizer's step looks at the norm of the gradient.
+    If it is NaN, its gradient is not finite either: a clamp or a mask could turn that gradient into 0 on the way back, and
+    checks before an optimizer's step look at the gradient's norm.
 
     >>> import torch
     >>> x = torch.tensor([torch.nan, 1.0], requires_grad=True)

@@ -44,6 +44,12 @@ def check_predicts(loss: str, needs: Requirements) -> None:
         raise ValueError(f"{loss} reads {what}, which predicts no token; give input_ids in place of shift_labels")
 
 
+def check_pairs(rows: int) -> None:
+    """Raises ValueError for an odd number of rows, which cannot be preference pairs."""
+    if rows % 2:
+        raise ValueError(f"preference pairs are (even, odd) rows, so their number must be even; got {rows} rows")
+
+
 def check_counts(
     global_valid_seqs: object, global_valid_toks: object, data: Mapping[str, Tensor] | None = None
 ) -> None:
@@ -84,7 +90,8 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
         output: the model's, for its device and its leading shape.
 
     Raises:
-        ValueError: a missing field, anything but a tensor, a wrong shape, dtype or device, a field that requires a gradient.
+        ValueError: a missing field, anything but a tensor, a wrong shape, dtype or device, a field that requires a gradient; an
+            odd number of rows where they are pairs.
     """
     names = ("input_ids", "token_mask", "sample_mask", *needs.names)
     for name in names:
@@ -102,6 +109,8 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"input_ids must be int64 or int32 [B, S], got {ids.dtype} {list(ids.shape)}")
     rows, width = ids.shape
+    if needs.paired:
+        check_pairs(rows)
     for name in ("token_mask", "sample_mask"):
         _check_shape(data[name], Field(name, "token" if name == "token_mask" else "sequence"), (rows, width), output)
     for field in needs.fields:

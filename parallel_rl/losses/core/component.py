@@ -96,7 +96,7 @@ class Component:
             raise ValueError(f"component {self.name!r}{f' (reads {reads})' if reads else ''}: {error}") from error
 
     def requirements(self, data: Mapping[str, Tensor], whole: Requirements) -> Requirements:
-        """What its loss requires of its view of the data, where `whole` says what all do."""
+        """Requirements of its loss on its view of the data; `whole` are those of all components."""
         needs = self.loss.requirements.given(data)
         return needs if whole.shift else needs.on_rows()
 

@@ -1,4 +1,4 @@
-"""What a loss counts in the data alone, over all micro-batches and data ranks of a step: no model, no forward."""
+"""Statistics from the data alone, over all micro-batches and data ranks of a step: no model, no forward."""
 
 from __future__ import annotations
 

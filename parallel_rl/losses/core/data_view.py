@@ -1,4 +1,4 @@
-"""What one of several losses on one batch sees of the data."""
+"""The data as one of several losses on one batch sees them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOT = "not "
 
 @dataclass(frozen=True)
 class DataView:
-    """What a component sees of the data.
+    """The data as a component sees them.
 
     >>> import torch
     >>> data = {"token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1), "seen": torch.tensor([[True, False]])}

@@ -14,7 +14,7 @@ from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.counts import ValidCounts
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossFunction
-from parallel_rl.losses.core.checks import check_counts, check_statistics
+from parallel_rl.losses.core.checks import check_counts, check_pairs, check_statistics
 from parallel_rl.losses.core.log_prob_call import LogProbCall, check_reads, field_rows, rows_and_data
 from parallel_rl.losses.core.log_prob_rows import RowsBatch, Values, rows_batch
 from parallel_rl.statistics import Statistics
@@ -140,20 +140,15 @@ class LogProbLossFunction(LossFunction):
             check_statistics(type(self).__name__, needs, call.statistics)
             check_counts(call.global_valid_seqs, call.global_valid_toks)
             rows, data = rows_and_data(call, needs, self.options)
-            if needs.paired and rows.number % 2:
-                raise ValueError(
-                    f"preference pairs are (even, odd) rows, so their number must be even; got {rows.number} rows"
-                )
+            if needs.paired:
+                check_pairs(rows.number)
             if checks_values(data["token_mask"]):
                 self._check_values(data, needs.on_rows())
             entropy = None if call.entropy is None else field_rows("entropy", call.entropy, rows, call)
             return rows.take(call.logprobs), entropy, data
 
         logprobs, entropy, data = raise_on_all_ranks(check, [call.context_group], call.like, call.facts)
-        counts = ValidCounts(*(
-            torch.as_tensor(n).reshape(()).to(logprobs.device, non_blocking=True)
-            for n in (call.global_valid_seqs, call.global_valid_toks)
-        ))  # fmt: skip
+        counts = ValidCounts.of(call.global_valid_seqs, call.global_valid_toks, logprobs.device)
         statistics = None if call.statistics is None else call.statistics.to(logprobs.device)
         whole = rows_batch(data, counts, call.context_group, needs.on_rows(), statistics)
         local = self._narrowed(whole)

@@ -82,7 +82,7 @@ class LocalBatch:
 
     @property
     def token_unit(self) -> str:
-        """What the tokens' count of the step counts."""
+        """The unit of the token count of the step."""
         counted = self.weights is not None and self.statistics is not None and self.requirements.counted
         return "weighted tokens" if counted else "tokens"
 

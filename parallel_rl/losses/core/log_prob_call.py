@@ -152,7 +152,7 @@ def field_rows(name: str, values: Values, rows: Rows, call: LogProbCall, field: 
 def _per_row(name: str, values: Values, rows: Rows, call: LogProbCall) -> Tensor:
     if not isinstance(values, Tensor) or values.shape != (rows.number,):
         got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"{name} must be a tensor [{rows.number}], one value a sequence, got {got}")
+        raise ValueError(f"{name} must be a tensor [{rows.number}], one value per sequence, got {got}")
     if values.device != call.like.device:
         raise ValueError(
             f"{name} is on {values.device}, the log-probs on {call.like.device}; they must be on one device"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -31,10 +30,6 @@ Values = Tensor | Sequence[Tensor]
 class RowsBatch(LocalBatch):
     """A `LocalBatch` of rows that are cut over context ranks like their log-probs, none whole on each of them."""
 
-    @cached_property
-    def tokens_per_sequence(self) -> Tensor:
-        return self.row_sum(self.valid)
-
     def row_sum(self, x: Tensor) -> Tensor:
         return group_sum(x.sum(1), self.context_group)
 
@@ -50,7 +45,7 @@ class Rows(Protocol):
         """B, the number of sequences."""
 
     def shape_of(self, values: Values) -> object:
-        """What the log-probs and every field of tokens agree in."""
+        """The shape in which the log-probs and every per-token field agree."""
 
     def take(self, values: Values, alignment: Alignment = "token") -> Tensor:
         """[B, A] or [B, A, K] of values in this form; 0 where a row has no token."""

@@ -65,7 +65,7 @@ def measured_tokens(batch: TokenBatch, measures: Mapping[str, Measure]) -> dict[
 def measured_entries(
     batch: TokenBatch, measures: Mapping[str, Measure], mask: Tensor, number: Tensor, per: str
 ) -> dict[str, Metric]:
-    """Metrics of measures, one value a sequence or pair (`per`): `mask` says which are valid, `number` how many."""
+    """Metrics of measures, one value per sequence or pair (`per`): `mask` says which are valid, `number` how many."""
     metrics: dict[str, Metric] = {}
     for name, measure in measures.items():
         x = measure.values

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from parallel_rl.counts import WeightedBy
+    from parallel_rl.counts import Aggregation, WeightedBy
     from parallel_rl.vocab.truncation import Truncation
 
 Alignment = Literal["token", "predictor"]
@@ -66,6 +66,7 @@ class Requirements:
             truncated policy drops tokens by their log-probs, so that such a loss then does not separate over tokens.
         token_weights: how the loss is divided where it multiplies its tokens by the field token_weights, see the module of that
             name; None: it reads none.
+        units: the aggregation by turns, prompts or trajectories whose units `count` counts; None: none are counted.
         ordered: a token's place among those of its sequence matters.
         shift: position t speaks of token t + 1, which it predicts; False: of token t itself.
     """
@@ -83,6 +84,7 @@ class Requirements:
     token_separable: bool = False
     weighs_sequences: bool = True
     token_weights: WeightedBy | None = None
+    units: Aggregation | None = None
     ordered: bool = False
     shift: bool = True
 

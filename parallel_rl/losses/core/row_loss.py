@@ -79,7 +79,7 @@ class LogitRows:
 
 
 class RowLoss(LossFn[ConfigT]):
-    """Base of the losses whose `compute` is linear in one value a row of logits, `batch.head`, which `value` gives.
+    """Base of the losses whose `compute` is linear in one value per row of logits, `batch.head`, which `value` gives.
 
     From an `LMHeadInput` rows are projected a chunk at a time, and gradients computed in forward. The field `teacher_logits`,
     where a loss reads it, may then be an `LMHeadInput` as well.

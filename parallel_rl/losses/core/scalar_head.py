@@ -1,4 +1,4 @@
-"""Losses on a scalar head: one number a token, or one a row, in the logits' place."""
+"""Losses on a scalar head: one number per token, or one per row, in the logits' place."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ScalarHeadLoss(LossFn[ConfigT]):
 
 
 class PooledHeadLoss(ScalarHeadLoss[ConfigT]):
-    """Base of the losses on one score a row: [B] or [B, 1], whole on every context rank, or one score a token.
+    """Base of the losses on one score per row: [B] or [B, 1], whole on every context rank, or one score per token.
 
     Of scores of tokens, [B, S/cp, 1] or packed [1, T/cp, 1], the one at a row's last valid token counts. A pooled head needs
     no input_ids and no token_mask.

@@ -36,7 +36,7 @@ def weighted(local: LocalBatch) -> LocalBatch:
 
 
 def count_weights(local: LocalBatch) -> Statistics:
-    """What a weighted micro-batch adds to the number of weighted tokens and to the sum of their weights."""
+    """Count what a weighted micro-batch adds to the number of weighted tokens and to the sum of their weights."""
     assert local.weights is not None
     return Statistics({"weighted_tokens": local.valid.sum(), "weight_sum": local.weights.sum()})
 

@@ -1,4 +1,4 @@
-"""What a trainer asks of a loss beside its call: what it must refuse, and a state that moves over the steps."""
+"""Interface of a loss to a trainer, beside its call: what must be refused, and a state that changes over the steps."""
 
 from __future__ import annotations
 

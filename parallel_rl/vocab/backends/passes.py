@@ -27,7 +27,7 @@ OutputGrads = tuple["Tensor | None", "Tensor | None", "Tensor | None"]
 
 
 #: (log-prob, entropy, lse, Σπ²) [T] of some rows, and `row_gradient`'s [T, 2 or 3]
-RowStats = tuple["Tensor", "Tensor | None", "Tensor", "Tensor | None", "Tensor"]
+CombinedRows = tuple["Tensor", "Tensor | None", "Tensor", "Tensor | None", "Tensor"]
 
 
 class RowSpec(NamedTuple):
@@ -106,7 +106,7 @@ def drop_below_(z: Tensor, floor: Tensor, kept: Tensor | None = None) -> None:
 
 def row_stats(
     z: Tensor, spec: RowSpec, entropy: bool, backend: Backend, squares: bool = False, half: HalfLogits | None = None
-) -> RowStats:
+) -> CombinedRows:
     """`combine_rows` of `row_parts` where this shard is the whole vocabulary."""
     if half is not None:
         from parallel_rl.vocab.backends.triton.operators import vocab_row_stats_half
@@ -119,7 +119,7 @@ def row_stats(
     return combine_rows(row_parts(z, spec, entropy, backend, squares)[None], spec, backend)
 
 
-def combine_rows(parts: Tensor, spec: RowSpec, backend: Backend) -> RowStats:
+def combine_rows(parts: Tensor, spec: RowSpec, backend: Backend) -> CombinedRows:
     """Combine parts [ranks, T, 3 to 5] to (log-prob, entropy, lse, Σπ²) [T], and `row_gradient`'s rows [T, 2 or 3].
 
     The rows hold (M, log A, H).
@@ -139,8 +139,8 @@ def combine_rows(parts: Tensor, spec: RowSpec, backend: Backend) -> RowStats:
     return logprobs, torch.where(spec.keep, ent, zero), lse, sums, torch.stack([top, log_a, ent], dim=1)
 
 
-def _given(made: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], entropy: bool, squares: bool) -> RowStats:
-    """What the kernels gave, without what was not asked for."""
+def _given(made: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], entropy: bool, squares: bool) -> CombinedRows:
+    """Leave out of the kernels' results what was not asked for."""
     logprobs, entropies, lse, rows, sums = made
     return logprobs, entropies if entropy else None, lse, sums if squares else None, rows
 

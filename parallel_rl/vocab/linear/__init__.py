@@ -3,5 +3,5 @@
 `lm_head` is the input as callers hold it, `params` one call, `rows` its rows and their order, `plan` its chunks for a budget,
 `gemm` the three products, `forward` and `backward` the passes, `autograd` their place in the graph, `token_stats` the entry.
 `row_values` is the entry for any other function of a row of logits, beside which `teacher` gives a second head's. `logits`
-computes whole logits for losses that need them. Not here: losses, and the mathematics of a row, which is `backends/`.
+computes whole logits for losses that need them. Losses do not belong here; the mathematics of a row is in `backends/`.
 """

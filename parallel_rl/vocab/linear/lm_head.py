@@ -72,6 +72,12 @@ class LMHeadInput:
     def device(self) -> torch.device:
         return self.hidden.device
 
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether any of the operands needs a gradient."""
+        operands = (self.hidden, self.weight, self.bias)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in operands)
+
     def parts(self, group: ProcessGroup | None) -> int:
         """Number of ranks that the rows of `hidden` are split over."""
         return group_size(group) if self.sequence_parallel else 1
@@ -111,7 +117,7 @@ class LMHeadInput:
             )
         if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_floating_point()):
             raise ValueError(
-                f"bias must be floating point [{weight.shape[0]}], one a row of the weight, got {bias.dtype} "
+                f"bias must be floating point [{weight.shape[0]}], one per row of the weight, got {bias.dtype} "
                 f"{list(bias.shape)}"
             )
         if self.softcap is not None and not self.softcap > 0:
@@ -134,7 +140,7 @@ class LMHeadInput:
         make_plan(self.plan_shape(group, width), self.mode, self.budget)
 
     def plan_shape(self, group: ProcessGroup | None, width: int) -> HeadShape:
-        """What a plan is made for at `width` columns a rank, but for what only the call knows."""
+        """Sizes that a plan is made for at `width` columns a rank, except those that only the call knows."""
         *rows, size = self.hidden.shape
         shared, parts = group_size(group) > 1, self.parts(group)
         return HeadShape(math.prod(rows), size, width, self.hidden.dtype, self.hidden.device, shared, parts)

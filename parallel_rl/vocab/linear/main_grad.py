@@ -1,4 +1,4 @@
-"""Where the gradient of the LM head's weight goes: through autograd, or straight into Megatron's `main_grad`."""
+"""Destination of the gradient of the LM head's weight: through autograd, or straight into Megatron's `main_grad`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class WeightTarget:
         return self.stand_in()
 
     def stand_in(self) -> Tensor:
-        """What Megatron's hooks expect in the gradient's place: zeros, made once and not in each micro-batch."""
+        """Zeros, which Megatron's hooks expect instead of the gradient; made once and not in each micro-batch."""
         weight, key = self.weight, (self.weight.shape, self.weight.dtype, self.weight.device)
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if key not in _ZEROS or _ZEROS[key]._version:  # or somebody has written to them

@@ -95,7 +95,7 @@ def card_budget(memory: int) -> int:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What a plan is made for, alike on all ranks that share a batch.
+    """Sizes that a plan is made for, the same on all ranks that share a batch.
 
     Attributes:
         rows, size: R of each part and D of the hidden states, whose `dtype` the operands have.

@@ -1,4 +1,4 @@
-"""Values of whole rows of logits, one a token, from hidden states: a chunk of rows at a time, gradients included."""
+"""Values of whole rows of logits, one per token, from hidden states: a chunk of rows at a time, gradients included."""
 
 from __future__ import annotations
 
@@ -58,11 +58,8 @@ def row_values(
         exact 0 that carries it.
     """
     call = RowCall.of(head, keep, shard, function, teacher, chunk_size(head, shard, teacher, in_place), columns)
-    grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (head.hidden, head.weight, head.bias)
-    )
     zero = None
-    if not grad:
+    if not head.needs_gradient:
         values = call.run(None)
     elif slope is None or head.mode == "recompute" or head.hidden.dtype == torch.float16:
         values = _InBackward.apply(head.hidden, head.weight, head.bias, call)

@@ -157,12 +157,9 @@ def stats_of_head(
         kept_ids: [N, K], see `truncated_token_stats`.
         objective: a sum over tokens; where it is given the mode may be in_forward, and the second result is not None then.
         context_group: over which the objective may communicate, with ranks that have another number of rows that carry loss.
-
     """
     order = head.row_order(shard.group)
-    grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (head.hidden, head.weight, head.bias)
-    )
+    grad = head.needs_gradient
     early = head.mode in ("auto", "in_forward") and objective is not None and head.hidden.dtype != torch.float16
     tokens = order.to_rows(targets), order.to_rows(keep), None if kept_ids is None else order.to_rows(kept_ids)
     params = LinearParams.of(head, shard, *tokens, mode="in_forward" if early else head.mode, keeps=grad)

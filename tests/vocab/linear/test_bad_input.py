@@ -22,7 +22,7 @@ HIDDEN, WEIGHT, TARGETS = torch.zeros(N, D), torch.zeros(V, D), torch.zeros(N, d
         ({"weight": torch.zeros(V, D).double()}, "must be the same"),
         ({"hidden": torch.zeros(N, D).long()}, "floating point"),
         ({"hidden": torch.zeros(D)}, "\\[..., D\\]"),
-        ({"bias": torch.zeros(V + 1)}, "one a row of the weight"),
+        ({"bias": torch.zeros(V + 1)}, "one per row of the weight"),
         ({"targets": TARGETS[1:]}, "targets must be int64 or int32"),
         ({"targets": TARGETS.float()}, "targets must be int64 or int32"),
         ({"targets": TARGETS + V}, "outside the vocabulary"),

@@ -16,7 +16,7 @@ _MOST_BITS = tl.constexpr(100.0)  # of a mass: a word far above the window must 
 
 @triton.jit
 def _part(split, columns_per_program, width, BLOCK: tl.constexpr, PER_LANE: tl.constexpr, ALIGNED_ENDS: tl.constexpr):
-    """Where a program's part of the row begins, where its whole tiles end, and where it ends."""
+    """The start of a program's part of the row, the end of its whole tiles, and its end."""
     first = split * columns_per_program
     last = tl.minimum(first + columns_per_program, _in_lanes(width, PER_LANE, ALIGNED_ENDS))
     return first, first + (last - first) // BLOCK * BLOCK, last
