@@ -172,7 +172,7 @@ def test_a_recipe_is_found_and_refused_before_any_work(capsys: pytest.CaptureFix
     assert main(["recipes", "all"]) == 2
 
 
-def test_the_version_and_a_reader_that_leaves_early(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_and_a_reader_that_leaves_early(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"parallel-rl {parallel_rl.__version__}\n"
@@ -183,6 +183,10 @@ def test_the_version_and_a_reader_that_leaves_early(capsys: pytest.CaptureFixtur
             ["bash", "-c", line], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=60
         )
         assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", lines)
+    port = f"{sys.executable} -m parallel_rl.cli port {tmp_path / 'nemo_rl.yaml'} 2>/dev/null | true; exit $PIPESTATUS"
+    (tmp_path / "nemo_rl.yaml").write_text("policy: {}\ngrpo: {}\n")
+    done = subprocess.run(["bash", "-c", port], env=ENVIRONMENT, cwd=ROOT, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (141, b"")  # nothing was said, so neither that all is well
 
 
 @pytest.mark.parametrize("words", ["train --recipe grpo", "check --recipe grpo --world 1", "data --recipe grpo"])

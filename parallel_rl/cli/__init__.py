@@ -1,4 +1,4 @@
-"""The console script: `parallel-rl train (CONFIG | --recipe NAME) [--section.key value ...]`, `... data`, `... recipes`."""
+"""The console script `parallel-rl`: its commands, and which of them need megatron-core."""
 
 from __future__ import annotations
 
@@ -20,61 +20,19 @@ _NEVER_IMPORT = ("check", "submit")  # they run on a host that is not the job's,
 _ABOUT = "Losses for RL post-training, and a reference trainer on Megatron-core."
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0, or 2 for a config, data or world that does not fit."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("parallel-rl", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"parallel-rl {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    train = commands.add_parser(
-        "train",
-        help="train by a YAML config or a recipe, alone or under torchrun",
-        usage="parallel-rl train (CONFIG | --recipe NAME) [--section.key value ...]",
-        description="Trains by CONFIG, a YAML file (see configs/), or by a recipe. Any key can be overridden: "
-        "--run.seed 1 --parallel.tensor 2 --rl.optimizer.lr 1e-4",
-        allow_abbrev=False,
-    )
-    train.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
-    train.add_argument(
-        "--gate",
-        metavar="SECONDS",
-        type=float,
-        nargs="?",
-        const=300.0,
-        help="first, in so many seconds from the last rank up (300): groups formed, and the run's own loss as in one process",
-    )
-    train.add_argument(
-        "--dump-step",
-        metavar="N",
-        type=int,
-        help="write the main phase's N-th optimizer step for `parallel-rl explain`",
-    )
-    check = commands.add_parser(
-        "check",
-        help="check a run's config, files and layout in seconds, before it holds any GPU",
-        usage="parallel-rl check (CONFIG | --recipe NAME) --world N [--section.key value ...]",
-        allow_abbrev=False,
-    )
-    check.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
-    check.add_argument("--world", metavar="N", type=int, required=True, help="ranks: nodes × GPUs a node")
-    check.add_argument("--dump-step", metavar="N", type=int, help="as `parallel-rl train` has it")
+    runs.add_parsers(commands)
     submit.add_parser(commands)
-    data = commands.add_parser(
-        "data",
-        help="check the data of a run and read what its steps read, without a model",
-        usage="parallel-rl data (CONFIG | --recipe NAME) [--steps N] [--section.key value ...]",
-        description="Says what is wrong with the data of a run, how fast it is read, how full micro-batches are, in how much "
-        "memory. Takes the config and the overrides of `parallel-rl train`.",
-        allow_abbrev=False,
-    )
-    data.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
-    data.add_argument("--steps", metavar="N", type=int, help="steps of each phase, in place of the config's")
     export.add_parser(commands)
     sample.add_parser(commands)
     plan_command.add_parser(commands)
     port_command.add_parser(commands)
     verify_command.add_parser(commands)
     doctor_command.add_parser(commands)
-    explain.add_parser(commands)
+    explain.add_parser(commands, __version__)
     for name, command in commands.choices.items():
         whose = "the ranks" if name in _NEVER_IMPORT else "first"
         if name != "explain":
@@ -84,11 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 metavar="MODULE",
                 action="append",
                 default=[],
-                help=f"{whose} import this module of yours, which registers losses, rewards or loggers (may be given again; "
-                f"{ENVIRONMENT} names others, by commas)",
+                help=f"{whose} import this module of yours, which registers losses, rewards or loggers (may be repeated; "
+                f"{ENVIRONMENT} lists more, separated by commas)",
             )
     commands.add_parser("recipes", help="list the recipes")
-    known, rest = parser.parse_known_args(submit.joined(sys.argv[1:] if arguments is None else arguments))
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, or 2 for a config, data or world that does not fit."""
+    known, rest = _parser().parse_known_args(submit.joined(sys.argv[1:] if arguments is None else arguments))
     try:
         if hasattr(known, "modules") and getattr(known, "script", None) is None:  # a loop imports what it needs
             known.modules = modules_of_user(known.modules)
@@ -96,16 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 runs.import_modules(known.modules)
     except ValueError as error:
         return runs.refuse(error)
-    if known.command == "plan":
-        return tools.plan(known, rest)
-    if known.command == "port":
-        return tools.port(known, rest)
-    if known.command == "explain":
-        return explain.explain(known, rest, __version__)
-    if known.command == "doctor" and not (known.config and not _has_megatron()):
-        return tools.doctor(known, rest)
-    if known.command == "verify" and not (known.config and not _has_megatron()):
-        return tools.verify(known, rest)
+    of_run = known.command in ("doctor", "verify") and known.config  # which only the trainer reads
+    if known.command in tools.TOOLS and (not of_run or _has_megatron()):
+        return tools.run_tool(known, rest)
     if known.command != "recipes" and not _has_megatron():
         return runs.refuse(
             ValueError(f"`parallel-rl {known.command}` needs megatron-core: pip install 'parallel-rl[megatron]'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import sys
@@ -16,8 +17,57 @@ from parallel_rl.config.names import left_to_ranks
 if TYPE_CHECKING:
     from parallel_rl.training.config.sections import ParallelConfig
 
+#: help of the option --recipe
+RECIPE = "one of `parallel-rl recipes`, on the data included with the package"
 # megatron-core 0.19 logs at each model and each checkpoint what its caller cannot change
 _DEPRECATES = ("megatron.core.models.gpt.gpt_model", "megatron.core.dist_checkpointing.strategies.common")
+
+
+def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands `train`, `check` and `data`."""
+    train = commands.add_parser(
+        "train",
+        help="train by a YAML config or a recipe, alone or under torchrun",
+        usage="parallel-rl train (CONFIG | --recipe NAME) [--section.key value ...]",
+        description="Trains by CONFIG, a YAML file (see configs/), or by a recipe. Any key can be overridden: "
+        "--run.seed 1 --parallel.tensor 2 --rl.optimizer.lr 1e-4",
+        allow_abbrev=False,
+    )
+    train.add_argument("--recipe", metavar="NAME", help=RECIPE)
+    train.add_argument(
+        "--gate",
+        metavar="SECONDS",
+        type=float,
+        nargs="?",
+        const=300.0,
+        help="before the first step, check that the groups form and that the run's own loss obeys the law, within SECONDS "
+        "(300) of the last rank's start",
+    )
+    train.add_argument(
+        "--dump-step",
+        metavar="N",
+        type=int,
+        help="write the main phase's N-th optimizer step for `parallel-rl explain`",
+    )
+    check = commands.add_parser(
+        "check",
+        help="check a run's config, files and layout in seconds, before it holds any GPU",
+        usage="parallel-rl check (CONFIG | --recipe NAME) --world N [--section.key value ...]",
+        allow_abbrev=False,
+    )
+    check.add_argument("--recipe", metavar="NAME", help=RECIPE)
+    check.add_argument("--world", metavar="N", type=int, required=True, help="number of ranks: nodes × GPUs per node")
+    check.add_argument("--dump-step", metavar="N", type=int, help="as for `parallel-rl train`")
+    data = commands.add_parser(
+        "data",
+        help="check the data of a run and read what its steps would read, without a model",
+        usage="parallel-rl data (CONFIG | --recipe NAME) [--steps N] [--section.key value ...]",
+        description="Checks the data of a run, and reports reading speed, how full micro-batches are, and memory. Takes the "
+        "config and the overrides of `parallel-rl train`.",
+        allow_abbrev=False,
+    )
+    data.add_argument("--recipe", metavar="NAME", help=RECIPE)
+    data.add_argument("--steps", metavar="N", type=int, help="steps of each phase; default: the config's")
 
 
 def check(
@@ -203,5 +253,10 @@ def show(text: str) -> None:
     """Print for a reader who may leave early."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # of `| head`: what follows goes nowhere, the interpreter's own last flush too
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # of `| head`
+        discard_output()
+
+
+def discard_output() -> None:
+    """Let what follows on standard output go nowhere, the interpreter's own last flush too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from parallel_rl.cli.loop import read
-from parallel_rl.cli.runs import check, refuse, source
+from parallel_rl.cli.runs import RECIPE, check, refuse, source
 from parallel_rl.config.names import left_to_ranks
 
 # what `submit` hands on by the same name
@@ -23,19 +23,8 @@ _SHORT |= {"o": "output", "p": "partition", "q": "qos", "t": "time", "w": "nodel
 # what people write for ours
 _SYNONYMS = {"gres": "gpus-per-node", "gpus": "gpus-per-node", "ntasks-per-node": "ranks-per-node"}
 _SUBMIT = (
-    "recipe",
-    "script",
-    "nodes",
-    "gpus-per-node",
-    "ranks-per-node",
-    "time",
-    *_SBATCH,
-    "server-nodes",
-    "server-command",
-    "dump-step",
-    "sbatch",
-    "dry-run",
-    "import",
+    *("recipe", "script", "nodes", "gpus-per-node", "ranks-per-node", "time", *_SBATCH),
+    *("server-nodes", "server-command", "dump-step", "sbatch", "dry-run", "import"),
 )
 
 
@@ -48,30 +37,30 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "[--account A] [--partition P] [--SBATCH-OPTION ...] [--dry-run] "
         "[--section.key value ...]",
         description="Checks the config against nodes × GPUs, then runs `sbatch slurm/train.sbatch` with the settings of "
-        "slurm/site.conf. Prints the command; its copy and the config's go to the run's folder.",
+        "slurm/site.conf. Prints the command, and keeps it in the run's folder with the config.",
         allow_abbrev=False,
     )
-    submit.add_argument("--recipe", metavar="NAME", help="one of `parallel-rl recipes`, on the data that ships")
+    submit.add_argument("--recipe", metavar="NAME", help=RECIPE)
     submit.add_argument(
-        "--script", metavar="LOOP.py", help="a loop of your own in place of a config; its arguments behind --"
+        "--script", metavar="LOOP.py", help="a loop of your own instead of a config; its arguments follow --"
     )
-    submit.add_argument("--nodes", metavar="N", type=int, help="whole nodes")
-    submit.add_argument("--gpus-per-node", metavar="G", type=int, help="else the site's, or 8")
-    submit.add_argument("--ranks-per-node", metavar="R", type=int, help="else one a GPU")
+    submit.add_argument("--nodes", metavar="N", type=int, help="number of whole nodes")
+    submit.add_argument("--gpus-per-node", metavar="G", type=int, help="default: the site's, or 8")
+    submit.add_argument("--ranks-per-node", metavar="R", type=int, help="default: one per GPU")
     submit.add_argument(
         "--time",
         metavar="T",
-        help="the limit (8:00:00); ten minutes before it, or a quarter of it, the run saves and is queued again",
+        help="time limit (8:00:00); ten minutes before it, or in its last quarter, the run saves and is requeued",
     )
     for name in _SBATCH:
-        submit.add_argument(f"--{name}", metavar=name[0].upper(), help="as sbatch has it; else the site's")
-    submit.add_argument("--server-nodes", metavar="M", type=int, default=0, help="nodes beside them, a server on each")
-    submit.add_argument("--server-command", metavar="C", help="starts a server: 'vllm serve FOLDER --port $PORT'")
-    submit.add_argument("--dump-step", metavar="N", type=int, help="as `parallel-rl train` has it")
+        submit.add_argument(f"--{name}", metavar=name[0].upper(), help="passed to sbatch; default: the site's")
     submit.add_argument(
-        "--sbatch", metavar="WORDS", help="more for sbatch, as it has them: '--gres=gpu:8 --mail-type=END'"
+        "--server-nodes", metavar="M", type=int, default=0, help="further nodes, with one server on each"
     )
-    submit.add_argument("--dry-run", action="store_true", help="only show the command")
+    submit.add_argument("--server-command", metavar="C", help="starts a server: 'vllm serve FOLDER --port $PORT'")
+    submit.add_argument("--dump-step", metavar="N", type=int, help="as for `parallel-rl train`")
+    submit.add_argument("--sbatch", metavar="WORDS", help="further options of sbatch: '--gres=gpu:8 --mail-type=END'")
+    submit.add_argument("--dry-run", action="store_true", help="only print the command")
     return submit
 
 
@@ -117,7 +106,7 @@ def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _arguments(known: argparse.Namespace, rest: Sequence[str]) -> list[str]:
-    """Those of train.sbatch."""
+    """The arguments of train.sbatch."""
     if known.script is None:
         check_options(rest)
         modules = [word for module in known.modules for word in ("--import", module)]
@@ -148,9 +137,8 @@ def _of_one_task(rest: Sequence[str], array: str | None) -> list[str]:
         raise ValueError(f"--array {array} is not valid; numbers as in 0-3, 1,5 or 0-15%4 are needed")
     pairs = zip(["", *rest], rest, strict=False)
     folders = [word for before, word in pairs if before == "--run.dir" or word.startswith("--run.dir=")]
-    if rest[:1] != ["--"] and not any(
-        "{task}" in folder for folder in folders
-    ):  # behind -- a loop's own arguments stand
+    own_loop = rest[:1] == ["--"]  # whose own arguments follow
+    if not own_loop and not any("{task}" in folder for folder in folders):
         raise ValueError(f"--array {array}: the tasks would write to one folder; add --run.dir runs/seed-{{task}}")
     return [word.replace("{task}", first[0]) for word in rest]
 
@@ -173,7 +161,7 @@ def _words(text: str | None) -> list[str]:
 
 
 def check_options(rest: Sequence[str]) -> None:
-    """Refuses what is meant for `submit` or sbatch and is none of theirs, by its own name and not as a key of the config."""
+    """Refuse what is meant for `submit` or sbatch and is not an option of theirs, by its own name and not as a config key."""
     from parallel_rl.config.strict import nearest
     from parallel_rl.training.config.train import TrainConfig
 

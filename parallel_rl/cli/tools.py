@@ -1,40 +1,49 @@
-"""Commands that look before a run: plan, verify and doctor."""
+"""Commands that need no run: plan, port, verify, doctor and explain."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_rl.cli.runs import quiet, refuse, show
+from parallel_rl.cli import explain
+from parallel_rl.cli.runs import discard_output, quiet, refuse, show
 
 if TYPE_CHECKING:
     from parallel_rl.doctor.command import OfConfig
     from parallel_rl.plan.source import Source
     from parallel_rl.testing.cases import Subject
 
+_SIGPIPE = 141  # the exit status of a program that it ends, by the shell
 
-def plan(known: argparse.Namespace, rest: Sequence[str]) -> int:
+
+def run_tool(known: argparse.Namespace, rest: Sequence[str]) -> int:
+    """Run the command of these arguments, none of which may be left over, and return its exit status."""
+    try:
+        if rest:
+            raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl {known.command}`")
+        status = TOOLS[known.command](known)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # of `| head`: who left has no verdict, so the status is none either
+        discard_output()
+        return _SIGPIPE
+    except (ValueError, OSError) as error:
+        return refuse(error)
+
+
+def _plan(known: argparse.Namespace) -> int:
     from parallel_rl.plan.command import run
 
-    try:
-        if rest:
-            raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl plan`")
-        return run(known, _read_source, show)
-    except (ValueError, OSError) as error:
-        return refuse(error)
+    return run(known, _read_source, show)
 
 
-def port(known: argparse.Namespace, rest: Sequence[str]) -> int:
+def _port(known: argparse.Namespace) -> int:
     from parallel_rl.port.command import run
 
-    try:
-        if rest:
-            raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl port`")
-        return run(known)
-    except (ValueError, OSError) as error:
-        return refuse(error)
+    return run(known)
 
 
 def _read_source(path: str, given: Mapping[str, object]) -> Source:
@@ -49,15 +58,10 @@ def _read_source(path: str, given: Mapping[str, object]) -> Source:
     return planned(path, given)
 
 
-def verify(known: argparse.Namespace, rest: Sequence[str]) -> int:
+def _verify(known: argparse.Namespace) -> int:
     from parallel_rl.verify.command import run
 
-    try:
-        if rest:
-            raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl verify`")
-        return run(known, _loss_of_config)
-    except (ValueError, OSError) as error:
-        return refuse(error)
+    return run(known, _loss_of_config)
 
 
 def _loss_of_config(path: str) -> Subject:
@@ -69,15 +73,10 @@ def _loss_of_config(path: str) -> Subject:
     return own_loss(load_config(path, []))
 
 
-def doctor(known: argparse.Namespace, rest: Sequence[str]) -> int:
+def _doctor(known: argparse.Namespace) -> int:
     from parallel_rl.doctor.command import run
 
-    try:
-        if rest:
-            raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl doctor`")
-        return run(known, _choices)
-    except (ValueError, OSError) as error:
-        return refuse(error)
+    return run(known, _choices)
 
 
 def _choices(path: str) -> OfConfig:
@@ -106,3 +105,8 @@ def _urls(value: object) -> Iterator[str]:
             yield from _urls(item)
     elif isinstance(value, str) and value.startswith(("http://", "https://")):
         yield value
+
+
+TOOLS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "plan": _plan, "port": _port, "verify": _verify, "doctor": _doctor, "explain": explain.write,
+}  # fmt: skip

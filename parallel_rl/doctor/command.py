@@ -17,9 +17,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add the command's arguments."""
     parser = commands.add_parser(
         "doctor",
-        help="look at the installed stack: packages, megatron-core's contracts, a job's ranks",
-        description="Says what is installed and which known faults it has, from tiny cases that are run against the installed "
-        "megatron-core on CPU; with --config what layers, attention, backend and optimizer that run would get, and why; with "
+        help="check the installed stack: packages, megatron-core's contracts, a job's ranks",
+        description="Reports what is installed and which known faults it has, by running tiny cases on the installed "
+        "megatron-core on CPU; with --config, which layers, attention, backend and optimizer that run would get, and why; with "
         "--world, under torchrun or srun, hosts, clocks and the speed of each group. Exit status: 0, 1 where something is an "
         "error, 2 for bad input.",
         allow_abbrev=False,
@@ -28,14 +28,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--world", action="store_true", help="probe the ranks of this job")
     for name in ("tensor", "context", "pipeline"):
         parser.add_argument(
-            f"--{name}", metavar="N", type=int, help=f"{name} ranks of --world's groups; else the config's"
+            f"--{name}",
+            metavar="N",
+            type=int,
+            help=f"number of {name} ranks in --world's groups; default: the config's",
         )
-    parser.add_argument("--json", action="store_true", help="findings as JSON")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 @dataclass(frozen=True)
 class OfConfig:
-    """What a config tells the doctor.
+    """Facts about a run's config for the doctor.
 
     Attributes:
         findings: about what the run would get. sizes: of its tensor, context and pipeline groups. urls: of its servers.

@@ -14,12 +14,12 @@ from parallel_rl.doctor.findings import Finding, Severity
 _SPARE = "parallel_rl does not call it"
 
 
-def ask_contracts(timeout: float = 120.0) -> list[Finding]:
+def ask_contracts() -> list[Finding]:
     """Run the cases on two gloo ranks of this machine; what a version does not let ask is said, not hidden."""
     from parallel_rl.testing.pool import preload, run_world
 
     preload("parallel_rl.megatron")
-    answers: list[dict[str, object]] = run_world(2, _rank, timeout=timeout)
+    answers: list[dict[str, object]] = run_world(2, _rank)
     return [judge([answer[name] for answer in answers]) for name, (_, judge) in _CASES.items()]
 
 
@@ -58,7 +58,7 @@ def _two_values(rank: int) -> object:
 
 
 def _scaled(rest: tuple[object, ...], per_token: bool, micro_batches: int) -> float:
-    """What Megatron makes at CP 2 of a loss of 1 that a callback returns with `rest`."""
+    """Return what Megatron makes at CP 2 of a loss of 1 that a callback returns with `rest`."""
     from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
 
     config = SimpleNamespace(
@@ -104,7 +104,7 @@ def _smoothing(rank: int) -> object:
 
 
 def _padding(rank: int) -> object:
-    """How much lower log-probs are with one column of vocabulary padding a rank, whose logits are 0."""
+    """Fall of the log-probs with one column of vocabulary padding per rank, whose logits are 0."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     import parallel_rl.megatron as M

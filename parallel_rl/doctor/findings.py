@@ -1,4 +1,4 @@
-"""What the doctor found, and how bad it is."""
+"""Findings of the doctor, and how bad each is."""
 
 from __future__ import annotations
 

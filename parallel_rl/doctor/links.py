@@ -1,4 +1,4 @@
-"""How fast each group of a layout communicates: all-reduces, and messages between pipeline neighbours."""
+"""Speed of communication in each group of a layout: all-reduces, and messages between pipeline neighbours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTES = 1 << 24
 
 
 class Sizes(NamedTuple):
-    """Of a layout; what remains of the world is data parallel."""
+    """Sizes of a layout; the rest of the world is data parallel."""
 
     tensor: int = 1
     context: int = 1

@@ -25,7 +25,7 @@ def ask_ports(urls: Sequence[str], environment: Mapping[str, str] = os.environ) 
     """
     host, port = environment.get("MASTER_ADDR", "127.0.0.1"), environment.get("MASTER_PORT", _DEFAULT)
     if not (port.isdecimal() and 0 < int(port) < 65536):
-        yield Finding("MASTER_PORT", "error", f"{port} is no port", "a number from 1 to 65535")
+        yield Finding("MASTER_PORT", "error", f"{port} is not a port", "give a number from 1 to 65535")
     elif "RANK" in environment:
         fault = _refused(host, int(port))
         advice = "torchrun's store listens there: look at rank 0's host, its name on this one and its firewall"
@@ -37,7 +37,7 @@ def ask_ports(urls: Sequence[str], environment: Mapping[str, str] = os.environ) 
     for url in urls:
         parts = urlsplit(url)
         fault = _refused(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
-        advice = "start it before the run, or mend the address in the config: the run would wait for it"
+        advice = "start it before the run, or correct the address in the config: the run would wait for it"
         yield Finding("server", "warning" if fault else "ok", f"{url} {fault or 'answers'}", advice if fault else "")
 
 

@@ -16,9 +16,10 @@ from parallel_rl.doctor.links import Sizes, ask_groups, ask_world_speed
 from parallel_rl.groups import job_backend, take_device
 
 MOST_SKEW = 1.0  # seconds between clocks, beyond which logs and time limits mislead
+_TIMEOUT = 120.0  # seconds of a collective
 
 
-def ask_world(sizes: Sizes, timeout: float = 120.0) -> Iterator[Finding]:
+def ask_world(sizes: Sizes) -> Iterator[Finding]:
     """Join the job's ranks and probe them, and each group of a layout; every rank yields what all found.
 
     Raises:
@@ -29,14 +30,14 @@ def ask_world(sizes: Sizes, timeout: float = 120.0) -> Iterator[Finding]:
         raise ValueError("RANK and WORLD_SIZE are not set: start it by torchrun or srun, or leave --world out")
     sizes.groups(int(os.environ["WORLD_SIZE"]))  # before any rank waits for another
     backend, device = job_backend(), take_device()
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    dist.init_process_group(backend, timeout=timedelta(seconds=_TIMEOUT))
     try:
         hosts: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(hosts, socket.gethostname())
         yield _hosts(hosts)
         yield _clocks(device)
         yield ask_world_speed(device)
-        yield from ask_groups(sizes, hosts, device, timeout)
+        yield from ask_groups(sizes, hosts, device, _TIMEOUT)
     finally:
         dist.destroy_process_group()
 

@@ -37,13 +37,13 @@ class Drawing:
 
 
 @contextmanager
-def _axes(key: str, height: float = 2.6, width: float = 7.2) -> Iterator[tuple[Drawing, Any]]:
+def _axes(key: str, height: float = 2.6) -> Iterator[tuple[Drawing, Any]]:
     import matplotlib
     from matplotlib.figure import Figure
 
     drawing = Drawing()
     with matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": key}):
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=(7.2, height), layout="constrained")
         yield drawing, figure
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})

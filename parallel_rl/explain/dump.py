@@ -20,8 +20,8 @@ from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.explain.tokens import observe
 from parallel_rl.groups import ParallelGroups, group_rank
 from parallel_rl.layout import valid_tokens
-from parallel_rl.losses import registry
 from parallel_rl.losses.core.call import LossCall, LossFunction, LossWrapper
+from parallel_rl.losses.registry import registered_name
 from parallel_rl.metrics import Metrics, reduce_metrics
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ PIECE = "piece_{:05d}_of_{:05d}.npz"
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What the reader of a step is told beside its numbers.
+    """Title and texts that a step's reader sees beside its numbers.
 
     >>> StepInfo("rl step 3", text_of_token=lambda token: "abc"[token]).text_of_token(1)
     'b'
@@ -237,14 +237,13 @@ def _meta(
     ids: Sequence[int] | np.ndarray,
 ) -> dict[str, object]:
     loss_fn, text = recorder.inner, info.text_of_token
-    name = next((name for name, one in registry.losses().items() if one is type(loss_fn)), type(loss_fn).__name__)
     needs = loss_fn.requirements
     config = dataclasses.asdict(loss_fn.config)
     return {
         "format": FORMAT,
         "version": VERSION,
         "title": info.title,
-        "loss": name,
+        "loss": registered_name(type(loss_fn)),
         "config": json.loads(json.dumps(config, default=str)),
         "reads": needs.reads,
         "paired": needs.paired,

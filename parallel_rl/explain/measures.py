@@ -42,12 +42,12 @@ class LogHistogram:
     above: int
 
 
-def log_edges(logs: np.ndarray, bins: int = 60, limit: float = 3.0) -> np.ndarray:
-    """[bins + 1] edges that hold the logarithms (base e), symmetric about 1, within a factor of 10^limit."""
+def log_edges(logs: np.ndarray) -> np.ndarray:
+    """[61] edges that hold the logarithms (base e), symmetric about 1, within a factor of 1000."""
     finite = logs[np.isfinite(logs)]
-    reach = min(float(np.abs(finite).max(initial=0.0)) / np.log(10), limit)
+    reach = min(float(np.abs(finite).max(initial=0.0)) / np.log(10), 3.0)
     reach = max(reach * 1.0001, 1e-3)
-    return 10 ** np.linspace(-reach, reach, bins + 1)
+    return 10 ** np.linspace(-reach, reach, 61)
 
 
 def log_histogram(logs: np.ndarray, edges: np.ndarray) -> LogHistogram:
@@ -123,9 +123,9 @@ def of_position(step: Step) -> dict[str, np.ndarray]:
     return found
 
 
-def position_bins(longest: int, most: int = 32) -> np.ndarray:
-    """Edges of at most so many bins of equal width over positions 1 to `longest`."""
-    width = max(-(-longest // most), 1)
+def position_bins(longest: int) -> np.ndarray:
+    """Edges of at most 32 bins of equal width over positions 1 to `longest`."""
+    width = max(-(-longest // 32), 1)
     return np.arange(1, longest + width + 1, width)
 
 

@@ -64,7 +64,7 @@ class Step:
 
     @property
     def kind(self) -> str:
-        """What can be compared with what."""
+        """The kind of loss; only steps of one kind can be compared."""
         if self.meta["paired"]:
             return "preference pairs"
         if "logprobs" in self.tokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,24 +74,25 @@ def samples(step: Step, chosen: Mapping[int, str], label: str) -> list[Sample]:
     gradient = np.where(np.isfinite(read), gradient, np.nan)  # a clamp may give NaN the gradient 0
     sizes = np.abs(gradient[(gradient != 0) & np.isfinite(gradient)])
     scale = float(np.quantile(sizes, 0.99)) if len(sizes) else 1.0
-    why = _reason_of_each(step)
     columns = [(words, step.tokens[name]) for name, words in _SHOWN if name in step.tokens]
     ratio = step.value("ratio")
     if ratio is not None:
         columns.append(("ratio", ratio))
-    return [_sample(step, row, text, label, gradient, scale, why, columns) for row, text in chosen.items()]
+    numbers = _Numbers(gradient, scale, _reason_of_each(step), columns)
+    return [_sample(step, row, text, label, numbers) for row, text in chosen.items()]
 
 
-def _sample(
-    step: Step,
-    row: int,
-    why: str,
-    label: str,
-    gradient: np.ndarray,
-    scale: float,
-    reasons: Sequence[str],
-    columns: Sequence[tuple[str, np.ndarray]],
-) -> Sample:
+class _Numbers(NamedTuple):
+    """Numbers of all tokens of a step: gradients and their scale, why they have none, and the panel's columns."""
+
+    gradient: np.ndarray
+    scale: float
+    reasons: Sequence[str]
+    columns: Sequence[tuple[str, np.ndarray]]
+
+
+def _sample(step: Step, row: int, why: str, label: str, of_step: _Numbers) -> Sample:
+    gradient, scale, reasons, columns = of_step
     first, last = int(step.starts[row]), int(step.starts[row] + step.lengths[row])
     ids, texts = step.tokens["input_ids"], step.texts
     tokens, numbers = [], []

@@ -1,4 +1,4 @@
-"""What the page is made of: sections, tables, and one step or two side by side."""
+"""Building blocks of the page: sections, tables, and one step or two side by side."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Sides:
         return first, *(f"{name} {label}".strip() for label in self.labels for name in names)
 
     def compared(self, of_steps: Sequence[Mapping[str, Cell]]) -> tuple[tuple[Cell, ...], ...]:
-        """Rows of one number a step by their names; of two numbers their difference too."""
+        """Rows of one number per step by their names; of two numbers their difference too."""
         names = list(dict.fromkeys(name for one in of_steps for name in one))
         rows: list[tuple[Cell, ...]] = []
         for name in names:

@@ -1,4 +1,4 @@
-"""What a loss read of each token in one call, and its gradient: by the loss's own computation on the very numbers it read."""
+"""Each token as the loss read it in one call, and its gradient: by the loss's own computation on the very numbers it read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from parallel_rl.losses.core.base import LossFn
 
-#: names of the columns that are true or false
-FLAGS = ("scored", "held/", "scored/")
 NOT_KEPT = "held/not_kept"
 
 

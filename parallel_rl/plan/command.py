@@ -27,31 +27,35 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "[--whole-optimizer] [--dtype DTYPE] [--micro-batches N] [--frozen N] [--budget BYTES] [--card CARD] [--memory GIB] "
         "[--plot FILE] [--json]",
         description="Predicts the memory of a rank (weights, gradients, optimizer, and the loss stage in each of its modes), "
-        "recommends a mode, and bounds a step's time from below over 1 to 10,000 GPUs. MODEL is a Hugging Face config.json or "
-        "its folder, Megatron's arguments in YAML or JSON, or a config of `parallel-rl train`. Of the latter "
+        "recommends a mode, and gives lower bounds of a step's time on up to 10,000 GPUs. MODEL is a Hugging Face config.json "
+        "or its folder, Megatron's arguments in YAML or JSON, or a config of `parallel-rl train`. Of the latter "
         "two the layout and the dtype are taken as well, unless a flag says otherwise.",
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", help="config.json or its folder, Megatron's arguments, or a config")
-    parser.add_argument("--tokens", type=int, required=True, help="of a micro-batch of a data rank, padding included")
+    parser.add_argument(
+        "--tokens", type=int, required=True, metavar="T", help="tokens of a data rank's micro-batch, padding included"
+    )
     for name in ("tensor", "context", "pipeline", "data"):
-        parser.add_argument(f"--{name}", metavar="N", type=int, help=f"{name} parallel ranks; else 1")
+        parser.add_argument(f"--{name}", metavar="N", type=int, help=f"number of {name} parallel ranks (1)")
     parser.add_argument(
         "--sequence-parallel", action=argparse.BooleanOptionalAction, help="hidden states are split over tensor ranks"
     )
     parser.add_argument(
         "--whole-optimizer", action=argparse.BooleanOptionalAction, help="every data rank holds all of Adam's state"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights; else bfloat16")
-    parser.add_argument("--micro-batches", metavar="N", type=int, default=1, help="of a step")
+    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the weights (bfloat16)")
+    parser.add_argument("--micro-batches", metavar="N", type=int, default=1, help="micro-batches per step (1)")
     parser.add_argument(
-        "--frozen", metavar="N", type=int, default=0, help="models beside the policy: reference, teacher"
+        "--frozen", metavar="N", type=int, default=0, help="number of models beside the policy: reference, teacher (0)"
     )
-    parser.add_argument("--budget", metavar="BYTES", type=int, help="of the LM head's logits; else its default")
-    parser.add_argument("--card", default="H100", help="A100, H100, H200 or B200")
-    parser.add_argument("--memory", metavar="GIB", type=float, help="of the card, in place of its data sheet's")
-    parser.add_argument("--plot", metavar="FILE", help="a picture (PNG, SVG or PDF)")
-    parser.add_argument("--json", action="store_true", help="numbers only, in bytes and seconds")
+    parser.add_argument(
+        "--budget", metavar="BYTES", type=int, help="budget of the LM head's logits; default: that of `LMHeadInput`"
+    )
+    parser.add_argument("--card", default="H100", help="A100, H100, H200 or B200 (H100)")
+    parser.add_argument("--memory", metavar="GIB", type=float, help="memory of the card; default: its data sheet's")
+    parser.add_argument("--plot", metavar="FILE", help="draw a picture (PNG, SVG or PDF)")
+    parser.add_argument("--json", action="store_true", help="print numbers only, in bytes and seconds")
 
 
 def run(
@@ -94,7 +98,7 @@ def run(
 
 
 def _of_source(model: str, taken: Sequence[str], unread: Sequence[str]) -> Iterator[str]:
-    """What MODEL decided beside the sizes, and what of it was passed over."""
+    """Lines on what MODEL decided beside the sizes, and which of its keys were not read."""
     if taken:
         yield f"taken from {model}: {', '.join(taken)}"
     if unread:

@@ -1,4 +1,4 @@
-"""What a file says of a run: a Hugging Face config.json, or Megatron's arguments."""
+"""Model sizes and layout from a file: a Hugging Face config.json, or Megatron's arguments."""
 
 from __future__ import annotations
 
@@ -40,13 +40,8 @@ _NOT_COUNTED: Mapping[str, object] = {
     "num_layers_in_last_pipeline_stage": None,
     "pipeline_model_parallel_layout": None,
 }
-_LATENT = (
-    "kv_lora_rank",
-    "q_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-)  # of multi_latent_attention
+#: arguments of multi_latent_attention
+_LATENT = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 _NEAR = 0.9  # of a slip of the fingers; no two of Megatron's own arguments that matter here are as near
 
 

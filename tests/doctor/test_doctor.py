@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_contracts_of_the_installed_megatron() -> None:
-    """The known defects of 0.15 to 0.19, from running them; a version that mends one fails here and is told of."""
+    """The known defects of 0.15 to 0.19, from running them; a version that fixes one fails here."""
     found = {each.subject: each for each in ask_contracts()}
     assert found["groups of tensor, context and data ranks"].severity == "ok"
     assert found["loss callback of two values at CP 2, 4 micro-batches"].severity == "ok"
