@@ -124,4 +124,5 @@ if __name__ == "__main__":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     train(args.tp, args.cp, args.steps)
+    m.destroy()
     dist.destroy_process_group()

@@ -24,7 +24,7 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> argparse
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("out", metavar="OUT", help="a folder that is not there yet")
+    parser.add_argument("out", metavar="OUT", help="a new folder")
     return parser
 
 
@@ -36,13 +36,12 @@ def export(known: argparse.Namespace, rest: Sequence[str]) -> int:
         config = load_config(config_of(known.checkpoint), ["--parallel={}", *rest], say)
         check_world(config.parallel)
         quiet()
-        import torch.distributed as dist
-
         from parallel_rl.training.checkpointing.export import export_checkpoint
+        from parallel_rl.training.models.engine import end_world
 
         export_checkpoint(checkpoint, out, config)
         say(f"wrote {out}: {', '.join(sorted(path.name for path in out.iterdir()))}")
-        dist.destroy_process_group()
+        end_world()
     except (ValueError, OSError) as error:
         return refuse(error)
     return 0

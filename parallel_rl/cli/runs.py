@@ -115,10 +115,9 @@ def train(recipe: str | None, rest: Sequence[str], gate: float | None, dump_step
     quiet()
     # Megatron's distributed optimizer asks views of parameters for their gradient
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    import torch.distributed as dist
-
     from parallel_rl.cluster.exit import failed
     from parallel_rl.cluster.watchdog import watching
+    from parallel_rl.training.models.engine import end_world
     from parallel_rl.training.preflight.gate import pass_gate
     from parallel_rl.training.trainer import train
 
@@ -129,8 +128,7 @@ def train(recipe: str | None, rest: Sequence[str], gate: float | None, dump_step
             train(config, dump_step)
     except (Exception, SystemExit) as error:  # the status is 0 only when the run is done
         return failed(error)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end_world()
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The command that shows what a checkpoint's policy answers."""
+"""The command that samples from a checkpoint's policy."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from parallel_rl.config.shown import printable
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "sample",
-        help="answers of a checkpoint's policy to prompts, alone or under torchrun",
+        help="sample answers of a checkpoint's policy, alone or under torchrun",
         usage="parallel-rl sample CHECKPOINT --prompt TEXT [--prompt TEXT ...] [--samples N] [--temperature T] "
         "[--max-new-tokens N] [--seed S] [--config FILE] [--section.key value ...]",
-        description="Draws from runs/.../checkpoints/step_N with the tokenizer and the sampling of its run. One process holds "
+        description="Samples from runs/.../checkpoints/step_N with the run's tokenizer and sampling options. One process holds "
         "the model unless a layout is given, as in torchrun ... sample CHECKPOINT --parallel.tensor 2 --prompt TEXT",
         allow_abbrev=False,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
-    parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="may be given again")
+    parser.add_argument("--prompt", metavar="TEXT", action="append", default=[], help="may be repeated")
     parser.add_argument("--samples", metavar="N", type=int, default=1, help="answers to each prompt (1)")
     parser.add_argument(
-        "--temperature", metavar="T", type=float, help="else the run's; 0: the likeliest token each time"
+        "--temperature", metavar="T", type=float, help="default: the run's; 0 takes the likeliest token each time"
     )
-    parser.add_argument("--max-new-tokens", metavar="N", type=int, help="else the run's")
-    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the draws (0)")
-    parser.add_argument("--config", metavar="FILE", help="of the run; else the config.yaml in its folder")
+    parser.add_argument("--max-new-tokens", metavar="N", type=int, help="default: the run's")
+    parser.add_argument("--seed", metavar="S", type=int, default=0, help="seed of the samples (0)")
+    parser.add_argument("--config", metavar="FILE", help="the run's config; default: the config.yaml in its folder")
     return parser
 
 
@@ -56,9 +56,8 @@ def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:
         sampling = replace(config.sampling, **{name: value for name, value in asked.items() if value is not None})
         check_world(config.parallel)
         quiet()
-        import torch.distributed as dist
-
         from parallel_rl.training.algorithms.sampling import sample_prompts
+        from parallel_rl.training.models.engine import end_world
 
         answers = sample_prompts(
             config, checkpoint, known.prompt, sampling, samples=known.samples, seed=known.seed, greedy=greedy
@@ -67,7 +66,7 @@ def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:
             say(printable(prompt))
             for text in texts:
                 say("\n".join(f"  {line}" for line in printable(text).split("\n")))
-        dist.destroy_process_group()
+        end_world()
     except (ValueError, OSError) as error:
         return refuse(error)
     return 0

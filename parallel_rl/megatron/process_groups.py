@@ -101,13 +101,19 @@ def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[N
 def destroy() -> None:
     """Destroy Megatron's process groups, their communicators and threads; the default process group stays.
 
+    A program calls it before `torch.distributed.destroy_process_group()`, which leaves the threads of a gloo group alone while
+    Megatron refers to it: one that frees a tensor as the interpreter ends aborts the process, though its work is done.
+
     >>> destroy()
     >>> initialize()
     """
     _present.clear()
     made = getattr(parallel_state, "_global_process_group_list", None) or []
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()  # forgets them, but for a few
+        parallel_state.destroy_model_parallel()
+        for name, value in list(vars(parallel_state).items()):
+            if isinstance(value, dist.ProcessGroup):  # it keeps a few
+                setattr(parallel_state, name, None)
     for group in made:
         if isinstance(group, dist.ProcessGroup) and group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.cli import main
 from parallel_rl.cluster import heartbeat, preemption
 from parallel_rl.cluster.exit import failed
 from parallel_rl.experience import register_reward
@@ -75,6 +76,37 @@ def test_a_signal_in_the_last_step_finds_a_complete_run(number: signal.Signals, 
     assert list(job.iterdir()) == []  # no REQUEUE
     assert [row["step"] for row in rows(folder)] == [1, 2]
     assert (folder / "checkpoints" / "step_000002" / "manifest.json").is_file() and (folder / "curves.png").is_file()
+
+
+_seen: list[int] = []
+
+
+@register_reward("gloo_threads")
+def gloo_threads(prompt: str, completion: str, answer: str) -> float:
+    """A checker that counts the threads of the process groups."""
+    _seen.append(_threads())
+    return len(completion) / 4
+
+
+def _threads() -> int:
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    return names.count("pt_gloo_runloop\n")
+
+
+def _run_command(given: list[str]) -> None:
+    os.environ.pop("WORLD_SIZE", None)
+    assert main(["train", *given]) == 0
+    assert _seen[0] > 0 == _threads(), (_seen[0], _threads())
+
+
+def test_a_run_leaves_no_thread_behind(tmp_path: Path) -> None:
+    """A thread of a group that Megatron still knew freed a tensor as the interpreter ended: SIGABRT after a complete run."""
+    run_world(1, _nothing)
+    given = run("grpo_arithmetic.yaml", run__dir=tmp_path, reward="gloo_threads", **SMALL)
+    process = multiprocessing.get_context("forkserver").Process(target=_run_command, args=(given,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 @register_reward("leaves")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from parallel_rl.groups import ParallelGroups, job_backend, take_device
-from parallel_rl.megatron import build_config, build_model, copy_trunk, initialize, unwrap, wrap_model
+from parallel_rl.megatron import build_config, build_model, copy_trunk, destroy, initialize, unwrap, wrap_model
 from parallel_rl.megatron.hf import fill_hf, load_hf, read_hf
 from parallel_rl.training.config.sections import DTYPES, OptimizerConfig, ParallelConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
@@ -79,6 +80,14 @@ def start_world(config: TrainConfig) -> None:
         dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout))
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def end_world() -> None:
+    """Destroys all process groups and their threads, once nothing else refers to them."""
+    destroy()
+    gc.collect()  # some models are in cycles
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _check_gloo(sizes: ParallelConfig) -> None:
