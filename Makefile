@@ -84,7 +84,7 @@ lock:  ## .ci/requirements.txt anew (needs uv)
 types: $(STAMP)  ## mypy
 	$(BIN)/mypy
 
-format: $(STAMP)  ## mend what ruff can mend
+format: $(STAMP)  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

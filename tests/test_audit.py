@@ -14,7 +14,7 @@ def test_a_known_vulnerability_fails_and_what_was_not_looked_up_is_named(capsys:
     assert summary([clean]) == 0 == summary([clean, skipped])
     assert "0 known vulnerabilities in 1 packages; without an answer: c" in capsys.readouterr().out
     assert summary([clean, bad]) == 1
-    assert "b 2: PYSEC-1, mended in 3" in capsys.readouterr().err
+    assert "b 2: PYSEC-1, fixed in 3" in capsys.readouterr().err
 
 
 def test_local_builds_are_asked_for_by_their_version() -> None:

@@ -65,7 +65,7 @@ def summary(report: Sequence[dict]) -> int:
     found = [(one, vulnerability) for one in report for vulnerability in one.get("vulns", ())]
     for one, vulnerability in found:
         fixed = ", ".join(vulnerability["fix_versions"]) or "no version yet"
-        print(f"{one['name']} {one['version']}: {vulnerability['id']}, mended in {fixed}", file=sys.stderr)
+        print(f"{one['name']} {one['version']}: {vulnerability['id']}, fixed in {fixed}", file=sys.stderr)
     left_out = f"; without an answer: {', '.join(unknown)}" if unknown else ""
     print(f"audit: {len(found)} known vulnerabilities in {len(report) - len(unknown)} packages{left_out}")
     return int(bool(found))
