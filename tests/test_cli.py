@@ -21,6 +21,7 @@ from tests.training.helpers import CONFIGS, ROOT
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
+PLAN = "plan configs/grpo_arithmetic.yaml --tokens 4096"
 
 
 def command(*arguments: str, ranks: int | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -172,17 +173,27 @@ def test_a_recipe_is_found_and_refused_before_any_work(capsys: pytest.CaptureFix
     assert main(["recipes", "all"]) == 2
 
 
-def test_the_version_and_a_reader_that_leaves_early(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"parallel-rl {parallel_rl.__version__}\n"
-    plan = "plan configs/grpo_arithmetic.yaml --tokens 4096"
-    for command, reader, lines in (("recipes", "head -1", 1), (plan, "true", 0), (f"{plan} --json", "head -1", 1)):
-        line = f"set -o pipefail; {sys.executable} -u -m parallel_rl.cli {command} | {reader}"
-        done = subprocess.run(
-            ["bash", "-c", line], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=60
-        )
-        assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", lines)
+
+
+@pytest.mark.parametrize(
+    ("command", "reader", "lines"),
+    [
+        ("recipes", "head -1", 1),
+        pytest.param(PLAN, "true", 0, marks=pytest.mark.slow),
+        pytest.param(f"{PLAN} --json", "head -1", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_reader_that_leaves_early(command: str, reader: str, lines: int) -> None:
+    line = f"set -o pipefail; {sys.executable} -u -m parallel_rl.cli {command} | {reader}"
+    done = subprocess.run(["bash", "-c", line], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", lines)
+
+
+def test_a_tool_whose_reader_left_does_not_end_well(tmp_path: Path) -> None:
     port = f"{sys.executable} -m parallel_rl.cli port {tmp_path / 'nemo_rl.yaml'} 2>/dev/null | true; exit $PIPESTATUS"
     (tmp_path / "nemo_rl.yaml").write_text("policy: {}\ngrpo: {}\n")
     done = subprocess.run(["bash", "-c", port], env=ENVIRONMENT, cwd=ROOT, capture_output=True, timeout=60)

@@ -120,7 +120,7 @@ def test_a_cut_or_a_profiler_that_fails_takes_no_other_time_with_it(monkeypatch:
     assert str(cut) in facts.all[1].name and facts.all[2].value == "RuntimeError: not here"
 
 
-@pytest.mark.parametrize("stage", [kernels, head])
+@pytest.mark.parametrize("stage", [kernels, pytest.param(head, marks=pytest.mark.slow)])
 def test_a_peer_that_cannot_be_imported_is_a_fact(stage: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was a line on the screen alone; and the head's stage goes on where the profiler fails."""
     monkeypatch.setattr(peers, "_broken", {"absent.peer": "ImportError: wants libcuda.so.1"})

@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from parallel_rl.testing.pool import run_world
+from parallel_rl.training.models import engine
 from tests.training.helpers import run, train_rows
 
 
@@ -40,7 +41,7 @@ def _command(rank: int, words: list[str]) -> tuple[int, str, str]:
 
     out, errors = io.StringIO(), io.StringIO()
     with (
-        patch.object(dist, "destroy_process_group", lambda: None),
+        patch.object(engine, "end_world", lambda: None),
         patch.dict("os.environ", {"RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size())}),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(errors),
