@@ -79,6 +79,7 @@ def test_bad_input_is_an_error_in_one_line(arguments: list[str], said: str, caps
     assert said in error and error.startswith("parallel-rl: error") and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_a_report_and_leaves_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "parallel_rl.cli", "verify", "--loss", "tests.testing.broken_losses:Dies"]
     marker = f"VERIFY_TEST={tmp_path}"

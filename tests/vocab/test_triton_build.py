@@ -175,7 +175,7 @@ def test_passes(name: str, architecture: int, dtype: torch.dtype, entropy: bool,
         pytest.param(128256, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", ["stats", "gradient"])
 def test_instructions_of_the_loop(name: str, dtype: torch.dtype, width: int, entropy: bool, tmp_path: Path) -> None:
     """What a multiprocessor issues for an element bounds the pass with the entropy: at 11, two thirds of it.

@@ -25,7 +25,7 @@ def programs_at_once(registers: int) -> int:
 
 
 @DTYPES
-@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("entropy", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "rows", [{"width": 128257}, {"width": 128256, "within": True}], ids=["at an odd stride", "of an odd first column"]
 )
@@ -56,7 +56,7 @@ def test_logits_are_kept_in_one_warp_wherever_rows_begin(architecture: int, tmp_
 
 
 @DTYPES
-@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("entropy", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("width", [16032, pytest.param(18992, marks=pytest.mark.slow)])
 def test_instructions_of_a_whole_program(width: int, entropy: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of a shard of TP 8 up to a quarter lies outside the loop, in the tile that is not whole; and lanes meet once a row."""
