@@ -35,7 +35,7 @@ class Finding:
     layouts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.axis}: {self.fault.name}. {self.text[:1].upper()}{self.text[1:]}\n    fix: {self.fault.fix}"
+        return f"{self.axis}: {self.fault.name}. {self.text}\n    fix: {self.fault.fix}"
 
 
 def of_one_process(found: Alone) -> list[Finding]:
