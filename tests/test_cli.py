@@ -193,6 +193,7 @@ def test_a_reader_that_leaves_early(command: str, reader: str, lines: int) -> No
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", lines)
 
 
+@pytest.mark.slow
 def test_a_tool_whose_reader_left_does_not_end_well(tmp_path: Path) -> None:
     port = f"{sys.executable} -m parallel_rl.cli port {tmp_path / 'nemo_rl.yaml'} 2>/dev/null | true; exit $PIPESTATUS"
     (tmp_path / "nemo_rl.yaml").write_text("policy: {}\ngrpo: {}\n")

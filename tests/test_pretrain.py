@@ -33,6 +33,7 @@ def _train(rank: int, tp: int) -> list[list[dict[str, float]]]:
     return logs
 
 
+@pytest.mark.slow
 def test_the_loops_log_and_train_alike_on_any_layout() -> None:
     """Losses, further metrics and Megatron's own gradient norm of three steps, on TP 2 × DP 2 as on one rank."""
     pytest.importorskip("megatron.core")

@@ -20,6 +20,7 @@ pytest.importorskip("megatron.core")
 from parallel_rl.megatron.weights import mark_parameters
 
 
+@pytest.mark.slow
 def test_drawn_experts_are_the_same_on_every_layout() -> None:
     """Where fewer ranks share a matrix than there are tensor ranks, it was given another size."""
     [[expected]] = run_world(1, _drawn, [Layout()])

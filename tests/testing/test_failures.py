@@ -62,9 +62,8 @@ print("children:", len(multiprocessing.active_children()))
 """
 
 
-@pytest.mark.parametrize(
-    "from_file", [pytest.param(True, marks=pytest.mark.slow), False], ids=["script without a guard", "notebook"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("from_file", [True, False], ids=["script without a guard", "notebook"])
 def test_losses_of_a_script_and_of_a_notebook_reach_the_ranks(tmp_path: Path, from_file: bool) -> None:
     """A notebook's `__main__` has no file: nothing can be imported from it, so its ranks are forked."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -88,6 +87,7 @@ def test_that_test_fails_with_the_diagnosis() -> None:
         law_test(worlds=(1,))(lambda: LocalTokens)()
 
 
+@pytest.mark.slow
 def test_the_plugin_has_a_fixture(tmp_path: Path) -> None:
     text = "from tests.testing.planted import LocalTokens, Planted\n\ndef test_right(law):\n    law(Planted, worlds=(1,))\n"
     (tmp_path / "test_user.py").write_text(text + "\ndef test_wrong(law):\n    law(LocalTokens, worlds=(1,))\n")

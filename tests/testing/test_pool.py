@@ -95,6 +95,7 @@ def test_errors_of_all_ranks_are_seen() -> None:
     assert caught.value.silent == []
 
 
+@pytest.mark.slow
 def test_a_hang_is_killed_and_the_next_call_works() -> None:
     with pytest.raises(WorldError, match="gave no answer") as caught:
         run_world(2, _hang, timeout=3)

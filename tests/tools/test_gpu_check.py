@@ -75,6 +75,7 @@ def test_stages_run_at_tiny_sizes_on_a_cpu() -> None:
         assert right and told >= 4, name
 
 
+@pytest.mark.slow
 def test_a_stage_that_hangs_is_stopped_and_the_rest_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command, "LIMITS", {"smoke": 0.2, "absent": 60})
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))

@@ -27,7 +27,9 @@ def programs_at_once(registers: int) -> int:
 @DTYPES
 @pytest.mark.parametrize("entropy", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "rows", [{"width": 128257}, {"width": 128256, "within": True}], ids=["at an odd stride", "of an odd first column"]
+    "rows",
+    [pytest.param({"width": 128257}, marks=pytest.mark.slow), {"width": 128256, "within": True}],
+    ids=["at an odd stride", "of an odd first column"],
 )
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_lane_is_one_threads_wherever_rows_begin(

@@ -84,6 +84,7 @@ def test_a_stopped_run_continues_the_same_curve(name: str, tmp_path: Path) -> No
         assert later[0]["mu"] == pytest.approx(0.9 * 4.5 / 40)  # the mean over the updates 4 and 5 of the run
 
 
+@pytest.mark.slow
 def test_prompts_that_teach_nothing_give_way_to_others(tmp_path: Path) -> None:
     """By the recording: every group's mean reward lies within the bounds, on one process and on two, where it is the same.
 

@@ -207,6 +207,7 @@ def _pictures(rank: int, given: list[str]) -> tuple[list[int], bool]:
     return drawn, (Path(given[1].partition("=")[2]) / "curves.png").is_file()
 
 
+@pytest.mark.slow
 def test_curves_are_drawn_while_the_run_goes_on(tmp_path: Path) -> None:
     """They came with the last step, when nobody needs to look how the run does."""
     given = arguments(tmp_path / "run", sft__steps=3, evaluation="null", data__held_out="null")

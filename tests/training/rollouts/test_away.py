@@ -77,6 +77,7 @@ def test_the_run_is_saved_to_be_queued_again_and_goes_on_to_the_same_bits(away: 
         assert done + train(run, server, layout, options, reward=scorer.url, rl__steps=4) == expected
 
 
+@pytest.mark.slow
 def test_samples_in_flight_at_a_server_that_is_away_do_not_keep_a_stopped_run_from_its_save(tmp_path: Path) -> None:
     """The server ends while it draws those of the third step, and the stop comes before the second is over."""
     run, job = tmp_path / "run", tmp_path / "job"

@@ -112,6 +112,7 @@ def test_staleness_is_that_of_each_sample(tmp_path: Path) -> None:
         assert row == pytest.approx({key: live[key] for key in row}, rel=1e-8, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_old_samples_are_masked(tmp_path: Path, alone: tuple[list[dict], list[str]]) -> None:
     whole, _ = alone
     with serve(well) as server:  # says no version: that of the start
@@ -141,6 +142,7 @@ def as_drawn_by_a_fresh_model(number: int, body: dict) -> tuple[int, object]:
     return 200, found
 
 
+@pytest.mark.slow
 def test_a_server_of_another_policy_is_noticed(tmp_path: Path) -> None:
     """Protects the bound on samples with staleness 0: its number, on every layout the same, and the error on all ranks."""
     section = "{{url: [{}, {}], model: tiny, concurrency: 1, max_mismatch: {}}}"
