@@ -12,7 +12,6 @@ from torch import Tensor
 from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation
 from parallel_rl.functional.distillation import mixed_kl, reverse_tail, with_tail
 from parallel_rl.labels import is_shifted
-from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.aggregation import with_units
 from parallel_rl.losses.core.requirements import Alignment, Field, Requirements
 from parallel_rl.losses.core.row_loss import LogitRows, RowLoss, mean_of_values
@@ -138,7 +137,7 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
             raise ValueError(
                 f"teacher_topk_indices has shape {list(ids.shape)}, teacher_topk_logits {list(teacher.shape)}; they must agree"
             )
-        valid = valid_tokens(data)
+        valid = self._scored(data)
         before = self.config.topk_alignment == "predictor" and not is_shifted(data)
         valid = valid.roll(-1, 1) if before else valid
         vocab_size = self.options.shard(logits.shape[-1], tensor_group).vocab_size

@@ -114,13 +114,15 @@ LOSSES = [
 @pytest.mark.parametrize("kind", ["count", "sum"])
 @pytest.mark.parametrize("make", LOSSES)
 def test_weights_of_0_and_1_are_a_mask(make: Any, kind: str, mode: str) -> None:
-    """Loss, gradient and every metric, with NaN and inf in all fields of the tokens that a weight of 0 leaves out."""
+    """Loss, gradient and every metric, with NaN and ids of no word in all fields of the tokens that a weight of 0 leaves out."""
     logits, data = batch()
     ones = data["token_weights"] > 0
     masked = step(make(aggregation=mode), logits, {**data, "token_mask": data["token_mask"].bool() & ones})
     data["token_weights"] = ones.double()
     for name in ("advantages", "prev_logprobs", "reference_policy_logprobs"):
         data[name] = torch.where(ones, data[name], math.nan)
+    data["input_ids"] = torch.where(ones, data["input_ids"], 10**6)
+    data["teacher_topk_indices"] = torch.where(ones[..., None], data["teacher_topk_indices"], 10**6)
     found = step(make(aggregation=mode, token_weights=kind), logits, data)
     assert found.loss == masked.loss and found.metrics == masked.metrics
     assert torch.equal(found.gradient, masked.gradient)
