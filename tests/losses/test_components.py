@@ -229,6 +229,15 @@ def test_it_separates_over_tokens_where_all_components_do() -> None:
     assert needs.reads == "logits" and not needs.token_separable
 
 
+def test_a_field_that_is_read_elsewhere_is_not_taken_from_another_component() -> None:
+    """An optional one that the data lacks: the metrics of the second sampler were those of the first, under its name."""
+    logits, data = batch()
+    other = {**POLICY, "fields": {"generation_logprobs": "second_generation_logprobs"}}
+    found = step(of(own=POLICY, other=other), logits, data).metrics
+    assert "own/rollout_log_ppl" in found
+    assert not [name for name in found if name.startswith("other/rollout")]
+
+
 def test_nll_of_rows_is_nll() -> None:
     logits, data = batch()
     rows = data["expert_mask"]

@@ -45,7 +45,9 @@ class DataView:
 
     def of(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The data under the names of the loss, with its masks."""
-        view = {**data, **{own: data[name] for own, name in self.fields.items() if name in data}}
+        # a field of the loss that is read elsewhere is not there if that is missing: optional ones are left out
+        view = {name: x for name, x in data.items() if name not in self.fields}
+        view |= {own: data[name] for own, name in self.fields.items() if name in data}
         if self.mask is not None:
             view["token_mask"] = _chosen(data, self.mask)
         if self.rows is not None:
