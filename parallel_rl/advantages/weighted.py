@@ -85,7 +85,7 @@ class GPG(GroupedEstimator, name="gpg"):
         if self.scale == "none":
             return table.centred / self.f_norm
         counted = ~table.constant if self.scale == "informative" else table.rewards != 0
-        return table.centred / self.f_norm * (len(table.rewards) / counted.sum().clamp(min=1))
+        return table.centred / self.f_norm * (len(table.rewards) / counted.sum().clamp(min=1).double())
 
 
 @dataclass(frozen=True, kw_only=True)

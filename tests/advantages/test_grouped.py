@@ -180,7 +180,7 @@ def test_the_weights_that_make_up_for_uninformative_groups() -> None:
         ({"name": "cpgd", "normalize": "clip_filter", "weight_clip": 10.0}, 4.0),
     ):
         found = estimate(options, batch).advantages[:, 0]
-        assert found.tolist() == pytest.approx([factor / 2, -factor / 2] + [0] * 6)
+        assert found.tolist() == pytest.approx([factor / 2, -factor / 2] + [0] * 6, rel=1e-12)
 
 
 def test_nearly_constant_others_do_not_blow_up() -> None:  # Q44 of the specification
