@@ -153,8 +153,9 @@ def forward_backward(
         return loss + more, Metrics(parts_of_all)
 
     forget_scales(config)
-    if len(models) > 1 and config.no_sync_func is not None:
-        config.no_sync_func = [each.no_sync for each in models]  # a schedule reads the first chunk's config alone
+    if config.no_sync_func is not None:
+        # A schedule reads the first chunk's config alone; and a config that another model shares holds that one's function.
+        config.no_sync_func = [each.no_sync for each in models] if len(models) > 1 else models[0].no_sync
 
     def step(queue: Queue, model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], object]]:
         batch, routed_tokens = next(queue)
