@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -230,6 +230,18 @@ def wrap_model(model: MegatronModule, *, ddp: bool | DistributedDataParallelConf
         chunks = model.config.no_sync_func or []
         model.config.no_sync_func = wrapped.no_sync if model.vp_stage is None else [*chunks, wrapped.no_sync]
     return wrapped
+
+
+def gather_parameters(models: Sequence[torch.nn.Module]) -> None:
+    """Gather what data ranks have stepped each for themselves, where this waits for the next forward (`overlap_param_gather`).
+
+    Until then a rank has the new weights of its own shards alone. Every data rank calls it; nothing else needs it.
+
+    >>> gather_parameters([model])
+    """
+    for model in models:
+        if isinstance(model, DistributedDataParallel) and model.use_forward_hook:
+            model.start_param_sync(force_sync=True)
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from parallel_rl.megatron.hf.describe import describe_model
 from parallel_rl.megatron.hf.table import Source, table
-from parallel_rl.megatron.model import unwrap
+from parallel_rl.megatron.model import gather_parameters, unwrap
 from parallel_rl.megatron.weights import (
     EMBEDDING,
     cut_of,
@@ -60,6 +60,7 @@ def export_tensors(model: Models) -> Iterator[tuple[str, Tensor]]:
         ValueError: a model that is none of Hugging Face's families.
     """
     held, sources = held_parameters(model)
+    gather_parameters([model] if isinstance(model, torch.nn.Module) else model)
     group = parallel_state.get_pipeline_model_parallel_group()
     experts = parallel_state.get_expert_model_parallel_group()
     steps = [

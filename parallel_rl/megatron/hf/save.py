@@ -22,7 +22,7 @@ from parallel_rl.megatron.hf.describe import describe_model
 from parallel_rl.megatron.hf.export import Held, Models, held_parameters, split
 from parallel_rl.megatron.hf.folder import INDEX, SINGLE, check_names, read_folder, require_safetensors
 from parallel_rl.megatron.hf.table import Source
-from parallel_rl.megatron.model import unwrap
+from parallel_rl.megatron.model import gather_parameters, unwrap
 from parallel_rl.megatron.weights import whole_tensor
 
 #: files beside the weights that a tokenizer and an engine read
@@ -60,6 +60,7 @@ def save_hf(
     out = Path(out)
     raise_on_all_ranks(require_safetensors)
     held, sources = raise_on_all_ranks(partial(held_parameters, model))
+    gather_parameters([model] if isinstance(model, torch.nn.Module) else model)
     made = on_first_rank(partial(_begin, out), f"{out} cannot be written")
     try:
         files = _share_out(_written_here(held), sources, max_file_bytes)
