@@ -216,3 +216,20 @@ def at_least(config: object, **bounds: float) -> None:
     for name, bound in bounds.items():
         if not bound <= (value := getattr(config, name)) < math.inf:
             raise ValueError(f"{name} = {value} must be at least {bound}{' and finite' if value == math.inf else ''}")
+
+
+def positive(config: object, *names: str, below: float | None = None, zero: bool = False) -> None:
+    """Check that options are positive (with `zero`: not negative) and below a bound; None passes, and infinity.
+
+    >>> positive(types.SimpleNamespace(epsilon=0.3), "epsilon", below=1)
+
+    Raises:
+        ValueError: the first that is not.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if not (value >= 0 if zero else value > 0) or (below is not None and not value < below):
+            wanted = ("at least 0" if zero else "positive") + ("" if below is None else f" and below {below}")
+            raise ValueError(f"{name} = {value} must be {wanted}")

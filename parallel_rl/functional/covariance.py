@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel_rl.config.strict import positive
 from parallel_rl.functional.ratio import clipped_surrogate
-from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, driven_out, positive
+from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, driven_out
 
 
 def _covariance(terms: PolicyTerms) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, driven_out, positive
+from parallel_rl.config.strict import positive
+from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, driven_out
 
 # of 1 − p, which rounding brings to 0; as in verl and SkyRL
 FLOOR = 1e-8

@@ -8,8 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from parallel_rl.config.strict import positive
 from parallel_rl.functional.ratio import safe_exp
-from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, positive
+from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel_rl.config.strict import positive
 from parallel_rl.functional.ratio import cispo, clipped_surrogate, safe_exp
-from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, driven_out, positive
+from parallel_rl.functional.surrogate import Clipped, PolicyTerms, Surrogate, driven_out
 
 
 def _by_sign(up: Tensor, there: float, elsewhere: float) -> Tensor:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from parallel_rl.config.strict import positive
 from parallel_rl.functional.importance import Truncation
 from parallel_rl.functional.surrogate import Surrogate
 from parallel_rl.functional.surrogates import CISPO, PPO, Ratio, Reinforce
 from parallel_rl.losses.off_policy_config import ImportanceConfig
-from parallel_rl.losses.policy_config import KLConfig, PolicyLossConfig
+from parallel_rl.losses.policy_config import KLConfig, PolicyLossConfig, check_clamps
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,9 @@ class ClippedPGLossConfig:
         self._check_truncation()
 
     def _check_ranges(self) -> None:
-        for name in ("ratio_clip_min", "ratio_clip_max", "reference_policy_kl_penalty", "positive_example_nll_weight"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 0")
-        for name in ("kl_input_clamp_value", "kl_output_clamp_value"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must be positive, or None for no clamp")
+        positive(self, "ratio_clip_min", "ratio_clip_max", zero=True)
+        positive(self, "reference_policy_kl_penalty", "positive_example_nll_weight", zero=True)
+        check_clamps(self, "kl_input_clamp_value", "kl_output_clamp_value")
         if self.ratio_clip_c is not None and not self.ratio_clip_c > 1:
             raise ValueError(f"ratio_clip_c = {self.ratio_clip_c} must exceed 1, or be None for no dual clip")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from parallel_rl.config.strict import positive
+
 
 @dataclass(frozen=True)
 class CoefficientScheduleConfig:
@@ -25,9 +27,7 @@ class CoefficientScheduleConfig:
         for name in ("peak", "valley", "start"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"{name} = {getattr(self, name)} must be a finite number")
-        for name in ("warmup_steps", "decay_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 0")
+        positive(self, "warmup_steps", "decay_steps", zero=True)
         if self.warmup_steps == self.decay_steps == 0:
             raise ValueError(
                 "warmup_steps and decay_steps are both 0, which is not a schedule; give the coefficient as a number"

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from parallel_rl.config.strict import positive
 from parallel_rl.functional.preference import kto_desirable, kto_undesirable
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
@@ -36,11 +37,8 @@ class KTOLossConfig:
     baseline: Literal["mismatched", "opposite-class", "none"] = "mismatched"
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            raise ValueError(f"beta = {self.beta} must be positive")
-        for name in ("desirable_weight", "undesirable_weight"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 0")
+        positive(self, "beta")
+        positive(self, "desirable_weight", "undesirable_weight", zero=True)
         if self.desirable_weight == 0 and self.undesirable_weight == 0:
             raise ValueError("desirable_weight and undesirable_weight are both 0; the loss would be nothing")
 

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from parallel_rl.config.strict import positive
 from parallel_rl.losses.coefficient import scheduled
 from parallel_rl.losses.core.component import Component, ComponentsLoss
 from parallel_rl.losses.core.data_view import DataView
@@ -37,9 +38,7 @@ class MuScheduleConfig:
                 raise ValueError(
                     f"{name} = {getattr(self, name)} must lie in [0, 1]: it is the weight of the expert side"
                 )
-        for name in ("warmup_steps", "decay_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 0")
+        positive(self, "warmup_steps", "decay_steps", zero=True)
         if self.warmup_steps == self.decay_steps == 0 and self.peak != self.valley:
             raise ValueError(
                 f"peak = {self.peak} has no effect without warmup_steps or decay_steps; mu is {self.valley} (valley) at once"

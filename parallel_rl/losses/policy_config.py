@@ -21,6 +21,13 @@ from parallel_rl.losses.off_policy_config import ImportanceConfig, OffPolicyMask
 MORE_SURROGATES = (ClipCov, DPPO, KLCov, REC)
 
 
+def check_clamps(config: object, *names: str) -> None:
+    """Refuse the first of the named bounds that is neither positive nor None."""
+    for name in names:
+        if (bound := getattr(config, name)) is not None and not bound > 0:
+            raise ValueError(f"{name} = {bound} must be positive, or None for no clamp")
+
+
 @dataclass(frozen=True)
 class KLConfig:
     """A KL penalty in the loss, aggregated as the surrogate is; the table in `parallel_rl.functional.kl` says which gradient.
@@ -45,9 +52,7 @@ class KLConfig:
     def __post_init__(self) -> None:
         if not self.coefficient > 0:
             raise ValueError(f"coefficient = {self.coefficient} must be positive; leave the KL out for none")
-        for name in ("weight_clamp", "input_clamp", "output_clamp"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must be positive, or None for no clamp")
+        check_clamps(self, "weight_clamp", "input_clamp", "output_clamp")
         if self.estimator == "k1" and self.gradient == "plain":
             warnings.warn(
                 "a k1 estimate with its plain gradient regularises nothing in expectation; see parallel_rl.functional.kl",
@@ -193,8 +198,7 @@ class PolicyLossConfig:
             raise ValueError(
                 f"entropy_filter = {self.entropy_filter} must lie in (0, 1), or be None to keep all tokens"
             )
-        if self.log_ratio_clamp is not None and not self.log_ratio_clamp > 0:
-            raise ValueError(f"log_ratio_clamp = {self.log_ratio_clamp} must be positive, or None for no clamp")
+        check_clamps(self, "log_ratio_clamp")
         rejection = self.rejection
         if (
             rejection is not None

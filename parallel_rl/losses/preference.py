@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from parallel_rl.config.strict import positive
 from parallel_rl.functional import preference
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.requirements import Alignment, Field, Requirements
@@ -64,11 +65,8 @@ class DPOLossConfig:
     reference_logprobs_alignment: Alignment = "token"
 
     def __post_init__(self) -> None:
-        if not self.reference_policy_kl_penalty > 0:
-            raise ValueError(f"reference_policy_kl_penalty = {self.reference_policy_kl_penalty} must be positive")
-        for name in ("preference_loss_weight", "sft_loss_weight"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 0")
+        positive(self, "reference_policy_kl_penalty")
+        positive(self, "preference_loss_weight", "sft_loss_weight", zero=True)
         if self.preference_loss_weight == 0 and self.sft_loss_weight == 0:
             raise ValueError("preference_loss_weight and sft_loss_weight are both 0; the loss would be nothing")
         if self.sft_average_log_probs and self.sft_loss_weight == 0:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel_rl.config.strict import positive
 from parallel_rl.functional.preference import dpo, orpo_odds_ratio, simpo
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
@@ -24,11 +25,6 @@ from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 
 
-def _check_beta(beta: float) -> None:
-    if not beta > 0:
-        raise ValueError(f"beta = {beta} must be positive")
-
-
 @dataclass(frozen=True)
 class SimPOLossConfig:
     """beta: β. gamma: the margin γ. label_smoothing: ε in [0, 0.5), as in cDPO."""
@@ -38,7 +34,7 @@ class SimPOLossConfig:
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_beta(self.beta)
+        positive(self, "beta")
         check_smoothing(self.label_smoothing)
 
 
@@ -87,10 +83,9 @@ class CPOLossConfig:
     sft_average_log_probs: bool = False
 
     def __post_init__(self) -> None:
-        _check_beta(self.beta)
+        positive(self, "beta")
         check_smoothing(self.label_smoothing)
-        if not self.sft_loss_weight >= 0:
-            raise ValueError(f"sft_loss_weight = {self.sft_loss_weight} must be at least 0")
+        positive(self, "sft_loss_weight", zero=True)
         if self.sft_average_log_probs and self.sft_loss_weight == 0:
             raise ValueError("sft_average_log_probs = True has no effect with sft_loss_weight = 0")
 
@@ -134,7 +129,7 @@ class ORPOLossConfig:
     beta: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_beta(self.beta)
+        positive(self, "beta")
 
 
 @register_loss("orpo")

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from parallel_rl.config.strict import positive
 from parallel_rl.functional.reward import hps, log_exp, log_sigmoid
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.requirements import Field, Requirements
@@ -39,8 +40,7 @@ class PreferenceLossConfig:
                 raise ValueError(
                     f"{name} = {getattr(self, name)} has no effect with kind = {self.kind!r}; use 'sigmoid'"
                 )
-        if not self.score_temperature > 0:
-            raise ValueError(f"score_temperature = {self.score_temperature} must be positive")
+        positive(self, "score_temperature")
         if self.kind != "hps" and self.score_temperature != 1:
             raise ValueError(
                 f"score_temperature = {self.score_temperature} has no effect with kind = {self.kind!r}; use 'hps'"

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from parallel_rl.config.strict import positive
 from parallel_rl.counts import Aggregation, check_aggregation, unit_of
 from parallel_rl.functional.value import clipped_squared_error, squared_error
 from parallel_rl.losses.core.aggregation import aggregate, with_units
@@ -36,8 +37,7 @@ class ValueLossConfig:
     head_position: Literal["predictor", "token"] = "predictor"
 
     def __post_init__(self) -> None:
-        if not self.scale > 0:
-            raise ValueError(f"scale = {self.scale} must be positive")
+        positive(self, "scale")
         if self.cliprange is not None and not self.cliprange > 0:
             raise ValueError(f"cliprange = {self.cliprange} must be positive; None is off")
         check_aggregation(self.aggregation, self.max_length)
