@@ -163,6 +163,18 @@ def test_the_gradient_goes_into_main_grad_and_nothing_to_the_teacher() -> None:
     assert weight.grad is not None and not weight.grad.any() and teacher_weight.grad is None
 
 
+@pytest.mark.parametrize("config", [{}, {"bucket_tail": True, "overlap": True}], ids=ident)
+def test_inference_mode_gives_the_same_bits(config: dict) -> None:
+    """Where no gradient can be taken, not even of a leaf that is made on the way."""
+    _, data = make()
+    data, given, loss_fn = with_topk(data), operands(), DistillationLossFn(config)
+    leaf = given["hidden"].clone().requires_grad_()
+    want, _ = loss_fn(LMHeadInput(leaf, given["weight"], budget=BUDGET), data, *count_valid(data))
+    with torch.inference_mode():
+        loss, _ = loss_fn(LMHeadInput(given["hidden"], given["weight"], budget=BUDGET), data, *count_valid(data))
+    assert_close(loss, want.detach(), rtol=0, atol=0)
+
+
 def test_rows_beyond_the_bound_are_named_and_without_a_look_nan() -> None:
     _, data = make()
     given = operands()

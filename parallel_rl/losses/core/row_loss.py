@@ -121,8 +121,9 @@ class RowLoss(LossFn[ConfigT]):
         def batch_of(values: Tensor) -> TokenBatch:
             return TokenBatch(local, ModelOutput(head=values))
 
-        with torch.enable_grad():  # the loss is linear in the values: its slope is known before any of them
-            columns = 1 + len(self.measured) if self.measured else None
+        columns = 1 + len(self.measured) if self.measured else None
+        slope: Tensor | None = None
+        if head.needs_gradient:  # the loss is linear in the values: its slope is known before any of them
             shape = local.mask.shape if columns is None else (*local.mask.shape, columns)
             unknown = torch.zeros(shape, dtype=math_dtype(head.hidden.dtype), device=head.device, requires_grad=True)
             (slope,) = torch.autograd.grad(self.compute(batch_of(unknown))[0], unknown)
