@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from parallel_rl.losses.core.counted import masked_data
 from parallel_rl.losses.nll import NLLLoss
 from parallel_rl.megatron.auxiliary import check_auxiliary_losses
 from parallel_rl.megatron.capabilities import heads_take_packed_rows
+from parallel_rl.megatron.fp8 import check_positions, compares_data_ranks, positions_unit
 from parallel_rl.megatron.lm_head import FusedHead, is_fused
 from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
 from parallel_rl.megatron.model_config import CUT
@@ -36,6 +38,7 @@ def prepare(
     Raises:
         ValueError: see `forward_backward`.
     """
+    config = get_model_config(models[0])
     like = torch.empty(0, device=next(models[0].parameters()).device)
     layout = [parallel_state.get_model_parallel_group(), groups.context]
     ids = [(batch.data if isinstance(batch, MicroBatch) else batch).get("input_ids") for batch in batches]
@@ -45,7 +48,7 @@ def prepare(
     }
 
     def check() -> list[MicroBatch]:
-        cut: CPLayout = getattr(get_model_config(models[0]), CUT, "zigzag")
+        cut: CPLayout = getattr(config, CUT, "zigzag")
         prepared = [
             batch if isinstance(batch, MicroBatch) else padded_batch(batch, device=like.device, cp_layout=cut)
             for batch in batches or _masked(models, loss_fn, groups)
@@ -59,7 +62,8 @@ def prepare(
         _check_heads(models, mtp_loss)
         if mtp_loss is not None and any(batch.packed for batch in prepared) and not heads_take_packed_rows():
             raise ValueError("mtp_loss with packed rows: heads of this megatron-core take padded ones only; use 0.16")
-        check_auxiliary_losses(get_model_config(models[0]), groups.cp_size)
+        check_auxiliary_losses(config, groups.cp_size)
+        check_positions(config, [batch.input.tokens for batch in prepared])
         _check_context(models, loss_fn, prepared, groups)
         _check_pipeline(models, [batch.input.tokens for batch in prepared])
         return prepared
@@ -67,6 +71,9 @@ def prepare(
     sharing = {}
     if parallel_state.get_expert_model_parallel_world_size() > 1:  # experts are asked by data ranks together
         sharing = {"the number of micro-batches (with expert parallelism; add masked ones)": len(batches)}
+    elif compares_data_ranks(config):
+        why = "with FP8 by delayed scaling; add masked ones, or choose another fp8_recipe"
+        sharing = {f"the number of micro-batches ({why})": len(batches)}
 
     # First within what holds the same rows, then over the ranks with other rows, which agree in nothing but their health.
     return raise_on_all_ranks(
@@ -82,7 +89,8 @@ def _masked(
     local = [field.name for field in needs.fields if field.per == "local"]
     if local:
         raise ValueError(f"batches is empty; {local} cannot be made up, pass a micro-batch whose sample_mask is 0")
-    data = masked_data(needs.with_kept_ids(), 2 if needs.paired else 1, 2 * groups.cp_size * groups.tp_size)
+    width = 2 * groups.cp_size * math.lcm(groups.tp_size, positions_unit(get_model_config(models[0])))
+    data = masked_data(needs.with_kept_ids(), 2 if needs.paired else 1, width)
     # an interleaved schedule wants as many micro-batches as stages
     return [data] * (parallel_state.get_pipeline_model_parallel_world_size() if len(models) > 1 else 1)
 

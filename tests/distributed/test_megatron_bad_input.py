@@ -108,6 +108,12 @@ def _bad(rank: int, what: str) -> None:
         M.initialize(ep=2)
         model = M.wrap_model(make_model(Case(experts="alltoall", ep=2)))
         M.forward_backward(model, NLLLoss(vocab_size=VOCAB), [_rows()] * (1 + rank))
+    elif what in ("positions of fp8", "micro-batches of fp8"):
+        M.initialize()
+        model = M.wrap_model(make_model(Case()))
+        model.config.fp8 = "hybrid"
+        batches = [_rows(16)] * (1 + rank) if what == "micro-batches of fp8" else [_rows(16), _rows(16 - 4 * rank)]
+        M.forward_backward(model, NLLLoss(vocab_size=VOCAB), batches)
     elif what == "unmarked replicas":
         M.initialize(tp=2, etp=1)
         bare = make_model(Case(experts="alltoall", tp=2, sp=True))
@@ -168,10 +174,10 @@ def _bad(rank: int, what: str) -> None:
         M.build_model(M.build_config(**sizes), VOCAB, WIDTH, position_embedding="alibi")
 
 
-def _rows() -> dict[str, torch.Tensor]:
+def _rows(width: int = 4) -> dict[str, torch.Tensor]:
     return {
-        "input_ids": torch.zeros(1, 4, dtype=torch.int64),
-        "token_mask": torch.ones(1, 4),
+        "input_ids": torch.zeros(1, width, dtype=torch.int64),
+        "token_mask": torch.ones(1, width),
         "sample_mask": torch.ones(1),
     }
 
@@ -196,6 +202,14 @@ def _rows() -> dict[str, torch.Tensor]:
             "routed is missing: with calculate_per_token_loss = True auxiliary losses (of experts) are divided by",
         ),
         ("uneven experts", "differ in the number of micro-batches (with expert parallelism; add masked ones): it is 1"),
+        (
+            "positions of fp8",
+            "rank 1: a micro-batch has 1 × 12 positions on a context rank, which with fp8 = 'hybrid' must be a",
+        ),
+        (
+            "micro-batches of fp8",
+            "differ in the number of micro-batches (with FP8 by delayed scaling; add masked ones, or",
+        ),
         ("unmarked replicas", "tensor ranks hold replicas of experts (expert_tensor_parallel_size = 1 of 2)"),
         ("global_aux_loss", "divides it by the data ranks; use `forward_backward`, which balances the whole step"),
         ("seq_aux_loss", "'seq_aux_loss' takes a packed row for one sequence and padding for tokens of it"),
