@@ -163,6 +163,10 @@ def forward_logits(model: torch.nn.Module, batch: ModelInput, *, mtp: bool = Fal
         half = isinstance(wrapped, Float16Module)
         wrapped = getattr(wrapped, "module", None)
     options = {"fp32_output": False} if half else {}
+    if not torch.is_grad_enabled():
+        # Transformer Engine casts weights to FP8 in a first micro-batch and keeps them; a schedule says which is the first, and
+        # nobody says it of a forward outside one, which would run on the weights of before the optimizer's step.
+        unwrap(model).set_is_first_microbatch()
     with heads_running(unwrap(model), mtp):
         out: Tensor = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed, **options)
     return out

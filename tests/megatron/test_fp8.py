@@ -11,6 +11,42 @@ pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")
 
 
+def _told(rank: int) -> dict[str, list[bool]]:
+    """What a linear layer finds in `is_first_microbatch`, which Transformer Engine's layers have and put down again."""
+    import parallel_rl.megatron as M
+
+    M.initialize()
+    model = M.wrap_model(M.build_model(M.build_config(num_layers=1, hidden_size=8, num_attention_heads=2), 8, 4))
+    model.config.fp8 = "hybrid"
+    linear = M.unwrap(model).decoder.layers[0].mlp.linear_fc1
+    linear.is_first_microbatch, found = True, []
+
+    def forward(layer: torch.nn.Module, *_: object) -> None:
+        found.append(layer.is_first_microbatch)
+        layer.is_first_microbatch = False
+
+    linear.register_forward_pre_hook(forward)
+    inputs = M.padded_input(torch.zeros(1, 4, dtype=torch.int64))
+    told = {}
+    for _ in range(2):
+        M.forward_logits(model, inputs)
+    told["with gradient"], found = found, []
+    with torch.no_grad():
+        for _ in range(2):
+            M.forward_logits(model, inputs)
+    told["without"], found = found, []
+    M.forward_only(M.forward_logits, [model], [inputs] * 2, lambda *_: None, seq_length=4, micro_batch_size=1)
+    told["scheduled"] = found
+    M.destroy()
+    return told
+
+
+def test_a_forward_outside_a_schedule_casts_weights_anew() -> None:
+    """Sampling and scoring after an optimizer's step ran on the FP8 weights of the step's last micro-batch."""
+    [told] = run_world(1, _told)
+    assert told == {"with gradient": [True, False], "without": [True, True], "scheduled": [True, True]}
+
+
 def _idle(rank: int, sp: bool, recipe: str) -> tuple[list[int], float]:
     """The sizes of the local inputs of a step in which the second data rank has no micro-batch, and the loss."""
     import parallel_rl.megatron as M
