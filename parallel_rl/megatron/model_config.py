@@ -253,3 +253,21 @@ def _check_fields(fields: Mapping[str, object], tp: int, pp: int, virtual_pp: in
     heads, groups = sizes["num_attention_heads"], sizes["num_query_groups"]
     if heads % groups:
         raise ValueError(f"num_attention_heads = {heads} is not divisible by num_query_groups = {groups}")
+    _check_quantized(fields)
+
+
+def _check_quantized(fields: Mapping[str, object]) -> None:
+    dtype = fields["params_dtype"]
+    assert isinstance(dtype, torch.dtype)
+    for name in ("fp8", "fp4"):
+        kind = fields.get(name)
+        if kind and not has_transformer_engine(dtype):
+            why = layers_here(dtype).why
+            raise ValueError(
+                f"{name} = {kind!r} has no effect on Megatron's local layers, which are taken because {why}"
+            )
+        if fields.get(f"{name}_param"):
+            raise ValueError(
+                f"{name}_param = True is not supported: Megatron's optimizer would start from what Transformer Engine drew, "
+                f"not from the weights that its layers were given since; {name} alone casts them in each step"
+            )

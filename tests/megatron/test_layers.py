@@ -124,3 +124,33 @@ def test_an_engine_that_does_not_import_is_none(tmp_path: Path, monkeypatch: pyt
         model_config._import_fault.cache_clear()
     assert found == (False, "Transformer Engine does not import: ImportError: undefined symbol: _ZN3c105Error")
     assert model_config.layers_here(torch.float32).why.startswith("Transformer Engine has no attention for float32")
+
+
+def _quantized(rank: int) -> dict[str, str]:
+    """What the config says of FP8, on a machine with the engine and on one without."""
+    import parallel_rl.megatron as M
+
+    M.initialize()
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    found = {}
+    for package, dtype, kept in product(BOTH, (torch.bfloat16, torch.float32), BOTH):
+        with _machine(package, card=True):
+            try:
+                config = M.build_config(**sizes, dtype=dtype, overrides={"fp8": "hybrid", "fp8_param": kept})
+                found[package, dtype, kept] = str(config.fp8)
+            except ValueError as error:
+                found[package, dtype, kept] = str(error)
+    M.destroy()
+    return found
+
+
+def test_fp8_that_would_be_left_out_is_refused() -> None:
+    """Local layers computed in the dtype of the parameters, and said nothing."""
+    [found] = run_world(1, _quantized)
+    for (package, dtype, kept), said in found.items():
+        if not package:
+            assert "fp8 = 'hybrid' has no effect" in said and "Transformer Engine is not installed" in said
+        elif dtype == torch.float32:
+            assert "fp8 = 'hybrid' has no effect" in said and "no attention for float32" in said
+        else:
+            assert ("fp8_param = True is not supported" in said) if kept else said == "hybrid"
