@@ -30,6 +30,16 @@ from parallel_rl.megatron.scalar_head import replace_head
 from parallel_rl.megatron.weights import initialize_weights, mark_parameters
 
 PositionEmbedding = Literal["rope", "learned_absolute"]
+#: fields of TransformerConfig that ask for other layers than `layer_spec` gives, with the value that asks for none
+_OTHER_LAYERS = {
+    "experimental_attention_variant": None,
+    "heterogeneous_block_specs": False,
+    "moe_layer_freq": 1,
+    "multi_latent_attention": False,
+    "qk_l2_norm": False,
+    "use_kitchen": False,
+    "use_te_activation_func": False,
+}
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
@@ -37,7 +47,15 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
 
     >>> layer_spec(config).module.__name__
     'TransformerLayer'
+
+    Raises:
+        ValueError: a field that asks for other layers, which would be left out without a word.
     """
+    for name, value in _OTHER_LAYERS.items():
+        if (found := getattr(config, name, value)) != value:
+            raise ValueError(
+                f"{name} = {found!r} has no effect on these layers; build the GPTModel from Megatron's spec for it"
+            )
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16 asks for it without having made it where the engine is not installed
     if has_transformer_engine(config.params_dtype):

@@ -154,3 +154,30 @@ def test_fp8_that_would_be_left_out_is_refused() -> None:
             assert "fp8 = 'hybrid' has no effect" in said and "no attention for float32" in said
         else:
             assert ("fp8_param = True is not supported" in said) if kept else said == "hybrid"
+
+
+OTHERS = {"moe_layer_freq": [0, 1], "qk_l2_norm": True, "multi_latent_attention": True}
+
+
+def _others(rank: int) -> list[str]:
+    import parallel_rl.megatron as M
+    from parallel_rl.config.architecture import Experts
+
+    M.initialize()
+    found = []
+    for name, value in OTHERS.items():
+        config = M.build_config(
+            num_layers=2, hidden_size=8, num_attention_heads=2, experts=Experts(2, 8), overrides={name: value}
+        )
+        with pytest.raises(ValueError) as caught:
+            M.build_model(config, 8, 4)
+        found.append(str(caught.value))
+    M.destroy()
+    return found
+
+
+def test_layers_that_would_be_left_out_are_refused() -> None:
+    """Experts stood in every layer, whatever `moe_layer_freq` said; without latent attention there were no positions at all."""
+    [found] = run_world(1, _others)
+    for said, (name, value) in zip(found, OTHERS.items(), strict=True):
+        assert f"{name} = {value!r} has no effect on these layers" in said
