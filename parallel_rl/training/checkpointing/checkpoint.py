@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -207,9 +208,15 @@ def _seal(partial: Path, failed: str) -> Mapping[str, FileEntry]:
     """Bring every file to the disk, by the rank that wrote it, and return all entries."""
     names = on_first_rank(lambda: sorted(path.name for path in partial.iterdir()), failed)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine = [name for name in names if files.written_by(name, ranks) == rank]
-    parts = gather_results(lambda: {name: files.checksum(partial / name, sync=True) for name in mine}, failed)
-    return {name: entry for part in parts for name, entry in part.items()}
+
+    def seal() -> Mapping[str, FileEntry]:
+        there = [path.name for path in partial.iterdir() if files.written_by(path.name, ranks) == rank]
+        if unseen := sorted({*there} - {*names}):  # Megatron's writer makes a folder that is not there
+            raise OSError(f"{unseen[0]}, which it wrote on {socket.gethostname()}, is not there for rank 0")
+        mine = [name for name in names if files.written_by(name, ranks) == rank]
+        return {name: files.checksum(partial / name, sync=True) for name in mine}
+
+    return {name: entry for part in gather_results(seal, failed) for name, entry in part.items()}
 
 
 def _load(path: Path, wanted: State) -> State:

@@ -53,6 +53,28 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(tmp_path: Path) -> None:
     run_world(2, _rank_1_cannot_write, arguments(tmp_path, "{tensor: 2}"))
 
 
+def _rank_1_loses_its_mount(rank: int, given: list[str], folder: Path) -> None:
+    """A run.dir that is not absolute; another working folder stands for another disk."""
+    small, here = Small(given), Path.cwd()
+    try:
+        os.chdir(folder)
+        small.save(1)
+        os.chdir(folder / "another disk" if rank == 1 else folder)
+        with pytest.raises(RuntimeError, match=r"step_000002 could not be written.*: rank 1: OSError: __1_0.distcp, "):
+            small.save(2)
+        os.chdir(folder)
+        assert small.load() == {1.0}
+    finally:
+        os.chdir(here)
+
+
+def test_what_a_rank_wrote_to_another_disk_is_missed(tmp_path: Path) -> None:
+    """Megatron's writer makes the folder where it is not there: what a node without its mount wrote was not in the checkpoint,
+    which passed for whole, and older ones went."""
+    (tmp_path / "another disk").mkdir()
+    run_world(2, _rank_1_loses_its_mount, arguments(Path("run"), "{tensor: 2}"), tmp_path)
+
+
 def _cannot_make_rename_or_prune(rank: int, given: list[str]) -> None:
     small, first = Small(given), rank == 0
     if first:
