@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parallel_rl.agreement import on_first_rank
+from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
 
 _NAME = ".lock"
 _LEASE = 120.0  # seconds in which a file server gives back what a dead node held
 _LINGER = 30.0  # for a process to end, once its collective has failed
 _AGAIN = 5.0  # between two looks at a lock
+_CACHED = 60.0  # for which a node may take a new file of another's for not there
 
 
 @contextlib.contextmanager
@@ -33,7 +34,7 @@ def only_run(folder: Path, timeout: float) -> Iterator[None]:
         timeout: seconds that a rank waits in a collective.
 
     Raises:
-        ValueError: another run has it; which one; on all ranks.
+        ValueError: another run has it; which one; or ranks do not share the folder; on all ranks.
         RuntimeError: it cannot be written; on all ranks.
     """
     with contextlib.ExitStack() as held:
@@ -54,7 +55,29 @@ def only_run(folder: Path, timeout: float) -> Iterator[None]:
                 print(f"run.dir is still held by this job's last start, {other}; waiting for it to end", flush=True)
             said = True
             time.sleep(_AGAIN)
+        held_by = on_first_rank(lambda: _held_by(folder), f"run.dir = {str(folder)!r} cannot be read")
+        raise_on_all_ranks(lambda: _check_shared(folder, held_by, min(_CACHED, timeout / 2)))
         yield
+
+
+def _held_by(folder: Path) -> str | None:
+    """The lock's text, None where there is no lock."""
+    try:
+        return (folder / _NAME).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+
+
+def _check_shared(folder: Path, held_by: str | None, seconds: float) -> None:
+    """Refuse a folder in which this rank does not see the lock of the first one: it is another node's own."""
+    end = time.monotonic() + seconds
+    while _held_by(folder) != held_by:
+        if time.monotonic() > end:
+            raise ValueError(
+                f"run.dir = {str(folder)!r} is another folder on {socket.gethostname()} than for rank 0, and each rank writes "
+                "its part of a checkpoint there; name one that all nodes share"
+            )
+        time.sleep(1.0)
 
 
 @contextlib.contextmanager
@@ -74,20 +97,22 @@ def _holding(folder: Path, *, may_wait: bool = False) -> Iterator[str | None]:
     """Inside, the lock is ours; or this job's last start has it, the one that is given, and `may_wait`."""
     job = os.environ.get("SLURM_JOB_ID", "")
     while (file := _locked(folder / _NAME)) is None:
-        with contextlib.suppress(FileNotFoundError):
-            holder = (folder / _NAME).read_text(encoding="utf-8", errors="replace")
-            if may_wait and job and holder.startswith(f"job {job} "):
-                yield holder
-                return
-            raise ValueError(
-                f"run.dir = {str(folder)!r} is being written by {holder or 'another process'}. Nothing was changed; wait "
-                "for it, or choose another run.dir"
-            )
+        holder = _held_by(folder)
+        if holder is None:
+            continue
+        if may_wait and job and holder.startswith(f"job {job} "):
+            yield holder
+            return
+        raise ValueError(
+            f"run.dir = {str(folder)!r} is being written by {holder or 'another process'}. Nothing was changed; wait for it, "
+            "or choose another run.dir"
+        )
     with file:
         who = f"{f'job {job} ' if job else ''}process {os.getpid()} on {socket.gethostname()}"
         with contextlib.suppress(OSError):  # a full disk is for the run to tell
             file.truncate(0)
             file.write(f"{who}, since {time.strftime('%Y-%m-%d %H:%M:%S')}".encode())
+            os.fsync(file.fileno())  # another node reads it, of a node that may be dead by then
         try:
             yield None
         finally:

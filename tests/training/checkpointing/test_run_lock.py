@@ -25,7 +25,7 @@ from pathlib import Path
 from parallel_rl.training.checkpointing.run_lock import _holding
 with _holding(Path(sys.argv[1])):
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 SMALL = {"evaluation": "null", "data__held_out": "null", "sft__steps": 1}
 
@@ -108,6 +108,30 @@ def _requeued(rank: int, folder: Path, job: str, looks: int | None, timeout: flo
                 return f"has it after {clock[0]:g} s"
         except ValueError as error:
             return f"{error} after {clock[0]:g} s"
+
+
+def _on_a_node_of_its_own(rank: int, given: list[str], folder: Path) -> str:
+    """Its working folder stands for its node's disk, on which a run.dir lies that is not absolute."""
+    here = Path.cwd()
+    os.chdir(folder / f"node {rank}")
+    try:
+        with mock.patch.object(run_lock, "_CACHED", 0.5), pytest.raises(ValueError, match="share") as refused:
+            train_rows(rank, given)
+    finally:
+        os.chdir(here)
+    return str(refused.value)
+
+
+def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
+    """The run went on to its end, and left each node a part of a checkpoint that none could read."""
+    left = tmp_path / "node 1" / "run"  # of a run of that node alone
+    left.mkdir(parents=True)
+    (left / ".lock").write_text("process 17 on node1, since yesterday")
+    (tmp_path / "node 0").mkdir()
+    for text in run_world(2, _on_a_node_of_its_own, arguments(Path("run"), **SMALL), tmp_path):
+        assert text.startswith("rank 1: run.dir = 'run' is another folder on ") and "than for rank 0" in text
+    assert not (tmp_path / "node 0" / "run").exists()
+    assert [path.name for path in left.iterdir()] == [".lock"]
 
 
 def test_a_full_disk_does_not_keep_a_run_from_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
