@@ -48,7 +48,9 @@ def test_a_stage_tells_what_is_wrong_what_is_missed_and_what_did_not_run(
         file.write('{"stage": "he')  # it was stopped
     kept = read_facts(told)
     assert kept == facts.all and [fact.missed for fact in kept] == [True, False, False, False]
-    assert capsys.readouterr().out.splitlines() == [
+    printed = capsys.readouterr()
+    assert 'raise RuntimeError("relative errors 1")' in printed.err, "where it failed, which a card may not show again"
+    assert printed.out.splitlines() == [
         "head     in_forward: 49 ms (≤ 38: missed)",
         "head     resident: 37 ms (≤ 38: met)",
         "head     a peer: not run: ImportError: wants a card",

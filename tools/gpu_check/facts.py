@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,10 +88,11 @@ class Facts:
 
     @contextlib.contextmanager
     def required(self, name: str) -> Iterator[None]:
-        """What fails inside is told as wrong, and the stage goes on."""
+        """What fails inside is told as wrong, its traceback is printed, and the stage goes on."""
         try:
             yield
         except Exception as error:
+            traceback.print_exc()
             self.check(name, False, _short(error))
 
     @property
