@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from parallel_rl.groups import all_gather, group_rank, group_size
+from parallel_rl.groups import all_gather, group_rank, group_size, reduce_
 from parallel_rl.validation import checks_values, get_validation
 
 if TYPE_CHECKING:
@@ -158,6 +158,18 @@ def communication_device(group: ProcessGroup | None, home: torch.device) -> torc
     if group_size(group) > 1 and dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return home
+
+
+def sum_over_groups(x: Tensor, groups: Sequence[ProcessGroup | None]) -> Tensor:
+    """Σ of x over the ranks of one group after the other, on the device of x, which may be overwritten.
+
+    >>> sum_over_groups(torch.tensor([1.0, 2.0]), [None])
+    tensor([1., 2.])
+    """
+    home = x.device
+    for group in groups:
+        x = reduce_(x.to(communication_device(group, home)), group)
+    return x.to(home)
 
 
 def describe(error: BaseException) -> str:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from parallel_rl.advantages.base import AdvantageEstimator, Advantages
 from parallel_rl.advantages.table import SampleTable, gather_samples
-from parallel_rl.agreement import communication_device
+from parallel_rl.agreement import sum_over_groups
 from parallel_rl.config.strict import at_least
-from parallel_rl.groups import group_size
 from parallel_rl.segments import running_sum, sum_groups
 
 if TYPE_CHECKING:
@@ -89,11 +87,7 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
         cell = (index[mine, None] * width + place).flatten()
         both = (torch.where(mask, x, 0.0).flatten() for x in (returns * weight, weight))
         sums = torch.stack([sum_groups(x, cell, len(names) * width) for x in both]).to(returns.dtype)
-        if group_size(group) > 1:
-            home, device = sums.device, communication_device(group, sums.device)
-            sums = sums.to(device)
-            dist.all_reduce(sums, group=group)
-            sums = sums.to(home)
+        sums = sum_over_groups(sums, [group])
         baselines = (sums[0] / (sums[1] + self.eps))[cell].view_as(returns)
         number = torch.zeros_like(names).index_add(0, index, rows["keep"])[index]
         baselines = torch.where((number > 1)[mine, None], baselines, 0.0)

@@ -10,18 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_rl.agreement import Unavailable, communication_device, describe, raise_on_all_ranks
+from parallel_rl.agreement import Unavailable, describe, raise_on_all_ranks, sum_over_groups
 from parallel_rl.config.json_text import brief, is_finite
 from parallel_rl.config.names import is_left, not_registered
 from parallel_rl.config.shown import shown
 from parallel_rl.config.strict import configure
 from parallel_rl.experience.checkers import check_math, exact_match, math_equal, think_format
 from parallel_rl.experience.http_reward import HTTPReward, HTTPRewardConfig
-from parallel_rl.groups import group_rank, group_size
+from parallel_rl.groups import group_rank
 
 # (prompt, completion, answer) -> reward. The completion ends before its end token. A fourth argument `extra` gets the record's
 # other columns.
@@ -148,20 +147,13 @@ def score_once(
     Raises:
         ValueError: whatever `score` raised on any rank, on all of them, so that none waits for another.
     """
-    device = torch.device("cpu")
-    for group in sharing:
-        device = communication_device(group, device)
     first = all(group_rank(group) == 0 for group in sharing)
 
     def ask() -> Tensor:
-        rewards = torch.zeros(count, dtype=torch.float64, device=device)
+        rewards = torch.zeros(count, dtype=torch.float64)
         return rewards.copy_(score()) if first else rewards
 
-    rewards = raise_on_all_ranks(ask, [*sharing, data])
-    for group in sharing:
-        if group_size(group) > 1:
-            dist.all_reduce(rewards, group=group)
-    return rewards.cpu()
+    return sum_over_groups(raise_on_all_ranks(ask, [*sharing, data]), sharing)
 
 
 class _Checked:

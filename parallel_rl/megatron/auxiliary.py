@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
-from parallel_rl.groups import ParallelGroups
+from parallel_rl.groups import ParallelGroups, reduce_
 from parallel_rl.megatron.capabilities import (
     auxiliary_losses_know_context_ranks,
     routers_count_the_whole_row,
@@ -60,9 +59,7 @@ def count_routed(
         here = [tokens * where.cp_size for tokens in local]
     else:
         here = [tokens // (where.tp_size if config.sequence_parallel else 1) for tokens in local]
-    total = torch.tensor(sum(here), device=inputs[0].tokens.device)
-    if where.dp_size > 1:
-        dist.all_reduce(total, group=where.data)
+    total = reduce_(torch.tensor(sum(here), device=inputs[0].tokens.device), where.data)
     return [RoutedTokens(count, total) for count in here]
 
 

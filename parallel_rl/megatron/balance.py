@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
-from parallel_rl.groups import ParallelGroups
+from parallel_rl.groups import ParallelGroups, reduce_
 from parallel_rl.layout import valid_tokens
 from parallel_rl.megatron.auxiliary import balance_coefficients
 from parallel_rl.megatron.micro_batch import MicroBatch
@@ -91,10 +90,8 @@ class RouterBalance:
         lengths = torch.cat([_lengths(batch) for batch in batches])
         ahead = torch.arange(1 + (config.mtp_num_layers or 0), device=lengths.device)
         counted = (lengths - ahead[:, None]).clamp(min=0)  # of each sequence, as the model and each head see it
-        self._totals = torch.stack([(counted > 0).sum(1), counted.sum(1)], dim=1)
-        if groups.dp_size > 1:
-            dist.all_reduce(self._totals, group=groups.data)
-        self._totals = self._totals.clamp(min=1).to(torch.float64)
+        totals = reduce_(torch.stack([(counted > 0).sum(1), counted.sum(1)], dim=1), groups.data)
+        self._totals = totals.clamp(min=1).to(torch.float64)
         experts = config.num_moe_experts or 0
         self._chosen = torch.zeros(len(self._routers), experts, dtype=torch.float64, device=lengths.device)
         self._present: _Tokens | None = None
@@ -120,8 +117,7 @@ class RouterBalance:
             yield
         self._is_counting = False
         for group in (self._groups.tensor, self._groups.context, self._groups.data):
-            if group is not None and dist.get_world_size(group) > 1:
-                dist.all_reduce(self._chosen, group=group)
+            reduce_(self._chosen, group)
 
     def enter(self, batch: MicroBatch) -> None:
         """Tell routers whose tokens they will see from now on."""
@@ -172,8 +168,7 @@ class RouterBalance:
         weight = self._of_step / n_tokens.square() * self._chosen[placed.slot]
         if self._of_sequences:
             choices = chosen.new_zeros(len(lengths), chosen.shape[1]).index_add_(0, rows, chosen)
-            if placed.router.tp_cp_group.size() > 1:
-                dist.all_reduce(choices, group=placed.router.tp_cp_group)
+            reduce_(choices, placed.router.tp_cp_group)
             counted = (lengths - placed.ahead).clamp(min=1)
             weight = weight + (self._of_sequences / n_sequences / counted.square()[:, None] * choices)[rows]
         return (scores * (weight * (scores.shape[1] / placed.router.topk)).to(scores.dtype)).sum()

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl.agreement import gather_results, raise_on_all_ranks
+from parallel_rl.agreement import gather_results, raise_on_all_ranks, sum_over_groups
 from parallel_rl.experience.pass_at_k import evaluation_metrics
-from parallel_rl.groups import group_size, mean_over_ranks
+from parallel_rl.groups import mean_over_ranks
 from parallel_rl.training.algorithms.rewards import completion_rewards
 from parallel_rl.training.algorithms.shown import ShownSample
 from parallel_rl.training.config.sections import EvaluationConfig
@@ -56,13 +55,12 @@ def evaluate(session: Session, config: EvaluationConfig, at: TrainProgress) -> E
         rewards.append(completion_rewards(session, chosen, completions))
         shown += _shown(session, config, ids, chosen, completions, rewards[-1])
     local = torch.cat(rewards)
-    whole = torch.zeros(count, dtype=torch.float64, device=engine.device)
-    whole[mine.start : mine.stop] = local.to(engine.device)
-    if group_size(groups.data) > 1:
-        dist.all_reduce(whole, group=groups.data)
+    own = torch.zeros(count, dtype=torch.float64)
+    own[mine.start : mine.stop] = local
+    whole = sum_over_groups(own, [groups.data])
     everywhere = {number: source for part in gather_results(lambda: sources) for number, source in part.items()}
     by_prompt = [everywhere[number] for number in range(len(prompts))]
-    metrics = evaluation_metrics(whole.cpu().view(-1, samples), by_prompt, config.passing)
+    metrics = evaluation_metrics(whole.view(-1, samples), by_prompt, config.passing)
     if config.show:
         found = {sample.number: sample for part in gather_results(lambda: shown) for sample in part}
         shown = [found[number] for number in sorted(found)]

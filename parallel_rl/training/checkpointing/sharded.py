@@ -24,6 +24,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from parallel_rl.agreement import describe, raise_on_all_ranks
+from parallel_rl.groups import sum_over_ranks
 from parallel_rl.training.checkpointing.storage import free_bytes, in_words
 from parallel_rl.training.checkpointing.unpickling import BACKENDS
 
@@ -79,9 +80,7 @@ def bytes_of(state: State, device: torch.device) -> int:
         for value in nested_values(state)
         if isinstance(value, ShardedTensor | ShardedTensorFactory) and is_main_replica(value.replica_id)
     )
-    total = torch.tensor(mine, dtype=torch.int64, device=device)
-    dist.all_reduce(total)
-    return int(total)
+    return sum_over_ranks(mine, dist.group.WORLD, device)
 
 
 def _write_to(folder: Path, write: Callable[[], object]) -> None:

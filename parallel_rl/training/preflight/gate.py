@@ -13,11 +13,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
 
 from parallel_rl.agreement import describe, raise_on_all_ranks
 from parallel_rl.cluster.heartbeat import doing, tick
-from parallel_rl.groups import ParallelGroups
+from parallel_rl.groups import ParallelGroups, reduce_
 from parallel_rl.training.config.sections import ParallelConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.models.engine import start_groups, start_world
@@ -99,10 +98,9 @@ def check_groups(config: ParallelConfig, seed: int = 0, timeout: float = 1800.0)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     groups, ranks = ParallelGroups.from_megatron(), data_parallel_size(config, dist.get_world_size())
     pipeline = parallel_state.get_pipeline_model_parallel_group()
-    ones = torch.ones(1, device=device)
     tick("summing over the groups")
     sizes = {"tensor": groups.tensor, "context": groups.context, "data": groups.data, "pipeline": pipeline}
-    sums = {name: _sum(ones, group) for name, group in sizes.items()}
+    sums = {name: reduce_(torch.ones(1, device=device), group) for name, group in sizes.items()}
     wanted = {"tensor": config.tensor, "context": config.context, "data": ranks, "pipeline": config.pipeline}
     broken = _exchange(pipeline, device)
 
@@ -167,13 +165,6 @@ def _exchange(pipeline: dist.ProcessGroup, device: torch.device) -> str:
         except RuntimeError as error:
             wrong.append(f"rank {rank} cannot exchange with its pipeline neighbour rank {peer}: {describe(error)}")
     return "; ".join(wrong)
-
-
-def _sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    total = values.clone()
-    if group is not None:
-        dist.all_reduce(total, group=group)
-    return total
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from parallel_rl.agreement import sum_over_groups
 from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.samples import Samples
 from parallel_rl.megatron import ALONE, broadcast_from_last_stage, forward_logits, forward_only, padded_input, replicas
@@ -120,7 +120,6 @@ def _draw(
 def _exchange(engine: Engine, mine: range, fields: Sequence[Tensor]) -> None:
     """Exchange rows between context ranks in place, as a sum of tensors that are zero outside each rank's own rows."""
     for field in fields:
-        whole = torch.zeros_like(field, device=engine.device)
-        whole[mine.start : mine.stop] = field[mine.start : mine.stop].to(engine.device)
-        dist.all_reduce(whole, group=engine.groups.context)
-        field.copy_(whole)
+        own = torch.zeros_like(field)
+        own[mine.start : mine.stop] = field[mine.start : mine.stop]
+        field.copy_(sum_over_groups(own, [engine.groups.context]))

@@ -10,11 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl.agreement import Unavailable, communication_device, on_first_rank, raise_on_all_ranks
+from parallel_rl.agreement import (
+    Unavailable,
+    communication_device,
+    on_first_rank,
+    raise_on_all_ranks,
+    sum_over_groups,
+)
 from parallel_rl.cluster import preemption
 from parallel_rl.cluster.heartbeat import tick
 from parallel_rl.experience.http_client import any_server_away
-from parallel_rl.groups import group_rank, group_size
+from parallel_rl.groups import group_rank
 from parallel_rl.training.models.engine import Engine
 
 _LOOK = 20.0  # seconds
@@ -64,14 +70,8 @@ class Sharing:
 
     def spread(self, values: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The asking rank's values on all that hold the same data: a sum with zeros."""
-        device = torch.device("cpu")
-        for group in self.groups:
-            device = communication_device(group, device)
-        whole = values.to(device) if self.asks else torch.zeros(shape, dtype=values.dtype, device=device)
-        for group in self.groups:
-            if group_size(group) > 1:
-                dist.all_reduce(whole, group=group)
-        return whole.cpu()
+        own = values if self.asks else torch.zeros(shape, dtype=values.dtype)
+        return sum_over_groups(own, self.groups)
 
     def finish(self, orders: Sequence[Future]) -> None:
         """Wait for orders of the first rank of the world, as `wait`.
