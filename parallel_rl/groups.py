@@ -65,6 +65,11 @@ def take_device() -> torch.device:
     return torch.device("cuda", index)
 
 
+def current_device() -> torch.device:
+    """Return this process's present GPU; the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def check_rank(rank: int | None, group: ProcessGroup | None) -> None:
     """Compare the rank that a caller gave, if any, with the group's.
 

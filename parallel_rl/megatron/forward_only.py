@@ -12,6 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from parallel_rl.groups import current_device
+
 BatchT = TypeVar("BatchT")
 ResultT = TypeVar("ResultT")
 
@@ -111,7 +113,7 @@ def broadcast_from_last_stage(
         assert tensor is not None
         return tensor
     source = parallel_state.get_pipeline_model_parallel_last_rank()
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = current_device()
     if shape is None or dtype is None:
         shape, dtype = _exchange_header(tensor if is_last_stage() else None, source, device)
     if is_last_stage():

@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel_rl.config.architecture import RopeScaling
+from parallel_rl.groups import current_device
 from parallel_rl.megatron.attention import SelfAttentionCore
 from parallel_rl.megatron.model_config import CUT, has_transformer_engine
 from parallel_rl.megatron.norm import ShardedNorm
@@ -193,9 +194,7 @@ def build_model(
     if tie_embeddings and model.mtp_process and not model.pre_process:
         # Its heads look tokens up, so the embedding is here and is the head; Megatron allots a second one that nothing reads.
         model.output_layer.register_parameter("weight", None)
-    model.to(
-        device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    )
+    model.to(device=current_device())
     # Megatron makes learned positions in torch's default dtype; without Float16Module nobody would cast them.
     model.to(dtype=config.params_dtype)
     mark_parameters(model)

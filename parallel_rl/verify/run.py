@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from parallel_rl.groups import job_backend, take_device
+from parallel_rl.groups import current_device, job_backend, take_device
 from parallel_rl.testing.alone import Alone
 from parallel_rl.testing.cases import Batch, Subject, Trial
 from parallel_rl.testing.check import WORLDS, Limits, by_world, check_subject, runs_on
@@ -198,13 +198,12 @@ def in_job(
 def _places(timeout: float) -> Callable[[Layout], Rank]:
     """This rank's groups on a layout, made once."""
     groups: dict[tuple[int, int], Rank] = {}
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
     def place(layout: Layout) -> Rank:
         key = layout.tp, layout.cp
         if key not in groups:
             made = make_groups(dist.get_rank(), dist.get_world_size(), *key, timedelta(seconds=timeout))
-            groups[key] = Rank(*made, device)
+            groups[key] = Rank(*made, current_device())
         return groups[key]
 
     return place

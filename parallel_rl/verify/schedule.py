@@ -17,7 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from parallel_rl.groups import ParallelGroups
+from parallel_rl.groups import ParallelGroups, current_device
 from parallel_rl.losses.core.call import LossCall, LossFunction, LossWrapper, PackedSequences
 from parallel_rl.megatron import (
     MicroBatch,
@@ -80,9 +80,7 @@ def place(layout: Layout, timeout: float) -> Rank:
     """This rank on Megatron's groups of a layout; those of the last one are kept where its sizes are the same."""
     initialize(layout.tp, layout.cp, layout.pp, timeout=timeout)
     groups = ParallelGroups.from_megatron()
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    return Rank(groups, (groups.tp_rank, groups.cp_rank, groups.dp_rank), device)
+    return Rank(groups, (groups.tp_rank, groups.cp_rank, groups.dp_rank), current_device())
 
 
 def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> Outcome:

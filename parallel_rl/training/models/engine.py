@@ -18,7 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
-from parallel_rl.groups import ParallelGroups, job_backend, take_device
+from parallel_rl.groups import ParallelGroups, current_device, job_backend, take_device
 from parallel_rl.megatron import build_config, build_model, copy_trunk, destroy, initialize, unwrap, wrap_model
 from parallel_rl.megatron.hf import fill_hf, load_hf, read_hf
 from parallel_rl.training.config.sections import DTYPES, OptimizerConfig, ParallelConfig, data_parallel_size
@@ -132,9 +132,8 @@ def build_engine(config: TrainConfig, tokenizer: Vocabulary, max_length: int) ->
     """
     start_groups(config.parallel, config.run.seed, config.run.timeout)
     vocabulary = config.model.vocabulary(tokenizer)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     model = _wrap(config, _build(config, vocabulary.size, max_length, config.scalar_head))
-    return Engine(config, ParallelGroups.from_megatron(), model, vocabulary, max_length, device)
+    return Engine(config, ParallelGroups.from_megatron(), model, vocabulary, max_length, current_device())
 
 
 def build_frozen(config: TrainConfig, vocabulary: Vocabulary) -> GPTModel:

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from parallel_rl.agreement import describe, raise_on_all_ranks
 from parallel_rl.cluster.heartbeat import doing, tick
-from parallel_rl.groups import ParallelGroups, reduce_
+from parallel_rl.groups import ParallelGroups, current_device, reduce_
 from parallel_rl.training.config.sections import ParallelConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.models.engine import start_groups, start_world
@@ -95,7 +95,7 @@ def check_groups(config: ParallelConfig, seed: int = 0, timeout: float = 1800.0)
     """
     tick("forming the groups")
     start_groups(config, seed, timeout)
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = current_device()
     groups, ranks = ParallelGroups.from_megatron(), data_parallel_size(config, dist.get_world_size())
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     tick("summing over the groups")

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from parallel_rl.groups import ParallelGroups
+from parallel_rl.groups import ParallelGroups, current_device
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.losses.prm import PRMLossFn
 from parallel_rl.testing import hidden_states
@@ -64,8 +63,7 @@ def check_losses(config: TrainConfig) -> list[str]:
     data = data_parallel_size(sizes, dist.get_world_size())
     packing = "packed+padding" if config.batch.packing else "padded"
     layouts = [Layout(sizes.tensor, sizes.context, data, packing, number, "zigzag") for number in (1, 3)]
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    rank = Rank(groups, (groups.tp_rank, groups.cp_rank, groups.dp_rank), device)
+    rank = Rank(groups, (groups.tp_rank, groups.cp_rank, groups.dp_rank), current_device())
     runner = JobRunner(lambda layout: rank)
     names = []
     for subject in own_losses(config):
