@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+pytest.register_assert_rewrite("tests.training.helpers")
+
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The ranks run functions of the test modules: imported once, not by every rank."""

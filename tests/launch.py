@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
-from tests.training.helpers import CLOCK, ROOT
+from tests.training.helpers import ROOT
 
 SECONDS = 300.0  # of a machine with much else to do
 
@@ -95,9 +94,3 @@ class Launch:
     def said(self) -> str:
         """All output until now."""
         return self.out.read_text()
-
-
-def rows(folder: Path) -> list[dict[str, object]]:
-    """The rows of metrics.jsonl without what the clock says; every line must be whole."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in CLOCK} for line in lines]

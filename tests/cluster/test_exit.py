@@ -21,8 +21,7 @@ from parallel_rl.experience import register_reward
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.trainer import train
-from tests.launch import rows
-from tests.training.helpers import run, train_rows
+from tests.training.helpers import logged_rows, run, train_rows
 
 SMALL = {
     "parallel": "{}",
@@ -74,7 +73,7 @@ def test_a_signal_in_the_last_step_finds_a_complete_run(number: signal.Signals, 
     process.join()
     assert process.exitcode == 0
     assert list(job.iterdir()) == []  # no REQUEUE
-    assert [row["step"] for row in rows(folder)] == [1, 2]
+    assert [row["step"] for row in logged_rows(folder)] == [1, 2]
     assert (folder / "checkpoints" / "step_000002" / "manifest.json").is_file() and (folder / "curves.png").is_file()
 
 

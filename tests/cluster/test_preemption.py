@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from parallel_rl.experience import register_reward
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.reporting.run_log import write_whole
-from tests.launch import Launch, rows
+from tests.launch import Launch
 from tests.training.checkpointing.saves import largest_file
-from tests.training.helpers import DATA, run, train_rows
+from tests.training.helpers import DATA, logged_rows, run, train_rows
 
 SMALL = {
     "model__hidden": 32,
@@ -99,7 +99,7 @@ def test_the_file_stop_ends_a_run_between_two_steps_and_it_goes_on_to_the_same_b
     [expected, _] = run_world(2, _train, arguments(whole))
     [done, other] = run_world(2, _train_for_a_job, arguments(stopped, reward="asking"), str(job))
     assert 3 < len(done) < 9 and other == done
-    assert rows(stopped) == expected[: len(done)]
+    assert logged_rows(stopped) == expected[: len(done)]
     text = (job / "REQUEUE").read_text()
     assert {path.name for path in job.iterdir()} == {"STOP", "REQUEUE"}
     goes_on = f"the same command goes on from {stopped}/checkpoints/step_{len(done):06d}"
@@ -111,7 +111,7 @@ def test_the_file_stop_ends_a_run_between_two_steps_and_it_goes_on_to_the_same_b
     (job / "STOP").unlink()
     (job / "REQUEUE").unlink()
     [rest, _] = run_world(2, _train_for_a_job, arguments(stopped), str(job))
-    assert done + rest == expected == rows(stopped)
+    assert done + rest == expected == logged_rows(stopped)
     assert list(job.iterdir()) == []  # no step is left: nothing is to be queued again
 
 
@@ -141,10 +141,10 @@ def test_a_row_that_cannot_be_written_is_an_error_on_all_ranks_and_nothing_is_lo
     for error in failure.value.errors.values():
         assert "the row of rl step" in error and "could not be written in" in error
         assert "rank 0: OSError: [Errno 27] File too large" in error
-    written = rows(full)
+    written = logged_rows(full)
     assert 3 < len(written) < 9 and written == expected[: len(written)]
     [rest, _] = run_world(2, _train, arguments(full))
-    assert rest and rest == expected[-len(rest) :] and rows(full) == expected
+    assert rest and rest == expected[-len(rest) :] and logged_rows(full) == expected
 
 
 def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing befell."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     run_world(2, _train, arguments(folder))
-    assert len(rows(folder)) == 9
+    assert len(logged_rows(folder)) == 9
     return folder
 
 
@@ -220,7 +220,7 @@ def goes_on(folder: Path, whole: Path) -> None:
     job = folder.parent / "job"
     (job / "REQUEUE").unlink(missing_ok=True)
     run_world(2, _train_for_a_job, arguments(folder), str(job))
-    assert rows(folder) == rows(whole)
+    assert logged_rows(folder) == logged_rows(whole)
     assert tensors(folder) == tensors(whole)
     assert list(job.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import warnings
@@ -9,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
 from parallel_rl.experience import register_reward
@@ -25,6 +27,7 @@ LAYOUTS = {
     "TP 2 × CP 2 × SP packed": (4, {"tensor": 2, "context": 2, "sequence_parallel": True}, True),
     "PP 2": (2, {"pipeline": 2}, False),
 }
+Rows = list[dict[str, float | int | str]]
 # of a run, not of what it computed
 CLOCK = {"seconds", "tokens_per_second"}
 
@@ -76,7 +79,7 @@ def cut(folder: Path, target: Path, number: int) -> None:
     (target / "metrics.jsonl").write_text("".join(lines[: number + 1]) + '{"phase": "r')
 
 
-def train_rows(rank: int, arguments: list[str]) -> list[dict[str, float | int | str]]:
+def train_rows(rank: int, arguments: list[str]) -> Rows:
     """Trains on this rank of the pool; the rows without what the clock says.
 
     Draws no picture, as where matplotlib is missing: it takes as long as the few steps of a test.
@@ -89,6 +92,19 @@ def train_rows(rank: int, arguments: list[str]) -> list[dict[str, float | int | 
         result = trainer.train(load_config(arguments[0], arguments[1:]))
     release_experts()
     return [{key: value for key, value in row.items() if key not in CLOCK} for row in result.rows]
+
+
+def assert_near(rows: Rows, expected: Rows, rel: float = 1e-8, abs: float = 1e-12, where: str = "") -> None:
+    """Rows of two runs have the same columns and phases, and numbers that are the same up to rounding."""
+    assert [row["phase"] for row in rows] == [row["phase"] for row in expected], where
+    for row, other in zip(rows, expected, strict=True):
+        assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=rel, abs=abs), where
+
+
+def logged_rows(folder: Path) -> Rows:
+    """The rows of metrics.jsonl without what the clock says; every line must be whole."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in CLOCK} for line in lines]
 
 
 @register_reward("sevens")

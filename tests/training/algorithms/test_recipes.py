@@ -13,7 +13,7 @@ from parallel_rl.recipes import find_recipe, main_section, recipes
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from tests.training.algorithms.test_recipe_names import OUTSIDE, TAUGHT
-from tests.training.helpers import LAYOUTS, cut, train_rows
+from tests.training.helpers import LAYOUTS, assert_near, cut, train_rows
 
 QUICK = {"ppo", "dapo", "remax", "clip_cov", "chord", "kto", "reward_model", "optimal_token_baseline", "echo"}
 
@@ -174,8 +174,7 @@ def test_a_policy_and_the_teachers_distributions_in_one_forward(tmp_path: Path, 
     assert min(row["teacher/loss"] for row in expected if row["phase"] != "warmup") > 0
     layout = {"parallel": {"tensor": 2, "sequence_parallel": True}}
     for rows in run_world(2, train_rows, tiny("grpo", tmp_path / "many", **more, **layout)):
-        for row, other in zip(rows, expected, strict=True):
-            assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-10)
+        assert_near(rows, expected, abs=1e-10)
 
 
 def test_a_teacher_that_nothing_reads_is_refused() -> None:
@@ -197,8 +196,7 @@ def test_distillation_from_hidden_states_of_both(name: str, layout: str, tmp_pat
     world, parallel, packing = LAYOUTS[layout]
     more = {**teacher, "parallel": parallel, "batch.packing": packing, "model.fused_head": True}
     for rows in run_world(world, train_rows, tiny(name, tmp_path / "many", **more)):
-        for row, other in zip(rows, expected, strict=True):
-            assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-10)
+        assert_near(rows, expected, abs=1e-10)
 
 
 @pytest.mark.slow
@@ -216,5 +214,4 @@ def test_layouts_agree(name: str, tmp_path: Path) -> None:
     for number, (ranks, layout) in enumerate(((world, parallel), (2, {"pipeline": 2}), (2, {}))):
         more = {"parallel": layout, "batch.packing": packing if number == 0 else False}
         for rows in run_world(ranks, train_rows, tiny(name, tmp_path / str(number), **more)):
-            for row, other in zip(rows, expected, strict=True):
-                assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-10), layout
+            assert_near(rows, expected, abs=1e-10, where=layout)

@@ -11,7 +11,7 @@ from parallel_rl.recipes import find_recipe
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.data.examples import Rollout, write_rollouts
-from tests.training.helpers import run, train_rows
+from tests.training.helpers import assert_near, run, train_rows
 
 LOSSES = {
     "prompt-mean": {},
@@ -66,11 +66,8 @@ def test_units_weigh_the_same_on_one_rank_and_on_two(mode: str, tmp_path: Path) 
         results = run_world(ranks, train_rows, arguments, timeout=120)
         assert all(rows == results[0] for rows in results)
         found.append(results[0])
-    for row, other in zip(*found, strict=True):
-        assert row.keys() == other.keys() and float(row["grad_norm"]) > 0
-        for key in row:
-            if not isinstance(row[key], str):
-                assert row[key] == pytest.approx(other[key], rel=1e-8, abs=1e-12), key
+    assert_near(*found)
+    assert min(float(row["grad_norm"]) for row in found[0]) > 0
 
 
 def test_what_the_records_lack_is_named(tmp_path: Path) -> None:

@@ -10,9 +10,7 @@ from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from tests.training.checkpointing.saves import arguments
 from tests.training.fused_adam import fused_adam_installed
-from tests.training.helpers import cut, train_rows
-
-Rows = list[dict[str, float | int | str]]
+from tests.training.helpers import Rows, assert_near, cut, train_rows
 
 SHARDED = "use_distributed_optimizer: true, overlap_grad_reduce: true"
 RUN = {
@@ -27,12 +25,6 @@ RUN = {
 
 def sft(folder: Path, parallel: str, dtype: str, **more: object) -> list[str]:
     return arguments(folder, parallel, **{**RUN, "run__dtype": dtype, **more})
-
-
-def near(rows: Rows, expected: Rows, rel: float) -> None:
-    assert len(rows) == len(expected)
-    for row, other in zip(rows, expected, strict=True):
-        assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=rel, abs=1e-6)
 
 
 WAYS = [
@@ -59,13 +51,13 @@ def test_a_sharded_run_has_the_plain_one_s_curve_and_each_goes_on_as_the_other(
     [rows, _] = run_world(2, train_rows, sft(plain, "{}", dtype))
     assert len(rows) == 4 and min(row["grad_norm"] for row in rows) > 0.5  # it clips
     for found in run_world(2, train_rows, sft(sharded, f"{{{SHARDED}}}", dtype)):
-        near(found, rows, rel)
+        assert_near(found, rows, rel=rel, abs=1e-6)
     for number, (source, world, parallel) in enumerate(ways):
         source = {"plain": plain, "sharded": sharded}[source]
         stopped = tmp_path / f"stopped{number}"
         cut(source, stopped, 2)
         for later in run_world(world, train_rows, sft(stopped, parallel, dtype)):
-            near(later, rows[2:], max(rel, 1e-5))
+            assert_near(later, rows[2:], rel=max(rel, 1e-5), abs=1e-6)
 
 
 def fused_rows(rank: int, given: list[str]) -> Rows:
@@ -83,7 +75,7 @@ def test_a_run_goes_on_at_the_step_of_whatever_adam_it_has(dtype: str, rel: floa
     first = {name: tmp_path / name for name in ("fused", "torch")}
     [rows, *_] = run_world(4, fused_rows, sft(first["fused"], sharded, dtype, **small))
     [others, *_] = run_world(2, train_rows, sft(first["torch"], "{}", dtype, **small))
-    near(others, rows, rel)
+    assert_near(others, rows, rel=rel, abs=1e-6)
     for number, (source, goes_on, parallel) in enumerate(
         [
             ("fused", fused_rows, sharded),
@@ -96,7 +88,7 @@ def test_a_run_goes_on_at_the_step_of_whatever_adam_it_has(dtype: str, rel: floa
         stopped = tmp_path / f"stopped{number}"
         cut(first[source], stopped, 2)
         for later in run_world(4 if parallel == sharded else 2, goes_on, sft(stopped, parallel, dtype, **small)):
-            near(later, rows[2:], rel)
+            assert_near(later, rows[2:], rel=rel, abs=1e-6)
 
 
 @pytest.mark.parametrize(

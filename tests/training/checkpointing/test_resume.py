@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import random
 import shutil
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from tests.training.checkpointing.saves import flip, largest_file, shard_of
-from tests.training.helpers import DATA, cut, run, train_rows
+from tests.training.helpers import DATA, assert_near, cut, logged_rows, run, train_rows
 
 SMALL = {
     "model__hidden": 32,
@@ -37,11 +36,6 @@ def arguments(folder: Path, dtype: str, parallel: object = "{}", **more: object)
     return run("grpo_arithmetic.yaml", run__dir=folder, run__dtype=dtype, parallel=parallel, **{**SMALL, **more})
 
 
-def curve(folder: Path) -> list[dict[str, float | str]]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key not in ("seconds", "tokens_per_second")} for row in rows]
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run in float32 with a checkpoint after every step, which no test changes."""
@@ -57,17 +51,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_stopped_run_continues_the_same_curve(dtype: str, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     [rows] = run_world(1, train_rows, arguments(whole, dtype))
-    assert len(rows) == 8 and curve(whole) == rows
+    assert len(rows) == 8 and logged_rows(whole) == rows
     for number in (2, 4, 6):  # within the warm-up, between the phases, within RL
         stopped = tmp_path / f"stopped{number}"
         cut(whole, stopped, number)
         [later] = run_world(1, train_rows, arguments(stopped, dtype))
         assert later == rows[number:]
-        assert curve(stopped) == rows
+        assert logged_rows(stopped) == rows
     damaged = tmp_path / "stopped6" / "checkpoints" / "step_000008"
     flip(shard_of(damaged))  # the one before is taken, and its rows are made again
     assert run_world(1, train_rows, arguments(tmp_path / "stopped6", dtype)) == [rows[7:]]
-    assert curve(tmp_path / "stopped6") == rows
+    assert logged_rows(tmp_path / "stopped6") == rows
     assert damaged.with_name("step_000008.damaged").is_dir()
     # a finished run has nothing left to do
     assert run_world(1, train_rows, arguments(whole, dtype)) == [[]]
@@ -80,10 +74,8 @@ def test_another_layout_continues_the_same_curve(tmp_path: Path) -> None:
     cut(whole, stopped, 6)
     layout = "{tensor: 2, pipeline: 2, sequence_parallel: true}"
     for later in run_world(4, train_rows, arguments(stopped, "float64", layout)):
-        assert [set(row) for row in later] == [set(row) for row in rows[6:]]
-        for row, expected in zip(later, rows[6:], strict=True):
-            assert row.pop("phase") == "rl"
-            assert row == pytest.approx({key: expected[key] for key in row}, rel=1e-8, abs=1e-12)
+        assert_near(later, rows[6:])
+        assert {row["phase"] for row in later} == {"rl"}
 
 
 RECORDED = {
@@ -111,8 +103,7 @@ def test_a_float32_run_stays_on_its_curve_at_other_layouts(tmp_path: Path) -> No
     for name, (world, layout) in RESHARDED.items():
         cut(whole, tmp_path / name, 2)
         for later in run_world(world, train_rows, arguments(tmp_path / name, "float32", layout, **RECORDED)):
-            for row, expected in zip(later, rows[2:], strict=True):
-                assert {**row, "phase": 0} == pytest.approx({**expected, "phase": 0}, rel=1e-5, abs=1e-6)
+            assert_near(later, rows[2:], rel=1e-5, abs=1e-6)
 
 
 KL_AND_CRITIC = {
@@ -144,7 +135,7 @@ def test_random_states_and_the_kl_controller_go_on(tmp_path: Path) -> None:
         cut(whole, stopped / str(number), number)
         later = run_world(2, train_rows, arguments(stopped / str(number), "float32", **more))
         assert later == [part[number:] for part in rows]
-        assert curve(stopped / str(number)) == rows[0]
+        assert logged_rows(stopped / str(number)) == rows[0]
 
 
 @pytest.mark.slow
@@ -181,7 +172,7 @@ def test_init_from_starts_with_those_weights(tmp_path: Path, finished: Path) -> 
     weights = finished / "checkpoints" / "step_000004"
     more = {"warmup": "null", "data__examples": "null", "run__init_from": weights, "run__seed": 0}
     [rows] = run_world(1, train_rows, arguments(tmp_path, "float32", **more))
-    assert rows == curve(finished)[4:]
+    assert rows == logged_rows(finished)[4:]
 
 
 def test_beside_a_gpu_the_host_s_generator_begins_with_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,10 +243,10 @@ def test_another_config_is_said_and_the_old_one_kept(tmp_path: Path) -> None:
 
 
 def test_never_starts_anew(tmp_path: Path, finished: Path) -> None:
-    rows = curve(finished)
+    rows = logged_rows(finished)
     shutil.copytree(finished, tmp_path / "run")
     assert run_world(1, train_rows, arguments(tmp_path / "run", "float32", run__resume="never")) == [rows]
-    assert curve(tmp_path / "run") == rows
+    assert logged_rows(tmp_path / "run") == rows
 
 
 def _train_on_a_full_disk(rank: int, given: list[str]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_rl.testing.pool import run_world
 from tests.megatron.hf.golden import write_folder
-from tests.training.helpers import cut, train_rows
+from tests.training.helpers import assert_near, cut, train_rows
 from tests.training.models.test_hf import arguments
 
 pytest.importorskip("safetensors")
@@ -31,12 +31,6 @@ def exported(rank: int, given: list[str], runs: list[str]) -> list[dict[str, Ten
         export_checkpoint(run / f"checkpoints/step_{STEPS:06d}", run / "out", config)
         found.append(load_file(run / "out/model.safetensors"))
     return found
-
-
-def near(found: list[dict], expected: list[dict], rel: float) -> None:
-    assert len(found) == len(expected)
-    for row, other in zip(found, expected, strict=True):
-        assert {**row, "phase": 0} == pytest.approx({**{k: other[k] for k in row}, "phase": 0}, rel=rel, abs=1e-6)
 
 
 EXPERTS = {"expert": 2, "use_distributed_optimizer": True}
@@ -70,13 +64,13 @@ def test_experts_on_two_ranks_are_one_process(
     [rows] = run_world(1, train_rows, given("one", {}))
     assert len(rows) == STEPS and min(row["grad_norm"] for row in rows) > OPTIMIZER["clip"]
     for found in run_world(2, train_rows, given("sharded", EXPERTS)):
-        near(found, rows, rel)
+        assert_near(found, rows, rel=rel, abs=1e-6)
     names = ["one", "sharded"]
     for number, (source, world, parallel) in enumerate(ways):
         names.append(f"stopped{number}")
         cut(tmp_path / source, tmp_path / names[-1], 1)
         for later in run_world(world, train_rows, given(names[-1], parallel)):
-            near(later, rows[1:], max(rel, 1e-5))
+            assert_near(later, rows[1:], rel=max(rel, 1e-5), abs=1e-6)
     [weights] = run_world(1, exported, given("one", {}), [str(tmp_path / name) for name in names])
     for found in weights[1:]:
         assert found.keys() == weights[0].keys()

@@ -12,7 +12,7 @@ import torch
 from parallel_rl.testing.pool import run_world
 from tests.megatron.hf.golden import write_folder
 from tests.test_cli import command
-from tests.training.helpers import DATA, cut, run, train_rows
+from tests.training.helpers import DATA, assert_near, cut, logged_rows, run, train_rows
 
 pytest.importorskip("safetensors")
 
@@ -66,12 +66,10 @@ def test_a_run_from_a_folder(tmp_path: Path) -> None:
     [rows] = run_world(1, train_rows, one)
     assert len(rows) == STEPS and rows[0]["grad_norm"] > 0
     for other in run_world(2, train_rows, two):
-        for row, expected in zip(other, rows, strict=True):
-            assert row.pop("phase") == expected["phase"]
-            assert row == pytest.approx({key: expected[key] for key in row}, rel=1e-6, abs=1e-6)
+        assert_near(other, rows, rel=1e-6, abs=1e-6)
     cut(tmp_path / "two", tmp_path / "killed", 1)
     resumed = run_world(2, train_rows, [*two, f"--run.dir={tmp_path / 'killed'}"])
-    assert resumed[0] == resumed[1] == run_rows(tmp_path / "two")[1:]
+    assert resumed[0] == resumed[1] == logged_rows(tmp_path / "two")[1:]
     checkpoint = tmp_path / "two/checkpoints/step_000002"
     [(files, same)] = run_world(1, export, one, str(checkpoint), str(tmp_path / "out"))
     assert same and files == ["config.json", "model.safetensors"]
@@ -80,11 +78,6 @@ def test_a_run_from_a_folder(tmp_path: Path) -> None:
     for answer in run_world(2, export, two, str(checkpoint), str(tmp_path / "out 2")):
         assert answer == (files, True)
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "out 2/model.safetensors").read_bytes()
-
-
-def run_rows(folder: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in row.items() if key not in ("seconds", "tokens_per_second")} for row in rows]
 
 
 @pytest.mark.slow
@@ -98,9 +91,7 @@ def test_experts_and_a_teacher_of_another_size(tmp_path: Path) -> None:
     [rows] = run_world(1, train_rows, arguments(tmp_path / "one", hf, **shared))
     parallel = {"expert": 2}
     for other in run_world(2, train_rows, arguments(tmp_path / "two", hf, parallel=parallel, **shared)):
-        for row, expected in zip(other, rows, strict=True):
-            assert row.pop("phase") == expected["phase"]
-            assert row == pytest.approx({key: expected[key] for key in row}, rel=1e-5, abs=1e-6)
+        assert_near(other, rows, rel=1e-5, abs=1e-6)
     checkpoint = str(tmp_path / "two/checkpoints/step_000002")
     [(_, same)] = run_world(1, export, arguments(tmp_path / "one", hf, **shared), checkpoint, str(tmp_path / "out"))
     assert same

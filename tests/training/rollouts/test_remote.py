@@ -13,7 +13,7 @@ import pytest
 from parallel_rl.testing.pool import WorldError, run_world
 from tests.experience.policy_server import Policy, answer
 from tests.experience.server import Server, serve
-from tests.training.helpers import LAYOUTS, cut, run, train_rows
+from tests.training.helpers import LAYOUTS, assert_near, cut, run, train_rows
 
 SMALL = {
     "model__hidden": 32,
@@ -75,8 +75,7 @@ def test_every_layout_asks_once_and_trains_alike(
     with serve(well) as server:
         rows = train(tmp_path, server, layout)
         assert sorted(json.dumps(body, sort_keys=True) for body in server.requests) == asked
-        for row, other in zip(rows, expected, strict=True):
-            assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12)
+        assert_near(rows, expected)
     assert len({row["reward"] for row in expected}) > 1
 
 
@@ -205,8 +204,7 @@ def test_a_restart_trains_on_what_was_in_flight(layout: str, others: tuple[str, 
             assert not server.requests  # all of what was left had been asked for
             if other == layout:
                 assert later == rows[2:]  # to the bit
-            for row, expected in zip(later, rows[2:], strict=True):
-                assert {**row, "phase": 0} == pytest.approx({**expected, "phase": 0}, rel=1e-5, abs=1e-6)
+            assert_near(later, rows[2:], rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.slow
@@ -219,8 +217,7 @@ def test_prompts_that_teach_nothing_are_replaced(tmp_path: Path) -> None:
         one = train(tmp_path / "one", server, options="ahead: 1", **more)
         assert len(server.requests) > 3 * SAMPLES
         two = train(tmp_path / "two", server, "DP 2", "ahead: 1", **more)
-    for row, other in zip(one, two, strict=True):
-        assert {**row, "phase": 0} == pytest.approx({**other, "phase": 0}, rel=1e-8, abs=1e-12)
+    assert_near(one, two)
 
 
 @pytest.mark.slow
