@@ -10,7 +10,6 @@ from torch import Tensor
 
 from parallel_rl.advantages.returns import discounted_returns, gae
 from parallel_rl.experience import kl_control, shaping
-from parallel_rl.functional.entropy import highest_per_row
 from parallel_rl.functional.kl import kl_estimate
 from parallel_rl.vocab.stats import token_stats
 
@@ -111,7 +110,8 @@ def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_e
         )
     valid = mask.sum(1)
     counts = torch.where(valid > 0, (valid.double() * high_entropy_ratio).long().clamp(min=1), 0)
-    return highest_per_row(torch.where(mask, entropy, 0), counts).float()
+    order = torch.where(mask, entropy, 0).argsort(dim=1, descending=True, stable=True)
+    return (order.argsort(dim=1) < counts[:, None]).float()
 
 
 def get_cumulative_returns(
