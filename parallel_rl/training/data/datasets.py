@@ -23,6 +23,7 @@ from parallel_rl.training.data.records.source import Records, index_of
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 RecordT = TypeVar("RecordT", Prompt, Example, Pair, Rollout)
+Record = Prompt | Example | Pair | Rollout
 Files = Mapping[str, tuple[DataFile, ...]]
 
 SOURCES = ("held_out", "train", "examples", "pairs", "rollouts")
@@ -182,7 +183,6 @@ class _Reader:
     def __init__(self, config: TrainConfig, files: Files, room: Callable[[int], None]) -> None:
         self.longest, self.checked = 0, dict[str, float]()
         self._config, self._files, self._room = config, files, room
-        self._new = config.sampling.max_new_tokens
 
     def source(self, name: str, parse: Callable[[Row], RecordT]) -> Records[RecordT]:
         records = self._open(name, parse)
@@ -227,7 +227,7 @@ class _Reader:
 
         def fitting(row: Row) -> RecordT:
             record = parse(row)
-            self._room(_length(record, self._new))
+            self._room(self._longest(record))
             return record
 
         index = index_of(files, f"data.{name}") if known is None else known.index
@@ -241,19 +241,22 @@ class _Reader:
         each: Callable[[int, Sequence[RecordT]], None] = lambda place, batch: None,
     ) -> None:
         budget = self._config.data.check_gigabytes * 1e9 if budget is None else budget
-        longest, self.checked[name] = check(records, partial(_length, new=self._new), budget, each)
+        longest, self.checked[name] = check(records, self._longest, budget, each)
         self.longest = max(self.longest, longest)
 
+    def _longest(self, record: Record) -> int:
+        return max(lengths_of(record, self._config.sampling.max_new_tokens))
 
-def _length(record: Prompt | Example | Pair | Rollout, new: int) -> int:
-    """Tokens of the longest sequence that a run can make of a record, with `new` sampled ones at most."""
+
+def lengths_of(record: Record, new: int) -> list[int]:
+    """Tokens of the sequences that a run makes of a record, of a prompt once, with `new` sampled ones at most."""
     if isinstance(record, Prompt):
-        return len(record.tokens) + new
+        return [len(record.tokens) + new]
     if isinstance(record, Example):
-        return len(record.prompt) + len(record.target.tokens)
+        return [len(record.prompt) + len(record.target.tokens)]
     if isinstance(record, Pair):
-        return len(record.prompt) + max(len(record.chosen.tokens), len(record.rejected.tokens))
-    return len(record.tokens)
+        return [len(record.prompt) + len(side.tokens) for side in (record.chosen, record.rejected)]
+    return [len(record.tokens)]
 
 
 def _uniform(

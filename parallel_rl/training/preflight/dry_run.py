@@ -15,12 +15,10 @@ from parallel_rl.training.batching.micro_batches import width_unit
 from parallel_rl.training.config.algorithms import rows_of_pair
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
-from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
-from parallel_rl.training.data.examples import Example, Pair, Prompt, Rollout
+from parallel_rl.training.data.datasets import Datasets, Record, find_data, lengths_of, read_datasets
+from parallel_rl.training.data.examples import Pair
 from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.preflight.sizes import check_layout, length_check
-
-Record = Prompt | Example | Pair | Rollout
 
 
 @dataclass(frozen=True)
@@ -123,18 +121,14 @@ def _rows(config: TrainConfig, reading: Reading) -> int:
 def _lengths(config: TrainConfig, batch: Sequence[Record], index: int, rows: int) -> list[int]:
     """The lengths of the sequences that a record of a step gives."""
     record = batch[index]
-    if isinstance(record, Prompt):
-        return [len(record.tokens) + config.sampling.max_new_tokens] * rows
-    if isinstance(record, Example):
-        return [len(record.prompt) + len(record.target.tokens)]
-    if isinstance(record, Rollout):
-        return [len(record.tokens)]
-    sides = [record.chosen, record.rejected]
+    found = lengths_of(record, config.sampling.max_new_tokens)
+    if not isinstance(record, Pair):
+        return found * rows
     if rows == 3:  # the mismatched one
         following = batch[(index + 1) % len(batch)]
         assert isinstance(following, Pair)
-        sides.append(following.chosen)
-    return [len(record.prompt) + len(side.tokens) for side in sides]
+        found.append(len(record.prompt) + len(following.chosen.tokens))
+    return found
 
 
 def _room(config: TrainConfig, lengths: Sequence[int], together: int, ranks: int) -> int:
