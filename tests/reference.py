@@ -13,9 +13,9 @@ from torch import Tensor
 Result = tuple[Tensor, dict[str, float]]
 
 
-def logprobs_and_entropy(logits: Tensor, ids: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def logprobs_and_entropy(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """[B, S] each, token-aligned: column t is of token t, predicted by the logits at t − 1; column 0 is 0."""
-    log_p = torch.log_softmax(logits[:, :-1] / temperature, -1)
+    log_p = torch.log_softmax(logits[:, :-1], -1)
     picked = log_p.gather(-1, ids[:, 1:, None])[..., 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     zero = logits.new_zeros(len(ids), 1)

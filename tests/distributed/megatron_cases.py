@@ -103,7 +103,7 @@ def split(batch: Batch, parts: int) -> list[Batch]:
     return [{name: field[i * rows : (i + 1) * rows] for name, field in batch.items()} for i in range(parts)]
 
 
-def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3, chunk: int | None = None) -> GPTModel:
+def make_model(case: Case, dtype: torch.dtype = torch.float64, chunk: int | None = None) -> GPTModel:
     """A small model with grouped queries and biases where learned positions are asked for (a GPT-2), else a Llama."""
     import parallel_rl.megatron as M
     from parallel_rl.config.architecture import Experts
@@ -135,7 +135,7 @@ def make_model(case: Case, dtype: torch.dtype = torch.float64, seed: int = 3, ch
         overrides=overrides,
     )
     return M.build_model(
-        config, VOCAB, WIDTH, position_embedding=case.position, tie_embeddings=case.tied, seed=seed, vp_stage=chunk
+        config, VOCAB, WIDTH, position_embedding=case.position, tie_embeddings=case.tied, seed=3, vp_stage=chunk
     )
 
 

@@ -77,10 +77,10 @@ def _pairs(ways: dict[str, Any]) -> set[Pair]:
 
 
 @cache
-def all_pairs(draws: int = 20000) -> list[Case]:
-    """Few cases that hold every pair that any of `draws` random ones holds, the richest first; the same at each call."""
+def all_pairs() -> list[Case]:
+    """Few cases that hold every pair that any of 20,000 random ones holds, the richest first; the same at each call."""
     dice = random.Random(0)
-    drawn = [{name: dice.choice(values) for name, values in FACTORS.items()} for _ in range(draws)]
+    drawn = [{name: dice.choice(values) for name, values in FACTORS.items()} for _ in range(20000)]
     left = {index: _pairs(ways) for index, ways in enumerate(drawn) if _runs(ways)}
     chosen = []
     while left:

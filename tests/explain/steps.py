@@ -16,15 +16,15 @@ from parallel_rl.testing.cases import Case, step_statistics
 from parallel_rl.verify.find import _NEEDED
 
 
-def of_loss(folder: Path, name: str, options: dict | None = None, seed: int = 1, info: StepInfo | None = None) -> Step:
+def of_loss(folder: Path, name: str, options: dict | None = None) -> Step:
     """A dumped step of a registered loss, with every field, ragged rows, masked ones and an empty one."""
     case = Case(name, {**_NEEDED.get(name, {}), **(options or {})})
-    batch = make_batch(seed, False, name, torch.float64)
+    batch = make_batch(1, False, name, torch.float64)
     data = {**batch.data, "lengths": torch.tensor(batch.lengths)}
     call = (batch.logits.clone().requires_grad_(), data, *count_valid(data))
     loss_fn = case.build()
     statistics = step_statistics([(loss_fn, call)])
-    with dump_step(folder, loss_fn, info=info or StepInfo(name)) as recording:
+    with dump_step(folder, loss_fn, info=StepInfo(name)) as recording:
         recording(*call, statistics=statistics)
     return read_step(folder)
 

@@ -32,10 +32,10 @@ def make(seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.randn(ROWS, WIDTH, VOCAB, generator=g, dtype=torch.float64) * 2, data
 
 
-def with_topk(data: dict[str, Tensor], k: int = K, temperature: float = 1.0) -> dict[str, Tensor]:
+def with_topk(data: dict[str, Tensor], temperature: float = 1.0) -> dict[str, Tensor]:
     """What a teacher's forward pass stores of its logits, token-aligned."""
     teacher = data["teacher_logits"].roll(1, 1)
-    logits, ids = teacher.topk(k, -1)
+    logits, ids = teacher.topk(K, -1)
     lse = (teacher / temperature).logsumexp(-1)
     return {**data, "teacher_topk_logits": logits, "teacher_topk_indices": ids, "teacher_logsumexp": lse}
 

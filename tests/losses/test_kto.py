@@ -26,10 +26,10 @@ def golden(config: dict[str, Any], labels: list[float] = LABELS) -> Step:
     return step(KTOLossFn(config), logits, {**data, "preference_labels": torch.tensor(labels, dtype=torch.float64)})
 
 
-def slope(d: float, z: float, label: float, beta: float = 0.1) -> float:
-    """d/dD of 1 − σ(±β·(D − z₀))."""
-    s = 1 / (1 + math.exp(-beta * (d - z)))
-    return -label * beta * s * (1 - s)
+def slope(d: float, z: float, label: float) -> float:
+    """d/dD of 1 − σ(±β·(D − z₀)), β = 0.1."""
+    s = 1 / (1 + math.exp(-0.1 * (d - z)))
+    return -label * 0.1 * s * (1 - s)
 
 
 @pytest.mark.parametrize(

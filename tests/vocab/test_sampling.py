@@ -21,8 +21,8 @@ def _logits(rows: int, vocab: int, seed: int = 0, scale: float = 2.0) -> torch.T
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def _keys(rows: int, seed: int = 7) -> torch.Tensor:
-    return sample_keys(seed, torch.arange(rows), torch.arange(rows) % 5)
+def _keys(rows: int) -> torch.Tensor:
+    return sample_keys(7, torch.arange(rows), torch.arange(rows) % 5)
 
 
 def _chi_square(counts: torch.Tensor, expected: torch.Tensor) -> float:

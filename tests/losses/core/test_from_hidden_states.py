@@ -35,8 +35,8 @@ D, V = 8, 24
 MODES: tuple[LinearMode, ...] = ("in_forward", "resident", "recompute")
 
 
-def head_for(batch: int, width: int, device: str = "cpu", **options) -> LMHeadInput:  # type: ignore[no-untyped-def]
-    hidden = torch.zeros(batch, width, D, device=device, requires_grad=True)
+def head_for(device: str = "cpu", **options) -> LMHeadInput:  # type: ignore[no-untyped-def]
+    hidden = torch.zeros(4, 8, D, device=device, requires_grad=True)
     return LMHeadInput(hidden, torch.zeros(V, D, device=device, requires_grad=True), **options)
 
 
@@ -54,7 +54,7 @@ def test_nothing_reads_a_value(case: Case, rows: int | None) -> None:
     loss_fn = get_loss(case.loss)(case.config, backend="eager")
     _, data = make(4, 8, V, "meta")
     counts, watch = count_valid(data), Watch()
-    head = head_for(4, 8, "meta", rows=rows, budget=1 << 12)
+    head = head_for("meta", rows=rows, budget=1 << 12)
     with validation("never"), watch:
         call = (head, data, *counts)
         loss, _ = loss_fn(*call, statistics=step_statistics([(loss_fn, call)]))
@@ -86,21 +86,21 @@ def test_what_a_loss_must_be_to_take_a_head() -> None:
     _, data = make(4, 8, V, "cpu")
     counts = count_valid(data)
     with pytest.raises(ValueError, match="consume_logits = True has no effect"):
-        NLLLoss(consume_logits=True)(head_for(4, 8), data, *counts)
+        NLLLoss(consume_logits=True)(head_for(), data, *counts)
     with pytest.raises(ValueError, match="'in_forward' needs a loss that is a sum over tokens"):
-        get_loss("dpo")()(head_for(4, 8, mode="in_forward"), data, *counts)
+        get_loss("dpo")()(head_for(mode="in_forward"), data, *counts)
     for name in ("value", "preference"):
         assert not takes_head(Case(name))
         with pytest.raises(ValueError, match="takes no LMHeadInput"):
-            get_loss(name)()(head_for(4, 8), data, *counts)
+            get_loss(name)()(head_for(), data, *counts)
     data["reward_labels"] = torch.full((4, 8), -100)
     case = Case("prm", {"placeholder_token_id": 3, "reward_token_ids": [1, 2]})
     whole = case.build()
     assert takes_head(case)
     with pytest.raises(ValueError, match="mode = 'recompute' is incompatible with a loss that reads whole logits"):
-        whole(head_for(4, 8, mode="recompute"), data, *counts)
+        whole(head_for(mode="recompute"), data, *counts)
     with pytest.raises(ValueError, match="does not hold the whole logits that this loss reads, 3072 bytes"):
-        whole(head_for(4, 8, budget=3000), data, *counts)
+        whole(head_for(budget=3000), data, *counts)
 
 
 @pytest.mark.parametrize("sequence_first", [False, True])
