@@ -19,6 +19,16 @@ from parallel_rl.vocab.backends.choice import COMPILER
 
 #: field of newer versions' TransformerConfig; on older ones an attribute that our layers read
 CUT = "cp_partition_mode"
+#: fields by which chance, or the other tokens of a micro-batch, change what becomes of a token; with the value that lets none
+_SAME_EVERYWHERE: Mapping[str, object] = {
+    "hidden_dropout": 0,
+    "attention_dropout": 0,
+    "moe_expert_capacity_factor": None,
+    "moe_expert_rank_capacity_factor": None,
+    "moe_input_jitter_eps": None,
+    "moe_router_force_biased": None,
+    "moe_router_force_load_balancing": False,
+}
 
 
 class Layers(NamedTuple):
@@ -130,7 +140,8 @@ def build_config(
         overrides: further fields of TransformerConfig by name.
 
     Raises:
-        ValueError: dropout above 0, sizes that are not divisible as the layout needs, an unknown field in `overrides`.
+        ValueError: dropout above 0, experts that drop tokens or draw them, FP8 on layers that leave it out, sizes that are not
+            divisible as the layout needs, an unknown field in `overrides`.
     """
     tp = parallel_state.get_tensor_model_parallel_world_size()
     pp = parallel_state.get_pipeline_model_parallel_world_size()
@@ -228,9 +239,14 @@ def _check_fields(fields: Mapping[str, object], tp: int, pp: int, virtual_pp: in
     unknown = sorted(set(fields) - set(TransformerConfig.__dataclass_fields__))
     if unknown:
         raise ValueError(f"overrides has unknown fields {unknown}; TransformerConfig does not have them")
-    for name in ("hidden_dropout", "attention_dropout"):
-        if fields[name] != 0:
-            raise ValueError(f"{name} = {fields[name]} must be 0: with dropout the numbers depend on the layout")
+    for name, right in _SAME_EVERYWHERE.items():
+        if (value := fields.get(name, right)) != right:
+            raise ValueError(f"{name} = {value} must be {right}: with it the numbers depend on the layout")
+    if fields.get("moe_router_load_balancing_type") == "sinkhorn":
+        raise ValueError(
+            "moe_router_load_balancing_type = 'sinkhorn' shares out the tokens that a rank has at a time: with it the numbers "
+            "depend on the layout; use 'aux_loss', 'seq_aux_loss', 'global_aux_loss' or 'none'"
+        )
     ranks: tuple[object, str] = (tp, "tensor parallel ranks")
     parts_of: dict[str, tuple[object, str]] = {
         "num_layers": (pp * (virtual_pp or 1), "pipeline stages"),

@@ -104,6 +104,11 @@ def _check_model(models: Sequence[torch.nn.Module], head: FusedHead | None) -> N
             f"parallelism; it is {'set' if finalized else 'None'}, wrapped: {wrapped}. `wrap_model` sees to both"
         )
     config = get_model_config(models[0])
+    if config.num_moe_experts and config.moe_router_enable_expert_bias and not finalized:
+        raise ValueError(
+            "moe_router_enable_expert_bias = True has no effect without Megatron's data parallelism, whose "
+            "`finalize_model_grads` moves the biases"
+        )
     if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
         named = [each for model in models for each in model.named_parameters()]
         if any(".experts." in name and getattr(parameter, "allreduce", True) for name, parameter in named):
@@ -123,6 +128,11 @@ def _check_heads(models: Sequence[torch.nn.Module], mtp_loss: NLLLoss | None) ->
     if mtp_loss is not None and not heads:
         raise ValueError(
             "mtp_loss is given, but mtp_num_layers = None: the model has no heads of multi-token prediction"
+        )
+    if mtp_loss is not None and getattr(get_model_config(models[0]), "mtp_detach_heads", False):
+        raise ValueError(
+            "mtp_detach_heads = True with mtp_loss: the loss of the heads would train the LM head, which they share; "
+            "set it to False"
         )
     wrappers = [model.ddp_config for model in models if isinstance(model, DistributedDataParallel)]
     if heads and mtp_loss is None and any(wrapper.overlap_grad_reduce for wrapper in wrappers):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from parallel_rl import NLLLoss
+from parallel_rl.config.architecture import Experts
 from parallel_rl.testing.pool import WorldError, preload, run_world
 from tests.distributed.megatron_cases import VOCAB, WIDTH, Case, make_model
 
@@ -25,6 +26,13 @@ _STEPS = {
     "shapes": "micro-batches have local shapes [(2, 8), (2, 10)], but pipeline stages with variable_seq_lengths = False",
     "no finalizing": "config.finalize_model_grads_func must be set if, and only if",
     "fused head": "pass what `fuse_head` gave as head=",
+}
+
+
+_ROUTERS: dict[str, dict[str, object]] = {
+    "drops": {"moe_expert_capacity_factor": 1.0},
+    "draws": {"moe_input_jitter_eps": 0.1},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
 }
 
 
@@ -77,10 +85,12 @@ def _bad(rank: int, what: str) -> None:
         M.initialize(tp=3)
     elif what == "size":
         M.initialize(cp=0)
-    elif what in ("dropout", "heads", "layers", "overrides", "attention"):
+    elif what in ("dropout", "heads", "layers", "overrides", "attention", "drops", "draws", "sinkhorn"):
         M.initialize(tp=1 if what == "layers" else 2, pp=2 if what == "layers" else 1)
         if what == "dropout":
             M.build_config(**sizes, dropout=0.1)
+        if what in _ROUTERS:
+            M.build_config(**sizes, experts=Experts(4, 8), overrides=_ROUTERS[what])
         if what == "heads":
             M.build_config(**(sizes | {"num_attention_heads": 1}))
         if what == "layers":
@@ -108,6 +118,11 @@ def _bad(rank: int, what: str) -> None:
         M.initialize(ep=2)
         model = M.wrap_model(make_model(Case(experts="alltoall", ep=2)))
         M.forward_backward(model, NLLLoss(vocab_size=VOCAB), [_rows()] * (1 + rank))
+    elif what == "biases of experts":
+        M.initialize()
+        overrides = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+        config = M.build_config(**sizes, experts=Experts(4, 8), overrides=overrides)
+        M.forward_backward(M.build_model(config, VOCAB, WIDTH), NLLLoss(vocab_size=VOCAB), [_rows()])
     elif what in ("positions of fp8", "micro-batches of fp8"):
         M.initialize()
         model = M.wrap_model(make_model(Case()))
@@ -151,6 +166,11 @@ def _bad(rank: int, what: str) -> None:
         model = M.build_model(M.build_config(**sizes, overrides={"mtp_num_layers": 1}), VOCAB, WIDTH)
         overlap = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
         M.forward_backward(M.wrap_model(model, ddp=overlap), NLLLoss(vocab_size=VOCAB), [_rows()])
+    elif what == "detached heads":
+        M.initialize()
+        model = M.wrap_model(make_model(Case(mtp="token-mean")))
+        model.config.mtp_detach_heads = True  # a field from 0.19 on
+        M.forward_backward(model, NLLLoss(vocab_size=VOCAB), [_rows()], mtp_loss=NLLLoss(vocab_size=VOCAB))
     elif what == "rotary":
         M.initialize(cp=2)
         M.build_model(M.build_config(**sizes, cp_layout="contiguous"), VOCAB, WIDTH)
@@ -188,6 +208,9 @@ def _rows(width: int = 4) -> dict[str, torch.Tensor]:
         ("world", "the world has 2 ranks, which is not divisible by tp 3 × cp 1 × pp 1 = 3"),
         ("size", "cp = 0 must be at least 1"),
         ("dropout", "hidden_dropout = 0.1 must be 0"),
+        ("drops", "moe_expert_capacity_factor = 1.0 must be None: with it the numbers depend on the layout"),
+        ("draws", "moe_input_jitter_eps = 0.1 must be None"),
+        ("sinkhorn", "'sinkhorn' shares out the tokens that a rank has at a time"),
         ("heads", "num_attention_heads = 1 is not divisible by 2 tensor parallel ranks"),
         ("layers", "num_layers = 3 is not divisible by 2 pipeline stages"),
         ("overrides", "hiden_dropout"),
@@ -219,6 +242,8 @@ def _rows(width: int = 4) -> dict[str, torch.Tensor]:
         ("scalar head", "mtp_num_layers = 1 is incompatible with scalar_head = True"),
         ("no heads", "mtp_loss is given, but mtp_num_layers = None"),
         ("idle heads", "overlap_grad_reduce = True waits for the gradients of the heads"),
+        ("detached heads", "mtp_detach_heads = True with mtp_loss: the loss of the heads would train the LM head"),
+        ("biases of experts", "moe_router_enable_expert_bias = True has no effect without Megatron's data parallelism"),
         ("rotary", "cp_layout = 'contiguous' needs position_embedding = 'learned_absolute'"),
         ("another cut", "a micro-batch is cut 'zigzag' over context ranks, the model wants 'contiguous'"),
         ("cut of the loss", "the model wants 'contiguous', the loss 'zigzag'"),
