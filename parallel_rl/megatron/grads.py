@@ -62,7 +62,8 @@ def sum_gradients(models: Sequence[torch.nn.Module]) -> None:
         )
         shared = module.share_embeddings_and_output_weights or config.mtp_num_layers  # its heads look tokens up
         if shared and parallel_state.is_rank_in_embedding_group(ignore_virtual=True):
-            _sum_flat([module.shared_embedding_or_output_weight().grad], embedding)
+            weight = module.shared_embedding_or_output_weight()
+            _sum_flat([weight.grad] if weight.requires_grad else [], embedding)
 
 
 @torch.no_grad()

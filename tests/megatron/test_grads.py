@@ -1,4 +1,4 @@
-"""What the norm of gradients takes while it is formed."""
+"""Gradients of a model whose embedding is frozen, and what their norm takes while it is formed."""
 
 from __future__ import annotations
 
@@ -55,3 +55,30 @@ def test_a_gradient_is_never_copied_whole_in_float64() -> None:
     [(gradient, double, norm, truth)] = run_world(1, _norm)
     assert double == BLOCK < gradient
     assert norm == pytest.approx(truth, rel=1e-12)
+
+
+def _frozen(rank: int) -> list[float]:
+    """The gradient norm of a model over two stages whose tied embedding does not train, with Megatron's wrapper and without."""
+    import parallel_rl.megatron as M
+    from parallel_rl import NLLLoss
+
+    M.initialize(pp=2)
+    norms = []
+    for ddp in (True, False):
+        config = M.build_config(num_layers=2, hidden_size=8, num_attention_heads=2)
+        model = M.build_model(config, 8, 4, tie_embeddings=True)
+        for name, parameter in M.global_parameters([model]):
+            parameter.requires_grad_("embedding" not in name)
+        ids = torch.arange(8).view(2, 4)
+        rows = {"input_ids": ids, "token_mask": torch.ones(2, 4), "sample_mask": torch.ones(2)}
+        model = M.wrap_model(model, ddp=ddp)
+        M.forward_backward(model, NLLLoss(vocab_size=8), [rows])
+        norms.append(M.grad_norm([model]).item())
+    M.destroy()
+    return norms
+
+
+def test_a_frozen_embedding_has_no_gradient_to_sum_over_stages() -> None:
+    """Without the wrapper the step ended in an AttributeError."""
+    for wrapped, bare in run_world(2, _frozen):
+        assert bare == pytest.approx(wrapped, rel=1e-5) and bare > 0
