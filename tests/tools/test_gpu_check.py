@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import psutil
 import pytest
@@ -184,6 +186,44 @@ def test_each_run_sees_one_card(seen: str | None, card: str, monkeypatch: pytest
     monkeypatch.setattr(trainer, "ended_within", process)
     trainer.run(Facts("trainer"), "cuda")
     assert process.cards == [card] * 6
+
+
+@pytest.mark.parametrize(
+    ("then", "limit", "why"), [("exec sleep 60", 1.0, "not done after 1 s"), ("exit 1", 60.0, "a.PassingError: 7")]
+)
+def test_a_run_that_fails_shows_what_it_printed(
+    then: str,
+    limit: float,
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A hang lost it all, and of a failure it told a line of code with "Error" in it."""
+    process = tmp_path / "python"
+    process.write_text(f"#!/bin/sh\necho '    raise PassingError(7)'\necho 'a.PassingError: 7'\n{then}\n")
+    process.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(process))
+    monkeypatch.setattr(trainer, "_LIMIT", limit)
+    facts = Facts("trainer")
+    trainer.run(facts, "cpu")
+    assert [(fact.kind, fact.value) for fact in facts.all] == [("wrong", why)]
+    assert "raise PassingError(7)" in capsys.readouterr().out
+
+
+def test_the_runs_are_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hang took the time of those after it; and a run is its start mostly, one after the other some minutes."""
+    process, together = Trainer(resumes=True), threading.Barrier(5)
+
+    def ended_within(*arguments: Any) -> tuple[int, str]:
+        if process.starts < 5:
+            together.wait(20)
+        return process(*arguments)
+
+    monkeypatch.setattr(trainer, "ended_within", ended_within)
+    facts = Facts("trainer")
+    trainer.run(facts, "cuda")
+    assert facts.right and process.starts == 6
 
 
 def test_an_unknown_stage_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

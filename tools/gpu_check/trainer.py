@@ -1,6 +1,6 @@
 """Stage trainer: short runs of one NCCL rank and of ranks that share a card, each dtype, the fused head, and resumed.
 
-Every run sees one card.
+Every run sees one card, which all share: most of a run is its start, and one that hangs takes no time from the others.
 """
 
 from __future__ import annotations
@@ -8,70 +8,85 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
 from tools.gpu_check.facts import Facts
 
+
+class _Run(NamedTuple):
+    ranks: int
+    backend: str
+    layout: str
+    options: tuple[str, ...] = ()
+
+
 _STEPS = 2
 _ALONE, _SHARED = "{}", "{tensor: 2, context: 2, sequence_parallel: true}"
-#: name → ranks, backend, layout, further options; the first goes on from its checkpoint, too
-_RUNS: Mapping[str, tuple[int, str, str, tuple[str, ...]]] = {
-    "float32": (1, "", _ALONE, ()),
-    "bfloat16": (1, "", _ALONE, ("--run.dtype=bfloat16",)),
-    "bfloat16, fused head": (1, "", _ALONE, ("--run.dtype=bfloat16", "--model.fused_head=true")),
-    "float32, TP 2 x CP 2 on one card": (4, "gloo", _SHARED, ()),
-    "bfloat16, fused head, TP 2 x CP 2 on one card": (
-        4, "gloo", _SHARED, ("--run.dtype=bfloat16", "--model.fused_head=true"),
-    ),
-}  # fmt: skip
+_BFLOAT16, _FUSED = "--run.dtype=bfloat16", "--model.fused_head=true"
+#: by name; the first goes on from its checkpoint, too
+_RUNS: Mapping[str, _Run] = {
+    "float32": _Run(1, "", _ALONE),
+    "bfloat16": _Run(1, "", _ALONE, (_BFLOAT16,)),
+    "bfloat16, fused head": _Run(1, "", _ALONE, (_BFLOAT16, _FUSED)),
+    "float32, TP 2 x CP 2 on one card": _Run(4, "gloo", _SHARED),
+    "bfloat16, fused head, TP 2 x CP 2 on one card": _Run(4, "gloo", _SHARED, (_BFLOAT16, _FUSED)),
+}
 _SMALL = ("--model.layers=1", "--model.hidden=16", "--rl.prompts=4", "--rl.group_size=2", "--rl.updates=1")
-_LIMIT, _GRACE = 60.0, 15.0  # seconds of one run, and to end it
+_LIMIT, _GRACE = 70.0, 10.0  # seconds of one run, and to end it
+_SHOWN = 6000  # characters of what a run that failed printed last
 
 
 def run(facts: Facts, device: str) -> None:
-    """Each run in a folder of its own; on a CPU the first alone, on one small model."""
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (name, (ranks, backend, layout, options)) in enumerate(_RUNS.items()):
-            if device == "cpu" and number:
-                break
-            into = Path(folder) / str(number)
-            more = (*options, *_SMALL) if device == "cpu" else options
-            done = _train(facts, name, into, ranks, backend, (f"--parallel={layout}", *more), _STEPS)
-            if number == 0 and done:
-                before = _rows(into)
-                further, on = f"{name}, on from its checkpoint", (f"--parallel={layout}", *more)
-                if _train(facts, further, into, ranks, backend, on, _STEPS + 1):
-                    # one that started over would have each row anew, with the times of its own steps
-                    kept = _rows(into)[:-1] == before
-                    facts.check(f"{further}: it added a row to those of before", kept, "it started over")
+    """All runs at once, each in a folder of its own, then the first further; on a CPU that alone, on one small model."""
+    first = next(iter(_RUNS))
+    runs = _RUNS if device == "cuda" else {first: _RUNS[first]._replace(options=_SMALL)}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(runs)) as threads:
+        into = {name: Path(folder) / str(number) for number, name in enumerate(runs)}
+        under_way = {threads.submit(_train, one, into[name], _STEPS): name for name, one in runs.items()}
+        done = []
+        for one in as_completed(under_way):
+            name = under_way[one]
+            if _tell(facts, name, into[name], _STEPS, *one.result()):
+                done.append(name)
+        if first not in done:
+            return
+        before, further = _rows(into[first]), f"{first}, on from its checkpoint"
+        if _tell(facts, further, into[first], _STEPS + 1, *_train(runs[first], into[first], _STEPS + 1)):
+            # one that started over would have each row anew, with the times of its own steps
+            kept = _rows(into[first])[:-1] == before
+            facts.check(f"{further}: it added a row to those of before", kept, "it started over")
 
 
 def _rows(folder: Path) -> list[dict[str, float | int | str]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def _train(
-    facts: Facts, name: str, folder: Path, ranks: int, backend: str, options: tuple[str, ...], steps: int
-) -> bool:
-    """Run the trainer until RL step `steps`; whether it came there."""
+def _train(one: _Run, folder: Path, steps: int) -> tuple[int | None, str]:
+    """Run the trainer until RL step `steps`."""
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(one.ranks)),
         *("-m", "parallel_rl.cli", "train", "configs/grpo_arithmetic.yaml", "--evaluation=null", f"--run.dir={folder}"),
-        *(f"--warmup.steps={_STEPS}", f"--rl.steps={steps}", "--warmup.batch_size=16", *options),
+        *(f"--warmup.steps={_STEPS}", f"--rl.steps={steps}", "--warmup.batch_size=16", f"--parallel={one.layout}"),
+        *one.options,
     ]
     card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # else ranks over gloo spread over all cards
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PARALLEL_RL_BACKEND": backend, "CUDA_VISIBLE_DEVICES": card}
-    status, text = ended_within(_LIMIT, command, environment)
-    if status is None:
-        facts.check(name, False, f"not done after {_LIMIT:.0f} s")
-        return False
-    if status:
-        lines = [line for line in text.splitlines() if "rror" in line]
-        facts.check(name, False, lines[0] if lines else f"status {status}")
+    hidden = {"OMP_NUM_THREADS": "1", "PARALLEL_RL_BACKEND": one.backend, "CUDA_VISIBLE_DEVICES": card}
+    return ended_within(_LIMIT, command, {**os.environ, **hidden})
+
+
+def _tell(facts: Facts, name: str, folder: Path, steps: int, status: int | None, text: str) -> bool:
+    """Tell how a run ended, and show what one that failed printed; whether it came to RL step `steps`."""
+    if status != 0:
+        print(text[-_SHOWN:], flush=True)
+        why = f"not done after {_LIMIT:.0f} s" if status is None else _error(text) or f"status {status}"
+        facts.check(name, False, why)
         return False
     rows = [row for row in _rows(folder) if row["phase"] == "rl"]
     came = [row["step"] for row in rows] == list(range(1, steps + 1))
@@ -81,17 +96,24 @@ def _train(
     return came
 
 
+def _error(text: str) -> str:
+    """The first line that tells an error and is no line of code, which tracebacks indent."""
+    lines = (re.sub(r"^\[rank\d+\]: ?", "", line) for line in text.splitlines())
+    return next((line for line in lines if "rror" in line and not line[0].isspace()), "")
+
+
 def ended_within(limit: float, command: Sequence[str], environment: Mapping[str, str]) -> tuple[int | None, str]:
-    """A command's status and what it printed, or None where it was stopped: torchrun is asked first, it ends its ranks."""
-    with subprocess.Popen(  # nosec B603 # no shell
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            text = process.communicate(timeout=limit)[0]
-            return process.returncode, text
-        except subprocess.TimeoutExpired:
+    """A command's status, None where it was stopped, and what it printed: torchrun is asked first, it ends its ranks."""
+    with (
+        tempfile.NamedTemporaryFile() as told,
+        subprocess.Popen(command, env=environment, stdout=told, stderr=subprocess.STDOUT) as process,  # nosec B603 # no shell
+    ):
+        status: int | None = None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            status = process.wait(limit)
+        if status is None:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=_GRACE)
+                process.wait(_GRACE)
             process.kill()
-            return None, ""
+        return status, Path(told.name).read_text(encoding="utf-8", errors="replace")
