@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks import linear_methods, peers, token_stats_gpu_methods
 from parallel_rl.testing.pool import run_world
@@ -108,6 +110,35 @@ def test_the_statistics_and_the_head_are_checked_without_any_peer(monkeypatch: p
     smoke._statistics(facts, "cpu", 128)
     smoke._head(facts, "cpu")
     assert facts.right and len(facts.all) == 2 * 2 + 2 * 4
+
+
+def test_what_the_machine_can_do_is_told_before_its_compiler_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes as long as all kernels: where the stage is stopped meanwhile, the ceilings were lost."""
+    for name in ("describe", "_statistics", "_head", "_truncated"):
+        monkeypatch.setattr(smoke, name, lambda *_: None)
+    monkeypatch.setattr(smoke, "compiler_works", lambda _: sys.exit("stopped"))
+    facts = Facts("smoke")
+    with pytest.raises(SystemExit):
+        smoke.run(facts, "cpu")
+    assert [fact.name for fact in facts.all] == ["copy", "matrix product, bfloat16", "matrix product, float32"]
+
+
+class LargestOnHost(TorchDispatchMode):
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        of_host = [x.numel() for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.device.type == "cpu"]
+        self.numbers = max([self.numbers, *of_host])
+        return out
+
+
+@pytest.mark.parametrize("kind", ["logits", "hidden states"])
+def test_a_loss_gets_what_it_reads_drawn_on_the_device(kind: str) -> None:
+    """A billion logits drawn by one thread of the host, and moved, are ten seconds of 35."""
+    with LargestOnHost() as seen:
+        host._call(kind, 64, 512, 32, "meta")
+    assert seen.numbers <= 64
 
 
 def test_a_cut_or_a_profiler_that_fails_takes_no_other_time_with_it(monkeypatch: pytest.MonkeyPatch) -> None:

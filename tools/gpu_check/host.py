@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import CountOperators
-from benchmarks.losses_case import LOSSES, make_data, make_logits
+from benchmarks.losses_case import LOSSES, make_data
 from parallel_rl import LMHeadInput, count_valid
 from tools.gpu_check.facts import Facts
 from tools.gpu_check.profile import issue_and_total
@@ -50,7 +50,7 @@ def _call(kind: str, tokens: int, vocab: int, size: int, device: str) -> Callabl
         return torch.randn(shape, device=device).to(dtype).requires_grad_()
 
     if kind == "logits":
-        logits = make_logits(data, vocab).to(dtype).requires_grad_()
+        logits = drawn(*rows, vocab)
         return lambda: torch.autograd.grad(loss_fn(logits, data, *counts)[0], logits)
     hidden, weight = drawn(*rows, size), drawn(vocab, size)
     # not backward(), which from the second call on adds to what the first one left

@@ -38,12 +38,12 @@ def run(facts: Facts, device: str) -> None:
         _statistics(facts, device, vocab)
     _head(facts, device)
     _truncated(facts, device)
-    with facts.required("torch.compile"):
-        facts.check("torch.compile", compiler_works(device), "it does not work; the eager backend is used")
     facts.tell("copy", copy_bandwidth(device, 1 << (31 if device == "cuda" else 20)), "GB/s")
     for dtype in (torch.bfloat16, torch.float32):
         rate = matmul_rate(device, dtype, None if device == "cuda" else 64)
         facts.tell(f"matrix product, {_name(dtype)}", rate, "TFLOP/s")
+    with facts.required("torch.compile"):  # last: it takes as long as all kernels, and on a card little depends on it
+        facts.check("torch.compile", compiler_works(device), "it does not work; the eager backend is used")
 
 
 def describe(facts: Facts, device: str) -> None:
