@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _NOT = "not "
+#: of rows that were padded on the way: [B, S] bool, whether there is a token; no field of a user's
+IN_ROW = "in_row"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class DataView:
         view = {name: x for name, x in data.items() if name not in self.fields}
         view |= {own: data[name] for own, name in self.fields.items() if name in data}
         if self.mask is not None:
-            view["token_mask"] = _chosen(data, self.mask)
+            chosen = _chosen(data, self.mask)
+            view["token_mask"] = chosen & data[IN_ROW] if IN_ROW in data else chosen
         if self.rows is not None:
             view["sample_mask"] = data["sample_mask"].bool() & _chosen(data, self.rows)
         return view

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.groups import group_size
+from parallel_rl.losses.core.data_view import IN_ROW
 from parallel_rl.losses.core.log_prob_rows import Cut, Rows, Values, rows_of
 from parallel_rl.vocab.dtensor import check_plain
 
@@ -127,9 +128,12 @@ def rows_and_data(call: LogProbCall, needs: Requirements, options: VocabOptions)
             wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
             raise ValueError(f"{name} must {wanted}, got {found.dtype}")
         data["token_mask" if name == masks[0] else name] = found
+    given = call.logprobs
+    places = torch.ones_like(given) if isinstance(given, Tensor) else [torch.ones_like(x) for x in given]
+    data[IN_ROW] = rows.take(places).bool()
     ones = data["token_mask"].new_ones(rows.number)
-    given = "sample_mask" in call.data
-    data["sample_mask"] = _per_row("sample_mask", call.data["sample_mask"], rows, call) if given else ones
+    masked = "sample_mask" in call.data
+    data["sample_mask"] = _per_row("sample_mask", call.data["sample_mask"], rows, call) if masked else ones
     return rows, data
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallel_rl import (
     ClippedPGLossFn,
+    ComponentsLossFn,
     DPOLossFn,
     FullDistillationLossFn,
     LossFn,
@@ -164,6 +165,23 @@ def test_dpo_pairs() -> None:
     want = -torch.nn.functional.logsigmoid(0.3 * (sums[::2] - sums[1::2])).mean()
     for data in (rows, cut):
         torch.testing.assert_close(called(loss_fn, data)[0], want)
+
+
+def test_the_complement_of_a_mask_ends_with_its_response() -> None:
+    """What pads a list's or a flat row's responses on the way was a token of every component with "not ..."."""
+    data = responses()
+    tools = [torch.arange(n) % 2 == 0 for n in LENGTHS]
+    loss_fn = ComponentsLossFn({"components": {"own": {"loss": {"name": "nll"}, "mask": "not tool_mask"}}})
+    chosen = torch.cat(data["logprobs"])[~torch.cat(tools)]
+    lists = {"logprobs": data["logprobs"], "response_mask": data["response_mask"], "tool_mask": tools}
+    one_row = {name: torch.cat(x) for name, x in lists.items()}
+    for form, more in ((lists, {}), (one_row, {"cu_seqlens": torch.tensor([0, *LENGTHS]).cumsum(0)})):
+        logprobs, *_ = form.values()
+        call = {"data": form, "global_valid_seqs": 4, "global_valid_toks": 11, **more}
+        statistics = loss_fn.collect_from_logprobs(logprobs, **call).reduce()
+        loss, metrics = loss_fn.from_logprobs(logprobs, **call, statistics=statistics)
+        torch.testing.assert_close(loss, -chosen.mean(), rtol=1e-12, atol=0)
+        assert metrics["own/num_unmasked_tokens"] == len(chosen) == 5
 
 
 def test_a_response_without_a_token() -> None:
