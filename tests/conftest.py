@@ -1,10 +1,23 @@
 """Hooks for the whole suite. The process that only hands tests out to others imports no torch."""
 
+import gc
 import sys
+from collections.abc import Iterator
 
 import pytest
 
 pytest.register_assert_rewrite("tests.training.helpers")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """What is imported and collected stays: the collector would look through it again and again, now and in every test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -19,5 +32,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # or extension modules call what is left at the end a leak
     if "parallel_rl.testing.pool" in sys.modules:
         sys.modules["parallel_rl.testing.pool"].close()
