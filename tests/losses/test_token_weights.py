@@ -114,7 +114,7 @@ LOSSES = [
 @pytest.mark.parametrize("kind", ["count", "sum"])
 @pytest.mark.parametrize("make", LOSSES)
 def test_weights_of_0_and_1_are_a_mask(make: Any, kind: str, mode: str) -> None:
-    """Loss, gradient and every metric, with NaN and ids of no word in all fields of the tokens that a weight of 0 leaves out."""
+    """Loss, gradient and every metric, with NaN and ids of no word in the fields of tokens that a weight of 0 leaves out."""
     logits, data = batch()
     ones = data["token_weights"] > 0
     masked = step(make(aggregation=mode), logits, {**data, "token_mask": data["token_mask"].bool() & ones})
