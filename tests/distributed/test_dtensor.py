@@ -73,6 +73,27 @@ def test_uneven_shards_of_words_and_of_the_sequence(tp: int, cp: int) -> None:
     assert run_world(4, _against_one_process, tp, cp, timeout=200) == [[]] * 4
 
 
+def _truncated_and_given_up(rank: int) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    case, group = Case("policy", {"surrogate": "reinforce"}, {"top_k": 5}), mesh.get_group("tp")
+    batch = batch_of(case, SIZES[2, 2])
+    whole = batch.logits.clone().requires_grad_()
+    alone(case, whole, batch.data)[0].backward()
+    logits = distribute_tensor(batch.logits, mesh, [Shard(-1)]).requires_grad_()
+    loss_fn = case.build(cp_layout="contiguous", consume_logits=True)
+    loss_fn(logits * 1, batch.data, *count_valid(batch.data), rank, group)[0].backward()
+    assert whole.grad is not None and logits.grad is not None
+    return torch.allclose(logits.grad.full_tensor(), whole.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_truncated_policy_of_logits_that_are_given_up() -> None:
+    """Its forward wrote over the shard, which is a view: the backward then died of autograd's rules."""
+    assert run_world(2, _truncated_and_given_up) == [True] * 2
+
+
 def _refusals(rank: int) -> list[str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

@@ -28,5 +28,10 @@ def on_shard(call: LossCall, options: VocabOptions) -> tuple[LossCall, VocabOpti
     if size > shard.vocab_size:
         raise ValueError(f"vocab_size = {size} is more than the logits have, {shard.vocab_size} over all tensor ranks")
     uneven = shard.length if shard.cut and call.packed_sequences is None else None
-    columns = replace(options, vocab_size=size, vocab_start=min(shard.vocab_start, size))
+    rule = options.truncation
+    columns = replace(
+        options, vocab_size=size, vocab_start=min(shard.vocab_start, size),
+        # top-k and top-p write in forward already, and autograd forbids that in a DTensor's shard, a view
+        consume_logits=options.consume_logits and rule.top_k is None and rule.top_p is None,
+    )  # fmt: skip
     return replace(call, output=shard.logits, cut_length=uneven), columns
