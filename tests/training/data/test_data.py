@@ -141,7 +141,8 @@ def test_rollouts_survive_the_way_through_a_file(tmp_path: Path) -> None:
 
 
 def load(**overrides: object) -> Datasets:
-    path, *arguments = run("grpo_arithmetic.yaml", **overrides)
+    """With all of it checked, as in a run that says nothing of it."""
+    path, *arguments = run("grpo_arithmetic.yaml", **{"data__check_gigabytes": 1, **overrides})
     config = load_config(path, arguments)
     return read_datasets(config, TOKENIZER, find_data(config.data))
 
