@@ -9,7 +9,7 @@ import pytest
 from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.registry import losses
-from parallel_rl.recipes import find_recipe, load_recipe, loss_of, recipes, summary
+from parallel_rl.recipes import find_recipe, load_recipe, loss_of, recipes, runs, summary
 from parallel_rl.training.config.load import load_config
 
 NAMED = [
@@ -49,7 +49,7 @@ NAMED = [
     "value",
     "distillation",
 ]
-OUTSIDE = {name for name, path in recipes().items() if "needs" in read_tree(path)}
+OUTSIDE = {name for name, path in recipes().items() if not runs(path)}
 TAUGHT = {
     "distillation": "distillation.teacher",
     "gkd": "distillation.teacher",
