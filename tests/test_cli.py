@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import parallel_rl
 from parallel_rl.cli import main
+from parallel_rl.cli.runs import importing
 from parallel_rl.testing.pool import run_world
 from tests.training.helpers import CONFIGS, ROOT
 
@@ -288,6 +290,14 @@ def test_torchrun_with_data_parallel_ranks(tmp_path: Path) -> None:
         for key in ("loss", "grad_norm"):
             assert row[key] == pytest.approx(other[key], rel=1e-8)
     assert one[-1]["held_out_reward"] == two[-1]["held_out_reward"]
+
+
+def test_the_collector_rests_while_torch_and_megatron_are_imported() -> None:
+    """A rank's start took a second more; and where an import fails, too, the collector goes on."""
+    with pytest.raises(ImportError), importing():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
 
 
 def test_help_and_the_package_do_without_megatron() -> None:
