@@ -1,4 +1,4 @@
-"""Training is the same on every layout: the first 20 steps on recorded rollouts, to the last digits."""
+"""Training is the same on every layout: the first ten steps on recorded rollouts, to the last digits."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 from parallel_rl.testing.pool import run_world
 from tests.training.helpers import LAYOUTS, Rows, assert_near, recorded_grpo, train_rows
 
-# two minutes; in seconds, three small steps are the same in config/test_algorithms.py
+# a minute; in seconds, three small steps are the same in config/test_algorithms.py
 pytestmark = pytest.mark.slow
+STEPS = 10  # the ratios meet their bounds until the seventh
 _rows: dict[tuple[str, str, str], Rows] = {}
 
 
-def some_steps(layout: str, dtype: str, folder: Path, steps: int = 20, **overrides: object) -> Rows:
+def some_steps(layout: str, dtype: str, folder: Path, steps: int = STEPS, **overrides: object) -> Rows:
     """Rows of so many steps of GRPO with the reference KL on recorded rollouts; every rank must report the same ones."""
     key = (layout, dtype, str(sorted(overrides.items())))
     if key not in _rows:
@@ -27,12 +28,12 @@ def some_steps(layout: str, dtype: str, folder: Path, steps: int = 20, **overrid
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one process"])
-def test_twenty_steps_in_float64(layout: str, tmp_path: Path) -> None:
-    """May take over twenty seconds: only after some steps do clipping and the KL act, and do small differences grow."""
+def test_ten_steps_in_float64(layout: str, tmp_path: Path) -> None:
+    """May take twenty seconds: only after some steps do clipping and the KL act, and do small differences grow."""
     expected = some_steps("one process", "float64", tmp_path / "one")
     rows = some_steps(layout, "float64", tmp_path / "many")
     assert_near(rows, expected)
-    assert len(expected) == 20
+    assert len(expected) == STEPS
     # the run does something: clipping is active, the KL leaves 0, the gradient is there
     assert (
         max(float(row["clip_fraction_high"]) for row in expected)
@@ -44,15 +45,15 @@ def test_twenty_steps_in_float64(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["TP 2 × CP 2 × SP packed", "PP 2"])
 def test_the_fused_head_changes_nothing(layout: str, tmp_path: Path) -> None:
-    """The first of those steps, with logits that are never whole; may take over twenty seconds."""
+    """The first of those steps, with logits that are never whole."""
     expected = some_steps("one process", "float64", tmp_path / "one")
     rows = some_steps(layout, "float64", tmp_path / "fused", steps=8, model__fused_head=True)
     assert_near(rows, expected[:8])
 
 
 @pytest.mark.parametrize("layout", ["TP 2 × CP 2 × SP packed"])
-def test_twenty_steps_in_float32(layout: str, tmp_path: Path) -> None:
-    """May take over twenty seconds: rounding adds up over steps, and what grows faster than it is a fault."""
+def test_ten_steps_in_float32(layout: str, tmp_path: Path) -> None:
+    """May take twenty seconds: rounding adds up over steps, and what grows faster than it is a fault."""
     expected = some_steps("one process", "float32", tmp_path / "one")
     rows = some_steps(layout, "float32", tmp_path / "many")
     assert [row.keys() for row in rows] == [row.keys() for row in expected]
@@ -63,7 +64,7 @@ def test_twenty_steps_in_float32(layout: str, tmp_path: Path) -> None:
 
 
 def test_data_parallel_and_gated_tied_model_in_float64(tmp_path: Path) -> None:
-    """May take over twenty seconds: three runs of twenty steps, two of them on several ranks."""
+    """May take twenty seconds: three runs of ten steps, two of them on several ranks."""
     model = {"model__gated": True, "model__tie_embeddings": True}
     expected = some_steps("one process", "float64", tmp_path / "one", **model)
     for name, world, parallel, packing in (
