@@ -204,19 +204,21 @@ def test_distillation_from_hidden_states_of_both(name: str, layout: str, tmp_pat
         assert_near(rows, expected, abs=1e-10)
 
 
+# beside TP 2 × CP 2 × SP packed; the others' pipeline and data ranks are in batching/test_packed_layouts.py
+FURTHER: dict[str, tuple[dict[str, int], ...]] = {
+    **dict.fromkeys(("ppo", "kto", "high_entropy", "clip_cov"), ()),
+    **dict.fromkeys(("dapo", "reward_model"), ({"pipeline": 2},)),
+    **dict.fromkeys(("chord", "remax", "reinforce_plus_plus", "optimal_token_baseline"), ({"pipeline": 2}, {})),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("ppo", "chord", "kto", "reward_model", "high_entropy", "remax", "reinforce_plus_plus", "dapo", "clip_cov"),
-        "optimal_token_baseline",
-    ],
-)
+@pytest.mark.parametrize("name", FURTHER)
 def test_layouts_agree(name: str, tmp_path: Path) -> None:
     """What goes beyond one forward and backward: a critic, two kinds of rows, statistics of the step, greedy answers."""
     [expected] = run_world(1, train_rows, tiny(name, tmp_path / "one"))
-    world, parallel, packing = LAYOUTS["TP 2 × CP 2 × SP packed"]
-    for number, (ranks, layout) in enumerate(((world, parallel), (2, {"pipeline": 2}), (2, {}))):
-        more = {"parallel": layout, "batch.packing": packing if number == 0 else False}
+    padded = [(2, layout, False) for layout in FURTHER[name]]
+    for number, (ranks, layout, packing) in enumerate([LAYOUTS["TP 2 × CP 2 × SP packed"], *padded]):
+        more = {"parallel": layout, "batch.packing": packing}
         for rows in run_world(ranks, train_rows, tiny(name, tmp_path / str(number), **more)):
             assert_near(rows, expected, abs=1e-10, where=layout)
