@@ -20,8 +20,8 @@ def sections(sides: Sides) -> list[Section]:
 
 
 def _summary(sides: Sides) -> Section:
-    rows = sides.compared([_facts(step) for step in sides.steps])
-    return Section("summary", "The step", "", (Table("Facts of the step", sides.compared_head("", "value"), rows),))
+    facts = sides.compared("Facts of the step", "", [_facts(step) for step in sides.steps])
+    return Section("summary", "The step", "", (facts,))
 
 
 def _facts(step: Step) -> dict[str, Cell]:
@@ -126,11 +126,7 @@ def _reasons(sides: Sides) -> Section:
 
 
 def _logged(sides: Sides) -> Section:
-    metrics = Table(
-        "Metrics as logged",
-        sides.compared_head("metric", "value"),
-        sides.compared([s.meta["metrics"] for s in sides.steps]),
-    )
+    metrics = sides.compared("Metrics as logged", "metric", [step.meta["metrics"] for step in sides.steps])
     configs = [_flat(step.meta["config"]) for step in sides.steps]
     rows = tuple(
         (name, *(one.get(name) for one in configs)) for name in dict.fromkeys(n for one in configs for n in one)

@@ -140,7 +140,9 @@ def means_by_position(position: np.ndarray, values: np.ndarray, edges: np.ndarra
 def clip_by_sign(step: Step) -> list[tuple[str, dict[str, int]]]:
     """Tokens by the sign of their advantage: how many, outside the range, held back by the clip and its second bound."""
     advantages = step.tokens["advantages"]
-    flags = {name: held for name in (*_OF_RANGE, "clipped", "dual_clipped") if (held := _held(step, name)) is not None}
+    flags = {
+        name: held for name in (*_OF_RANGE, "clipped", "dual_clipped") if (held := held_back(step, name)) is not None
+    }
     rows = []
     for sign, there in (("A > 0", advantages > 0), ("A < 0", advantages < 0), ("A = 0", advantages == 0)):
         there = there & step.scored
@@ -197,7 +199,7 @@ def _words(name: str) -> str:
     return (f"{component}: " if component else "") + text
 
 
-def _held(step: Step, name: str) -> np.ndarray | None:
+def held_back(step: Step, name: str) -> np.ndarray | None:
     wanted = [x for key, x in step.tokens.items() if key.startswith("held/") and key.rpartition("/")[2] == name]
     return np.logical_or.reduce(wanted) if wanted else None
 

@@ -26,7 +26,7 @@ def ratio(sides: Sides) -> Section | None:
         "How far the policy has moved from the one that the step began with; both axes are logarithmic, so that both tails "
         "show. Dotted lines: the range of the clip, where the loss drew it."
     )
-    table = Table("The importance ratio", sides.compared_head("", "value"), sides.compared(facts))
+    table = sides.compared("The importance ratio", "", facts)
     svg = charts.histogram("ratio", parts, sides.labels, name, ranges)
     return Section("ratio", "Importance ratio", says, (table,), svg, (_bins(sides, parts, "ρ"),))
 
@@ -45,13 +45,13 @@ def _of_ratio(logs: np.ndarray) -> dict[str, Cell]:
 
 def _range(step: Step) -> tuple[float, float]:
     """The clip's bounds, between the ratios on both sides of each; infinite where no token is beyond."""
-    ratio, held = step.value("ratio"), [key for key in step.tokens if key.startswith("held/")]
-    bounds = [np.nan, np.nan]
+    ratio, bounds = step.value("ratio"), [np.nan, np.nan]
     if ratio is None:
         return np.nan, np.nan
     for index, (name, inner, outer) in enumerate((("below_range", np.min, np.max), ("above_range", np.max, np.min))):
-        flags = [step.tokens[key] for key in held if key.rpartition("/")[2] == name]
-        beyond = np.logical_or.reduce(flags) if flags else np.zeros(len(ratio), bool)
+        beyond = measures.held_back(step, name)
+        if beyond is None:
+            continue
         inside = step.scored & ~beyond
         if beyond.any() and inside.any():
             bounds[index] = float((outer(ratio[beyond]) + inner(ratio[inside])) / 2)
@@ -130,6 +130,6 @@ def mismatch(sides: Sides) -> Section | None:
         "ω = π_prev / π_generation: what the trainer makes of the tokens against what the sampler did. Both should be one "
         "policy; another kernel, dtype or stale weights pull them apart. The names are those of the logged metrics."
     )
-    table = Table("Trainer against sampler", sides.compared_head("", "value"), sides.compared(facts))
+    table = sides.compared("Trainer against sampler", "", facts)
     svg = charts.histogram("mismatch", parts, sides.labels, "ω of a token")
     return Section("mismatch", "Trainer–sampler mismatch", says, (table,), svg, (_bins(sides, parts, "ω"),))

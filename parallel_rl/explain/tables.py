@@ -45,24 +45,21 @@ class Sides:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        return ("A", "B")[: len(self.steps)] if len(self.steps) > 1 else ("",)
+        return ("A", "B") if len(self.steps) > 1 else ("",)
 
     def head(self, first: str, *names: str) -> tuple[str, ...]:
         """The columns `names` of each step."""
         return first, *(f"{name} {label}".strip() for label in self.labels for name in names)
 
-    def compared(self, of_steps: Sequence[Mapping[str, Cell]]) -> tuple[tuple[Cell, ...], ...]:
-        """Rows of one number per step by their names; of two numbers their difference too."""
-        names = list(dict.fromkeys(name for one in of_steps for name in one))
+    def compared(self, caption: str, first: str, of_steps: Sequence[Mapping[str, Cell]]) -> Table:
+        """One number per step by their names, under `first`; of two numbers their difference too."""
         rows: list[tuple[Cell, ...]] = []
-        for name in names:
+        for name in dict.fromkeys(name for one in of_steps for name in one):
             values = [one.get(name) for one in of_steps]
             more: list[Cell] = []
             if len(values) > 1:
                 numbers = [x for x in values if isinstance(x, (int, float))]
                 more = [numbers[1] - numbers[0] if len(numbers) == len(values) else None]
             rows.append((name, *values, *more))
-        return tuple(rows)
-
-    def compared_head(self, first: str, name: str) -> tuple[str, ...]:
-        return (*self.head(first, name), *(["B − A"] if len(self.steps) > 1 else []))
+        difference = ["B − A"] if len(self.steps) > 1 else []
+        return Table(caption, (*self.head(first, "value"), *difference), tuple(rows))
