@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 
-def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the command and return its parser."""
+def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command and its options."""
     parser = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder, which transformers and vLLM load",
@@ -25,7 +25,6 @@ def add_parser(commands: _SubParsersAction[argparse.ArgumentParser]) -> argparse
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT")
     parser.add_argument("out", metavar="OUT", help="a new folder")
-    return parser
 
 
 def export(known: argparse.Namespace, rest: Sequence[str]) -> int:

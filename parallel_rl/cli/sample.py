@@ -12,7 +12,7 @@ from parallel_rl.cli.runs import check_world, config_of, quiet, refuse, say
 from parallel_rl.config.shown import printable
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "sample",
         help="sample answers of a checkpoint's policy, alone or under torchrun",
@@ -31,7 +31,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--max-new-tokens", metavar="N", type=int, help="default: the run's")
     parser.add_argument("--seed", metavar="S", type=int, default=0, help="seed of the samples (0)")
     parser.add_argument("--config", metavar="FILE", help="the run's config; default: the config.yaml in its folder")
-    return parser
 
 
 def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:

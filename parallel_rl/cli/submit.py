@@ -28,7 +28,7 @@ _SUBMIT = (
 )
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     submit = commands.add_parser(
         "submit",
         help="check a run and submit it to Slurm",
@@ -61,7 +61,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     submit.add_argument("--dump-step", metavar="N", type=int, help="as for `parallel-rl train`")
     submit.add_argument("--sbatch", metavar="WORDS", help="further options of sbatch: '--gres=gpu:8 --mail-type=END'")
     submit.add_argument("--dry-run", action="store_true", help="only print the command")
-    return submit
 
 
 def joined(words: Sequence[str]) -> list[str]:
