@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import torch
@@ -76,45 +77,41 @@ def _logits(rank: int) -> tuple[Tensor, Tensor]:
     return whole.chunk(2, -1)[rank].contiguous(), torch.tensor([[0], [3], [5], [6]])
 
 
-def _overwrites(rank: int) -> object:
+@contextlib.contextmanager
+def _cross_entropy() -> Iterator[Callable[..., Tensor]]:
+    """Megatron's cross-entropy, on two tensor ranks."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     import parallel_rl.megatron as M
 
     M.initialize(tp=2)
+    yield vocab_parallel_cross_entropy
+    M.destroy()
+
+
+def _overwrites(rank: int) -> object:
     logits, targets = _logits(rank)
     before = logits.clone()
-    vocab_parallel_cross_entropy(logits, targets)
-    M.destroy()
+    with _cross_entropy() as cross_entropy:
+        cross_entropy(logits, targets)
     return not torch.equal(before, logits)
 
 
 def _smoothing(rank: int) -> object:
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    import parallel_rl.megatron as M
-
-    M.initialize(tp=2)
-    logits, targets = _logits(rank)
-    losses = vocab_parallel_cross_entropy(logits, targets, label_smoothing=0.1).flatten()
-    both = [torch.empty_like(losses) for _ in range(2)]
-    dist.all_gather(both, losses)
-    M.destroy()
+    with _cross_entropy() as cross_entropy:
+        losses = cross_entropy(*_logits(rank), label_smoothing=0.1).flatten()
+        both = [torch.empty_like(losses) for _ in range(2)]
+        dist.all_gather(both, losses)
     return float((both[0] - both[1]).abs().max())
 
 
 def _padding(rank: int) -> object:
     """Fall of the log-probs with one column of vocabulary padding per rank, whose logits are 0."""
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    import parallel_rl.megatron as M
-
-    M.initialize(tp=2)
     logits, _ = _logits(rank)
     targets = torch.zeros(4, 1, dtype=torch.int64)
-    plain = vocab_parallel_cross_entropy(logits.clone(), targets)
-    padded = vocab_parallel_cross_entropy(torch.nn.functional.pad(logits, (0, 1)), targets)
-    M.destroy()
+    with _cross_entropy() as cross_entropy:
+        plain = cross_entropy(logits.clone(), targets)
+        padded = cross_entropy(torch.nn.functional.pad(logits, (0, 1)), targets)
     return float((padded - plain).abs().max())
 
 
