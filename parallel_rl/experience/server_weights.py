@@ -151,16 +151,10 @@ class ServerWeights:
                     "it with --logprobs-mode processed_logprobs",
                 )
         served = _config_of(folder)
-        wrong = [
-            f"{key} {served[key]!r}"
-            for key in SHAPE
-            if {key} <= served.keys() & shape.keys() and served[key] != shape[key]
-        ]
-        if wrong:
-            own = ", ".join(f"{key} {shape[key]!r}" for key in (text.split()[0] for text in wrong))
-            raise self._poster.failure(
-                url, f"it serves another model, {folder}, with {', '.join(wrong)}; the policy has {own}"
-            )
+        differ = [key for key in SHAPE if {key} <= served.keys() & shape.keys() and served[key] != shape[key]]
+        if differ:
+            theirs, own = (", ".join(f"{key} {sizes[key]!r}" for key in differ) for sizes in (served, shape))
+            raise self._poster.failure(url, f"it serves another model, {folder}, with {theirs}; the policy has {own}")
 
     def _folder(self, url: str) -> str | None:
         """The folder that a server was started from, as it names it."""
@@ -173,11 +167,9 @@ class ServerWeights:
                 )
             if self.engine == "vllm":
                 return _text(_inside(served[self.config.model], "root"))
-        return (
-            _text(_inside(self._get(url, "/model_info", self._probe), "model_path"))
-            if self.engine == "sglang"
-            else None
-        )
+        if self.engine != "sglang":
+            return None
+        return _text(_inside(self._get(url, "/model_info", self._probe), "model_path"))
 
     def _version(self, url: str, poster: Poster) -> str:
         found = self._get(url, self._protocol.version, poster)
