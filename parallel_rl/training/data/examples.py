@@ -158,10 +158,16 @@ def parse_rollout(row: Row, vocab_size: int) -> Rollout:
     return Rollout(tuple(map(int, tokens)), tuple(logprobs), group, reward, advantage, staleness, run, segments, mask)
 
 
+def _one_each(row: Row, key: str, count: int) -> tuple[int, ...]:
+    """A field of integers, one for each of so many log-probs."""
+    values = tuple(map(int, _numbers(row, key, integer=True)))
+    if len(values) != count:
+        raise ValueError(f"{key!r} has {len(values)} values for {count} 'logprobs'; their numbers must be equal")
+    return values
+
+
 def _segments(row: Row, count: int) -> tuple[int, ...]:
-    segments = tuple(map(int, _numbers(row, "segments", integer=True)))
-    if len(segments) != count:
-        raise ValueError(f"'segments' has {len(segments)} values for {count} 'logprobs'; their numbers must be equal")
+    segments = _one_each(row, "segments", count)
     turns = [turn for turn in segments if turn != -1]
     if not turns or turns != sorted(turns) or turns[0] < 0:
         raise ValueError(
@@ -171,9 +177,7 @@ def _segments(row: Row, count: int) -> tuple[int, ...]:
 
 
 def _mask(row: Row, count: int, segments: Sequence[int] | None) -> tuple[int, ...]:
-    mask = tuple(map(int, _numbers(row, "mask", integer=True)))
-    if len(mask) != count:
-        raise ValueError(f"'mask' has {len(mask)} values for {count} 'logprobs'; their numbers must be equal")
+    mask = _one_each(row, "mask", count)
     if not {*mask} <= {0, 1} or not any(mask):
         raise ValueError(
             f"'mask' = {list(mask)} must be 1 for what the policy sampled, at least once, and 0 for what a tool wrote"
@@ -195,20 +199,15 @@ def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _list(row: Row, key: str) -> list[object]:
-    value = field_of(row, key)
-    if not isinstance(value, list):
-        raise ValueError(f"{key!r} = {brief(value)} is not valid; a list is needed")
-    return value
-
-
 def _numbers(row: Row, key: str, integer: bool = False) -> Sequence[float]:
-    items = _list(row, key)
+    items = field_of(row, key)
+    if not isinstance(items, list):
+        raise ValueError(f"{key!r} = {brief(items)} is not valid; a list is needed")
     # thousands of them in each row: one by one only where one is wrong
     if not (all_int64(items) if integer else all_finite(items)):
         for index, item in enumerate(items):
             _number(item, f"{key}[{index}]", integer)
-    return items  # type: ignore[return-value]
+    return items
 
 
 def _number(value: object, name: str, integer: bool = False) -> float:
