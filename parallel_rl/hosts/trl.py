@@ -74,7 +74,7 @@ class DPOLossMixin:
         )  # fmt: skip
         _refuse(
             {
-                "f_divergence_type": trainer.f_divergence_type not in ("reverse_kl",) and trainer.f_divergence_type,
+                "f_divergence_type": trainer.f_divergence_type != "reverse_kl" and trainer.f_divergence_type,
                 "ld_alpha": trainer.ld_alpha,
                 "use_weighting": trainer.use_weighting,
                 "return_outputs": return_outputs,

@@ -238,9 +238,8 @@ def wrap_model(model: MegatronModule, *, ddp: bool | DistributedDataParallelConf
         module = Float16Module(model.config, module)
     if ddp is False:
         return module
-    settings = ddp if isinstance(ddp, DistributedDataParallelConfig) else None
-    if settings is None:
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=model.config.params_dtype.itemsize < 4)
+    by_dtype = DistributedDataParallelConfig(grad_reduce_in_fp32=model.config.params_dtype.itemsize < 4)
+    settings = ddp if isinstance(ddp, DistributedDataParallelConfig) else by_dtype
     wrapped = DistributedDataParallel(model.config, settings, module)
     model.config.finalize_model_grads_func = finalize_model_grads
     if settings.overlap_grad_reduce:

@@ -231,9 +231,7 @@ def _wrap(config: TrainConfig, model: GPTModel) -> DistributedDataParallel:
     return wrap_model(model, ddp=settings)
 
 
-def _build(
-    config: TrainConfig, vocab_size: int, max_length: int, scalar_head: bool = False, draw: bool = True
-) -> GPTModel:
+def _build(config: TrainConfig, vocab_size: int, max_length: int, scalar_head: bool, draw: bool = True) -> GPTModel:
     model = config.model
     settings = build_config(
         num_layers=model.layers,
