@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from parallel_rl import __version__
 from parallel_rl.cli import explain, export, runs, sample, submit, tools
 from parallel_rl.cluster import preemption
+from parallel_rl.cluster.exit import leave
 from parallel_rl.config.names import ENVIRONMENT, modules_of_user
 from parallel_rl.doctor import command as doctor_command
 from parallel_rl.plan import command as plan_command
@@ -50,8 +51,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, or 2 for a config, data or world that does not fit."""
-    known, rest = _parser().parse_known_args(submit.joined(sys.argv[1:] if arguments is None else arguments))
+    """Run one command and return its exit status: 0, or 2 for a config, data or world that does not fit.
+
+    The command of the process itself, without `arguments`, ends the process where it is not 0.
+    """
+    status = _run(sys.argv[1:] if arguments is None else arguments, own_process=arguments is None)
+    if status and arguments is None:
+        leave(status)
+    return status
+
+
+def _run(arguments: Sequence[str], own_process: bool) -> int:
+    known, rest = _parser().parse_known_args(submit.joined(arguments))
     try:
         if hasattr(known, "modules") and getattr(known, "script", None) is None:  # a loop imports what it needs
             known.modules = modules_of_user(known.modules)
@@ -67,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ValueError(f"`parallel-rl {known.command}` needs megatron-core: pip install 'parallel-rl[megatron]'")
         )
     if known.command == "train":
-        if arguments is None:  # the process is ours, and seconds of imports follow
+        if own_process:  # seconds of imports follow
             preemption.listen()
         return runs.train(known.recipe, rest, known.gate, known.dump_step)
     if known.command == "check":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_rl.cli.runs import check_world, config_of, quiet, refuse, say
+from parallel_rl.cluster.exit import failed
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -43,4 +44,6 @@ def export(known: argparse.Namespace, rest: Sequence[str]) -> int:
         end_world()
     except (ValueError, OSError) as error:
         return refuse(error)
+    except RuntimeError as error:
+        return failed(error)
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from parallel_rl.cli.runs import refuse
 from parallel_rl.cluster import preemption
+from parallel_rl.cluster.exit import failed, leave
 
 
 def read(path: str) -> str:
@@ -48,11 +49,10 @@ def main(words: Sequence[str]) -> int:
         sys.path.insert(0, str(Path(path).absolute().parent))
         runpy.run_path(path, run_name="__main__")
     except Exception as error:
-        from parallel_rl.cluster.exit import failed  # and torch with it
-
         return failed(error)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if status := main(sys.argv[1:]):
+        leave(status)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parallel_rl.cli.runs import check_world, config_of, quiet, refuse, say
+from parallel_rl.cluster.exit import failed
 from parallel_rl.config.shown import printable
 
 
@@ -68,4 +69,6 @@ def sample(known: argparse.Namespace, rest: Sequence[str]) -> int:
         end_world()
     except (ValueError, OSError) as error:
         return refuse(error)
+    except RuntimeError as error:
+        return failed(error)
     return 0

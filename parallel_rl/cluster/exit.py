@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import sys
 import threading
 import traceback
 from pathlib import Path
-
-import torch.distributed as dist
+from typing import NoReturn
 
 from parallel_rl.cluster.heartbeat import step_name
 from parallel_rl.cluster.watchdog_report import name_of
@@ -23,6 +24,8 @@ def failed(error: BaseException) -> int:
     Returns:
         the exit status: 2 where a config, data or world does not fit, else 1.
     """
+    import torch.distributed as dist  # seconds, which a command that only ends must not wait for
+
     meant = _reader_left(error) or _is_meant(error)
     if not meant:
         traceback.print_exception(error)
@@ -42,6 +45,19 @@ def failed(error: BaseException) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with a status, once what is registered for its end has run.
+
+    The interpreter's own end, left out here, turns the status into SIGABRT where a thread of a process group, which a traceback
+    or Megatron still refers to, frees a tensor in it.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads any more
+            stream.flush()
+    os._exit(status)
 
 
 def _reader_left(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from parallel_rl.experience import register_reward
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.trainer import train
-from tests.training.helpers import logged_rows, run, train_rows
+from tests.training.helpers import ROOT, logged_rows, run, train_rows
 
 SMALL = {
     "parallel": "{}",
@@ -136,6 +136,34 @@ def _multiplied() -> None:
 
 def _ours() -> None:
     raise_on_all_ranks(_multiplied, what="the product")
+
+
+ENDS_BADLY = """
+import atexit, os
+class Thread:
+    def __del__(self):
+        os.abort()
+thread = Thread()
+atexit.register(print, "closed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "cause"),
+    [
+        (["parallel_rl.cli", "train", "nowhere.yaml", "--import", "ends_badly"], 2, "nowhere.yaml does not exist"),
+        (["parallel_rl.cli.loop", "--gate", "5", "loop.py"], 1, "KeyError: 'lr'"),
+    ],
+)
+def test_a_process_that_fails_has_its_own_status(words: list[str], status: int, cause: str, tmp_path: Path) -> None:
+    """An object stands in for the threads of process groups that a failure leaves: they abort the interpreter in its end, and
+    torchrun reported a SIGABRT in place of the error. What is registered for the end still runs."""
+    (tmp_path / "ends_badly.py").write_text(ENDS_BADLY)
+    (tmp_path / "loop.py").write_text("import ends_badly\nraise KeyError('lr')\n")
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run([sys.executable, "-m", *words], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (status, "closed\n")
+    assert done.stderr.endswith(f"{cause}\n")
 
 
 def test_what_torch_raises_keeps_its_type_and_its_traceback(
