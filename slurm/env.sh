@@ -13,6 +13,7 @@ if [ -e "$site" ]; then
   set -euo pipefail
 fi
 
+unset SLURM_EXPORT_ENV # what `sbatch --export=NONE` leaves: srun would keep from the ranks all that is set here
 # logs and markers: shared by all nodes, the same at each restart of a job
 export PARALLEL_RL_JOB_DIR=${LOG_DIR:-$PWD/runs/slurm}/$SLURM_JOB_ID
 [ -z "${CONTAINER_IMAGE:-}" ] || PYTHON=${PYTHON:-python} # the image's
@@ -42,8 +43,9 @@ SERVER_KEY=${SERVER_KEY:-rl.server.url} # the config's key that gets their addre
 [ -n "$SERVER_COMMAND" ] || [ "${SLURM_HET_SIZE:-1}" -eq 1 ] || fail "SERVER_COMMAND is empty, and there are nodes for servers:\
  SERVER_COMMAND='vllm serve FOLDER --port \$PORT' sbatch ..."
 
-# one task a node has all its cores; torchrun binds each rank to those near its GPU (node, socket, exclusive, core-complex)
-CPUS=${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}
+# one task a node has all its cores, or as many as the node with the fewest ("96(x2),64"); torchrun binds each rank to those near
+# its GPU (node, socket, exclusive, core-complex)
+CPUS=${SLURM_CPUS_PER_TASK:-$(tr , '\n' <<< "${SLURM_JOB_CPUS_PER_NODE:-$SLURM_CPUS_ON_NODE}" | sort -n | sed 's/(.*//; q')}
 export NUMA_BINDING=${NUMA_BINDING-node}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 

@@ -93,6 +93,13 @@ def test_the_environment_comes_from_the_job_and_the_site(tmp_path: Path) -> None
     assert container == f"--container-image=image.sqsh --no-container-mount-home --container-workdir={ROOT} {mounts}"
 
 
+def test_nodes_with_fewer_cores_and_an_environment_that_was_left_out(tmp_path: Path) -> None:
+    """srun refuses a task of more cores than one of the nodes has; after `sbatch --export=NONE` its tasks have no PATH."""
+    assert _environment(tmp_path, 1, SLURM_JOB_CPUS_PER_NODE="96(x2),64(x3),128").split()[3] == "64"
+    code = 'set -euo pipefail; source slurm/env.sh; echo "${SLURM_EXPORT_ENV-unset}"'
+    assert _in_job(tmp_path, ["-c", code], 1, SLURM_EXPORT_ENV="NONE").stdout == "unset\n"
+
+
 def test_a_site_may_load_modules(tmp_path: Path) -> None:
     """As Lmod's and Tcl's do: they read names that are not set, and test by commands that fail; what fails itself is told."""
     modules = 'module() { [ -n "$LOADEDMODULES" ]; false; [ "$2" != nowhere ]; }\n'
