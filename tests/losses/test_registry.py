@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -143,13 +144,30 @@ def test_entropy() -> None:
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-11, atol=1e-14)
 
 
-def test_entropy_needs_to_be_declared() -> None:
-    @register_objective("doc_undeclared")
+@pytest.mark.parametrize(
+    ("name", "reads", "says"),
+    [
+        ("entropy", lambda batch: batch.entropy, "needs_entropy=True of register_objective"),
+        (
+            "field",
+            lambda batch: batch["prev_logprobs"],
+            "'prev_logprobs', which it does not declare (declared: advantages)",
+        ),
+        ("typo", lambda batch: batch["advantage"], "'advantage', which it does not declare (declared: advantages)"),
+        ("recorded", lambda batch: batch.recorded("values"), "add it to token_fields [B, S] or sequence_fields [B]"),
+        ("row", lambda batch: batch.expand(batch.per_sequence("rewards")), "'rewards', which it does not declare"),
+        ("turn", lambda batch: batch.turn_sum(batch.logprobs), "'segment_ids', which it does not declare"),
+    ],
+)
+def test_what_is_read_is_declared(name: str, reads: Callable[[TokenBatch], Tensor], says: str) -> None:
+    """The data may have it all the same, so `verify` would pass what a trainer, who asks the requirements, does not make."""
+
+    @register_objective(f"doc_undeclared_{name}", token_fields=("advantages",))
     def undeclared(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-        return -batch.entropy
+        return -reads(batch) * batch["token_mask"]
 
     logits, data = make()
-    with pytest.raises(AssertionError, match="does not require the entropy"):
+    with pytest.raises(ValueError, match=re.escape(says)):
         run(undeclared(), logits, data)
 
 

@@ -98,7 +98,11 @@ class TokenBatch:
     def entropy(self) -> Tensor:
         """[T_local] of the distribution at each position, with gradient; for a loss that declares it."""
         stats = self.output.stats
-        assert stats is not None and stats.entropy is not None, "the loss does not require the entropy"
+        if stats is None or stats.entropy is None:
+            raise ValueError(
+                "the loss reads batch.entropy and does not declare it; needs_entropy=True of register_objective does, or "
+                "entropy=True of Requirements"
+            )
         return stats.entropy
 
     @property
@@ -128,11 +132,17 @@ class TokenBatch:
         return self.local.tokens_per_sequence
 
     def __getitem__(self, name: str) -> Tensor:
-        """[T_local] a [B, S] field ([B, S, K]: [T_local, K]), 0 at masked places."""
+        """[T_local] a [B, S] field ([B, S, K]: [T_local, K]), 0 at masked places.
+
+        Raises:
+            ValueError: a field that the loss does not declare, which no check and no trainer then knows of.
+        """
+        self.local.check_declared(name)
         return self.local.field(name, self.output.dtype)
 
     def recorded(self, name: str) -> Tensor:
         """[T_local] float64 of a field [B, S], 0 at masked places, not rounded to the dtype of the logits."""
+        self.local.check_declared(name)
         return self.local.field(name, torch.promote_types(self.local.data[name].dtype, self.output.dtype)).double()
 
     def has(self, name: str) -> bool:
@@ -141,6 +151,7 @@ class TokenBatch:
 
     def per_sequence(self, name: str) -> Tensor:
         """[B] a field of the data with one value per sequence, 0 where the sequence is masked."""
+        self.local.check_declared(name)
         return torch.where(self.sequence_mask, in_dtype(self.local.data[name], self.output.dtype), 0)
 
     def random(self, seed: int) -> Tensor:

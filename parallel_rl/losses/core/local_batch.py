@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 _NOTHING = Requirements()
+_OF_ALL = ("input_ids", "token_mask", "sample_mask")  # fields that no loss declares
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +109,7 @@ class LocalBatch:
     @cached_property
     def turns(self) -> TurnLayout:
         """The turns that `segment_ids` tells apart, at the local positions."""
+        self.check_declared("segment_ids")
         return TurnLayout.of(self.layout, self.data["segment_ids"], self.valid, self.requirements.shift)
 
     @cached_property
@@ -126,6 +128,19 @@ class LocalBatch:
     def temperature(self) -> Tensor:
         """[T_local] of each token's sample; 1 where the sample is masked."""
         return self.layout.expand(torch.where(self.sequence_mask, self.data["temperature"], 1.0))
+
+    def check_declared(self, name: str) -> None:
+        """Refuse a field that the loss does not declare: nothing would check it, and a trainer would not make it.
+
+        Raises:
+            ValueError: names the field, and how one is declared.
+        """
+        if name not in self.requirements.names and name not in _OF_ALL:
+            declared = ", ".join(self.requirements.names) or "none"
+            raise ValueError(
+                f"the loss reads the field {name!r}, which it does not declare (declared: {declared}); add it to token_fields "
+                "[B, S] or sequence_fields [B] of register_objective, or to the fields of Requirements"
+            )
 
     def row_sum(self, x: Tensor) -> Tensor:
         """[B, S] of the data to [B]: sums over whole sequences."""
