@@ -6,10 +6,12 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 
 from parallel_rl.config.strict import nearest
 
 ENVIRONMENT = "PARALLEL_RL_IMPORT"
+_RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
 
 _LEFT: ContextVar[dict[str, None] | None] = ContextVar("_LEFT", default=None)
 
@@ -30,6 +32,11 @@ pass --import my_rewards'
         return (
             f'{what} = {name!r} is not valid: a config imports nothing; register it by @{decorator}("{attribute}") and '
             f"pass --import {module}"
+        )
+    if what == "loss" and (_RECIPES / f"{name}.yaml").is_file():
+        return (
+            f"loss = {name!r} is not valid: it is a recipe, a loss with options; --recipe {name} runs it, "
+            f"parallel_rl.load_recipe({name!r}) gives both"
         )
     return (
         f"{what} = {name!r} is not valid; {nearest(name, known)} (one of your own: @{decorator} in a module that "

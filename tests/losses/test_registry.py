@@ -284,6 +284,10 @@ def test_names_and_levels_that_do_not_do() -> None:
     with pytest.raises(ValueError, match="level = 'word' is not valid; choose 'token', 'sequence' or 'pair'"):
         register_objective("doc_word", level="word")  # type: ignore[arg-type]
     assert "doc_word" not in losses()
+    with pytest.raises(
+        ValueError, match=r"'gspo' is not valid: it is a recipe, a loss with options; --recipe gspo runs it"
+    ):
+        get_loss("gspo")  # "did you mean 'simpo'?"
     with pytest.raises(ValueError, match=r"loss = 'cliped_pg' is not valid; did you mean 'clipped_pg'\?"):
         get_loss("cliped_pg")
     with pytest.raises(ValueError, match=r"loss = '\?' is not valid; valid: .*clipped_pg"):
