@@ -165,7 +165,12 @@ def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
                 return _convert(option, value, path)
             except ValueError:
                 continue
-        return _convert(options[-1], value, path)
+        try:
+            return _convert(options[-1], value, path)
+        except ValueError as error:
+            if type(None) in args and options[-1] in (int, float, bool, str):  # YAML 1.1 reads `off` as False
+                raise ValueError(f"{error}, or null") from None
+            raise
     if origin is Literal:
         if value not in args:
             raise ValueError(f"{path} = {shown(value)} is not valid; choose one of {', '.join(map(repr, args))}")

@@ -78,6 +78,10 @@ def test_nothing_an_instance_and_null() -> None:
         ({"steps": 1, "derived": 1}, "unknown key derived = 1 in Outer"),
         ({"steps": 1, "inner": {"rat": 2}}, "unknown key inner.rat = 2 in Inner; did you mean 'rate'?"),
         ({"steps": "1"}, "steps = '1' is not valid; a value of type int is needed"),
+        (
+            {"steps": 1, "limit": False},
+            "limit = False is not valid; a value of type float is needed, or null",
+        ),  # YAML's off
         ({"steps": 1.0}, "steps = 1.0 is not valid; a value of type int is needed"),
         ({"steps": True}, "steps = True is not valid; a value of type int"),
         ({"steps": None}, "steps = None is not valid; a value of type int"),
