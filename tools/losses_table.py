@@ -33,9 +33,21 @@ INTRODUCTION = """# Losses and recipes
 
 Made by `make docs` from the docstrings, the option classes, `configs/recipes` and `docs/other_systems.yaml`; a test checks it.
 
-A loss is a class with the call of `LossFn` and a class of options; a recipe is a set of options, an advantage estimator and a
-trainer's settings, in one YAML file. `get_loss(name)` gives the one, `parallel_rl.recipes.load_recipe(name)` the other,
-`parallel-rl train --recipe NAME` runs it, [adding_a_loss.md](adding_a_loss.md) adds one.
+A loss is a class with the call of `LossFn` and a class of options; a recipe is a loss with options, an advantage estimator
+and a trainer's settings, in one YAML file. `parallel-rl train --recipe NAME` runs it, [adding_a_loss.md](adding_a_loss.md)
+adds one. In a loop of your own `load_recipe` gives the loss and its options, `get_loss(name)` a loss alone; the advantages come
+from `estimate`:
+
+```python
+from parallel_rl import load_recipe
+from parallel_rl.advantages import estimate
+
+loss_class, options = load_recipe("gspo")
+loss_fn = loss_class(options, vocab_size=151936)
+# advantages = estimate({"name": "grpo"}, {"rewards": ..., "group_ids": ..., "token_mask": ...}, groups).advantages
+```
+
+In the tables `null` is YAML's word for None, which leaves an option out.
 
 `clipped_pg` or `policy`? Take `policy`: every recipe is a set of its options; `clipped_pg` is the same mathematics under
 NeMo-RL's option names, data and metrics, for a config that comes from there. [compat.md](compat.md) has the losses of other
@@ -212,7 +224,7 @@ def _default(field: dataclasses.Field) -> str:
         return f"`{value.name}`"
     if dataclasses.is_dataclass(value):
         return "its defaults"
-    return {None: "off", True: "true", False: "false"}.get(value, f"`{value}`") if _plain(value) else f"`{value}`"
+    return {None: "`null`", True: "true", False: "false"}.get(value, f"`{value}`") if _plain(value) else f"`{value}`"
 
 
 def _plain(value: object) -> bool:
@@ -224,7 +236,7 @@ def _type(hint: object) -> str:
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in args)
     if args and type(None) in args:
-        return " or ".join(_type(arg) for arg in args if arg is not type(None)) + " or off"
+        return " or ".join(_type(arg) for arg in args if arg is not type(None)) + " or `null`"
     if args and origin not in (tuple, list):
         return " or ".join(_type(arg) for arg in args)
     if args:
