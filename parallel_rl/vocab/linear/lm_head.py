@@ -29,6 +29,9 @@ class LMHeadInput:
     `LMHeadInput` in `data["teacher_logits"]` beside it. A process reward model, and components of which one distils, compute
     whole logits, which must then fit into `budget`, if given.
 
+    The gradient of `hidden` comes summed over the tensor ranks (reduce-scattered under sequence parallelism), as a
+    column-parallel layer gives it: a loop that sums it itself does not do so here.
+
     >>> head = LMHeadInput(torch.zeros(2, 5, 8), torch.zeros(100, 8))  # hidden [B, S, D], weight [V, D]
     >>> head.logits_like(None).shape
     torch.Size([2, 5, 100])
