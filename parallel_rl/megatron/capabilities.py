@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 from megatron.core.pipeline_parallel.schedules import forward_step_calc_loss
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer import multi_token_prediction
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
@@ -79,3 +80,13 @@ def heads_recompute_packed_rows() -> bool:
     """
     recompute = multi_token_prediction.MultiTokenPredictionLayer._checkpointed_forward
     return "packed_seq_params" in inspect.signature(recompute).parameters
+
+
+@cache
+def norms_can_be_recomputed() -> bool:
+    """Whether activation recomputation takes norms by themselves: it asks Transformer Engine for FP8, used or not.
+
+    >>> norms_can_be_recomputed() in (True, False)
+    True
+    """
+    return hasattr(random, "FP8GlobalStateManager")

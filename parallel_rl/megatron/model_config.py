@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from parallel_rl.agreement import describe
 from parallel_rl.config.architecture import Experts
 from parallel_rl.layout import CPLayout
+from parallel_rl.megatron.capabilities import norms_can_be_recomputed
 from parallel_rl.vocab.backends.choice import COMPILER
 
 #: field of newer versions' TransformerConfig; on older ones an attribute that our layers read
@@ -247,6 +248,9 @@ def _check_fields(fields: Mapping[str, object], tp: int, pp: int, virtual_pp: in
             "moe_router_load_balancing_type = 'sinkhorn' shares out the tokens that a rank has at a time: with it the numbers "
             "depend on the layout; use 'aux_loss', 'seq_aux_loss', 'global_aux_loss' or 'none'"
         )
+    modules = fields.get("recompute_modules")
+    if isinstance(modules, list) and "layernorm" in modules and not norms_can_be_recomputed():
+        raise ValueError(f"recompute_modules = {modules} needs Transformer Engine for 'layernorm'; leave that out")
     ranks: tuple[object, str] = (tp, "tensor parallel ranks")
     parts_of: dict[str, tuple[object, str]] = {
         "num_layers": (pp * (virtual_pp or 1), "pipeline stages"),

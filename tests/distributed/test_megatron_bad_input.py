@@ -29,10 +29,11 @@ _STEPS = {
 }
 
 
-_ROUTERS: dict[str, dict[str, object]] = {
+_OVERRIDES: dict[str, dict[str, object]] = {
     "drops": {"moe_expert_capacity_factor": 1.0},
     "draws": {"moe_input_jitter_eps": 0.1},
     "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn"},
+    "norms": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
 }
 
 
@@ -85,12 +86,12 @@ def _bad(rank: int, what: str) -> None:
         M.initialize(tp=3)
     elif what == "size":
         M.initialize(cp=0)
-    elif what in ("dropout", "heads", "layers", "overrides", "attention", "drops", "draws", "sinkhorn"):
+    elif what in ("dropout", "heads", "layers", "overrides", "attention", *_OVERRIDES):
         M.initialize(tp=1 if what == "layers" else 2, pp=2 if what == "layers" else 1)
         if what == "dropout":
             M.build_config(**sizes, dropout=0.1)
-        if what in _ROUTERS:
-            M.build_config(**sizes, experts=Experts(4, 8), overrides=_ROUTERS[what])
+        if what in _OVERRIDES:
+            M.build_config(**sizes, experts=Experts(4, 8), overrides=_OVERRIDES[what])
         if what == "heads":
             M.build_config(**(sizes | {"num_attention_heads": 1}))
         if what == "layers":
@@ -210,6 +211,7 @@ def _rows(width: int = 4) -> dict[str, torch.Tensor]:
         ("dropout", "hidden_dropout = 0.1 must be 0"),
         ("drops", "moe_expert_capacity_factor = 1.0 must be None: with it the numbers depend on the layout"),
         ("draws", "moe_input_jitter_eps = 0.1 must be None"),
+        ("norms", "recompute_modules = ['layernorm', 'mlp'] needs Transformer Engine for 'layernorm'"),
         ("sinkhorn", "'sinkhorn' shares out the tokens that a rank has at a time"),
         ("heads", "num_attention_heads = 1 is not divisible by 2 tensor parallel ranks"),
         ("layers", "num_layers = 3 is not divisible by 2 pipeline stages"),

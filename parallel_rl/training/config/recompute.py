@@ -15,7 +15,8 @@ class RecomputeConfig:
         method: of "full": "uniform" keeps the input of each `num_layers` layers (the default, with 1), "block" recomputes the
             first `num_layers` layers of a stage and keeps everything of the others.
         num_layers: of "full".
-        modules: of "selective": parts of a layer; the core attention alone where none are given.
+        modules: of "selective": parts of a layer; the core attention alone where none are given. "layernorm" needs Transformer
+            Engine.
     """
 
     granularity: Literal["full", "selective"] = "full"
