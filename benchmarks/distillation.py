@@ -195,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
     budget = options.budget or max(2 * shape.tokens * shape.vocab * 4 // 6, 1 << 16)
     arguments_ = shape, getattr(torch, name), options.repeats, budget, options.device
     [(results, rate)] = run_ranks(1, measure, *arguments_, timeout=3600.0)
-    chosen = methods(budget)
+    chosen = [m for m in methods(budget) if m.name in results]
     if find_spec("liger_kernel") is None:
         print(f"not run: {LIGER}: liger-kernel is not installed (pip install -r benchmarks/peers.txt)")
     clock = "seconds" if gpu else "CPU-seconds, one thread"

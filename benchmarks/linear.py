@@ -32,16 +32,13 @@ from benchmarks.common import (
 )
 from benchmarks.linear_case import Case, Layout, Objective, Shape, grpo, make_case, weighted
 from benchmarks.linear_methods import Method, methods
-from benchmarks.peers import COMPILED, MEGATRON, join_megatron
+from benchmarks.peers import COMPILED, MEGATRON, join_megatron, results_of
 from benchmarks.report import Growth, add_report_options, matmul_rate, report
 
 MEMORY = 1 / 5  # of the frugalest peer's, for in_forward and recompute
 TIME = {"in_forward": 1.1, "recompute": 1.6}  # of the fastest peer's
-GPU_SECONDS = {
-    "in_forward": 0.038,
-    "resident": 0.038,
-    "recompute": 0.048,
-}  # one H200, M 8192, D 4096, V 131072, bfloat16
+# one H200, M 8192, D 4096, V 131072, bfloat16
+GPU_SECONDS = {"in_forward": 0.038, "resident": 0.038, "recompute": 0.048}
 # beyond the gradients: the default budget, and what a float32 sum of the weight's gradient would take beyond a bfloat16 one
 GPU_BYTES = {"in_forward": 1.05 * (2**31 + 2 * 4096 * 131072), "recompute": 1.05 * 2**31}
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative and norm-wise, of loss and gradients against float64
@@ -130,7 +127,8 @@ def measure(
 
 def measure_case(chosen: Sequence[Method], case: Case, repeats: int, device: str) -> dict[str, Figures]:
     """Check every method against the truth, then measure it; repeats are interleaved: a busy moment hits all alike."""
-    errors = {m.name: check_result(m, case) for m in chosen}  # compiles, too
+    errors = results_of(chosen, lambda m: check_result(m, case), device)  # compiles, too
+    chosen = [m for m in chosen if m.name in errors]
     case = case._replace(truths={})
     memory = {m.name: measure_memory(m, case) for m in chosen}
     if device == "cpu":
@@ -289,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
         budget = max(shape.tokens * shape.vocab // tp * 4 // 6, 1 << 16)
     given = shape, layout, dtype, options.repeats, budget, options.device
     ranks = run_ranks(tp, measure, *given, timeout=3600.0, backend=BACKENDS[options.device])
-    chosen = methods(options.device, budget, tp)
+    chosen = [m for m in methods(options.device, budget, tp) if m.name in ranks[0][0]]
     results = {m.name: over_ranks([figures[m.name] for figures, _ in ranks]) for m in chosen}
     growth = measure_growth(shape, layout, dtype, options.device) if options.growth else None
     clock = "seconds" if gpu else "CPU-seconds, one thread" if tp == 1 else "CPU-seconds of a process"

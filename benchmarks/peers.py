@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -143,6 +144,19 @@ def imports(module: str) -> bool:
 def broken() -> Mapping[str, str]:
     """The modules of installed peers that `imports` was asked for in vain, and why."""
     return dict(_broken)
+
+
+def results_of(methods: Sequence[Any], check: Callable[[Any], Any], device: str) -> dict[str, Any]:
+    """What the check gives of each method, by name. On a card, which may not be there again, a peer that fails is a line."""
+    found = {}
+    for method in methods:
+        try:
+            found[method.name] = check(method)
+        except Exception as error:  # its kernel is not built, or wrong
+            if device != "cuda" or method.kind != "peer":
+                raise
+            print(f"not run: {method.name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
+    return found
 
 
 def join_megatron(tp: int = 1) -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.common import Seconds
-from benchmarks.peers import join_megatron
+from benchmarks.peers import join_megatron, results_of
 from benchmarks.report import Growth, copy_bandwidth, report
 from benchmarks.token_stats_gpu_methods import ENTROPY, OURS, RANKS, SHARD, Case, Method, make_case, methods, shard
 from parallel_rl.vocab.backends.choice import Backend
@@ -122,11 +122,12 @@ def measure_memory(method: Method, case: Case, work: Tensor, device: str) -> tup
 
 
 def measure(chosen: list[Method], case: Case, repeats: int, device: str, checked: bool = True) -> dict[str, Figures]:
-    """Measure every method; repeats are interleaved."""
+    """Measure every method, of those that are checked the ones that pass; repeats are interleaved."""
     work = torch.empty_like(case.logits)
+    if checked:
+        right = results_of(chosen, lambda method: check_result(method, case, work), device)
+        chosen = [method for method in chosen if method.name in right]
     for method in chosen:
-        if checked:
-            check_result(method, case, work)
         time_once(method, case, work, device)  # what is compiled, is compiled
     memory = {m.name: measure_memory(m, case, work, device) for m in chosen}
     times: dict[str, list[tuple[float, float]]] = {m.name: [] for m in chosen}
@@ -209,7 +210,8 @@ def run(
         figures = measure(chosen, make_case(tokens, vocab, dtype, device), repeats, device)
         figures |= measure([of_shard], make_case(tokens, vocab // RANKS, dtype, device), repeats, device, checked=False)
         is_the_shape = (tokens, vocab, dtype) == (8192, 128256, torch.bfloat16)
-        lines += [f"{name}: {x}" for x in missed(figures, [*chosen, of_shard], copy, card, is_the_shape)]
+        measured = [m for m in [*chosen, of_shard] if m.name in figures]
+        lines += [f"{name}: {x}" for x in missed(figures, measured, copy, card, is_the_shape)]
         tables.append(table(figures, copy, f"{name} on {card}: least (median)"))
         results[name] = {method: asdict(row) for method, row in figures.items()}
     bars = {

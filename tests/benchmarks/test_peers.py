@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import torch
 from benchmarks import peers
 from benchmarks.common import run_ranks
 from benchmarks.token_stats_gpu import check_result
-from benchmarks.token_stats_gpu_methods import make_case, methods
+from benchmarks.token_stats_gpu_methods import Method, make_case, methods
+from benchmarks.token_stats_gpu_methods import ours as methods_of_ours
 from parallel_rl.testing.pool import preload, run_world
 
 preload("megatron.core")
@@ -86,6 +89,25 @@ def test_peers_are_right_and_overwrite_what_they_say(tp: int) -> None:
             narrow = dtype == torch.bfloat16
             assert of_loss < (0.1 if narrow and "TRL" in name else 1e-5) and of_gradient < (4e-3 if narrow else 1e-5)
             assert overwritten == (name == peers.MEGATRON and not narrow)
+
+
+def test_a_peer_that_fails_on_a_card_takes_no_other_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its kernel is not built by that Triton, say: the minutes of all others were lost. Ours ends the run, and so on a CPU."""
+    ours, other = methods_of_ours("eager")
+    peer = replace(ours, name="a peer", kind="peer")
+    every = [ours, peer, other]
+
+    def check(failing: Method, method: Method) -> str:
+        if method is failing:
+            raise RuntimeError("PassManager::run failed\nand more")
+        return method.name
+
+    found = peers.results_of(every, partial(check, peer), "cuda")
+    assert found == {ours.name: ours.name, other.name: other.name}
+    assert capsys.readouterr().out == f"not run: {peer.name}: RuntimeError: PassManager::run failed\n"
+    for failing, device in ((ours, "cuda"), (peer, "cpu")):
+        with pytest.raises(RuntimeError, match="PassManager"):
+            peers.results_of(every, partial(check, failing), device)
 
 
 def _on_card(rank: int) -> int:
