@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -27,12 +28,21 @@ from tools.gpu_check.facts import Fact, Facts, read_facts
 from tools.gpu_check.report import Outcome, page, summary
 
 STAGES = list(command.LIMITS)
+MARK = re.compile(r"^(pytestmark = |@)pytest\.mark\.gpu\b", re.MULTILINE)
 
 
 def test_all_stages_fit_in_ten_minutes() -> None:
     """Also where each is stopped and takes all its grace."""
     assert sum(limit + command.GRACE for limit in command.LIMITS.values()) < 600
     assert STAGES == ["smoke", "nccl", "kernels", "head", "host", "trainer"]
+
+
+def test_the_files_that_need_a_card_are_named() -> None:
+    """Whole folders are 3377 tests, which each of the processes would collect first."""
+    root = Path(__file__).parents[2]
+    told = re.search(r"pytest -n 8 -m gpu ([^`]*)`", (root / "benchmarks" / "README.md").read_text())
+    marked = [file for file in sorted(root.glob("tests/**/test_*.py")) if MARK.search(file.read_text())]
+    assert told is not None and sorted(told[1].split()) == [str(file.relative_to(root)) for file in marked]
 
 
 def test_a_stage_tells_what_is_wrong_what_is_missed_and_what_did_not_run(
