@@ -139,8 +139,8 @@ def token_scores(
     cut_length = None
     if is_dtensor(next_token_logits):
         part = shard_of_dtensor(next_token_logits, vocab_parallel_group, context_parallel_group)  # type: ignore[arg-type]
-        next_token_logits, vocab_start = part.logits, part.vocab_start
         vocab_size = part.vocab_size if vocab_size is None else vocab_size
+        next_token_logits, vocab_start = part.logits, min(part.vocab_start, vocab_size)
         cut_length = part.length if part.cut and layout is None else None
     head, logits = split_output(next_token_logits, vocab_parallel_group)
 

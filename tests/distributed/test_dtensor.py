@@ -73,6 +73,23 @@ def test_uneven_shards_of_words_and_of_the_sequence(tp: int, cp: int) -> None:
     assert run_world(4, _against_one_process, tp, cp, timeout=200) == [[]] * 4
 
 
+def _beyond_the_vocabulary(rank: int) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    z = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(1))
+    data = {"input_ids": torch.tensor([[0, 4, 2], [1, 3, 0]])}
+    logits = distribute_tensor(z, mesh, [Shard(-1)])
+    found = token_logprobs(logits, data, rank, mesh.get_group("tp"), vocab_size=5)
+    return torch.allclose(found, token_logprobs(z, data, vocab_size=5))
+
+
+def test_log_probs_beside_a_shard_of_padding_alone() -> None:
+    """Its first column lies beyond the vocabulary, which was refused as a wrong `vocab_start`."""
+    assert run_world(4, _beyond_the_vocabulary) == [True] * 4
+
+
 def _truncated_and_given_up(rank: int) -> bool:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
