@@ -27,6 +27,8 @@ class Launch:
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command = [sys.executable, "-m", *launcher, "-m", "parallel_rl.cli", "train", *arguments]
         settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+        # nothing is compiled here, and Megatron's import asks for the compiler: over a second of each process
+        settings["TORCHDYNAMO_DISABLE"] = "1"
         # torchrun dies of SIGUSR1 unless it was ignored before; the ranks have a handler of their own
         shell = ["bash", "-c", 'trap "" USR1; exec "$@"', "bash", *command]
         self.out = folder.with_suffix(".out")

@@ -25,6 +25,8 @@ TINY = {
     "run.checkpoint_every": 1,
     "run.keep_checkpoints": 3,
 }
+# nothing is compiled here, and Megatron's import asks for the compiler: over a second of each process
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 # of a run, not of what it computed
 CLOCK = {"seconds", "tokens_per_second"}
 Rows = list[dict[str, float | int | str]]
@@ -58,6 +60,7 @@ def submit(
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "GATE_SECONDS": "120",  # the machine may be busy
+        **UNCOMPILED,
         **(env or {}),
     }
     sizes = [f"--nodes={nodes}", "--gpus-per-node=8", "--cpus-per-task=16", f"--output={logs}/batch.out"]
@@ -69,7 +72,7 @@ def submit(
 def alone(given: Sequence[str]) -> None:
     """The same run in one process, without Slurm."""
     command = [sys.executable, "-m", "parallel_rl.cli", "train", *given]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1", **UNCOMPILED}, check=True, timeout=300)
 
 
 def curve(folder: Path) -> Rows:
