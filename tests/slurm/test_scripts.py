@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from parallel_rl.cli import main
 from tests.slurm.cluster import Cluster
-from tests.slurm.runs import CONFIG, ROOT, arguments, checked, curve, last_line, submit
+from tests.slurm.runs import CONFIG, ROOT, UNCOMPILED, arguments, checked, curve, last_line, submit
 
 pytestmark = pytest.mark.slurm
 GATE = 40  # seconds, for Python and torch on a busy machine
@@ -99,25 +100,26 @@ def test_what_cannot_run_is_refused_by_one_process(cluster: Cluster, tmp_path: P
         assert not (folder / "run").exists()
 
 
-def _submit(cluster: Cluster, folder: Path, *given: str) -> subprocess.CompletedProcess[str]:
-    words = [*arguments(folder / "run", 1), "--ranks-per-node", "1", *given]
-    env = {
-        "PYTHON": sys.executable,
-        "LOG_DIR": str(folder / "logs"),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "GATE_SECONDS": "120",
-    }
-    # the batch script's output, which the script puts into the folder that it is submitted from
-    out = {"SBATCH_OUTPUT": os.devnull}
-    command = [sys.executable, "-m", "parallel_rl.cli", "submit", *words]
-    env = {**cluster.env, **env, **out}
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
+def _words(folder: Path, *given: str) -> list[str]:
+    return ["submit", *arguments(folder / "run", 1), "--ranks-per-node", "1", *given]
 
 
 def test_submit_puts_the_same_job_on_the_queue(cluster: Cluster, tmp_path: Path) -> None:
     """Takes half a minute: the job that was put on the queue runs."""
-    done = _submit(cluster, tmp_path, "--nodes", "2", "--job-name", "mine", "--partition", "main")
+    words = _words(tmp_path, "--nodes", "2", "--job-name", "mine", "--partition", "main")
+    env = {
+        "PYTHON": sys.executable,
+        "LOG_DIR": str(tmp_path / "logs"),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "GATE_SECONDS": "120",
+        **UNCOMPILED,
+    }
+    # the batch script's output, which the script puts into the folder that it is submitted from
+    out = {"SBATCH_OUTPUT": os.devnull}
+    command = [sys.executable, "-m", "parallel_rl.cli", *words]
+    env = {**cluster.env, **env, **out}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     checked_run, command, said = done.stdout.splitlines()
     assert checked_run.startswith("ok: rl, 2 nodes")
@@ -183,12 +185,18 @@ def test_a_loop_of_ones_own_stops_and_goes_on(cluster: Cluster, tmp_path: Path) 
     ],
 )
 def test_what_the_cluster_does_not_have_is_refused_at_once(
-    cluster: Cluster, tmp_path: Path, given: list[str], what: str
+    cluster: Cluster,
+    tmp_path: Path,
+    given: list[str],
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    done = _submit(cluster, tmp_path, *given)
-    assert done.returncode == 2
-    assert what in done.stderr
-    assert re.search(
-        r"there is, by partition:\n  main\* 4 nodes, each 16 CPUs, gpu:h100:8, at most 1-00:00:00", done.stderr
-    )
+    for name, value in cluster.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(ROOT)
+    assert main(_words(tmp_path, *given)) == 2
+    said = capsys.readouterr().err
+    assert what in said
+    assert re.search(r"there is, by partition:\n  main\* 4 nodes, each 16 CPUs, gpu:h100:8, at most 1-00:00:00", said)
     assert not (tmp_path / "run").exists()
