@@ -20,6 +20,11 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """First the file whose slow tests take longest in one process: begun last, the others would wait for it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_triton_interpreter.py")
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """The ranks run functions of the test modules: imported once, not by every rank."""
     import torch
