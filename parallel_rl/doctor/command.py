@@ -72,10 +72,11 @@ def run(known: argparse.Namespace, of_config: Callable[[str], OfConfig]) -> int:
     config = OfConfig() if known.config is None else of_config(known.config)
     sizes = Sizes(*(own if size is None else size for size, own in zip(given, config.sizes, strict=True)))
     found = [*packages(), *settings(), *config.findings, *ask_ports(config.urls)]
+    of_host = tuple(found)
     if first and any(each.subject == "megatron-core" and each.severity in ("ok", "warning") for each in found):
         found += ask_contracts()
     if known.world:
-        found += ask_world(sizes)
+        found += ask_world(sizes, of_host)
     if first:
         print(json.dumps([asdict(each) for each in found], indent=1) if known.json else as_text(found))
     return exit_status(found)

@@ -17,7 +17,8 @@ from parallel_rl.doctor.findings import Finding, exit_status
 from parallel_rl.doctor.links import Sizes
 from parallel_rl.doctor.packages import apex_kind, packages, settings
 from parallel_rl.doctor.ports import ask_ports
-from parallel_rl.doctor.world import ask_world
+from parallel_rl.doctor.world import _elsewhere, ask_world
+from parallel_rl.testing.pool import run_world
 
 pytest.importorskip("megatron.core")
 ROOT = Path(__file__).parents[2]
@@ -113,6 +114,23 @@ def test_addresses() -> None:
     assert [one.severity for one in ask_ports([], job)] == ["ok"]
     [unknown] = ask_ports([], {"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29500"})
     assert unknown.severity == "error" and "has no address" in unknown.text
+
+
+def _of_its_host(rank: int) -> list[Finding]:
+    same, other = Finding("torch", "ok", "2.13.0"), Finding("apex", "error", "the unrelated one", "uninstall it")
+    older = Finding("triton", "ok", "3.4.0" if rank else "3.7.1")
+    return list(_elsewhere(["a", "b", "b"], [same, older, *([other] if rank else [])]))
+
+
+def test_what_is_wrong_on_another_host_is_told_on_the_first() -> None:
+    """Its rank ended with status 1, and nobody had said why."""
+    for found in run_world(3, _of_its_host):
+        assert found == [
+            Finding(
+                "triton", "warning", "3.4.0 on b, and not on a", "hosts of one job need the same stack and settings"
+            ),
+            Finding("apex", "error", "the unrelated one on b, and not on a", "uninstall it"),
+        ]
 
 
 @pytest.mark.slow
