@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
+from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
 from parallel_rl.config.strict import Variants, configure
 from parallel_rl.config.yaml_files import override, read_tree
 from parallel_rl.training.config.train import TrainConfig
@@ -59,6 +63,44 @@ def _section(tree: Mapping[str, object], name: str) -> Mapping[str, object]:
 def as_mapping(config: TrainConfig) -> Mapping[str, object]:
     """The whole config as plain values, for the run's record; `configure` reads it again."""
     return {field.name: _plain(getattr(config, field.name)) for field in fields(config)}
+
+
+def check_same_config(config: TrainConfig) -> None:
+    """Compare what the ranks were given; every rank calls it.
+
+    Raises:
+        ValueError: a value, or the file of the tokenizer, is another one on some rank than on the first; on all ranks.
+    """
+
+    def told() -> dict[str, str]:
+        return {
+            **dict(_flat("", as_mapping(config))),
+            **{name: repr(x) for name, x in config.tokenizer.identity.items()},
+        }
+
+    if dist.get_world_size() == 1:
+        return
+    first = on_first_rank(told, "the config")
+
+    def compare() -> None:
+        mine = told()
+        for key in dict.fromkeys([*first, *mine]):
+            if first.get(key) != mine.get(key):
+                here, there = mine.get(key, "not there"), first.get(key, "not there")
+                raise ValueError(
+                    f"{key} is {here} on {socket.gethostname()} and {there} on rank 0; all ranks need one config"
+                )
+
+    raise_on_all_ranks(compare)
+
+
+def _flat(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """(dotted key, value) of each."""
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _flat(f"{key}.{name}" if key else str(name), item)
+    else:
+        yield key, repr(value)
 
 
 def _plain(value: object) -> object:

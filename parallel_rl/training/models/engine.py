@@ -21,6 +21,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from parallel_rl.groups import ParallelGroups, current_device, job_backend, take_device
 from parallel_rl.megatron import build_config, build_model, copy_trunk, destroy, initialize, unwrap, wrap_model
 from parallel_rl.megatron.hf import fill_hf, load_hf, read_hf
+from parallel_rl.training.config.load import check_same_config
 from parallel_rl.training.config.sections import DTYPES, OptimizerConfig, ParallelConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.tokenizer.protocol import Vocabulary
@@ -66,20 +67,20 @@ def start_world(config: TrainConfig) -> None:
 
     Raises:
         ValueError: the world's size does not match the config; `job_backend` refuses this machine; a layout that gloo cannot
-            run. Before anything communicates.
+            run, before anything communicates; ranks that were given different configs or tokenizers, on all of them.
     """
     inside, sizes = dist.is_initialized(), config.parallel
     data_parallel_size(sizes, dist.get_world_size() if inside else int(os.environ.get("WORLD_SIZE", "1")))
     backend = dist.get_backend() if inside else job_backend()
     if backend == "gloo":
         _check_gloo(sizes)
-    if inside:
-        return
-    take_device()
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout))
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not inside:
+        take_device()
+        if "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout))
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    check_same_config(config)
 
 
 def end_world() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.config.load import load_config
+from parallel_rl.training.models import engine
 from parallel_rl.training.models.engine import start_world
 from tests.training.helpers import CONFIGS, assert_near, run, train_rows
 
@@ -52,6 +53,7 @@ def test_ranks_share_a_gpu_through_gloo(rank: int, device: int, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, timeout: chosen.append(backend))
+    monkeypatch.setattr(engine, "check_same_config", lambda config: None)  # there is no world
     start_world(load_config(str(CONFIGS / "grpo_arithmetic.yaml")))
     assert chosen == [device, "gloo"]
 
@@ -163,3 +165,15 @@ def test_options_of_recompute_that_contradict_are_refused(way: str, message: str
     given = run("sft_arithmetic.yaml", model__recompute=way)
     with pytest.raises(ValueError, match=message):
         load_config(given[0], given[1:])
+
+
+def _given_another_config(rank: int, given: list[str]) -> str:
+    with pytest.raises(ValueError, match="all ranks need one config") as refused:
+        start_world(load_config(given[0], [*given[1:], "--rl.optimizer.lr=1e-4"] if rank else given[1:]))
+    return str(refused.value)
+
+
+def test_ranks_that_were_given_different_configs_are_refused() -> None:
+    """An override that was forgotten on the second host: each data rank's weights went their own way, without a word."""
+    for text in run_world(2, _given_another_config, run("grpo_arithmetic.yaml", parallel="{}")):
+        assert text.startswith("rank 1: rl.optimizer.lr is 0.0001 on ") and " and 0.001 on rank 0" in text
