@@ -11,8 +11,9 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch.nn import Parameter
 
-from parallel_rl.agreement import on_first_rank, raise_on_all_ranks
+from parallel_rl.agreement import communication_device, on_first_rank, raise_on_all_ranks
 from parallel_rl.config.hf_config import HFModel, read_hf
+from parallel_rl.groups import max_over_ranks
 from parallel_rl.megatron.hf.folder import Folder, Reader, check_names, read_folder
 from parallel_rl.megatron.hf.table import Source, table
 from parallel_rl.megatron.model import build_model, unwrap
@@ -50,7 +51,8 @@ def load_hf(
 
     Raises:
         ValueError: no weights; a family or an option of config.json that is not supported; a tensor that is missing, has
-            another shape or is not used; a file that is cut short; sizes that the layout does not divide. On all ranks.
+            another shape or is not used; a file that is cut short; sizes that the layout does not divide; weights that are not
+            the same on all nodes. On all ranks.
     """
     described, found = _open(folder, scalar_head)
     models = build_hf(
@@ -62,6 +64,7 @@ def load_hf(
         overrides=overrides,
     )
     raise_on_all_ranks(partial(_fill, models, found))
+    _check_alike(models, folder)
     return models
 
 
@@ -76,6 +79,7 @@ def fill_hf(models: Sequence[torch.nn.Module], folder: str | Path) -> None:
     for model in bare:
         model.hf = described
     raise_on_all_ranks(partial(_fill, bare, found))
+    _check_alike(bare, folder)
 
 
 def check_hf(folder: str | Path, *, scalar_head: bool = False) -> None:
@@ -174,6 +178,28 @@ def _fill(models: Sequence[GPTModel], folder: Folder) -> None:
                     and model.hf.architecture.tied
                 ):
                     _check_tied(reader, folder, source, parameter)
+
+
+def _check_alike(models: Sequence[GPTModel], folder: str | Path) -> None:
+    """Compare the weights of the ranks that hold the same ones: each may have read a disk of its own node."""
+    sums = {False: 0, True: 0}  # of the bytes, of experts (True) and of all else
+    for name, parameter in global_parameters(models):
+        sums[".experts." in name] += int(parameter.detach().contiguous().view(torch.uint8).sum(dtype=torch.int64))
+    dense = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    groups = {False: dense, True: parallel_state.get_expert_data_parallel_group()}
+    differ = False
+    for experts, group in groups.items():
+        device = communication_device(group, torch.device("cpu"))
+        most, least = (max_over_ranks(sign * sums[experts], group, device) for sign in (1, -1))
+        differ |= most != -least
+
+    def compare() -> None:
+        if differ:
+            raise ValueError(
+                f"{folder} does not hold the same weights on all nodes: data ranks would train different models"
+            )
+
+    raise_on_all_ranks(compare)
 
 
 def read_parameter(reader: Reader, folder: Folder, source: Source, parameter: Parameter) -> None:

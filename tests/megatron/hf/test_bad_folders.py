@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -156,6 +157,34 @@ def _messages(rank: int, folders: dict[str, str]) -> dict[str, str]:
             except ValueError as error:
                 found[name] = str(error)
     return found
+
+
+def _from_its_node(rank: int, name: str, nodes: str) -> str:
+    """A folder that is not absolute, below the working folder of each node."""
+    from parallel_rl.megatron.hf import load_hf
+
+    here = Path.cwd()
+    os.chdir(Path(nodes) / str(rank))
+    try:
+        with layout(Layout()):
+            load_hf(name)
+        return "was loaded"
+    except ValueError as error:
+        return str(error)
+    finally:
+        os.chdir(here)
+
+
+def test_nodes_that_hold_different_weights_are_refused(tmp_path: Path) -> None:
+    """A model that was fetched to each node's disk, once in a later revision: data ranks trained different models, unsaid."""
+    for node in ("0", "1"):
+        for name in ("same", "other"):
+            write_folder("qwen3", tmp_path / node / name, files=2)
+    for node, factor in (("0", 1.0), ("1", 1.01)):
+        _tensors(tmp_path / node / "other", lambda found, factor=factor: found[NORM].mul_(factor))
+    assert run_world(2, _from_its_node, "same", str(tmp_path)) == ["was loaded"] * 2
+    refused = "other does not hold the same weights on all nodes: data ranks would train different models"
+    assert run_world(2, _from_its_node, "other", str(tmp_path)) == [refused] * 2
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
