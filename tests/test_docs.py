@@ -85,6 +85,22 @@ def test_every_block_of_the_hosts_runs() -> None:
             assert re.match("(verl|SkyRL) is not installed", str(error))
 
 
+def run_the_torch_loop(rank: int, code: str) -> list[float]:
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/torch.md", "exec"), names)
+    return [names[name].item() for name in ("padded", "packed", "fused")]
+
+
+def test_the_torch_loop_is_one_loss_three_ways() -> None:
+    """As it stands, on two ranks; only there do a user's own split head, packing and hidden states meet in one loop."""
+    [code] = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "torch.md").read_text(encoding="utf-8"), re.M | re.S)
+    begins = 'dist.init_process_group("gloo")\n'
+    assert begins in code
+    losses = run_world(2, run_the_torch_loop, code.replace(begins, ""))  # the pool has joined already
+    assert losses[0] == losses[1] and abs(losses[0][0]) > 1e-4
+    assert losses[0] == pytest.approx([losses[0][0]] * 3, rel=1e-5)
+
+
 def test_the_example_of_a_checker_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [code] = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8"), re.M | re.S
