@@ -88,8 +88,9 @@ format: $(STAMP)  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## docs/losses.md, from the code and the recipes
+docs: $(STAMP)  ## docs/losses.md and docs/config.md, from the code and the recipes
 	$(BIN)/python -m tools.losses_table
+	$(BIN)/python -m tools.config_table
 
 bench: $(STAMP)  ## the benchmarks, with their figures checked
 	$(BIN)/python -m benchmarks.token_stats --check

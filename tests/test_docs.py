@@ -19,7 +19,7 @@ from parallel_rl.testing import check_law
 from parallel_rl.testing.pool import run_world
 from tests.slurm.faults import FAULTS
 from tests.training.helpers import CONFIGS, ROOT, train_rows
-from tools import losses_table
+from tools import config_table, losses_table
 
 PAGE = ROOT / "docs" / "adding_a_loss.md"
 
@@ -28,7 +28,8 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 
 
-def test_the_table_of_losses_is_fresh() -> None:
+def test_the_tables_of_losses_and_of_keys_are_fresh() -> None:
+    assert config_table.FILE.read_text(encoding="utf-8") == config_table.document(), "run make docs"
     assert losses_table.FILE.read_text(encoding="utf-8") == losses_table.document(), "run make docs"
 
 

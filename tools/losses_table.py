@@ -237,6 +237,8 @@ def _type(hint: object) -> str:
         return ", ".join(f"`{value}`" for value in args)
     if args and type(None) in args:
         return " or ".join(_type(arg) for arg in args if arg is not type(None)) + " or `null`"
+    if origin is dict:
+        return "mapping"
     if args and origin not in (tuple, list):
         return " or ".join(_type(arg) for arg in args)
     if args:
