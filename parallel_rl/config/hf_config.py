@@ -108,6 +108,10 @@ def read_hf(folder: str | Path) -> HFModel:
         ValueError: it is missing or malformed, or describes a model that is not supported.
     """
     path = Path(folder) / CONFIG
+    if not path.parent.is_dir():  # such as the Hub's name that a ported config has
+        raise ValueError(
+            f"{path.parent} is not a folder; nothing is fetched here, `hf download OWNER/NAME --local-dir FOLDER` makes one"
+        )
     config = read_json(path)
     architecture = read_architecture(config, str(path))
     if architecture.obstacles:
