@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -142,33 +141,6 @@ def test_entropy() -> None:
     loss, gradient, _ = run(Entropy(), logits, data)
     assert loss == pytest.approx(want.item(), rel=1e-13)
     torch.testing.assert_close(gradient, leaf.grad, rtol=1e-11, atol=1e-14)
-
-
-@pytest.mark.parametrize(
-    ("name", "reads", "says"),
-    [
-        ("entropy", lambda batch: batch.entropy, "needs_entropy=True of register_objective"),
-        (
-            "field",
-            lambda batch: batch["prev_logprobs"],
-            "'prev_logprobs', which it does not declare (declared: advantages)",
-        ),
-        ("typo", lambda batch: batch["advantage"], "'advantage', which it does not declare (declared: advantages)"),
-        ("recorded", lambda batch: batch.recorded("values"), "add it to token_fields [B, S] or sequence_fields [B]"),
-        ("row", lambda batch: batch.expand(batch.per_sequence("rewards")), "'rewards', which it does not declare"),
-        ("turn", lambda batch: batch.turn_sum(batch.logprobs), "'segment_ids', which it does not declare"),
-    ],
-)
-def test_what_is_read_is_declared(name: str, reads: Callable[[TokenBatch], Tensor], says: str) -> None:
-    """The data may have it all the same, so `verify` would pass what a trainer, who asks the requirements, does not make."""
-
-    @register_objective(f"doc_undeclared_{name}", token_fields=("advantages",))
-    def undeclared(logprobs: Tensor, batch: TokenBatch) -> Tensor:
-        return -reads(batch) * batch["token_mask"]
-
-    logits, data = make()
-    with pytest.raises(ValueError, match=re.escape(says)):
-        run(undeclared(), logits, data)
 
 
 @pytest.mark.parametrize("name", ["doc_reinforce", "doc_likelihood", "doc_entropy"])

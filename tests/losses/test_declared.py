@@ -1,0 +1,39 @@
+"""An objective reads what it declares, and nothing else."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from torch import Tensor
+
+from parallel_rl import TokenBatch, register_objective
+from tests.losses.test_registry import make, run
+
+
+@pytest.mark.parametrize(
+    ("name", "reads", "says"),
+    [
+        ("entropy", lambda batch: batch.entropy, "needs_entropy=True of register_objective"),
+        (
+            "field",
+            lambda batch: batch["prev_logprobs"],
+            "'prev_logprobs', which it does not declare (declared: advantages)",
+        ),
+        ("typo", lambda batch: batch["advantage"], "'advantage', which it does not declare (declared: advantages)"),
+        ("recorded", lambda batch: batch.recorded("values"), "add it to token_fields [B, S] or sequence_fields [B]"),
+        ("row", lambda batch: batch.expand(batch.per_sequence("rewards")), "'rewards', which it does not declare"),
+        ("turn", lambda batch: batch.turn_sum(batch.logprobs), "'segment_ids', which it does not declare"),
+    ],
+)
+def test_what_is_read_is_declared(name: str, reads: Callable[[TokenBatch], Tensor], says: str) -> None:
+    """The data may have it all the same, so `verify` would pass what a trainer, who asks the requirements, does not make."""
+
+    @register_objective(f"doc_undeclared_{name}", token_fields=("advantages",))
+    def undeclared(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+        return -reads(batch) * batch["token_mask"]
+
+    logits, data = make()
+    with pytest.raises(ValueError, match=re.escape(says)):
+        run(undeclared(), logits, data)
