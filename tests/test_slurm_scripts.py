@@ -145,13 +145,13 @@ def test_the_script_hears_signals_before_it_runs_any_program() -> None:
 def _check_groups(rank: int, config: ParallelConfig, wrong: int | None) -> None:
     from parallel_rl.training.preflight import gate
 
-    add = gate._sum
+    add = gate.reduce_
     if rank == wrong:  # a device whose sums are off
-        gate._sum = lambda values, group: add(values, group) * (1 + 1e-6)
+        gate.reduce_ = lambda values, group: add(values, group) * (1 + 1e-6)
     try:
         gate.check_groups(config)
     finally:
-        gate._sum = add
+        gate.reduce_ = add
 
 
 def test_the_gate_lets_good_worlds_through_and_names_a_rank_that_computes_wrong() -> None:
