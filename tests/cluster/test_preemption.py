@@ -172,9 +172,10 @@ def chance() -> random.Random:
     return random.Random(seed)
 
 
-def launch(folder: Path, *, timeout: float = 60.0, **more: object) -> Launch:
+def launch(folder: Path, *, timeout: float = 60.0, to_end: int = 10, **more: object) -> Launch:
+    """Start a run whose ranks torchrun gives `to_end` seconds, once it was told to end them."""
     (folder.parent / "job").mkdir(exist_ok=True)
-    settings = {FOLDER: str(folder.parent / "job"), "TEST_SECONDS": "0.005", "PET_SHUTDOWN_TIMEOUT": "10"}
+    settings = {FOLDER: str(folder.parent / "job"), "TEST_SECONDS": "0.005", "PET_SHUTDOWN_TIMEOUT": str(to_end)}
     settings |= {"PARALLEL_RL_IMPORT": __name__}  # the rewards above
     return Launch(folder, arguments(folder, run__timeout=timeout, **more), env=settings)
 
@@ -230,7 +231,7 @@ def goes_on(folder: Path, whole: Path) -> None:
 def test_a_signal_stops_a_run_at_any_moment(name: str, whole: Path, tmp_path: Path, chance: random.Random) -> None:
     """May take half a minute: torchrun starts two ranks, which import all before a signal can find them at work."""
     folder, rank, number = tmp_path / "run", chance.randrange(2), signal.Signals[name]
-    with launch(folder) as run:
+    with launch(folder, to_end=60) as run:  # ranks that still import, on a busy machine
         at_some_moment(run, chance, rank)
         if name == "SIGUSR1":
             run.send(number, rank)
