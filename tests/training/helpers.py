@@ -37,7 +37,7 @@ pool.preload("megatron.core", "parallel_rl.training.trainer")
 def run(config: str, **overrides: object) -> list[str]:
     """Command-line overrides; `__` stands for the dot."""
     # of the data one block of each file is checked: all that ships is read in data/test_data.py
-    given = {"data__check_gigabytes": 0, **overrides}
+    given = {**overrides, "data__check_gigabytes": overrides.get("data__check_gigabytes", 0)}
     return [str(CONFIGS / config), *(f"--{key.replace('__', '.')}={value}" for key, value in given.items())]
 
 
