@@ -248,14 +248,14 @@ def wrap_model(model: MegatronModule, *, ddp: bool | DistributedDataParallelConf
     return wrapped
 
 
-def gather_parameters(models: Sequence[torch.nn.Module]) -> None:
+def gather_parameters(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
     """Gather what data ranks have stepped each for themselves, where this waits for the next forward (`overlap_param_gather`).
 
     Until then a rank has the new weights of its own shards alone. Every data rank calls it; nothing else needs it.
 
-    >>> gather_parameters([model])
+    >>> gather_parameters(model)
     """
-    for model in models:
+    for model in [models] if isinstance(models, torch.nn.Module) else models:
         if isinstance(model, DistributedDataParallel) and model.use_forward_hook:
             model.start_param_sync(force_sync=True)
 

@@ -60,7 +60,7 @@ def export_tensors(model: Models) -> Iterator[tuple[str, Tensor]]:
         ValueError: a model that is none of Hugging Face's families.
     """
     held, sources = held_parameters(model)
-    gather_parameters([model] if isinstance(model, torch.nn.Module) else model)
+    gather_parameters(model)
     group = parallel_state.get_pipeline_model_parallel_group()
     experts = parallel_state.get_expert_model_parallel_group()
     steps = [

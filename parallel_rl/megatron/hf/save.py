@@ -60,7 +60,7 @@ def save_hf(
     out = Path(out)
     raise_on_all_ranks(require_safetensors)
     held, sources = raise_on_all_ranks(partial(held_parameters, model))
-    gather_parameters([model] if isinstance(model, torch.nn.Module) else model)
+    gather_parameters(model)
     made = on_first_rank(partial(_begin, out), f"{out} cannot be written")
     try:
         files = _share_out(_written_here(held), sources, max_file_bytes)
