@@ -164,6 +164,7 @@ def clipped_pg(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
         add("approx_entropy", -torch.exp(cur - beh) * cur, n_tok)
         add("entropy", entropy[i, t], n_tok)
         add("num_valid_samples", 1.0, 1)
+        add("overflow_tokens", (cur - old > 80).double(), 1)
         extremes["probs_ratio"].append(ratio)
         extremes["probs_ratio_clamped"].append(clipped)
 

@@ -88,12 +88,13 @@ def dpo(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
             shared = min(len(t), len(partner))
             ratio = torch.cat([ratio[:shared], alpha * ratio[shared:]])
         rewards[i] = ratio.sum() / (max(len(t), 1) if config.get("preference_average_log_probs") else 1)
+    infinite = {"overflow_tokens": float(sum(torch.isinf(reference[i, t]).sum() for i, t in rows.items()))}
     beta, eps = config.get("reference_policy_kl_penalty", 0.05), config.get("label_smoothing", 0.0)
     of_kind = KINDS[config.get("kind", "sigmoid")]
     preferred, metrics = mean_of_pairs(rewards, counts(data)[0], lambda w, r, i: of_kind(beta * w, beta * r, beta, eps))
     of_nll = config.get("sft_loss_weight", 0.0)
     nll = _nll_of_chosen(logp, data, config.get("sft_average_log_probs", False)) if of_nll else torch.zeros(())
-    return _with_nll(preferred, config.get("preference_loss_weight", 1.0), nll, of_nll, metrics)
+    return _with_nll(preferred, config.get("preference_loss_weight", 1.0), nll, of_nll, metrics | infinite)
 
 
 def _of_rows(logits: Tensor, data: dict[str, Tensor], average: bool) -> tuple[Tensor, dict[int, Tensor]]:
@@ -153,8 +154,10 @@ def kto(logits: Tensor, data: dict[str, Tensor], config: dict) -> Result:
     ]
     loss = torch.stack(losses).mean() if losses else 0 * logits.sum()
     metrics = {f"num_{side}": float(len(rows)) for side, rows in sides.items()}
+    infinite = [torch.isinf(data["reference_policy_logprobs"][i, t]).sum() for i, t in valid(data)]
     return loss, metrics | {
         "loss": loss.item(),
+        "overflow_tokens": float(sum(infinite)),
         "kl_desirable": z[0],
         "kl_undesirable": z[1],
         "rewards_desirable_mean": mean("desirable"),

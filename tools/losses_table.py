@@ -29,6 +29,15 @@ OTHERS = ROOT / "docs" / "other_systems.yaml"
 
 _OF_LOSSES = {cls.config_class for cls in losses().values()}
 
+OVERFLOW = """A log-ratio is bounded by 80 (`parallel_rl.functional.ratio.MAX_EXPONENT`): e^80 is finite in float32, and
+no sample has such a ratio, so its recorded log-prob is wrong. A clamp alone would report a loss of e^80 with gradient
+0, which no check of gradients sees. Therefore a token leaves the loss (value and gradient 0, its denominators stay) if
+log π − log π_prev exceeds 80, if the estimate of its KL overflows (k3: log π_ref − log π above 80; any: infinite), or
+if its log-ratio in DPO's or KTO's sum is infinite. `overflow_tokens` counts these tokens. Where values are checked, a
+recorded log-prob of −inf at a valid token is an error; only a truncated policy may have one, in prev_logprobs and
+generation_logprobs. A `log_ratio_clamp` or `input_clamp` of at most 80 acts first.
+"""
+
 INTRODUCTION = """# Losses and recipes
 
 Made by `make docs` from the docstrings, the option classes, `configs/recipes` and `docs/other_systems.yaml`; a test checks it.
@@ -72,6 +81,7 @@ def document() -> str:
         "## Metrics of the policy losses\n",
         "Of `policy`, of `clipped_pg` and of the policy's part of other losses. Those that compare with the sampler are there\n"
         "where the data has `generation_logprobs`; a share, mean or extremum is of the whole step, on any layout.\n",
+        OVERFLOW,
         _table(("metric", "what it is"), [(f"`{name}`", text) for name, text in DESCRIPTIONS.items()]),
         "## Surrogates\n",
         "`surrogate` of the losses `policy` and `mix`: a loss per token from ratios and advantages.\n",

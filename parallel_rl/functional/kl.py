@@ -42,7 +42,7 @@ def kl_estimate(
     With d = log π_ref − log π:  k1 = −d;  k2 = d²/2;  k3 = e^d − 1 − d. The weight multiplies the value before the
     output clamp and keeps its gradient, the score-function term: with weight exp(l − sg[l]) the gradient of k3 per
     token is (log π − log π_ref)·∇log π, the gradient of the true KL, which that of k3 alone is not. Where the input
-    clamp bites, both gradients vanish.
+    clamp bites, both gradients vanish. Where d is infinite, or k3's e^d exceeds e^80, the estimate is 0 with gradient 0.
 
     "abs" is |d|; "low_var_kl" is k3 with d clamped to ±20 and the estimate to ±10, whatever the clamps here.
 
@@ -58,6 +58,31 @@ def kl_estimate(
 
     Papers: http://joschu.net/blog/kl-approx.html (estimators), arXiv 2506.09477 (gradients).
     """
+    return kl_with_overflow(
+        logprobs, reference, kind, input_clamp=input_clamp, output_clamp=output_clamp, weight=weight
+    )[0]
+
+
+def kl_with_overflow(
+    logprobs: Tensor,
+    reference: Tensor,
+    kind: KLType = "k3",
+    *,
+    input_clamp: float | None = None,
+    output_clamp: float | None = None,
+    weight: Tensor | None = None,
+    gradient_of_k2: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute `kl_estimate`, and bool: where it is 0 because it overflows; None if the input clamp bounds it.
+
+    gradient_of_k2: the value is that of `kind`, the gradient that of k2 (straight-through).
+
+    >>> kl_with_overflow(torch.tensor([-1.0, -1.0, -100.0]), torch.tensor([-2.0, -torch.inf, -1.0]))
+    (tensor([0.3679, 0.0000, 0.0000]), tensor([False,  True,  True]))
+    """
+    overflow, slope = None, None
+    if gradient_of_k2:
+        slope = kl_estimate(logprobs, reference, "k2", input_clamp=input_clamp, output_clamp=output_clamp)
     if kind == "low_var_kl":
         kind, input_clamp, output_clamp = "k3", 20.0, 10.0
     d = reference - logprobs
@@ -65,17 +90,21 @@ def kl_estimate(
         if weight is not None:
             weight = torch.where(d.detach().abs() > input_clamp, weight.detach(), weight)
         d = d.clamp(-input_clamp, input_clamp)
-    # An infinite estimate would turn the zero gradients of the clamp below, and of the weight, into NaN.
-    capped = d.clamp(max=MAX_EXPONENT)
+    if input_clamp is None or input_clamp > MAX_EXPONENT:
+        overflow = (d > MAX_EXPONENT) | d.isneginf() if kind == "k3" else d.isinf()
+        d = d.masked_fill(overflow, 0)
     kl = {
         "k1": lambda: -d,
         "k2": lambda: d.square() / 2,
-        "k3": lambda: capped.expm1() - capped,
+        "k3": lambda: d.expm1() - d,
         "abs": lambda: d.abs(),
     }[kind]()
     if weight is not None:
         kl = weight * kl
-    return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
+    kl = kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
+    if slope is not None:
+        kl = straight_through(kl, slope if overflow is None else slope.masked_fill(overflow, 0))
+    return kl, overflow
 
 
 def straight_through(value: Tensor, gradient: Tensor) -> Tensor:

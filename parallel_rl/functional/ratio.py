@@ -7,7 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-# e^80 is finite in float32 and beyond any ratio that means something; inf · 0 would be NaN.
+#: Bound of a log-ratio. e^80 is finite in float32, times an advantage too; above e^88.7 there is inf, and inf · 0 is NaN. No
+#: sample has a ratio of e^80: its recorded log-prob is wrong. A clamp alone would report e^80 with gradient 0, a loss that
+#: no check of gradients sees, so tokens above the bound leave the loss: value and gradient 0, counted in `overflow_tokens`.
 MAX_EXPONENT = 80.0
 
 
@@ -28,6 +30,32 @@ def exp_or_zero(log_weight: Tensor) -> Tensor:
     """
     finite = log_weight.detach() < math.log(torch.finfo(log_weight.dtype).max) - 1e-4  # false for NaN
     return torch.where(finite, log_weight, -torch.inf).exp()
+
+
+def bounded_log_ratio(logprobs: Tensor, recorded: Tensor, clamp: float | None = None) -> tuple[Tensor, Tensor]:
+    """Compute log π − log π_recorded, 0 with gradient 0 where it exceeds 80; returns it, and bool, where.
+
+    A clamp to ±`clamp` bounds it before, and then only an infinite one is 0.
+
+    >>> bounded_log_ratio(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -200.0]))
+    (tensor([1., 0.]), tensor([False,  True]))
+    """
+    log_ratio = logprobs - recorded
+    clamped = clamp is not None and clamp <= MAX_EXPONENT
+    overflow = log_ratio > (torch.finfo(log_ratio.dtype).max if clamped else MAX_EXPONENT)
+    log_ratio = log_ratio.masked_fill(overflow, 0)
+    return log_ratio if clamp is None else log_ratio.clamp(-clamp, clamp), overflow
+
+
+def finite_log_ratio(logprobs: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute log π − log π_ref, 0 with gradient 0 where it is infinite; returns it, and bool, where.
+
+    >>> finite_log_ratio(torch.tensor([-1.0, -1.0]), torch.tensor([-2.0, -torch.inf]))
+    (tensor([1., 0.]), tensor([False,  True]))
+    """
+    log_ratio = logprobs - reference
+    infinite = log_ratio.isinf()
+    return log_ratio.masked_fill(infinite, 0), infinite
 
 
 def clipped_surrogate(ratio: Tensor, clipped: Tensor, advantages: Tensor, dual_clip: float | None = None) -> Tensor:

@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor
 
 from parallel_rl.config.strict import Variants
+from parallel_rl.functional.ratio import MAX_EXPONENT
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class PolicyTerms:
         sequence_mean, sequence_sum: [T_local] to [T_local], over each whole sequence's valid tokens.
         samples: for a surrogate with `needs_statistics`, what it collected over the whole step, NaN at masked places.
         random: [T_local] uniform on [0, 1), for a surrogate with a `draw_seed`.
+        overflow: [T_local] bool, tokens whose ratio exceeds e^80: it is 1 here, and their loss does not count.
     """
 
     logprobs: Tensor
@@ -34,6 +36,22 @@ class PolicyTerms:
     sequence_sum: Callable[[Tensor], Tensor]
     samples: Mapping[str, Tensor] = field(default_factory=dict)
     random: Tensor | None = None
+    overflow: Tensor | None = None
+
+
+def follows_overflow(terms: PolicyTerms, loss: Tensor) -> Tensor:
+    """Mark the tokens, bool, whose loss [T_local] is that of a ratio above e^80, which a sum over a long response may reach.
+
+    A surrogate that bounds the ratio (CISPO, TOPR, PPO where A > 0) keeps its value there.
+
+    >>> import torch
+    >>> x = torch.tensor([1.0, 100.0])
+    >>> terms = PolicyTerms(x, x, x, x, x.clamp(max=80).exp(), -torch.ones(2), lambda x: x, lambda x: x)
+    >>> follows_overflow(terms, terms.ratio), follows_overflow(terms, terms.ratio.clamp(max=1.2))
+    (tensor([False,  True]), tensor([False, False]))
+    """
+    ratio, size = terms.ratio.detach(), terms.advantages.abs()
+    return (terms.log_ratio.detach() > MAX_EXPONENT) & (loss.detach().abs() > size * ratio / 2)
 
 
 class Clipped(NamedTuple):

@@ -33,8 +33,9 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
     `rewards` [B] where positive_example_nll_weight > 0.
 
     Metrics: loss, kl_penalty (without β), probs_ratio and probs_ratio_clamped (means, _min, _max), clip_fraction_low
-    and _high, entropy, num_valid_samples, positive_nll_loss, is_oob_ratio (with a truncation); with generation_logprobs
-    token_mult_prob_error, gen_kl_error, policy_kl_error, js_divergence_error, sampling_importance_ratio, approx_entropy.
+    and _high, entropy, num_valid_samples, positive_nll_loss, overflow_tokens, is_oob_ratio (with a truncation); with
+    generation_logprobs token_mult_prob_error, gen_kl_error, policy_kl_error, js_divergence_error,
+    sampling_importance_ratio, approx_entropy.
 
     Raises:
         ValueError: see `LossFn`; a config whose keys contradict each other or have no effect.
@@ -70,7 +71,8 @@ class ClippedPGLossFn(PolicyLoss[ClippedPGLossConfig]):
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         shares = self.shares(batch)
         zero = Metric("share", torch.zeros_like(shares.loss), per=shares.metrics["policy_loss"].per)
-        metrics = {"kl_penalty": zero, "positive_nll_loss": zero, **shares.metrics}
+        none = Metric("count", torch.zeros_like(shares.loss, dtype=torch.float64, requires_grad=False))
+        metrics = {"kl_penalty": zero, "positive_nll_loss": zero, "overflow_tokens": none, **shares.metrics}
         del metrics["policy_loss"]
         return shares.loss, Metrics({**metrics, **self._diagnostics(batch, shares.terms)})
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from parallel_rl.config.strict import positive
 from parallel_rl.functional.preference import kto_desirable, kto_undesirable
+from parallel_rl.functional.ratio import finite_log_ratio
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.losses.core.measures import count_true, sequence_mean
+from parallel_rl.losses.core.measures import count_true, overflow_tokens, sequence_mean
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.pairs import response_sum
 from parallel_rl.losses.registry import register_loss
@@ -55,7 +56,7 @@ class KTOLossFn(LossFn[KTOLossConfig]):
     z₀ only. A side without rows adds nothing; without KL rows z₀ is 0. Sums over a response run in float64.
 
     Metrics: loss, kl_desirable and kl_undesirable (z₀ of each class), rewards_desirable_mean, rewards_undesirable_mean (D,
-    without β), num_desirable, num_undesirable, num_mismatched.
+    without β), num_desirable, num_undesirable, num_mismatched, overflow_tokens (with an infinite log-ratio: not in D).
 
     Raises:
         ValueError: see `LossFn`; a label other than +1, −1 and 0.
@@ -79,7 +80,7 @@ class KTOLossFn(LossFn[KTOLossConfig]):
     )
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
-        ratios, one = _log_ratios(batch), torch.ones_like(batch.counts.seqs)
+        ratios, one = _log_ratios(batch)[0], torch.ones_like(batch.counts.seqs)
         sums = {}
         for side, rows in _sides(batch).items():
             sums[f"{side}_rows"] = count_true(batch, rows).value
@@ -87,7 +88,8 @@ class KTOLossFn(LossFn[KTOLossConfig]):
         return Statistics(sums)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        cfg, sides, ratios = self.config, _sides(batch), _log_ratios(batch)
+        cfg, sides = self.config, _sides(batch)
+        ratios, overflow = _log_ratios(batch)
         good, bad = sides["desirable"], sides["undesirable"]
         assert batch.statistics is not None
         labelled = batch.statistics["desirable_rows"] + batch.statistics["undesirable_rows"]
@@ -109,7 +111,7 @@ class KTOLossFn(LossFn[KTOLossConfig]):
             if side != "mismatched":
                 total = sequence_mean(batch, ratios, rows, one).value
                 metrics[f"rewards_{side}_mean"] = Metric("ratio", total, number.value, f"{side} sequences")
-        return loss, Metrics(metrics)
+        return loss, Metrics(metrics | overflow_tokens(batch, [overflow]))
 
     def _baselines(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
         """z₀ of desirable and of undesirable rows."""
@@ -142,6 +144,7 @@ def _sides(batch: TokenBatch) -> dict[str, Tensor]:
     return {"desirable": labels > 0, "undesirable": labels < 0, "mismatched": (labels == 0) & batch.sequence_mask}
 
 
-def _log_ratios(batch: TokenBatch) -> Tensor:
-    """[B] float64 D."""
-    return response_sum(batch, batch.logprobs - batch["reference_policy_logprobs"])
+def _log_ratios(batch: TokenBatch) -> tuple[Tensor, Tensor]:
+    """[B] float64 D, and [T_local] bool: the tokens that are not in it."""
+    log_ratio, overflow = finite_log_ratio(batch.logprobs, batch["reference_policy_logprobs"])
+    return response_sum(batch, log_ratio), overflow

@@ -12,18 +12,23 @@ from parallel_rl.counts import Aggregation, token_weights
 from parallel_rl.losses.core.account import Account, AccountedLoss
 from parallel_rl.losses.core.base import ConfigT
 from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.losses.core.measures import count_true, sequence_mean
+from parallel_rl.losses.core.measures import count_true, overflow_tokens, sequence_mean
 from parallel_rl.metrics import Metric, Metrics
 
 
 class PairTerms(NamedTuple):
-    """Shares of the preference and of the chosen responses' NLL, their weights (0: not in the loss), and the pairs' rewards."""
+    """Shares of the preference and of the chosen responses' NLL, their weights (0: not in the loss), and the pairs' rewards.
+
+    Attributes:
+        overflow: [T_local] bool, the tokens that the rewards leave out; None for a loss without a reference.
+    """
 
     preference: Tensor
     sft: Tensor
     weights: tuple[float, float]
     chosen: Tensor
     rejected: Tensor
+    overflow: Tensor | None = None
 
 
 class PreferenceWithNLL(AccountedLoss[ConfigT]):
@@ -39,6 +44,7 @@ class PreferenceWithNLL(AccountedLoss[ConfigT]):
         loss = first * terms.preference + second * terms.sft if second else first * terms.preference
         shares = {"loss": loss, "preference_loss": terms.preference, "sft_loss": terms.sft}
         metrics = {name: Metric("share", value, per="pairs") for name, value in shares.items()}
+        metrics |= overflow_tokens(batch, [terms.overflow])
         return loss, Metrics(metrics | pair_metrics(batch, terms.chosen, terms.rejected))
 
     def account(self, batch: TokenBatch) -> Account:

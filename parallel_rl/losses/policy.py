@@ -5,20 +5,20 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property, partial, reduce
+from functools import cached_property, reduce
 from operator import add, and_
 
 import torch
 from torch import Tensor
 
-from parallel_rl.functional.kl import kl_estimate, straight_through
-from parallel_rl.functional.ratio import exp_or_zero, safe_exp
-from parallel_rl.functional.surrogate import PolicyTerms
+from parallel_rl.functional.kl import kl_with_overflow
+from parallel_rl.functional.ratio import bounded_log_ratio, exp_or_zero, safe_exp
+from parallel_rl.functional.surrogate import PolicyTerms, follows_overflow
 from parallel_rl.losses.core.account import Account, AccountedLoss
 from parallel_rl.losses.core.aggregation import with_units
 from parallel_rl.losses.core.base import ConfigT
 from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.losses.core.measures import count_true, token_means, token_ranges
+from parallel_rl.losses.core.measures import count_true, overflow_tokens, token_means, token_ranges
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.entropy_bonus import EntropyBonus, EntropyCoefficient
 from parallel_rl.losses.off_policy import (
@@ -64,6 +64,7 @@ class PolicyLoss(AccountedLoss[ConfigT]):
             collected=cfg.collects or (cfg.counts_survivors and not self._recorded),
             entropy=True,
             entropy_measured=not cfg.entropy_bonus and cfg.entropy_filter is None,
+            entropy_gradient=bool(cfg.entropy_bonus),
             # the reference that a KL is taken to is not truncated
             untruncated=bool(self.options.truncation) and cfg.reads_reference,
             truncatable=True,
@@ -116,26 +117,27 @@ class PolicyLoss(AccountedLoss[ConfigT]):
         return self.shares(batch).loss
 
     def collect_from(self, batch: TokenBatch) -> Statistics:
-        cfg, prev, samples = self.policy, self._prev(batch), {}
+        cfg, samples = self.policy, {}
         survivors = Statistics({}) if self._recorded else count_survivors(batch, self._prev_recorded(batch), cfg)
         if cfg.entropy_filter is not None:
             samples["entropy"] = batch.entropy
         if cfg.surrogate.needs_statistics:
-            samples |= cfg.surrogate.collect(self._terms(batch, prev))
+            samples |= cfg.surrogate.collect(self._terms(batch))
         owned = {name: torch.where(batch.mask, value.double(), torch.nan) for name, value in samples.items()}
         return survivors | Statistics({}, owned)
 
     def shares(self, batch: TokenBatch) -> PolicyShares:
         """The share of everything that the options ask for."""
-        cfg, prev = self.policy, self._prev(batch)
-        terms = self._terms(batch, prev)
+        cfg, terms = self.policy, self._terms(batch)
         kept, rules, metrics = self._kept(batch)
         masked = self._masked(batch, cfg.surrogate(terms), terms, kept)
         metrics |= masked.metrics
         values = {} if masked.importance is None else {"importance": masked.importance}
+        overflows = [masked.overflow]
         parts = {"policy_loss": (1.0, masked.surrogate)}
         if cfg.kl is not None:
-            values["kl"] = self._kl(batch, prev, terms)
+            values["kl"], overflow = self._kl(batch, terms)
+            overflows.append(overflow)
             parts["kl_penalty"] = (cfg.kl.coefficient, values["kl"])
         if cfg.entropy_bonus:
             parts["entropy_bonus"] = (-self.entropy_bonus.value, batch.entropy)
@@ -158,6 +160,7 @@ class PolicyLoss(AccountedLoss[ConfigT]):
         if isinstance(cfg.entropy_bonus, EntropyBonus):
             value = torch.full_like(loss, self.entropy_bonus.value, requires_grad=False)
             metrics["entropy_coef"] = Metric("max", value)
+        metrics |= overflow_tokens(batch, overflows)
         passed = {**{f"rejection, {words}": x for words, x in rules.items()}, **masked.passed}
         return PolicyShares(loss, {"loss": Metric("share", loss, per=per), **metrics}, terms, shares, passed, values)
 
@@ -172,11 +175,13 @@ class PolicyLoss(AccountedLoss[ConfigT]):
     def _prev_recorded(self, batch: TokenBatch) -> Tensor:
         return batch.recorded("prev_logprobs") if self.policy.reads_prev else batch.logprobs.detach()
 
-    def _terms(self, batch: TokenBatch, prev: Tensor) -> PolicyTerms:
-        cfg, logprobs = self.policy, batch.logprobs
-        token = log_ratio = logprobs - prev
-        if cfg.log_ratio_clamp is not None:
-            token = log_ratio = token.clamp(-cfg.log_ratio_clamp, cfg.log_ratio_clamp)
+    def _terms(self, batch: TokenBatch) -> PolicyTerms:
+        cfg, logprobs, prev = self.policy, batch.logprobs, self._prev(batch)
+        if cfg.reads_prev:
+            token, overflow = bounded_log_ratio(logprobs, prev, cfg.log_ratio_clamp)
+        else:
+            token, overflow = logprobs - prev, None
+        log_ratio = token
         if cfg.ratio_level != "token":
             log_ratio = batch.pooled(token, cfg.ratio_level)
             if cfg.ratio_gradient == "token":
@@ -186,12 +191,13 @@ class PolicyLoss(AccountedLoss[ConfigT]):
             prev,
             token,
             log_ratio,
-            safe_exp(log_ratio),
+            safe_exp(log_ratio) if cfg.ratio_level.endswith("sum") else log_ratio.exp(),
             batch["advantages"],
             sequence_mean=lambda x: batch.expand(batch.segment_mean(x)),
             sequence_sum=lambda x: batch.expand(batch.segment_sum(x)),
             samples={} if batch.statistics is None else batch.statistics.samples,
             random=None if (seed := cfg.surrogate.draw_seed) is None else batch.random(seed),
+            overflow=overflow,
         )
 
     def _kept(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Metric]]:
@@ -207,6 +213,11 @@ class PolicyLoss(AccountedLoss[ConfigT]):
         cfg, statistics, omega = self.policy, batch.statistics, None
         metrics: dict[str, Metric] = {}
         passed: dict[str, Tensor] = {}
+        overflow = terms.overflow
+        if overflow is not None and cfg.surrogate.uses_ratio:
+            if cfg.ratio_level.endswith("sum"):
+                overflow = overflow | (batch.mask & follows_overflow(terms, surrogate))
+            surrogate = surrogate.masked_fill(overflow, 0)
         if cfg.importance is not None:
             omega, metrics = importance_weight(batch, self._prev_recorded(batch), cfg.importance)
             if cfg.importance.normalize:
@@ -222,29 +233,31 @@ class PolicyLoss(AccountedLoss[ConfigT]):
             least = entropy_threshold(statistics.samples["entropy"], cfg.entropy_filter)
             passed["entropy_filter"] = batch.entropy.detach() >= least
         surrogate = torch.where(reduce(and_, passed.values(), kept), surrogate, 0) if passed else surrogate
-        return MaskedSurrogate(surrogate, metrics, passed, omega)
+        return MaskedSurrogate(surrogate, metrics, passed, omega, overflow)
 
-    def _kl(self, batch: TokenBatch, prev: Tensor, terms: PolicyTerms) -> Tensor:
+    def _kl(self, batch: TokenBatch, terms: PolicyTerms) -> tuple[Tensor, Tensor | None]:
+        """[T_local] the estimate of the KL, and bool: where there is none."""
         kl = self.policy.kl
         assert kl is not None
         output = batch.output
         stats = output.stats if kl.against == "prev" or output.untruncated is None else output.untruncated
         assert stats is not None
         logprobs = stats.logprobs
-        against = prev if kl.against == "prev" else batch["reference_policy_logprobs"]
+        against = terms.old_logprobs if kl.against == "prev" else batch["reference_policy_logprobs"]
         weight = None
         if kl.gradient == "score-function":
             weight = exp_or_zero(logprobs - logprobs.detach())
         elif kl.gradient == "generation":
             weight = exp_or_zero(logprobs - batch["generation_logprobs"])
-        elif kl.gradient == "ratio":
-            weight = terms.ratio
         elif kl.gradient == "old":
-            weight = exp_or_zero(batch.logprobs - prev)
+            weight = exp_or_zero(batch.logprobs - terms.old_logprobs)
             weight = weight if kl.weight_clamp is None else weight.clamp(0, kl.weight_clamp)
-        clamped = partial(kl_estimate, logprobs, against, input_clamp=kl.input_clamp, output_clamp=kl.output_clamp)
-        estimate = clamped(kl.estimator, weight=weight)
-        return straight_through(estimate, clamped("k2")) if kl.gradient == "straight-through" else estimate
+        if kl.gradient == "ratio" and terms.overflow is not None:
+            weight = terms.ratio.masked_fill(terms.overflow, 0)
+        return kl_with_overflow(
+            logprobs, against, kl.estimator, input_clamp=kl.input_clamp, output_clamp=kl.output_clamp, weight=weight,
+            gradient_of_k2=kl.gradient == "straight-through",
+        )  # fmt: skip
 
 
 @register_loss("policy")

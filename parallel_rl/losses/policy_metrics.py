@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel_rl.functional.importance import mismatch
 from parallel_rl.functional.kl import KLType, kl_estimate
-from parallel_rl.functional.ratio import safe_exp
+from parallel_rl.functional.ratio import MAX_EXPONENT, safe_exp
 from parallel_rl.functional.surrogate import Clipped
 from parallel_rl.metrics import Metric
 
@@ -50,6 +50,7 @@ DESCRIPTIONS: Mapping[str, str] = {
     "rollout_log_ppl": "mean of −log π_generation, the sampler's",
     "log_ppl_diff": "the first less the second: positive where the trainer finds the tokens less likely than the sampler did",
     "num_valid_samples": "number of valid sequences",
+    "overflow_tokens": "number of valid tokens that left the loss because a ratio or a KL estimate overflows (above e^80)",
     "dropped_tokens": "number of valid tokens that a truncated policy does not keep",
 }
 
@@ -66,8 +67,8 @@ def divergences(prev: Tensor, generation: Tensor, kind: KLType = "k3") -> dict[s
     """[T_local] of distances between trainer and sampler under NeMo-RL's names; `kind` is of both KL estimates."""
     return {
         "token_mult_prob_error": safe_exp((generation - prev).abs()),
-        "gen_kl_error": kl_estimate(generation, prev, kind),
-        "policy_kl_error": kl_estimate(prev, generation, kind),
+        "gen_kl_error": kl_estimate(generation, prev, kind, input_clamp=MAX_EXPONENT),
+        "policy_kl_error": kl_estimate(prev, generation, kind, input_clamp=MAX_EXPONENT),
     }
 
 

@@ -20,12 +20,14 @@ class MaskedSurrogate(NamedTuple):
     Attributes:
         passed: reason → [T_local] bool, the tokens whose surrogate it leaves.
         importance: [T_local] ω, where the loss weighs by one.
+        overflow: [T_local] bool, the tokens whose ratio to the recorded policy overflows.
     """
 
     surrogate: Tensor
     metrics: dict[str, Metric]
     passed: dict[str, Tensor]
     importance: Tensor | None = None
+    overflow: Tensor | None = None
 
 
 @dataclass(frozen=True)

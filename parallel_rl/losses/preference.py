@@ -12,6 +12,7 @@ from torch import Tensor
 
 from parallel_rl.config.strict import positive
 from parallel_rl.functional import preference
+from parallel_rl.functional.ratio import finite_log_ratio
 from parallel_rl.losses.core.batch import TokenBatch
 from parallel_rl.losses.core.requirements import Alignment, Field, Requirements
 from parallel_rl.losses.pairs import PairTerms, PreferenceWithNLL, chosen_nll, pair_mean, response_sum
@@ -102,7 +103,8 @@ class DPOLossFn(PreferenceWithNLL[DPOLossConfig]):
     sums over a response run in float64. `data` holds reference_policy_logprobs [B, S] beside the common fields.
 
     Metrics: loss, preference_loss, sft_loss, accuracy, rewards_chosen_mean, rewards_rejected_mean (without β),
-    num_valid_samples (pairs). Call and errors: see `LossFn`; an odd number of rows raises.
+    num_valid_samples (pairs), overflow_tokens (with an infinite log-ratio: not in D). Call and errors: see `LossFn`; an odd
+    number of rows raises.
 
     Papers: arXiv 2305.18290 (DPO), 2310.12036 (IPO), 2403.00409 (robust DPO), 2409.06411 (LD-DPO), 2404.19733 (NLL term);
     the other kinds' stand at their functions.
@@ -126,14 +128,14 @@ class DPOLossFn(PreferenceWithNLL[DPOLossConfig]):
 
     def terms(self, batch: TokenBatch) -> PairTerms:
         cfg = self.config
-        log_ratio = batch.logprobs - batch["reference_policy_logprobs"]
+        log_ratio, overflow = finite_log_ratio(batch.logprobs, batch["reference_policy_logprobs"])
         if cfg.length_desensitization is not None:
             log_ratio = torch.where(self._beyond(batch), cfg.length_desensitization * log_ratio, log_ratio)
         ratios = response_sum(batch, log_ratio, cfg.preference_average_log_probs)
         chosen, rejected = ratios[::2], ratios[1::2]
         preferred = pair_mean(batch, self._per_pair(chosen, rejected))
         sft = chosen_nll(batch, cfg.sft_average_log_probs) if cfg.sft_loss_weight else torch.zeros_like(preferred)
-        return PairTerms(preferred, sft, (cfg.preference_loss_weight, cfg.sft_loss_weight), chosen, rejected)
+        return PairTerms(preferred, sft, (cfg.preference_loss_weight, cfg.sft_loss_weight), chosen, rejected, overflow)
 
     def _per_pair(self, chosen: Tensor, rejected: Tensor) -> Tensor:
         cfg = self.config

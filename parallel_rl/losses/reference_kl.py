@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
 
 from parallel_rl.counts import Aggregation, WeightedBy, check_aggregation, unit_of
-from parallel_rl.functional.kl import KLType, kl_estimate, straight_through
+from parallel_rl.functional.kl import KLType, kl_with_overflow
 from parallel_rl.functional.ratio import exp_or_zero
 from parallel_rl.losses.core.aggregation import aggregate, with_units
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.losses.core.measures import count_true
+from parallel_rl.losses.core.measures import count_true, overflow_tokens
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.policy_config import KLConfig
 from parallel_rl.losses.registry import register_loss
@@ -62,7 +62,7 @@ class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
     The term that `kl` of the policy loss adds, as a loss of its own: a component beside others, against a second reference
     or a teacher (on-policy distillation with the estimator's gradient). `data` holds reference_policy_logprobs [B, S].
 
-    Metrics: loss, num_valid_samples. Call and errors: see `LossFn`.
+    Metrics: loss, num_valid_samples, overflow_tokens (whose estimate overflows). Call and errors: see `LossFn`.
 
     Papers: http://joschu.net/blog/kl-approx.html, arXiv 2506.09477.
 
@@ -84,14 +84,16 @@ class ReferenceKLLossFn(LossFn[ReferenceKLLossConfig]):
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg, logprobs, reference = self.config, batch.logprobs, batch["reference_policy_logprobs"]
-        weight = exp_or_zero(logprobs - logprobs.detach()) if cfg.gradient == "score-function" else None
         if cfg.log_prob_min_clamp is not None:
             logprobs, reference = (x.clamp(min=cfg.log_prob_min_clamp) for x in (logprobs, reference))
-        clamped = partial(kl_estimate, logprobs, reference, input_clamp=cfg.input_clamp, output_clamp=cfg.output_clamp)
-        estimate = clamped(cfg.estimator, weight=weight)
-        if cfg.gradient == "straight-through":
-            estimate = straight_through(estimate, clamped("k2"))
+        # of the clamped log-prob, so that the weight has no gradient below the clamp either
+        weight = exp_or_zero(logprobs - logprobs.detach()) if cfg.gradient == "score-function" else None
+        estimate, overflow = kl_with_overflow(
+            logprobs, reference, cfg.estimator, input_clamp=cfg.input_clamp, output_clamp=cfg.output_clamp, weight=weight,
+            gradient_of_k2=cfg.gradient == "straight-through",
+        )  # fmt: skip
         loss = aggregate(batch, estimate, cfg.aggregation, cfg.max_length)
-        number = count_true(batch, batch.sequence_mask)
+        metrics = overflow_tokens(batch, [overflow])
+        metrics["num_valid_samples"] = count_true(batch, batch.sequence_mask)
         per = unit_of(cfg.aggregation, cfg.token_weights)
-        return loss, Metrics({"loss": Metric("share", loss, per=per), "num_valid_samples": number})
+        return loss, Metrics({"loss": Metric("share", loss, per=per), **metrics})

@@ -259,6 +259,21 @@ def test_reference_kl_is_the_kl_of_the_policy_loss(estimator: str, gradient: str
     torch.testing.assert_close(found.gradient, whole.gradient, rtol=1e-12, atol=1e-16)
 
 
+@pytest.mark.parametrize("gradient", ["plain", "score-function", "straight-through"])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_a_log_prob_below_the_clamp_has_no_gradient(estimator: str, gradient: str) -> None:
+    """Whatever the gradient is made of: the score function's weight once pushed unlikely tokens further down."""
+    if (estimator, gradient) == ("k2", "straight-through"):
+        return
+    logits, data = batch()
+    config = {"estimator": estimator, "gradient": gradient, "log_prob_min_clamp": -2.0}
+    found = step(get_loss("reference_kl")(config), logits, data).gradient[:, :-1]
+    own = logits.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+    valid = (data["token_mask"] * data["sample_mask"][:, None])[:, 1:].bool()
+    moved = found.abs().sum(-1) > 0
+    assert bool((own[valid] < -2.0).any()) and not moved[own < -2.0].any() and bool(moved[valid & (own > -2.0)].any())
+
+
 def test_reference_kl_with_clamped_log_probs() -> None:
     """verl's clamp: below it a log-prob is a constant, on either side."""
     logits, data = batch()

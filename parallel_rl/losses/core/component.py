@@ -63,11 +63,12 @@ def joint_requirements(parts: Mapping[str, tuple[Requirements, DataView]]) -> Re
         collected=any(needs.collected for needs in every),
         entropy=any(needs.entropy for needs in every),
         entropy_measured=all(needs.entropy_measured for needs in every if needs.entropy),
+        entropy_gradient=any(needs.entropy and needs.entropy_gradient for needs in every),
         untruncated=any(needs.untruncated for needs in every),
         truncatable=all(needs.truncatable for needs in every),
         token_separable=all(needs.token_separable for needs in every) and not reads_logits,
         weighs_sequences=any(needs.weighs_sequences for needs in every),
-        ordered=any(needs.ordered for needs in every),
+        ordered=any(needs.reads_places for needs in every),  # by the losses' own names of their fields
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,6 +49,18 @@ def sequence_mean(
 def count_true(batch: TokenBatch, mask: Tensor) -> Metric:
     """Number of true entries in [B], or in whole data [B, S], over the step."""
     return Metric("count", batch.local.once(mask.sum(dtype=torch.float64), of_tokens=mask.dim() == 2))
+
+
+def overflow_tokens(batch: TokenBatch, overflows: Sequence[Tensor | None]) -> dict[str, Metric]:
+    """Metric `overflow_tokens`: number of tokens [T_local] that left the loss, see `parallel_rl.functional.ratio`.
+
+    Args:
+        overflows: false at masked places; None where nothing can overflow. Without any there is no metric.
+    """
+    found = [overflow for overflow in overflows if overflow is not None]
+    if not found:
+        return {}
+    return {"overflow_tokens": Metric("count", reduce(or_, found).sum(dtype=torch.float64))}
 
 
 def measured_tokens(batch: TokenBatch, measures: Mapping[str, Measure]) -> dict[str, Metric]:

@@ -58,6 +58,7 @@ class Requirements:
         collected: the call takes `statistics=`, among them those of the model's output, see `collect`.
         entropy: the entropy of the policy is computed.
         entropy_measured: metrics alone read it, so that a call on log-probs may leave it out.
+        entropy_gradient: where the loss reads it, its gradient goes through it: a call on log-probs must give it with one.
         untruncated: log-probs of the whole distribution are read beside those of a truncated policy.
         truncatable: the log-probs may be those of a truncated policy (top_k, top_p, kept_sets).
         token_separable: a sum over tokens of terms that depend on the log-prob and entropy of their own token alone, all else
@@ -79,6 +80,7 @@ class Requirements:
     collected: bool = False
     entropy: bool = False
     entropy_measured: bool = False
+    entropy_gradient: bool = True
     untruncated: bool = False
     truncatable: bool = False
     token_separable: bool = False
