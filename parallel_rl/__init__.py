@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from parallel_rl.losses.core.base import LossFn
     from parallel_rl.losses.core.batch import TokenBatch
     from parallel_rl.losses.registry import ObjectiveConfig, get_loss, register_loss, register_objective
+    from parallel_rl.losses.scores import TokenScores, token_logprobs, token_scores
     from parallel_rl.metrics import Mean, Metrics, MinMax, Sum, reduce_metrics
     from parallel_rl.packing import SequencePackingLossWrapper
     from parallel_rl.recipes import load_recipe
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from parallel_rl.validation import set_validation
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
     from parallel_rl.vocab.linear.token_stats import LinearTokenStats, linear_token_stats
-    from parallel_rl.vocab.logprobs import TokenScores, token_logprobs, token_scores
     from parallel_rl.vocab.stats import TokenStats, token_stats
     from parallel_rl.vocab.teacher_topk import teacher_topk
 
@@ -114,7 +114,7 @@ _ROOMS = {
     "validation": ("set_validation",),
     "vocab.linear.lm_head": ("LMHeadInput",),
     "vocab.linear.token_stats": ("LinearTokenStats", "linear_token_stats"),
-    "vocab.logprobs": ("TokenScores", "token_logprobs", "token_scores"),
+    "losses.scores": ("TokenScores", "token_logprobs", "token_scores"),
     "vocab.stats": ("TokenStats", "token_stats"),
     "vocab.teacher_topk": ("teacher_topk",),
 }

@@ -116,13 +116,13 @@ def count_valid(
     return ValidCounts(seqs, toks)
 
 
-def own_counts(data: Mapping[str, Tensor]) -> list[Tensor]:
-    """[N_seq, N_tok] of a batch alone, scalars.
+def own_counts(data: Mapping[str, Tensor], shift: bool = True) -> list[Tensor]:
+    """[N_seq, N_tok] of a batch alone, scalars; without a shift column 0 counts, too.
 
     >>> own_counts({"token_mask": torch.ones(2, 4), "sample_mask": torch.tensor([1, 0])})
     [tensor(1), tensor(3)]
     """
-    return [data["sample_mask"].bool().sum(), valid_tokens(data).sum()]
+    return [data["sample_mask"].bool().sum(), valid_tokens(data, shift).sum()]
 
 
 def check_masks(*batches: Mapping[str, Tensor]) -> None:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from parallel_rl.functional.rec import REC
 from parallel_rl.functional.surrogates import TOPR
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.losses.policy_config import PolicyLossConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from parallel_rl.losses.core.base import LossFn
     from parallel_rl.metrics import Metrics
 
 
-def check_fits(host: str, loss_fn: LossFn, fields: Collection[str], *, entropy: bool = False) -> None:
+def check_fits(host: str, loss_fn: object, fields: Collection[str], *, entropy: bool = False) -> None:
     """Refuse a loss that reads more than the log-probs and the fields that a host hands over.
 
     >>> from parallel_rl import DPOLossFn
@@ -29,8 +29,14 @@ def check_fits(host: str, loss_fn: LossFn, fields: Collection[str], *, entropy: 
     ValueError: DPOLossFn reads reference_policy_logprobs, which verl does not hand over; it has advantages, prev_logprobs
 
     Raises:
-        ValueError: it does.
+        ValueError: it does; anything but a loss, such as its class or a recipe's name.
     """
+    if not isinstance(loss_fn, LossFn):
+        got = f"the class {loss_fn.__name__}" if isinstance(loss_fn, type) else repr(loss_fn)
+        cure = (
+            "build it from its config" if isinstance(loss_fn, type) else "load_recipe gives a recipe's class and config"
+        )
+        raise ValueError(f"{host} takes a loss such as PolicyLossFn({{...}}), got {got}; {cure}")
     name, needs = type(loss_fn).__name__, loss_fn.requirements
     if needs.reads != "log-probs":
         raise ValueError(f"{name} reads {needs.reads} of the model's output; {host} hands over log-probs")
@@ -45,6 +51,58 @@ def check_fits(host: str, loss_fn: LossFn, fields: Collection[str], *, entropy: 
         )
     if needs.entropy and not needs.entropy_measured and not entropy:
         raise ValueError(f"{name} in this configuration reads the entropy, which {host} does not hand over")
+
+
+def check_learns(host: str, loss_fn: LossFn) -> None:
+    """Raises ValueError for a loss that ignores the advantages, in a host that trains by them."""
+    if "advantages" not in loss_fn.requirements.names:
+        raise ValueError(
+            f"{type(loss_fn).__name__} does not read the advantages, so that {host} would train without its rewards; take a "
+            "policy loss"
+        )
+
+
+class Setting(NamedTuple):
+    """A number of a host's config: its dotted key, the host's default, and the names that surrogates have for it."""
+
+    key: str
+    default: float | None
+    names: tuple[str, ...]
+
+
+def read_setting(config: object, key: str) -> object:
+    """The value of a dotted key in a host's config, of attributes or of mappings; None if it is not there.
+
+    >>> read_setting({"cispo": {"cispo_eps_clip_low": 0.1}}, "cispo.cispo_eps_clip_low")
+    0.1
+    """
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, Mapping) else getattr(config, part, None)
+    return config
+
+
+def check_settings(host: str, loss_fn: LossFn, config: object, settings: Sequence[Setting]) -> None:
+    """Refuse a number that the host's user has set and that the surrogate has otherwise; a default of the host is not set.
+
+    >>> from parallel_rl import PolicyLossFn
+    >>> check_settings("verl", PolicyLossFn(), {"clip_ratio_c": 4.0}, [Setting("clip_ratio_c", 3.0, ("dual_clip",))])
+    Traceback (most recent call last):
+    ValueError: clip_ratio_c = 4.0, but the surrogate 'ppo' has dual_clip = None; give the loss the number of verl's config
+
+    Raises:
+        ValueError: there is one.
+    """
+    if not isinstance(loss_fn, PolicyLoss):
+        return
+    surrogate = loss_fn.policy.surrogate
+    for key, default, names in settings:
+        value, name = read_setting(config, key), next((name for name in names if hasattr(surrogate, name)), None)
+        if name is None or value is None or value == default or value == getattr(surrogate, name):
+            continue
+        raise ValueError(
+            f"{key} = {value!r}, but the surrogate {surrogate.name!r} has {name} = {getattr(surrogate, name)!r}; give the loss "
+            f"the number of {host}'s config"
+        )
 
 
 def losses_of(recipes: Sequence[str], **left: object) -> Iterator[tuple[str, LossFn]]:
@@ -93,9 +151,9 @@ def unit_of(loss_fn: LossFn) -> str | None:
 
 
 def _tried(loss_fn: LossFn, seqs: int, toks: int, apart: float = 1.0) -> tuple[Tensor, Metrics]:
-    """The loss of two rows of three tokens each; recorded log-probs are the policy's own where `apart` is 0."""
+    """The loss of two rows of two tokens each; recorded log-probs are the policy's own where `apart` is 0."""
     g = torch.Generator().manual_seed(0)
-    data: dict[str, Tensor] = {"token_mask": torch.ones(2, 3, dtype=torch.int64)}
+    data: dict[str, Tensor] = {"token_mask": torch.tensor([[0, 1, 1], [0, 1, 1]])}
     logprobs = -torch.rand(2, 3, generator=g)
     for field in loss_fn.requirements.fields:
         shape = (2,) if field.per == "sequence" else (2, 3, 1) if field.width else (2, 3)

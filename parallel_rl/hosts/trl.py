@@ -16,11 +16,10 @@ import torch
 
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.preference import DPOLossFn
+from parallel_rl.metrics import Metrics
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from parallel_rl.metrics import Metrics
 
 #: TRL's kinds of DPO by ours; of IPO a response's mean counts
 DPO_KINDS = {
@@ -145,10 +144,11 @@ def dpo_loss(
             raise ValueError(f"loss_type = {kind!r} is not supported here; supported are {', '.join(DPO_KINDS)}")
         smoothed = {"label_smoothing": label_smoothing} if kind in ("robust", "exo_pair") else {}
         loss_fn = DPOLossFn({"kind": DPO_KINDS[kind], "reference_policy_kl_penalty": beta, **smoothed})
-        # the loss reads a row's log-ratio alone, so that one token carries it
+        # the loss reads a row's log-ratio alone, so that one token carries it: one above 0 is 0 less a reference below 0
         row = (means if kind == "ipo" else ratios)[order, None]
-        data = {"response_mask": torch.ones_like(row), "reference_policy_logprobs": torch.zeros_like(row)}
-        share, _ = loss_fn.from_logprobs(row, data=data, global_valid_seqs=seqs, global_valid_toks=seqs)
+        above = row.detach().clamp(min=0)
+        data = {"response_mask": torch.ones_like(row), "reference_policy_logprobs": -above}
+        share, _ = loss_fn.from_logprobs(row - above, data=data, global_valid_seqs=seqs, global_valid_toks=seqs)
         total = total + weight * share
     return total, ratios.detach()
 
@@ -249,7 +249,7 @@ def grpo_loss(
 
     Args:
         data: response_mask and the fields of `PolicyLossFn`; advantages may be [B], prev_logprobs None (on policy).
-        counts: sequences and tokens; tokens may be below 1, TRL's being a share of the step's among processes.
+        counts: sequences and tokens; tokens may be below those of the call, TRL's being a share of the step's.
         options: see `grpo_options`.
     """
     fields = {name: x for name, x in data.items() if x is not None}
@@ -258,11 +258,13 @@ def grpo_loss(
         fields["advantages"] = advantages[:, None].expand(logprobs.shape)
     fields.setdefault("prev_logprobs", logprobs.detach())
     seqs, tokens = counts
-    whole = tokens.clamp(min=1)
+    whole = torch.maximum(tokens, (fields["response_mask"] != 0).sum()).clamp(min=1)
     loss, metrics = PolicyLossFn(options).from_logprobs(
         logprobs, data=fields, global_valid_seqs=seqs, global_valid_toks=whole, entropy=entropy
     )
-    return loss * (whole / tokens), metrics
+    parts = {name: metrics.parts(name) for name in metrics}
+    scaled = {name: x._replace(value=x.value * (whole / tokens)) for name, x in parts.items() if x.per == "tokens"}
+    return loss * (whole / tokens), Metrics({**parts, **scaled})
 
 
 def _log(trainer: object, numbers: Mapping[str, Tensor]) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.agreement import raise_on_all_ranks, shape_facts
+from parallel_rl.counts import check_masks, check_zeros_and_ones
 from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
+from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.row_values import chunk_size, row_values
@@ -57,13 +59,16 @@ def teacher_topk(
         [B, S, k] int64; token-aligned, whole and the same on every rank.
 
     Raises:
-        ValueError: shapes, dtypes or options that do not fit; on all ranks of both groups, see `set_validation`.
+        ValueError: shapes, dtypes, masks or options that do not fit; on all ranks of both groups, see `set_validation`.
     """
     group, context = vocab_parallel_group, context_parallel_group
     head, logits = split_output(next_token_logits, group)
 
     def check() -> tuple[SequenceLayout, VocabShard]:
         check_rank(vocab_parallel_rank, group)
+        check_masks(data)
+        if checks_values(data["token_mask"]):
+            check_zeros_and_ones(data)
         cp = group_size(context), group_rank(context)
         rows, width = data["token_mask"].shape
         of = layout or SequenceLayout.padded(

@@ -122,7 +122,7 @@ def test_log_probs_as_data() -> None:
     assert results == [results[0]] * WORLD
     patterns = (
         r"rank 3: sequence length 6 is not divisible by 4",
-        r"rank 3: data needs the field 'input_ids'",
+        r"rank 3: data lacks the field 'input_ids'",
         r"rank 3: target 11 at \[\d, \d\] lies outside the vocabulary \[0, 11\)",
         r"rank 3: temperature = 0.0 must be positive",
     )

@@ -17,6 +17,8 @@ def step(seed: int = 0) -> dict[str, Tensor]:
     mask = (torch.arange(A) < torch.tensor(LENGTHS)[:, None]).long()
     names = ("new", "old", "generation", "advantages")
     data = {name: torch.randn(B, A, generator=g, dtype=torch.float64) * 0.3 for name in names}
+    for name in ("new", "old", "generation"):
+        data[name] = data[name] - 1.5  # log-probs
     data["weights"] = torch.rand(B, A, generator=g, dtype=torch.float64)
     return {"mask": mask, **{name: torch.where(mask != 0, x, torch.nan) for name, x in data.items()}}
 

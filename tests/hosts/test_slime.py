@@ -165,5 +165,5 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="replay of the sampler's top-p is not supported"):
         policy(mean, {**batch, "rollout_top_p_token_ids": [[1]]}, flat, None)
     assert custom_loss(DPOLossFn()), "a loss on pairs of samples is divided by samples, too"
-    with pytest.raises(ValueError, match="advantages has the shape"):
+    with pytest.raises(ValueError, match="advantages has shape"):
         policy(mean, {**batch, "advantages": [x[1:] for x in batch["advantages"]]}, flat, None)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from parallel_rl import (
+    LMHeadInput,
     ParallelGroups,
     SequenceLayout,
     SequencePackingLossWrapper,
@@ -17,12 +19,18 @@ from parallel_rl import (
     ValidCounts,
     count_valid,
     get_loss,
+    token_logprobs,
+    token_scores,
     token_stats,
 )
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
 
 B, S, V = 4, 8, 11
 FLOATS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
+#: the forms in which a call gets the model's output
+Way = Literal["logits", "hidden states", "log-probs", "token_scores"]
+#: no faults of log-probs and of `token_scores`, which takes a temperature for each sample, and ids to pass over
+LESS = ("temperatures of tokens", "token_mask missing", "sample_mask missing", "target -100")
 PLACEHOLDER = 4  # of a process reward model
 _COUNTS = ("positive_tokens", "steps", "usual_sequences", "usual_tokens", "expert_sequences", "expert_tokens")
 _SIDES = [f"{side}_{what}" for side in ("desirable", "undesirable", "mismatched") for what in ("rows", "log_ratio")]
@@ -51,8 +59,16 @@ class Call:
     cu_seqlens_padded: Tensor | None = None
     statistics: Statistics | None = None
 
-    def run(self) -> float:
-        """This rank's share."""
+    def run(self, way: Way = "logits") -> float:
+        """This rank's share; the scores' sum of `token_scores`."""
+        if way == "token_scores":
+            groups = self.vocab_rank, self.groups.tensor, self.groups.context
+            return token_scores(self.logits, self.data, *groups, **self.options).logprobs.sum().item()
+        if way == "log-probs":
+            return self._on_log_probs()
+        output = (
+            LMHeadInput(self.logits, torch.eye(V, dtype=self.logits.dtype)) if way == "hidden states" else self.logits
+        )
         loss_fn = get_loss(self.loss)(self.config, **self.options)
         fn = (
             loss_fn
@@ -60,10 +76,31 @@ class Call:
             else SequencePackingLossWrapper(loss_fn, self.cu_seqlens, self.cu_seqlens_padded)
         )
         loss, _ = fn(
-            self.logits, self.data, *self.counts, self.vocab_rank, self.groups.tensor, self.groups.context,
+            output, self.data, *self.counts, self.vocab_rank, self.groups.tensor, self.groups.context,
             statistics=self.statistics,
         )  # fmt: skip
         return loss.item()
+
+    def _on_log_probs(self) -> float:
+        """Rows of responses, the first column masked, so that every place is that of the ordinary call."""
+        data, mask = dict(self.data), self.data.get("token_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            mask = mask.clone()
+            mask[:, 0] = torch.where(mask[:, 0] == 1, 0, mask[:, 0])
+        data |= {} if mask is None else {"response_mask": mask}
+        data.pop("token_mask", None)
+        loss_fn = get_loss(self.loss)(self.config)
+        entropy = torch.ones_like(self.log_probs) if loss_fn.requirements.entropy else None
+        loss, _ = loss_fn.from_logprobs(
+            self.log_probs, data=data, global_valid_seqs=self.counts[0], global_valid_toks=self.counts[1], entropy=entropy,
+            statistics=self.statistics,
+        )  # fmt: skip
+        return loss.item()
+
+    @cached_property
+    def log_probs(self) -> Tensor:
+        """[B, S] of a right call: read before it is spoiled."""
+        return token_logprobs(self.logits, {"input_ids": self.data["input_ids"]}, **self.options)
 
 
 def make_data() -> dict[str, Any]:
@@ -119,6 +156,17 @@ def make_call(loss: str, config: dict, packed: bool, groups: ParallelGroups) -> 
 
 
 @dataclass(frozen=True)
+class Spoil:
+    """What changes a call, and the names of the arguments or fields that it changes."""
+
+    names: frozenset[str]
+    change: Callable[[Call], object]
+
+    def __call__(self, call: Call) -> object:
+        return self.change(call)
+
+
+@dataclass(frozen=True)
 class Fault:
     name: str
     message: str  # a pattern
@@ -132,19 +180,37 @@ class Fault:
     def __str__(self) -> str:
         return self.name.replace(" ", "-")
 
+    @property
+    def ways(self) -> list[Way]:
+        """The ways of calling, beside the ordinary one, that get what is spoiled and must refuse it in the same words."""
+        needs = get_loss(self.loss)(self.config).requirements
+        if self.packed or self.needs_context or not isinstance(self.spoil, Spoil) or needs.reads != "log-probs":
+            return []
+        names, ways = self.spoil.names, list[Way]()
+        if "logits" not in names:
+            ways.append("hidden states")
+        in_rows = all(field.alignment == "token" for field in needs.fields)
+        if self.name in LESS:
+            return ways
+        if not names & {"logits", "options", "input_ids"} and in_rows:
+            ways.append("log-probs")
+        if names <= {"logits", "options", "input_ids", "token_mask", "sample_mask"}:
+            ways.append("token_scores")
+        return ways
 
-def at(name: str, place: tuple[int, ...], value: float) -> Callable[[Call], object]:
+
+def at(name: str, place: tuple[int, ...], value: float) -> Spoil:
     """Another value at one place of a field."""
 
     def spoil(call: Call) -> None:
         call.data[name] = call.data[name].clone()
         call.data[name][place] = value
 
-    return spoil
+    return Spoil(frozenset({name}), spoil)
 
 
-def use(**values: Any) -> Callable[[Call], object]:
-    return lambda call: call.data.update(values)
+def use(**values: Any) -> Spoil:
+    return Spoil(frozenset(values), lambda call: call.data.update(values))
 
 
 def bounds(true: list | None = None, padded: list | None = None) -> Callable[[Call], object]:
@@ -163,24 +229,24 @@ def rows(count: int) -> Callable[[Call], object]:
     return spoil
 
 
-def logits(change: Callable[[Tensor], Tensor]) -> Callable[[Call], object]:
-    return lambda call: setattr(call, "logits", change(call.logits))
+def logits(change: Callable[[Tensor], Tensor]) -> Spoil:
+    return Spoil(frozenset({"logits"}), lambda call: setattr(call, "logits", change(call.logits)))
 
 
-def options(**values: Any) -> Callable[[Call], object]:
-    return lambda call: call.options.update(values)
+def options(**values: Any) -> Spoil:
+    return Spoil(frozenset({"options"}), lambda call: call.options.update(values))
 
 
-def drop(name: str) -> Callable[[Call], object]:
-    return lambda call: call.data.pop(name)
+def drop(name: str) -> Spoil:
+    return Spoil(frozenset({name}), lambda call: call.data.pop(name))
 
 
-def narrow(name: str) -> Callable[[Call], object]:
-    return lambda call: call.data.update({name: call.data[name][:, 1:]})
+def narrow(name: str) -> Spoil:
+    return Spoil(frozenset({name}), lambda call: call.data.update({name: call.data[name][:, 1:]}))
 
 
-def argument(name: str, value: object) -> Callable[[Call], object]:
-    return lambda call: setattr(call, name, value)
+def argument(name: str, value: object) -> Spoil:
+    return Spoil(frozenset({name}), lambda call: setattr(call, name, value))
 
 
 def strided(call: Call) -> None:

@@ -87,6 +87,8 @@ FAULTS = [
             narrow(name)) for name in ("token_mask", *FLOATS)),
     Fault("a column of sample_mask", r"sample_mask has shape \[4, 1\]; .* calls for \[4\]",
           use(sample_mask=torch.ones(4, 1))),
+    Fault("a column of token_mask", r"token_mask has shape \[4, 1\]; .* calls for \[4, 8\]",
+          use(token_mask=torch.ones(4, 1))),
     Fault("advantages of sequences", r"advantages has shape \[4\]; input_ids \[B, S\] = \[4, 8\] calls for \[4, 8\]",
           use(advantages=torch.ones(4))),
     Fault("rewards of tokens", r"rewards has shape \[4, 8\]; .* calls for \[4\]", use(rewards=torch.ones(4, 8)),
@@ -120,6 +122,10 @@ FAULTS = [
           by_value=True),
     Fault("NaN at the predictor", r"reference_policy_logprobs is NaN at \[2, 0\], a valid place",
           at("reference_policy_logprobs", (2, 0), math.nan), "dpo", PREDICTOR, by_value=True),
+    *(Fault(f"{name} of nothing, {loss}", rf"{name} is -inf at \[2, 6\], a valid place: no policy draws a token",
+            at(name, (2, 6), -math.inf), loss, by_value=True)
+      for name, loss in (("prev_logprobs", "policy"), ("generation_logprobs", "clipped_pg"),
+                         ("reference_policy_logprobs", "dpo"), ("reference_policy_logprobs", "reference_kl"))),
     # counts and statistics
     Fault("two counts", r"global_valid_seqs must be one number, see count_valid; got shape \[2\]",
           argument("counts", TWO_COUNTS)),

@@ -48,6 +48,22 @@ def test_shapes_dtypes_and_options_are_always_looked_at(fault: Fault) -> None:
         call.run()
 
 
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.ways], ids=str)
+def test_every_way_of_calling_refuses_in_the_same_words(fault: Fault) -> None:
+    """A host's log-probs and `token_scores` once took counts, masks and gradients that the call on logits refuses."""
+    told = {}
+    for way in ("logits", *fault.ways):
+        call = make_call(fault.loss, fault.config, fault.packed, ALONE)
+        assert math.isfinite(call.run(way)) and call.log_probs.isfinite().all()
+        fault.spoil(call)
+        with pytest.raises(ValueError) as error:
+            call.run(way)
+        told[way] = str(error.value).replace("response_mask", "token_mask")
+    first, ordinary = told["logits"].split(";")[0], told.pop("logits")
+    for way, text in told.items():  # of log-probs, shapes are told beside theirs
+        assert text.split(";")[0] == first and (text == ordinary or way != "hidden states"), (way, text)
+
+
 @pytest.mark.parametrize("name", ["target V", "a mask of 2", "NaN in advantages", "a token too far"])
 def test_values_are_not_looked_at_where_validation_is_off(name: str) -> None:
     fault = next(fault for fault in FAULTS if fault.name == name)
@@ -85,15 +101,15 @@ def test_masked_places_may_hold_anything() -> None:
 @pytest.mark.parametrize(
     ("arguments", "data", "message"),
     [
-        ({}, {}, "data needs the field 'input_ids', integers .*; got None"),
-        ({}, {"input_ids": torch.zeros(4, S)}, "data needs the field 'input_ids', integers .*; got torch.float32"),
+        ({}, {}, "data lacks the field 'input_ids'; token_scores needs input_ids"),
+        ({}, {"input_ids": torch.zeros(4, S)}, r"input_ids must be int64 or int32 \[B, S\], got torch.float32"),
         (
             {},
             {"input_ids": torch.zeros(4, S - 1).long()},
-            r"the logits have shape \[4, 8, 11\]; the layout needs \[4, 7",
+            r"the logits have leading shape \[4, 8\]; data of shape \[4, 7\] over cp = 1 needs \[4, 7\]",
         ),
         ({}, {"input_ids": torch.full((4, S), 11)}, r"target 11 at \[0, 0\] lies outside the vocabulary \[0, 11\)"),
-        ({}, {"input_ids": torch.zeros(4, S, device="meta").long()}, "input_ids is on meta, the logits on cpu"),
+        ({}, {"input_ids": torch.zeros(4, S, device="meta").long()}, "input_ids is on meta, the model's output on cpu"),
         ({"temperature": 0.0}, None, "temperature = 0.0 must be positive"),
         ({"vocab_size": 99}, None, "vocab_size = 99 splits"),
         ({"cp_layout": "ring"}, None, "cp_layout = 'ring' is not valid"),

@@ -34,11 +34,9 @@ def unchecked() -> Iterator[None]:
     set_validation(mode)
 
 
-@pytest.mark.parametrize("from_hidden", [False, True])
+@pytest.mark.parametrize("form", ["logits", "hidden states", "log-probs"])
 @pytest.mark.parametrize(("name", "options", "field"), CASES)
-def test_the_gradient_of_a_loss_that_is_nan_is_not_finite(
-    name: str, options: dict, field: str, from_hidden: bool
-) -> None:
+def test_the_gradient_of_a_loss_that_is_nan_is_not_finite(name: str, options: dict, field: str, form: str) -> None:
     """Clamps of ratios make a gradient of 0 of it, with which an optimizer would go on; a NaN in a masked place is nothing."""
     generator = torch.Generator().manual_seed(3)
 
@@ -55,15 +53,20 @@ def test_the_gradient_of_a_loss_that_is_nan_is_not_finite(
             **{key: -1 - draw(ROWS, WIDTH).abs() for key in ("prev_logprobs", "generation_logprobs")},
             "reference_policy_logprobs": -1 - draw(ROWS, WIDTH).abs(),
         }
-        output, weight = draw(ROWS, WIDTH, HIDDEN if from_hidden else WORDS), draw(WORDS, HIDDEN)
+        sizes = {"logits": (WORDS,), "hidden states": (HIDDEN,), "log-probs": ()}[form]
+        output, weight = draw(ROWS, WIDTH, *sizes), draw(WORDS, HIDDEN)
+        output = -output.abs() if form == "log-probs" else output
         if field == "output":
-            output[place[0], place[1] - 1] = torch.nan  # predicts the token
+            output[place[0], place[1] - (form != "log-probs")] = torch.nan  # predicts the token, or is its log-prob
         else:
             data[field][place] = torch.nan
         output.requires_grad_()
         loss_fn = LossConfig(name, options).build()
-        given = LMHeadInput(output, weight) if from_hidden else output
-        loss, _ = loss_fn(given, data, torch.tensor(ROWS), torch.tensor(5))
+        counts = {"global_valid_seqs": torch.tensor(ROWS), "global_valid_toks": torch.tensor(5)}
+        if form == "log-probs":
+            loss, _ = loss_fn.from_logprobs(output, data=data, **counts)
+        else:
+            loss, _ = loss_fn(LMHeadInput(output, weight) if form == "hidden states" else output, data, **counts)
         loss.backward()
         assert output.grad is not None
         return loss.detach(), output.grad

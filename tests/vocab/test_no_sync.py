@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_leaves
 from parallel_rl import LMHeadInput, linear_token_stats, token_stats
 from parallel_rl.functional.distillation import JSD, ForwardKL
 from parallel_rl.layout import SequenceLayout
+from parallel_rl.losses.scores import token_logprobs
 from parallel_rl.validation import validation
 from parallel_rl.vocab.backends import choice
 from parallel_rl.vocab.divergence import divergence_of_shards
 from parallel_rl.vocab.linear.plan import LinearMode
-from parallel_rl.vocab.logprobs import token_logprobs
 from parallel_rl.vocab.sampling import sample_keys, sample_tokens
 from parallel_rl.vocab.shards import VocabShard
 from parallel_rl.vocab.threshold import kept_floor

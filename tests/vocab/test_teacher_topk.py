@@ -104,6 +104,12 @@ def test_on_tensor_and_context_ranks(packed: bool) -> None:
             r"the logits have shape \[4, 5, 11\]; the layout needs \[4, 8, V/tp\]",
         ),
         ({"temperature": 0.0}, "temperature = 0.0 must be positive"),
+        ({"data": {"token_mask": torch.ones(B, S)}}, "data lacks the field 'sample_mask'"),
+        (
+            {"data": {"token_mask": torch.ones(B, S), "sample_mask": torch.ones(B, 1)}},
+            r"sample_mask must be .*\[4, 1\]",
+        ),
+        ({"data": {"token_mask": torch.full((B, S), 0.5), "sample_mask": torch.ones(B)}}, "token_mask = 0.5 at"),
     ],
 )
 def test_bad_input(change: dict[str, Any], message: str) -> None:

@@ -274,7 +274,7 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
 
     def _check_values(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
         """Refuse values that are wrong whatever the model's output is."""
-        check_values(data, needs)
+        check_values(data, needs, truncated=bool(self.options.truncation))
 
     def _layout(self, call: LossCall, logits: Tensor, rows: int, width: int) -> SequenceLayout:
         return call.layout(logits, rows, width, self.options.cp_layout)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 
 _MOST = 2.0**63  # a count is an int64
+#: recorded log-probs, and whether an earlier moment of a truncated policy gave them
+RECORDED = {"prev_logprobs": True, "generation_logprobs": True, "reference_policy_logprobs": False}
 _FINITE = ("advantages", "returns", "rewards", "values")  # in log-probs and in teachers' logits −inf is a number
 
 
@@ -51,19 +53,20 @@ def check_pairs(rows: int) -> None:
 
 
 def check_counts(
-    global_valid_seqs: object, global_valid_toks: object, data: Mapping[str, Tensor] | None = None
+    global_valid_seqs: object, global_valid_toks: object, data: Mapping[str, Tensor], shift: bool = True
 ) -> None:
     """Check the counts of the step that a call gives.
 
     Args:
-        data: with masks whose values were looked at; None where the counts are a host's, in whatever unit it divides by.
+        data: with masks whose values were looked at.
+        shift: whether column 0 has no predictor and does not count.
 
     Raises:
         ValueError: a count that is not one finite number, at least 1; one below that of `data` alone, which is a part of the
             step, unless it is 1: its caller divides by himself.
     """
     given = {"global_valid_seqs": global_valid_seqs, "global_valid_toks": global_valid_toks}
-    own = own_counts(data) if data is not None and checks_values(data["token_mask"]) else [0, 0]
+    own = own_counts(data, shift) if checks_values(data["token_mask"]) else [0, 0]
     for (name, count), number in zip(given.items(), map(int, own), strict=True):
         if isinstance(count, int) and count >= _MOST:
             count = float(count)  # too large for a tensor
@@ -83,11 +86,13 @@ def check_counts(
             )
 
 
-def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) -> tuple[int, int]:
+def check_data(
+    data: Mapping[str, Tensor], needs: Requirements, output: Tensor, reader: str = "this loss"
+) -> tuple[int, int]:
     """(B, S) of whole data, after a look at each field's presence, shape, dtype and device, and at values (`set_validation`).
 
     Args:
-        output: the model's, for its device and its leading shape.
+        output: the model's, for its device and its leading shape. reader: of the data, for messages.
 
     Raises:
         ValueError: a missing field, anything but a tensor, a wrong shape, dtype or device, a field that requires a gradient; an
@@ -97,7 +102,7 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
     for name in names:
         if name not in data:
             needed = ", ".join((*names[:3], *needs.asked))
-            raise ValueError(f"data lacks the field {name!r}; this loss needs {needed}")
+            raise ValueError(f"data lacks the field {name!r}; {reader} needs {needed}")
         if not isinstance(data[name], Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(data[name]).__name__}")
         check_plain(name, data[name])
@@ -115,13 +120,17 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
         _check_shape(data[name], Field(name, "token" if name == "token_mask" else "sequence"), (rows, width), output)
     for field in needs.fields:
         _check_shape(data[field.name], field, (rows, width), output)
-        floats = data[field.name].is_floating_point()
-        if floats != (field.dtype == "float"):
-            wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
-            raise ValueError(f"{field.name} must {wanted}, got {data[field.name].dtype}")
-        if data[field.name].requires_grad:
-            raise ValueError(f"{field.name} requires a gradient, which ends at the data; give {field.name}.detach()")
+        check_field(field, data[field.name])
     return rows, width
+
+
+def check_field(field: Field, value: Tensor) -> None:
+    """Raises ValueError for a field of another dtype, or one that requires a gradient."""
+    if value.is_floating_point() != (field.dtype == "float"):
+        wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
+        raise ValueError(f"{field.name} must {wanted}, got {value.dtype}")
+    if value.requires_grad:
+        raise ValueError(f"{field.name} requires a gradient, which ends at the data; give {field.name}.detach()")
 
 
 def _check_shape(value: Tensor, field: Field, batch: tuple[int, int], output: Tensor) -> None:
@@ -163,12 +172,34 @@ def check_temperature(data: Mapping[str, Tensor]) -> None:
         raise ValueError(f"temperature = {float(value[row])} of sample {row} must be positive and finite")
 
 
-def check_values(data: Mapping[str, Tensor], needs: Requirements) -> None:
+def check_log_probs(logprobs: Tensor, valid: Tensor) -> None:
+    """Check that the log-probs of a call are at most 0 at valid places, but for rounding.
+
+    Raises:
+        ValueError: one is above 0; the message tells what the values probably are.
+    """
+    above = (logprobs > (1e-3 if logprobs.dtype.itemsize > 2 else 0.25)) & valid
+    if not bool(above.any()):
+        return
+    at, there = above.nonzero()[0].tolist(), logprobs[valid]
+    probably = "probabilities (take their log), or log-probs with the sign changed (give them negative)"
+    if bool((there < 0).any()):
+        probably = "logits of the tokens without their normaliser (subtract the logsumexp over the vocabulary)"
+    elif bool((there > 1).any()):
+        probably = "log-probs with the sign changed, or losses (give them negative)"
+    raise ValueError(f"logprobs is {float(logprobs[tuple(at)]):g} at {at}, above 0; these are probably {probably}")
+
+
+def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: bool = False) -> None:
     """Check the values of data whose shapes are right.
+
+    Args:
+        truncated: whether the policy is truncated, and a token that it does not keep may have a recorded log-prob of −inf.
 
     Raises:
         ValueError: a mask with values other than 0 and 1; NaN in a valid place, or an infinite advantage, return, reward or
-            value; a weight of a token that is negative or not finite; segment ids that decrease.
+            value; a recorded log-prob of −inf; a weight of a token that is negative or not finite; segment ids
+            that decrease.
     """
     check_zeros_and_ones(data)
     valid = valid_tokens(data, needs.shift)
@@ -193,3 +224,11 @@ def check_values(data: Mapping[str, Tensor], needs: Requirements) -> None:
             at = bad.nonzero()[0].tolist()
             what = "NaN" if bool(values[tuple(at)].isnan()) else f"{float(values[tuple(at)]):g}"
             raise ValueError(f"{field.name} is {what} at {at}, a valid place")
+        if field.name in RECORDED and not (truncated and RECORDED[field.name]):
+            gone = values.isneginf() & place
+            if bool(gone.any()):
+                raise ValueError(
+                    f"{field.name} is -inf at {gone.nonzero()[0].tolist()}, a valid place: no policy draws a token of "
+                    "probability 0; mask it, or record its log-prob"
+                    + (", or give the loss the sampler's top_k or top_p" if RECORDED[field.name] else "")
+                )

@@ -12,10 +12,18 @@ from torch import Tensor
 
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.counts import ValidCounts
+from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.call import LossFunction
-from parallel_rl.losses.core.checks import check_counts, check_pairs, check_statistics
-from parallel_rl.losses.core.log_prob_call import LogProbCall, check_reads, field_rows, rows_and_data
+from parallel_rl.losses.core.call import LossFunction, share_of
+from parallel_rl.losses.core.checks import check_counts, check_log_probs, check_pairs, check_statistics
+from parallel_rl.losses.core.log_prob_call import (
+    LogProbCall,
+    check_mask,
+    check_reads,
+    counted_rows,
+    field_rows,
+    rows_and_data,
+)
 from parallel_rl.losses.core.log_prob_rows import RowsBatch, Values, rows_batch
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
@@ -63,24 +71,26 @@ class LogProbLossFunction(LossFunction):
             [B, S]      rows; a list of B tensors [n_i]; or flat [T], sequences one after the other, with `cu_seqlens`
 
         Args:
-            logprobs: of the current policy, with gradient; column t is the log-prob of token t.
+            logprobs: of the current policy, with gradient; column t is the log-prob of token t. In float32 or wider: one of
+                16 bits rounds a log-prob by up to 2^-8 of it, and a gradient of ratios by as much (a warning, once).
             data: the loss's fields, and one mask. `token_mask`: rows are whole sequences, whose first token (column 0) has no
                 predictor and is never read. `response_mask`: rows are responses alone, of which every token has one.
                 `sample_mask` [B] may be left out: all count.
-            global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`.
+            global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`; or 1, of a caller who divides.
             context_parallel_group: the ranks over which every row is cut, log-probs and fields alike, in any way that
                 leaves its first token on rank 0; flat ones by the constructor's `cp_layout`. None: rows are whole. A host that
                 holds them whole on every context rank gives None, and gets the whole loss on each.
             cu_seqlens: [B + 1] integers, bounds of the sequences in the flat row, over all context ranks; what is beyond the
                 last one belongs to none. Bounds on the host cost no wait for the device.
-            entropy: of the policy at each token, for a loss with an entropy term; without it metrics of the entropy are
-                left out.
+            entropy: of the policy at each token, with gradient for a loss with an entropy term; without it metrics of the
+                entropy are left out.
             statistics: of the whole step, for a loss that `needs_statistics`: the sum over micro-batches of
                 `collect_from_logprobs`, reduced.
 
         Raises:
             ValueError: a loss that reads more than log-probs, or needs to know where in its sequence a cut row's token lies;
-                shapes, dtypes, bounds or values that do not fit; on all ranks of the group.
+                log-probs above 0; a token_mask that counts a first token with a log-prob; shapes, dtypes, bounds or values that
+                do not fit; on all ranks of the group.
         """
         return self._run_on_rows(
             LogProbCall(
@@ -129,7 +139,8 @@ class LogProbLossFunction(LossFunction):
         return counted | self.collect_from(batch) if self.needs_collect else counted
 
     def _run_on_rows(self, call: LogProbCall) -> tuple[Tensor, Metrics]:
-        return self.compute(self._read_rows(call)[1])
+        loss, metrics = self.compute(self._read_rows(call)[1])
+        return share_of(loss, None), metrics
 
     def _read_rows(self, call: LogProbCall) -> tuple[RowsBatch, TokenBatch]:
         """Check the call; its batch before it is narrowed to the loss's tokens, and after."""
@@ -138,14 +149,17 @@ class LogProbLossFunction(LossFunction):
         def check() -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
             check_reads(type(self).__name__, needs, self.options, call)
             check_statistics(type(self).__name__, needs, call.statistics)
-            check_counts(call.global_valid_seqs, call.global_valid_toks)
             rows, data = rows_and_data(call, needs, self.options)
             if needs.paired:
                 check_pairs(rows.number)
+            logprobs = rows.take(call.logprobs)
             if checks_values(data["token_mask"]):
                 self._check_values(data, needs.on_rows())
+                check_mask(call, rows, data["sample_mask"])
+                check_log_probs(logprobs, valid_tokens(data, shift=False))
+            check_counts(call.global_valid_seqs, call.global_valid_toks, counted_rows(call, data), shift=False)
             entropy = None if call.entropy is None else field_rows("entropy", call.entropy, rows, call)
-            return rows.take(call.logprobs), entropy, data
+            return logprobs, entropy, data
 
         logprobs, entropy, data = raise_on_all_ranks(check, [call.context_group], call.like, call.facts)
         counts = ValidCounts.of(call.global_valid_seqs, call.global_valid_toks, logprobs.device)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from parallel_rl.groups import group_size
+from parallel_rl.losses.core.checks import check_field
 from parallel_rl.losses.core.data_view import IN_ROW
 from parallel_rl.losses.core.log_prob_rows import Cut, Rows, Values, rows_of
 from parallel_rl.vocab.dtensor import check_plain
@@ -87,6 +90,12 @@ def check_reads(loss: str, needs: Requirements, options: VocabOptions, call: Log
         raise ValueError("consume_logits = True has no effect on log-probs; leave it out")
     if needs.entropy and not needs.entropy_measured and call.entropy is None:
         raise ValueError(f"{loss} in this configuration reads the entropy of the policy; give entropy=")
+    trained = needs.entropy and not needs.entropy_measured and needs.entropy_gradient
+    if trained and call.entropy is not None and _has_gradient(call.logprobs) and not _has_gradient(call.entropy):
+        raise ValueError(
+            f"entropy has no gradient, the log-probs have one, and {loss} in this configuration trains on both; compute the "
+            "entropy with its gradient, too"
+        )
     if needs.reads_places and group_size(call.context_group) > 1:
         raise ValueError(
             f"{loss} in this configuration needs to know where in its sequence a token lies, which a row that is cut "
@@ -109,6 +118,8 @@ def rows_and_data(call: LogProbCall, needs: Requirements, options: VocabOptions)
     check_plain("logprobs", call.like)
     if not call.like.is_floating_point():
         raise ValueError(f"log-probs must be floating point, got {call.like.dtype}")
+    if call.like.dtype.itemsize < 4:
+        warn_of_precision(call.like.dtype)
     responses = _MASKS[masks[0]]
     rows = rows_of(call.logprobs, Cut(responses, call.context_group, options.cp_layout), call.cu_seqlens)
     names = (masks[0], *needs.names)
@@ -123,10 +134,11 @@ def rows_and_data(call: LogProbCall, needs: Requirements, options: VocabOptions)
             )
         per_row = field.per == "sequence"
         value = call.data[name]
+        if name in needs.names:
+            for each in [value] if isinstance(value, Tensor) else value:
+                if isinstance(each, Tensor):  # anything else is refused with the shapes
+                    check_field(field, each)
         found = _per_row(name, value, rows, call) if per_row else field_rows(name, value, rows, call, field)
-        if name in needs.names and found.is_floating_point() != (field.dtype == "float"):
-            wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
-            raise ValueError(f"{name} must {wanted}, got {found.dtype}")
         data["token_mask" if name == masks[0] else name] = found
     given = call.logprobs
     places = torch.ones_like(given) if isinstance(given, Tensor) else [torch.ones_like(x) for x in given]
@@ -137,31 +149,70 @@ def rows_and_data(call: LogProbCall, needs: Requirements, options: VocabOptions)
     return rows, data
 
 
+def counted_rows(call: LogProbCall, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The data; without a `sample_mask` its rows are those with a token: a host may mask a row's tokens to leave it out."""
+    return data if "sample_mask" in call.data else {**data, "sample_mask": data["token_mask"].bool().any(1)}
+
+
+def check_mask(call: LogProbCall, rows: Rows, sample_mask: Tensor) -> None:
+    """Check that a `token_mask` counts no first token that has a log-prob: nothing predicts it, so rows are responses then.
+
+    Raises:
+        ValueError: one does.
+    """
+    if "token_mask" not in call.data:
+        return
+    mask, logprobs = rows.first(call.data["token_mask"]), rows.first(call.logprobs)
+    given = mask.bool() & sample_mask.bool() & logprobs.isfinite() & (logprobs != 0)
+    if bool(given.any()):
+        row = int(given.nonzero()[0, 0])
+        raise ValueError(
+            f"token_mask is 1 at [{row}, 0], a first token, which nothing predicts, and its log-prob is {logprobs[row]:g}. "
+            "Name the mask response_mask if rows are responses alone; set its column 0 to 0 if they are whole sequences"
+        )
+
+
+@cache
+def warn_of_precision(dtype: torch.dtype) -> None:
+    """Warn, once a process, of log-probs of 16 bits."""
+    warnings.warn(
+        f"log-probs in {dtype} change the gradient by some percent; compute them in float32, from logits of any dtype",
+        stacklevel=2,
+    )
+
+
+def _has_gradient(values: Values) -> bool:
+    return any(x.requires_grad for x in ([values] if isinstance(values, Tensor) else values))
+
+
 def field_rows(name: str, values: Values, rows: Rows, call: LogProbCall, field: Field | None = None) -> Tensor:
     try:
         own, theirs = rows.shape_of(values), rows.shape_of(call.logprobs)
         if own != theirs:
-            raise ValueError(f"has the shape {_text(own)}, the log-probs have {_text(theirs)}; they must be alike")
+            raise ValueError(f"has shape {_text(own)}; the log-probs have {_text(theirs)}, and they must be alike")
         width = 1 if field is not None and field.width else 0
         for x in [values] if isinstance(values, Tensor) else values:
             if x.dim() != call.like.dim() + width:
-                raise ValueError(f"has the shape {list(x.shape)}; the log-probs have {list(call.like.shape)}")
+                raise ValueError(f"has shape {list(x.shape)}; the log-probs have {list(call.like.shape)}")
             if x.device != call.like.device:
-                raise ValueError(f"is on {x.device}, the log-probs on {call.like.device}; they must be on one device")
+                raise ValueError(_of_devices(x, call))
         return rows.take(values, "token" if field is None else field.alignment)
     except ValueError as error:
         raise ValueError(f"{name} {error}") from error
 
 
 def _per_row(name: str, values: Values, rows: Rows, call: LogProbCall) -> Tensor:
-    if not isinstance(values, Tensor) or values.shape != (rows.number,):
-        got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"{name} must be a tensor [{rows.number}], one value per sequence, got {got}")
+    if not isinstance(values, Tensor):
+        raise ValueError(f"{name} must be a tensor [{rows.number}], got {type(values).__name__}")
+    if values.shape != (rows.number,):
+        raise ValueError(f"{name} has shape {list(values.shape)}; {rows.number} sequences call for [{rows.number}]")
     if values.device != call.like.device:
-        raise ValueError(
-            f"{name} is on {values.device}, the log-probs on {call.like.device}; they must be on one device"
-        )
+        raise ValueError(f"{name} {_of_devices(values, call)}")
     return values
+
+
+def _of_devices(values: Tensor, call: LogProbCall) -> str:
+    return f"is on {values.device}, the model's output on {call.like.device}; they must be on one device"
 
 
 def _text(shape: object) -> str:

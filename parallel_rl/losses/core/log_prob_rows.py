@@ -50,13 +50,16 @@ class Rows(Protocol):
     def take(self, values: Values, alignment: Alignment = "token") -> Tensor:
         """[B, A] or [B, A, K] of values in this form; 0 where a row has no token."""
 
+    def first(self, values: Values) -> Tensor:
+        """[B] of values [B, A] at the first tokens of whole sequences, which `take` leaves out; 0 where this rank has none."""
+
 
 @dataclass(frozen=True, eq=False)
 class PaddedRows:
-    """Rows [B, S]; `first` is 1 where column 0 is a sequence's first token, which nothing predicts."""
+    """Rows [B, S]; `first_token` is 1 where column 0 is a sequence's first token, which nothing predicts."""
 
     shape: tuple[int, int]
-    first: int
+    first_token: int
 
     @property
     def number(self) -> int:
@@ -67,8 +70,12 @@ class PaddedRows:
 
     def take(self, values: Values, alignment: Alignment = "token") -> Tensor:
         rows = _tensor(values, "[B, S]")
-        rows = rows[:, : self.shape[1] - self.first] if alignment == "predictor" else rows[:, self.first :]
+        rows = rows[:, : self.shape[1] - self.first_token] if alignment == "predictor" else rows[:, self.first_token :]
         return rows if rows.shape[1] else _with_a_column(rows)
+
+    def first(self, values: Values) -> Tensor:
+        rows = _tensor(values, "[B, S]")
+        return rows[:, 0] if self.first_token and rows.shape[1] else rows.new_zeros(self.number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +83,7 @@ class ListedRows:
     """One tensor [n_i] a sequence."""
 
     lengths: tuple[int, ...]
-    first: int
+    first_token: int
 
     @property
     def number(self) -> int:
@@ -85,23 +92,36 @@ class ListedRows:
     def shape_of(self, values: Values) -> object:
         if isinstance(values, Tensor):
             raise ValueError(f"must be a list of [n_i] as the log-probs are, got a tensor {list(values.shape)}")
+        for i, x in enumerate(values):
+            if not isinstance(x, Tensor):
+                raise ValueError(f"must be a list of tensors [n_i], got {type(x).__name__} at {i}")
         return tuple(x.shape[0] if x.dim() else -1 for x in values)
 
     def take(self, values: Values, alignment: Alignment = "token") -> Tensor:
         assert not isinstance(values, Tensor)
-        end = -self.first if self.first and alignment == "predictor" else None
-        start = 0 if alignment == "predictor" else self.first
+        end = -self.first_token if self.first_token and alignment == "predictor" else None
+        start = 0 if alignment == "predictor" else self.first_token
         rows = pad_sequence([x[start:end] for x in values], batch_first=True)
         return rows if rows.shape[1] else _with_a_column(rows)
+
+    def first(self, values: Values) -> Tensor:
+        assert not isinstance(values, Tensor)
+        return torch.stack([x[0] if len(x) and self.first_token else x.new_zeros(()) for x in values])
 
 
 @dataclass(frozen=True, eq=False)
 class FlatRows:
-    """Sequences one after the other, [T]; `index` [B, A] says where each row's tokens lie, `there` whether there is one."""
+    """Sequences one after the other, [T].
+
+    Attributes:
+        index, there: [B, A] where each row's tokens lie, and whether there is one.
+        skipped: [B] whether the token before a row's first is the first of its sequence.
+    """
 
     total: int
     index: Tensor
     there: Tensor
+    skipped: Tensor
 
     @property
     def number(self) -> int:
@@ -117,6 +137,12 @@ class FlatRows:
             return flat.new_zeros(*self.index.shape, *flat.shape[1:])
         rows = flat[index.clamp(0, self.total - 1)]
         return torch.where(self.there.view(*self.there.shape, *[1] * (rows.dim() - 2)), rows, 0)
+
+    def first(self, values: Values) -> Tensor:
+        flat = _tensor(values, "[T]")
+        if not self.total:
+            return flat.new_zeros(self.number)
+        return torch.where(self.skipped, flat[(self.index[:, 0] - 1).clamp(0, self.total - 1)], 0)
 
 
 @dataclass(frozen=True)
@@ -173,7 +199,7 @@ def _flat_rows(logprobs: Tensor, cut: Cut, cu_seqlens: Tensor) -> FlatRows:
         drop = torch.zeros_like(drop)
     lengths = bounds.diff() - drop
     columns = torch.arange(max(int(lengths.max()), 1), device=logprobs.device)
-    return FlatRows(local, (bounds[:-1] + drop)[:, None] + columns, columns < lengths[:, None])
+    return FlatRows(local, (bounds[:-1] + drop)[:, None] + columns, columns < lengths[:, None], drop > 0)
 
 
 def _checked_bounds(cu_seqlens: Tensor, total: int) -> Tensor:
@@ -194,7 +220,7 @@ def _checked_bounds(cu_seqlens: Tensor, total: int) -> Tensor:
 
 def _tensor(values: Values, shape: str) -> Tensor:
     if not isinstance(values, Tensor):
-        raise ValueError(f"must be a tensor {shape} as the log-probs are, got {type(values).__name__}")
+        raise ValueError(f"must be a tensor, got {type(values).__name__}; the log-probs are one, {shape}")
     return values
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.checks import RECORDED
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.vocab.stats import TokenStats, stats_of_shard
 from parallel_rl.vocab.truncated_stats import truncated_stats_of_shard
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
 
     from parallel_rl.losses.core.local_batch import LocalBatch
     from parallel_rl.losses.core.options import VocabOptions
-
-#: fields of log-probs that the truncated policy of an earlier moment gave
-_TRUNCATED_FIELDS = ("prev_logprobs", "generation_logprobs")
 
 
 def read_truncated_policy(
@@ -65,7 +63,7 @@ def without_dropped(local: LocalBatch, stats: TokenStats, untruncated: TokenStat
 
 def _dropped_before(local: LocalBatch) -> Tensor:
     """[T_local] bool: valid tokens that a recorded log-prob of −inf says an earlier policy did not keep."""
-    names = [name for name in _TRUNCATED_FIELDS if name in local.requirements.names]
+    names = [name for name, ours in RECORDED.items() if ours and name in local.requirements.names]
     none = torch.zeros_like(local.mask)
     return reduce(or_, (local.field(name) == -torch.inf for name in names), none)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +22,7 @@ from parallel_rl import (
     count_valid,
     reduce_metrics,
 )
+from parallel_rl.losses.core.log_prob_call import warn_of_precision
 from parallel_rl.testing.pool import preload, run_world
 
 preload("parallel_rl", "tests.losses.core.test_from_logprobs")
@@ -206,13 +208,13 @@ REFUSED: list[tuple[Callable[[], LossFn], dict, str]] = [
     (lambda: PolicyLossFn(PPO, consume_logits=True), {}, "consume_logits = True has no effect on log-probs"),
     (NLLLoss, {"response_mask": None}, "it has neither"),
     (NLLLoss, {"token_mask": torch.ones(4, 5)}, "it has token_mask and response_mask"),
-    (NLLLoss, {"response_mask": torch.ones(4, 6)}, r"response_mask has the shape \[4, 6\], the log-probs have \[4, 5\]"),
-    (NLLLoss, {"response_mask": torch.ones(3, 5)}, r"response_mask has the shape \[3, 5\], the log-probs have \[4, 5\]"),
-    (NLLLoss, {"response_mask": [torch.ones(5)] * 4}, r"response_mask must be a tensor \[B, S\] as the log-probs are"),
+    (NLLLoss, {"response_mask": torch.ones(4, 6)}, r"response_mask has shape \[4, 6\]; the log-probs have \[4, 5\]"),
+    (NLLLoss, {"response_mask": torch.ones(3, 5)}, r"response_mask has shape \[3, 5\]; the log-probs have \[4, 5\]"),
+    (NLLLoss, {"response_mask": [torch.ones(5)] * 4}, r"response_mask must be a tensor, got list; .*one, \[B, S\]"),
     (NLLLoss, {"response_mask": torch.full((4, 5), 0.5)}, "token_mask = 0.5 at .* must be 0 or 1"),
-    (NLLLoss, {"sample_mask": torch.ones(3)}, r"sample_mask must be a tensor \[4\]"),
+    (NLLLoss, {"sample_mask": torch.ones(3)}, r"sample_mask has shape \[3\]; 4 sequences call for \[4\]"),
     (lambda: PolicyLossFn(PPO), {"advantages": None}, "data lacks the field 'advantages'"),
-    (lambda: PolicyLossFn(PPO), {"advantages": torch.ones(4)}, r"advantages has the shape \[4\], the log-probs have \[4, 5\]"),
+    (lambda: PolicyLossFn(PPO), {"advantages": torch.ones(4)}, r"advantages has shape \[4\]; the log-probs have \[4, 5\]"),
     (lambda: PolicyLossFn(PPO), {"advantages": torch.ones(4, 5).long()}, "advantages must be floating point"),
     (lambda: PolicyLossFn(PPO), {"advantages": torch.full((4, 5), math.nan)}, "advantages is NaN at .*, a valid place"),
     (NLLLoss, {"logprobs": torch.ones(4, 5).long()}, "log-probs must be floating point"),
@@ -231,6 +233,58 @@ def test_what_is_refused(make: Callable[[], LossFn], change: dict, message: str)
     data = {name: x for name, x in given.items() if x is not None and (name in change or name not in call)}
     with pytest.raises(ValueError, match=message):
         make().from_logprobs(call.pop("logprobs"), data=data, **COUNTS, **call)
+
+
+def test_values_that_no_log_prob_has_are_named() -> None:
+    """The same numbers under another sign or without their logarithm trained in silence, some in the wrong direction."""
+    right, mask = padded(responses())["logprobs"], padded(responses())["response_mask"]
+    rows = {"probabilities": right.exp(), "with the sign changed": -2 * right, "without their normaliser": right + 1.0}
+    for probably, values in rows.items():
+        with pytest.raises(ValueError, match=rf"logprobs is [\d.]+ at \[0, \d\], above 0; .*{probably}"):
+            NLLLoss().from_logprobs(values, data={"response_mask": mask}, **COUNTS)
+    rounded = right.float().clamp(max=0).nan_to_num(1e-6) + 1e-6
+    NLLLoss().from_logprobs(rounded, data={"response_mask": mask}, **COUNTS)
+
+
+def test_responses_under_the_name_of_whole_sequences_are_named() -> None:
+    """Their first token was dropped; a first token without a log-prob, as `token_logprobs` leaves it, is none of these."""
+    rows, lists, bounds = padded(responses()), responses(), {"cu_seqlens": BOUNDS}
+    for data, more in ((rows, {}), (lists, {}), (flat(responses()), bounds)):
+        logprobs, mask = data["logprobs"], data["response_mask"]
+        with pytest.raises(
+            ValueError, match=r"token_mask is 1 at \[0, 0\], .* is -[\d.]+. Name the mask response_mask if"
+        ):
+            NLLLoss().from_logprobs(logprobs, data={"token_mask": mask}, **COUNTS, **more)
+    for fill in (0.0, math.nan, -math.inf):
+        whole = torch.nn.functional.pad(rows["logprobs"], (1, 0), value=fill)
+        data = {"token_mask": torch.nn.functional.pad(rows["response_mask"], (1, 0), value=1.0)}
+        assert NLLLoss().from_logprobs(whole, data=data, **COUNTS)[0].isfinite()
+
+
+def test_an_entropy_bonus_without_the_entropys_gradient_is_refused() -> None:
+    rows = padded(responses())
+    entropy = torch.full((4, 5), 2.0, dtype=torch.float64)
+    bonus = {"surrogate": "reinforce", "entropy_bonus": 0.1}
+    parts = {"components": {"all": {"loss": {"name": "policy", "options": bonus}}}}
+    for loss_fn in (PolicyLossFn(bonus), ComponentsLossFn(parts)):
+        call = {"data": {name: rows[name] for name in ("response_mask", "advantages")}, **COUNTS, "entropy": entropy}
+        statistics = (
+            loss_fn.collect_from_logprobs(rows["logprobs"], **call).reduce() if loss_fn.needs_statistics else None
+        )
+        with pytest.raises(ValueError, match=r"entropy has no gradient, the log-probs have one, and .* trains on both"):
+            loss_fn.from_logprobs(rows["logprobs"].clone().requires_grad_(), **call, statistics=statistics)
+        loss_fn.from_logprobs(rows["logprobs"], **call, statistics=statistics)  # of an evaluation
+
+
+def test_log_probs_of_16_bits_are_warned_of_once() -> None:
+    rows = padded(responses())
+    code = {name: rows[name] for name in ("response_mask",)}
+    warn_of_precision.cache_clear()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+            NLLLoss().from_logprobs(rows["logprobs"].to(dtype), data=code, **COUNTS)
+    assert ["log-probs in torch.bfloat16 change the gradient" in str(each.message) for each in seen] == [True]
 
 
 @pytest.mark.parametrize(
@@ -265,8 +319,14 @@ def _faults_of_a_rank(rank: int) -> list[str]:
             said.append("nothing")
         except ValueError as error:
             said.append(str(error))
-    for loss_fn in (PolicyLossFn({**PPO, "ratio_level": "turn-mean"}), DPOLossFn({"length_desensitization": 0.5})):
+    turns = {"name": "policy", "options": {**PPO, "ratio_level": "turn-mean"}}
+    for loss_fn in (
+        PolicyLossFn({**PPO, "ratio_level": "turn-mean"}),
+        DPOLossFn({"length_desensitization": 0.5}),
+        ComponentsLossFn({"components": {"all": {"loss": turns, "fields": {"segment_ids": "other"}}}}),
+    ):
         data = {**rows, "segment_ids": torch.zeros(4, 5, dtype=torch.int64)}
+        data["other"] = data["segment_ids"]
         try:
             loss_fn.from_logprobs(data.pop("logprobs"), data=data, **COUNTS, context_parallel_group=group)
             said.append("nothing")
@@ -281,9 +341,10 @@ def test_a_fault_of_one_context_rank_is_an_error_of_all() -> None:
     for said, message in zip(
         first,
         (
-            "has the shape [4, 4]",
+            "has shape [4, 4]",
             "the number of sequences",
             "advantages is NaN",
+            "needs to know where",
             "needs to know where",
             "needs to know where",
         ),

@@ -257,7 +257,7 @@ def test_data_that_does_not_fit() -> None:
     data["kept_ids"][2, 4, 1] = V
     with pytest.raises(ValueError, match=rf"kept_ids = {V} at \[2, 4, 1\] lies outside the vocabulary"):
         PolicyLossFn(kept_sets=True)(z, data, *counts)
-    with pytest.raises(ValueError, match="needs the field 'kept_ids'"):
+    with pytest.raises(ValueError, match="data lacks the field 'kept_ids'"):
         token_logprobs(z, {"input_ids": data["input_ids"]}, kept_sets=True)
 
 

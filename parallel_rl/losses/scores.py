@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from parallel_rl.agreement import raise_on_all_ranks, shape_facts
-from parallel_rl.groups import check_rank, group_rank, group_size
+from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.counts import check_zeros_and_ones
+from parallel_rl.groups import check_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
+from parallel_rl.losses.core.call import LossCall
+from parallel_rl.losses.core.checks import check_data
+from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import is_dtensor, shard_of_dtensor
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
@@ -41,6 +45,14 @@ def _of_samples(temperature: Tensor, valid: Tensor) -> Tensor:
             row = int(wrong.nonzero()[0, 0])
             raise ValueError(f"temperature = {float(temperature[row])} of sample {row} must be positive and finite")
     return torch.where(counts | usable, temperature, 1.0)
+
+
+def _unmasked(data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """The data with masks of 1, of which every token counts."""
+    ids = data.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return data
+    return {**data, "token_mask": torch.ones_like(ids), "sample_mask": ids.new_ones(len(ids))}
 
 
 class TokenScores(NamedTuple):
@@ -76,7 +88,7 @@ def token_logprobs(
     Args:
         next_token_logits: [B, S/cp, V/tp], or [1, T/cp, V/tp] with a packed `layout`; a DTensor, as for the losses; or an
             `LMHeadInput`, whose logits never exist whole.
-        data: input_ids [B, S]; where it has token_mask and sample_mask too, masked ids are not looked at. A token
+        data: input_ids [B, S]; where it has token_mask [B, S] and sample_mask [B] too, masked ids are not looked at. A token
             with an id outside the vocabulary there has log-prob 0, and an `LMHeadInput` does not project its row; one with a
             bound on its `rows` projects no masked token at all, whose log-prob is 0 as well.
         vocab_parallel_rank, vocab_parallel_group, context_parallel_group: as for the losses.
@@ -89,8 +101,8 @@ def token_logprobs(
         the truncated policy does not keep.
 
     Raises:
-        ValueError: shapes that do not match; what `token_stats` raises; more rows that carry loss than a head's bound; on all
-            ranks of both groups, see `set_validation`.
+        ValueError: shapes that do not match, masks with other values than 0 and 1; what `token_stats` raises; more rows that
+            carry loss than a head's bound; on all ranks of both groups, see `set_validation`.
     """
     return token_scores(
         next_token_logits, data, vocab_parallel_rank, vocab_parallel_group, context_parallel_group, layout=layout,
@@ -136,59 +148,52 @@ def token_scores(
     Raises:
         ValueError: see `token_logprobs`.
     """
-    cut_length = None
+    groups, one = (vocab_parallel_group, context_parallel_group), torch.ones(())
+    call = LossCall.of(next_token_logits, data, (one, one), vocab_parallel_rank, groups)
     if is_dtensor(next_token_logits):
         part = shard_of_dtensor(next_token_logits, vocab_parallel_group, context_parallel_group)  # type: ignore[arg-type]
         vocab_size = part.vocab_size if vocab_size is None else vocab_size
-        next_token_logits, vocab_start = part.logits, min(part.vocab_start, vocab_size)
-        cut_length = part.length if part.cut and layout is None else None
-    head, logits = split_output(next_token_logits, vocab_parallel_group)
+        vocab_start = min(part.vocab_start, vocab_size)
+        call = replace(call, output=part.logits, cut_length=part.length if part.cut and layout is None else None)
+    head, logits = split_output(call.output, vocab_parallel_group)
+    needs = Requirements().with_kept_ids() if kept_sets else Requirements()
 
     def check() -> tuple[SequenceLayout, Tensor, VocabShard]:
         if head is not None:
             head.check(vocab_parallel_group, vocab_size)
-        ids = data.get("input_ids")
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else repr(ids)
-            raise ValueError(f"data needs the field 'input_ids', integers [B, S]; got {got}")
-        if ids.device != logits.device:
-            raise ValueError(f"input_ids is on {ids.device}, the logits on {logits.device}; they must be on one device")
+        masked = "token_mask" in data and "sample_mask" in data
+        rows, width = check_data(data if masked else _unmasked(data), needs, logits, "token_scores")
+        if masked and checks_values(data["token_mask"]):
+            check_zeros_and_ones(data)
         check_rank(vocab_parallel_rank, vocab_parallel_group)
-        cp = group_size(context_parallel_group), group_rank(context_parallel_group)
-        of = layout or SequenceLayout.padded(
-            *ids.shape, cp_size=cp[0], cp_rank=cp[1], cp_layout=cp_layout if cut_length is None else "contiguous",
-            uneven=cut_length is not None, device=ids.device,
-        )  # fmt: skip
-        if of.cp_size != cp[0]:
-            raise ValueError(f"the layout is of cp = {of.cp_size}, context_parallel_group has {cp[0]} ranks")
-        of.check_logits(logits)
+        if layout is None:
+            of = call.layout(logits, rows, width, cp_layout if call.cut_length is None else "contiguous")
+        else:
+            of, ranks = layout, group_size(context_parallel_group)
+            if of.cp_size != ranks:
+                raise ValueError(f"the layout is of cp = {of.cp_size}, context_parallel_group has {ranks} ranks")
+            of.check_logits(logits)
         check_logits(logits, False, backend)
         shard = VocabShard.of(
             logits.shape[-1], vocab_parallel_group, vocab_size, vocab_start,
             temperature=temperature, entropy=entropy, truncation=Truncation(top_k, top_p, kept_sets), backend=backend,
             sum_pi_squared=sum_pi_squared,
         )  # fmt: skip
-        masked = "token_mask" in data and "sample_mask" in data
+        ids = data["input_ids"]
         valid = valid_tokens(data) if masked else torch.ones_like(ids, dtype=torch.bool)
         if isinstance(temperature, torch.Tensor):
             shard = replace(shard, temperature=of.expand(_of_samples(temperature, valid)))
         that_count = torch.where(valid, ids, IGNORE_INDEX)
         check_targets(that_count, shard.vocab_size)
         if kept_sets:
-            kept = data.get("kept_ids")
-            if not isinstance(kept, torch.Tensor):
-                raise ValueError("kept_sets = True needs the field 'kept_ids', integers [B, S, K]")
-            check_kept_ids(kept, valid, shard.vocab_size)
+            check_kept_ids(data["kept_ids"], valid, shard.vocab_size)
         bounded = head is not None and head.rows is not None
         targets = of.shard(that_count if bounded else ids, fill=IGNORE_INDEX)
         if head is not None:
             head.check_rows((targets >= 0) & (targets < shard.vocab_size), vocab_parallel_group)
         return of, targets, shard
 
-    groups = [vocab_parallel_group, context_parallel_group]
-    same = shape_facts(logits, vocab_size, vocab_start)
-    if cut_length is not None:  # of parts that need not be even
-        same["the number of local tokens"] = logits.shape[0] * cut_length
+    same = call.facts(logits, vocab_size, vocab_start)
     of, targets, shard = raise_on_all_ranks(check, groups, logits, same)
     check_spans(vocab_parallel_group, logits.shape[-1], vocab_size, vocab_start, logits)
     valid = (targets >= 0) & (targets < shard.vocab_size)
