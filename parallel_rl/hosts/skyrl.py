@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from parallel_rl.hosts.fit import check_fits, losses_of, scales_with_advantages
+from parallel_rl.hosts.fit import Setting, check_fits, check_settings, losses_of, read_setting, scales_with_advantages
 from parallel_rl.hosts.scaling import floats
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.metrics import Metric, Metrics
@@ -22,6 +22,24 @@ if TYPE_CHECKING:
 
     from parallel_rl.losses.core.base import LossFn
 
+_CLIPS = (
+    Setting("eps_clip_low", 0.2, ("clip_low",)),
+    Setting("eps_clip_high", 0.2, ("clip_high",)),
+    Setting("clip_ratio_c", 3.0, ("dual_clip",)),
+)
+#: surrogates whose bounds SkyRL has elsewhere
+_OF_SURROGATES = {
+    "cispo": (
+        Setting("cispo.cispo_eps_clip_low", 0.0, ("clip_low",)), Setting("cispo.cispo_eps_clip_high", 5.0, ("clip_high",)),
+    ),
+    "sapo": (Setting("sapo.tau_pos", 1.0, ("tau_pos",)), Setting("sapo.tau_neg", 1.05, ("tau_neg",))),
+    "dppo": (Setting("dppo.delta_low", 0.2, ("low",)), Setting("dppo.delta_high", 0.2, ("high",))),
+}  # fmt: skip
+_CORRECTIONS = (
+    "off_policy_correction.tis_ratio_type", "off_policy_correction.sequence_mask_metric",
+    "off_policy_correction.outlier_token_is_threshold_low", "off_policy_correction.outlier_token_is_threshold_high",
+    "off_policy_correction.token_mask_is_threshold_low", "off_policy_correction.token_mask_is_threshold_high", "use_tis",
+)  # fmt: skip
 _FIELDS = ("advantages", "prev_logprobs", "generation_logprobs")
 
 
@@ -56,7 +74,8 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
 
     Raises:
         ValueError: a loss that SkyRL cannot feed, that averages otherwise than over tokens, or that does not scale with its
-            advantages.
+            advantages. In a call: eps_clip_low, eps_clip_high, clip_ratio_c, or a bound of the sections cispo, sapo and dppo
+            differs from the loss's own (SkyRL's defaults count as not set); off_policy_correction is on.
     """
     check_fits("SkyRL", loss_fn, _FIELDS)
     name = type(loss_fn).__name__
@@ -77,6 +96,9 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
         loss_mask: Tensor | None = None,
         rollout_logprobs: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
+        name_of = loss_fn.policy.surrogate.name
+        check_settings("SkyRL", loss_fn, config, _OF_SURROGATES.get(name_of, _CLIPS))
+        _check_correction(config)
         mask = torch.ones_like(log_probs, dtype=torch.int64) if loss_mask is None else loss_mask
         given = {"advantages": advantages, "prev_logprobs": old_log_probs, "generation_logprobs": rollout_logprobs}
         fields = {field: x for field, x in given.items() if field in loss_fn.requirements.names and x is not None}
@@ -96,3 +118,13 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
         return loss, floats(Metrics(means))
 
     return call
+
+
+def _check_correction(config: object) -> None:
+    for key in _CORRECTIONS:
+        value = read_setting(config, key)
+        if value not in (None, False, "null"):
+            raise ValueError(
+                f"{key} = {value!r} is applied by SkyRL's own losses alone; leave it out, and give the loss importance or "
+                "rejection"
+            )

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.hosts.fit import check_fits, unit_of
+from parallel_rl.hosts.fit import Setting, check_fits, check_settings, unit_of
 from parallel_rl.losses.nll import NLLLossConfig
+from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.vocab.stats import check_targets, stats_of_shard
 
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from parallel_rl.statistics import Statistics
     from parallel_rl.vocab.shards import VocabShard
 
+_SETTINGS = (
+    Setting("eps_clip", 0.2, ("clip_low", "low")),
+    Setting("eps_clip_high", 0.2, ("clip_high", "high")),
+    Setting("eps_clip_c", None, ("dual_clip", "ratio_max")),
+)
 _NAMES = {
     "advantages": "advantages", "prev_logprobs": "log_probs", "generation_logprobs": "rollout_log_probs",
     "reference_policy_logprobs": "ref_log_probs", "returns": "returns",
@@ -58,7 +64,7 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
 
         gspo = slime.custom_loss(PolicyLossFn({"ratio_level": "sequence-mean", "aggregation": "seq-mean-token-mean"}))
 
-    The KL of the loss and its entropy bonus are its own; slime's use_kl_loss and entropy_coef are not read. With
+    The loss has its own clip, KL, entropy bonus and importance weight; slime's are refused where they differ. With
     use_rollout_logprobs the sampler's log-probs are prev_logprobs.
 
     >>> from types import SimpleNamespace
@@ -74,7 +80,9 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
         groups: tensor and context ranks; None takes Megatron's, where it is initialized.
 
     Raises:
-        ValueError: a loss that slime cannot feed. In a call: an aggregation that does not go with calculate_per_token_loss;
+        ValueError: a loss that slime cannot feed. In a call: eps_clip, eps_clip_high, eps_clip_c, kl_loss_coef, entropy_coef or
+            use_tis that differ from the loss's own options (slime's defaults count as not set); an aggregation that does not go
+            with calculate_per_token_loss;
             contiguous context ranks (allgather_cp); several samples of one rollout, for a loss without `token_weights` or with
             another aggregation than seq-mean-token-mean; a replay of the sampler's top-p.
     """
@@ -89,6 +97,7 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
 
     def call(args: object, batch: Mapping[str, Any], logits: Tensor, _: object) -> tuple[Tensor, dict[str, Tensor]]:
         _check(args, batch, unit, loss_name)
+        _check_options(args, loss_fn)
         shared = None if unit == "tokens" else _shared_denominators(batch)
         at = _megatron() if groups is None else groups
         pieces, rows = _cut(batch, at.cp_rank, at.cp_size)
@@ -161,6 +170,25 @@ def _check(args: object, batch: Mapping[str, Any], unit: str, name: str) -> None
         raise ValueError("allgather_cp cuts the whole row over context ranks; supported is the zigzag of each sample")
     if batch.get("rollout_top_p_token_ids"):
         raise ValueError("rollout_top_p_token_ids: a replay of the sampler's top-p is not supported here")
+
+
+def _check_options(args: object, loss_fn: LossFn) -> None:
+    """Refuse options of slime's own policy loss that its user has set and this loss has otherwise."""
+    if not isinstance(loss_fn, PolicyLoss):
+        return
+    check_settings("slime", loss_fn, args, _SETTINGS)
+    options = loss_fn.policy
+    ours = {
+        "kl_loss_coef": ("kl.coefficient", 0.0 if options.kl is None else options.kl.coefficient),
+        "entropy_coef": ("entropy_bonus", options.entropy_bonus),
+        "use_tis": ("importance", options.importance is not None),
+    }
+    for key, (name, own) in ours.items():
+        value = getattr(args, key, None)
+        if value and value != own:
+            raise ValueError(
+                f"{key} = {value!r}, but the loss has {name} = {own!r}; give the loss what slime's own would have"
+            )
 
 
 def _shared_denominators(batch: Mapping[str, Any]) -> Tensor | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.hosts.fit import check_fits, unit_of
+from parallel_rl.hosts.fit import check_fits, check_learns, unit_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,11 +40,13 @@ class HostLoss:
         groups: tensor-parallel ranks over which the logits are a DTensor or cut, where the trainer does not gather them.
 
     Raises:
-        ValueError: a loss that reads more than torchtitan has, looks beyond a token, or is not divided by tokens.
+        ValueError: a loss that reads more than torchtitan has, looks beyond a token, ignores the advantages, or is not divided
+            by tokens.
     """
 
     def __init__(self, loss_fn: LossFn, groups: ParallelGroups | None = None) -> None:
         check_fits("torchtitan", loss_fn, _FIELDS, entropy=True)
+        check_learns("torchtitan's RL experiment", loss_fn)
         name = type(loss_fn).__name__
         if not loss_fn.requirements.token_separable:
             raise ValueError(

@@ -12,11 +12,21 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from parallel_rl.hosts.fit import check_fits, losses_of, scales_with_advantages, unit_of
+from parallel_rl.hosts.fit import (
+    Setting,
+    check_fits,
+    check_learns,
+    check_settings,
+    losses_of,
+    read_setting,
+    scales_with_advantages,
+    unit_of,
+)
 from parallel_rl.hosts.scaling import averaged, floats
 from parallel_rl.losses.policy import PolicyLoss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.port.verl_keys import AGGREGATIONS
+from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +34,13 @@ if TYPE_CHECKING:
     from parallel_rl.losses.core.base import LossFn
 
 _FIELDS = ("advantages", "prev_logprobs")
+_SETTINGS = (
+    Setting("clip_ratio_low", 0.2, ("clip_low", "low")),
+    Setting("clip_ratio_high", 0.2, ("clip_high", "high")),
+    Setting("clip_ratio_c", 3.0, ("dual_clip", "ratio_max")),
+    Setting("tau_pos", 1.0, ("tau_pos",)),
+    Setting("tau_neg", 1.05, ("tau_neg",)),
+)
 _COUNTS = ("dp_size", "batch_num_tokens", "global_batch_size")
 
 
@@ -65,10 +82,13 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
     1.5
 
     Raises:
-        ValueError: a loss that verl cannot feed. In a call: loss_agg_mode differs from the loss's own aggregation; no counts of
-            the step; rollout_is_weights with a loss that does not scale with its advantages.
+        ValueError: a loss that verl cannot feed, or that ignores the advantages. In a call: loss_agg_mode, clip_ratio_low,
+            clip_ratio_high, clip_ratio_c, tau_pos or tau_neg differs from the loss's own (verl's defaults of the last five
+            count as not set); no counts of the step, or counts below those of the call; rollout_is_weights that are negative,
+            or with a loss that does not scale with its advantages.
     """
     check_fits("verl", loss_fn, _FIELDS)
+    check_learns("verl", loss_fn)
     unit, name = unit_of(loss_fn), type(loss_fn).__name__
 
     def call(
@@ -80,13 +100,15 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
         config: object = None,
         rollout_is_weights: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        info = _counts(config)
+        info = _counts(config, response_mask)
+        check_settings("verl", loss_fn, _with_one_clip(config), _SETTINGS)
         _check_aggregation(loss_fn, unit, loss_agg_mode, info.get("loss_scale_factor") or response_mask.shape[-1])
         if rollout_is_weights is not None:
             if not scales_with_advantages(loss_fn):
                 raise ValueError(
                     f"rollout_is_weights multiply terms that scale with the advantages; those of {name} do not"
                 )
+            _check_weights(rollout_is_weights, response_mask)
             advantages = torch.where(response_mask != 0, advantages * rollout_is_weights, 0)
         fields = {"advantages": advantages, "prev_logprobs": old_log_prob}
         loss, metrics = loss_fn.from_logprobs(
@@ -100,13 +122,42 @@ def policy_loss(loss_fn: LossFn) -> Callable[..., tuple[Tensor, dict[str, float]
     return call
 
 
-def _counts(config: object) -> Mapping[str, int]:
+def _with_one_clip(config: object) -> dict[str, object]:
+    """The numbers of `_SETTINGS`; where a side of the clip is None, clip_ratio is meant."""
+    found = {key: read_setting(config, key) for key, *_ in _SETTINGS}
+    both = read_setting(config, "clip_ratio")
+    return {
+        key: both if value is None and key in ("clip_ratio_low", "clip_ratio_high") else value
+        for key, value in found.items()
+    }
+
+
+def _check_weights(weights: Tensor, mask: Tensor) -> None:
+    if weights.shape != mask.shape:
+        raise ValueError(f"rollout_is_weights has shape {list(weights.shape)}; response_mask has {list(mask.shape)}")
+    if checks_values(weights):
+        wrong = ~((weights >= 0) & weights.isfinite()) & (mask != 0)
+        if bool(wrong.any()):
+            at = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"rollout_is_weights = {float(weights[tuple(at)]):g} at {at} must be at least 0 and finite"
+            )
+
+
+def _counts(config: object, mask: Tensor) -> Mapping[str, int]:
     info = getattr(config, "global_batch_info", None)
     if not isinstance(info, Mapping) or any(info.get(name) is None for name in _COUNTS):
         raise ValueError(
             f"config.global_batch_info must hold {', '.join(_COUNTS)} of the whole step, as verl's ppo_loss fills them in; got "
             f"{info!r}"
         )
+    if checks_values(mask):
+        for name, own in (("batch_num_tokens", (mask != 0).sum()), ("global_batch_size", (mask != 0).any(1).sum())):
+            if checks_values(torch.as_tensor(info[name])) and info[name] < own:
+                raise ValueError(
+                    f"{name} = {int(info[name])} of config.global_batch_info is below the {int(own)} of this call alone; it "
+                    "counts the whole step"
+                )
     return info
 
 

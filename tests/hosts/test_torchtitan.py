@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import NLLLoss, PolicyLossFn
+from parallel_rl import PolicyLossFn
 from parallel_rl.hosts.torchtitan import HostLoss
 
 T, V = 12, 9
@@ -73,6 +73,6 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="looks beyond a token; torchtitan's rows have no bounds"):
         HostLoss(PolicyLossFn({"ratio_level": "sequence-mean"}))
     with pytest.raises(ValueError, match="must be divided by the step's tokens"):
-        HostLoss(NLLLoss({"aggregation": "seq-mean-token-mean"}))
+        HostLoss(PolicyLossFn({"aggregation": "seq-mean-token-mean"}))
     with pytest.raises(ValueError, match=r"advantages has shape \[11\], labels \[12\]"):
         HostLoss(PolicyLossFn(PPO))(logits, labels, 6, **{**data, "advantages": data["advantages"][1:]})

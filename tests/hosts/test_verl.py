@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import NLLLoss, PolicyLossFn
+from parallel_rl import PolicyLossFn, TokenBatch, register_objective
 from parallel_rl.hosts import verl
 from tests.hosts.rows import A, B, clean, gspo, ppo, same, step
 
@@ -20,6 +20,11 @@ MODES = {
     "seq-mean-token-sum-norm": {"aggregation": "constant-length", "max_length": A},
     "token-sum": {"aggregation": "token-sum"},
 }  # fmt: skip
+
+
+@register_objective("doc_verl_weighted", token_fields=("advantages",))
+def Weighted(logprobs: Tensor, batch: TokenBatch) -> Tensor:
+    return -batch["advantages"] * logprobs
 
 
 def config(ranks: int = 1, **more: object) -> SimpleNamespace:
@@ -122,8 +127,8 @@ def test_what_does_not_fit() -> None:
         run({"aggregation": "constant-length", "max_length": 9}, "seq-mean-token-sum-norm")
     with pytest.raises(ValueError, match="loss_agg_mode = 'token-sum'"):
         run({}, "token-sum")
-    with pytest.raises(ValueError, match="loss_agg_mode = 'token-sum', but NLLLoss is divided by tokens"):
-        call(NLLLoss(), data["new"], data, "token-sum", config(), False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="loss_agg_mode = 'token-sum', but Weighted is divided by tokens"):
+        call(Weighted(), data["new"], data, "token-sum", config(), False)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="global_batch_info must hold dp_size, batch_num_tokens"):
         run({}, settings=SimpleNamespace(global_batch_info={}))
     with pytest.raises(ValueError, match="rollout_is_weights multiply terms that scale with the advantages"):
@@ -132,8 +137,8 @@ def test_what_does_not_fit() -> None:
         verl.policy_loss(PolicyLossFn({"kl": {"coefficient": 0.1}}))
     with pytest.raises(ValueError, match="needs statistics of the whole step"):
         verl.policy_loss(PolicyLossFn({"entropy_filter": 0.2}))
-    with pytest.raises(ValueError, match="loss_agg_mode = 'token-mean', but NLLLoss is divided by sequences"):
-        call(NLLLoss({"aggregation": "seq-mean-token-mean"}), data["new"], data, "token-mean", config(), False)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="loss_agg_mode = 'token-mean', but Weighted is divided by sequences"):
+        call(Weighted({"aggregation": "seq-mean-token-mean"}), data["new"], data, "token-mean", config(), False)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"log-probs have \[6, 5\]"):
         verl.policy_loss(PolicyLossFn())(
             data["old"], data["new"], data["advantages"], data["mask"][:, :4], config=config()
