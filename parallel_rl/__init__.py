@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from parallel_rl.losses.core.batch import TokenBatch
     from parallel_rl.losses.registry import ObjectiveConfig, get_loss, register_loss, register_objective
     from parallel_rl.losses.scores import TokenScores, token_logprobs, token_scores
+    from parallel_rl.losses.teacher_topk import teacher_topk
     from parallel_rl.metrics import Mean, Metrics, MinMax, Sum, reduce_metrics
     from parallel_rl.packing import SequencePackingLossWrapper
     from parallel_rl.recipes import load_recipe
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
     from parallel_rl.vocab.linear.token_stats import LinearTokenStats, linear_token_stats
     from parallel_rl.vocab.stats import TokenStats, token_stats
-    from parallel_rl.vocab.teacher_topk import teacher_topk
 
 __version__ = "0.1.0"
 
@@ -116,7 +116,7 @@ _ROOMS = {
     "vocab.linear.token_stats": ("LinearTokenStats", "linear_token_stats"),
     "losses.scores": ("TokenScores", "token_logprobs", "token_scores"),
     "vocab.stats": ("TokenStats", "token_stats"),
-    "vocab.teacher_topk": ("teacher_topk",),
+    "losses.teacher_topk": ("teacher_topk",),
 }
 _ROOM = {name: room for room, names in _ROOMS.items() for name in names}  # of all others: losses
 

@@ -5,9 +5,8 @@
     truncation, truncated_stats    the same under top-k, top-p or the sampler's kept sets; `threshold` finds what is kept
     topk, buckets, divergence      chosen columns, and two distributions compared
     sampling                 the same draws on any layout
-    logprobs, teacher_topk   a batch's log-probs, or a teacher's top-k, as data for a later loss
     linear/                  token statistics and other values of a row from hidden states and the LM head, no whole logits
     backends/                the two passes over a shard, in PyTorch and in Triton
 
-Losses do not belong here. Masks and the layout of a sequence are known to `logprobs` and `teacher_topk` alone.
+Losses do not belong here, nor masks and the layout of a sequence.
 """

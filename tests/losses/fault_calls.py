@@ -24,6 +24,7 @@ from parallel_rl import (
     token_stats,
 )
 from parallel_rl.losses.core.scalar_head import ScalarHeadLoss
+from parallel_rl.metrics import Metrics
 
 B, S, V = 4, 8, 11
 FLOATS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
@@ -69,17 +70,20 @@ class Call:
         output = (
             LMHeadInput(self.logits, torch.eye(V, dtype=self.logits.dtype)) if way == "hidden states" else self.logits
         )
+        return self.result(output)[0].item()
+
+    def result(self, output: Tensor | LMHeadInput | None = None) -> tuple[Tensor, Metrics]:
+        """The loss and its metrics, of the call's logits or of another form of them."""
         loss_fn = get_loss(self.loss)(self.config, **self.options)
         fn = (
             loss_fn
             if self.cu_seqlens is None
             else SequencePackingLossWrapper(loss_fn, self.cu_seqlens, self.cu_seqlens_padded)
         )
-        loss, _ = fn(
-            output, self.data, *self.counts, self.vocab_rank, self.groups.tensor, self.groups.context,
-            statistics=self.statistics,
+        return fn(
+            self.logits if output is None else output, self.data, *self.counts, self.vocab_rank, self.groups.tensor,
+            self.groups.context, statistics=self.statistics,
         )  # fmt: skip
-        return loss.item()
 
     def _on_log_probs(self) -> float:
         """Rows of responses, the first column masked, so that every place is that of the ordinary call."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from parallel_rl import set_validation
+from parallel_rl.compat import openrlhf, trinity
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.validation import get_validation
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
@@ -75,3 +76,18 @@ def test_the_gradient_of_a_loss_that_is_nan_is_not_finite(name: str, options: di
     assert loss.isnan() and not gradient.norm().isfinite()
     loss, gradient = run((1, 3))
     assert loss.isfinite() and gradient.isfinite().all() and gradient.norm() > 0
+
+
+def test_the_losses_of_other_projects_have_it_too() -> None:
+    """Their ratios are clamped as their origins' are; a NaN of the current log-probs must not end as a gradient of 0."""
+    old, advantages, mask = -torch.ones(1, 3), torch.ones(1, 3), torch.ones(1, 3)
+
+    def gradient(call: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        leaf = torch.tensor([[-1.0, torch.nan, -1.0]], requires_grad=True)
+        (found,) = torch.autograd.grad(call(leaf), leaf)
+        return found
+
+    ppo = trinity.PPOPolicyLossFn(clip_range=0.2)
+    assert not gradient(lambda x: ppo(x, old, mask, advantages)[0]).norm().isfinite()
+    clipped = openrlhf.PolicyLoss()
+    assert not gradient(lambda x: clipped(x, old, advantages, mask)[0]).norm().isfinite()

@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import count_valid, get_loss
+from parallel_rl import ParallelGroups, count_valid, get_loss
 from parallel_rl.testing.cases import step_statistics
+from parallel_rl.testing.layouts import make_groups
+from parallel_rl.testing.pool import preload, run_world
 from parallel_rl.validation import validation
+from tests.losses.fault_calls import make_call
 from tests.losses.policy_batches import dense_logprobs, dense_valid, random_batch
+
+preload("parallel_rl", "tests.losses.test_overflow")
 
 LINES: list[dict[str, Any]] = [
     {"surrogate": "ppo"},
@@ -152,3 +157,36 @@ def test_an_infinite_log_ratio_is_not_in_a_responses_sum(loss: str, config: dict
         want = called(loss, config, logits, without(data, place), counts)
         assert found[2] == 1 and found[0].isfinite()
         torch.testing.assert_close(found[:2], want[:2], rtol=1e-12, atol=1e-15)
+
+
+SPREAD: list[tuple[str, dict, str, float]] = [
+    ("policy", {}, "prev_logprobs", -math.inf),
+    ("policy", {"ratio_level": "sequence-sum", "surrogate": "ratio"}, "prev_logprobs", -79.0),
+    ("policy", {"kl": {"coefficient": 0.1}}, "reference_policy_logprobs", -math.inf),
+    ("dpo", {}, "reference_policy_logprobs", -math.inf),
+]
+
+
+def on_ranks(rank: int, packed: bool) -> list[tuple[float, float]]:
+    """The share and the number of tokens of each case on TP 2 × CP 2."""
+    return [spoiled(case, packed, make_groups(rank, 4, 2, 2)[0]) for case in SPREAD]
+
+
+def spoiled(case: tuple[str, dict, str, float], packed: bool, groups: ParallelGroups) -> tuple[float, float]:
+    loss, config, field, value = case
+    call = make_call(loss, config, packed, groups)
+    call.data[field] = call.data[field].clone()
+    call.data[field][2, 5:7] = value
+    with validation("never"):
+        share, metrics = call.result()
+    return share.item(), metrics["overflow_tokens"].item()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_on_tensor_and_context_ranks(packed: bool) -> None:
+    found = run_world(4, on_ranks, packed, timeout=60)
+    for i, case in enumerate(SPREAD):
+        share, number = spoiled(case, packed, ParallelGroups())
+        (first, here), (_, _), (second, there), _ = (ranks[i] for ranks in found)
+        assert first + second == pytest.approx(share, rel=1e-12) and abs(share) < 10
+        assert here + there == number == (6 if case[3] == -79.0 else 2)

@@ -13,6 +13,7 @@ from parallel_rl.counts import token_weights
 from parallel_rl.functional.reward import cross_entropy
 from parallel_rl.functional.surrogates import CPGD, PPO
 from parallel_rl.functional.value import clipped_squared_error, squared_error
+from parallel_rl.losses.core.call import share_of
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import PolicyLossConfig
 
@@ -66,7 +67,7 @@ class PolicyLoss(nn.Module):
         mask = action_mask if entropy_mask is None else entropy_mask
         step = Step(global_valid_seqs, global_valid_toks, context_parallel_group)
         fields = {"prev_logprobs": old_log_probs, "advantages": advantages}
-        return self.loss_fn.shares(dense_batch(log_probs, mask, fields, step)).loss
+        return share_of(self.loss_fn.shares(dense_batch(log_probs, mask, fields, step)).loss, None)
 
 
 class ValueLoss(nn.Module):

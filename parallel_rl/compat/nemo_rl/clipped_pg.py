@@ -15,6 +15,7 @@ from parallel_rl.compat.nemo_rl.interfaces import LossType, MetricNormalizer, no
 from parallel_rl.functional.kl import kl_estimate
 from parallel_rl.functional.ratio import safe_exp
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.call import share_of
 from parallel_rl.losses.core.measures import token_means, token_ranges
 from parallel_rl.losses.off_policy import importance_weight
 from parallel_rl.losses.policy import PolicyLossFn
@@ -73,7 +74,7 @@ class ClippedPGLossFn(LogProbLoss):
             plain = batch_of(data["curr_logprobs_unfiltered"], data).logprobs
             batch = replace(batch, output=batch.output._replace(untruncated=TokenStats(plain, None, plain)))
         shares = self.policy_loss.shares(batch)
-        loss, nll = shares.loss, torch.zeros_like(shares.loss)
+        loss, nll = share_of(shares.loss, None), torch.zeros_like(shares.loss)
         if cfg.number("positive_example_nll_weight") > 0 and "rewards" in data:
             nll = _positive_nll(batch, data["rewards"] > 0, by_row)
             loss = loss + cfg.number("positive_example_nll_weight") * nll

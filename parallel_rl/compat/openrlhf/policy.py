@@ -14,6 +14,7 @@ from parallel_rl.compat.openrlhf.losses import mode_of, with_totals
 from parallel_rl.config.strict import nearest
 from parallel_rl.functional.ratio import MAX_EXPONENT
 from parallel_rl.functional.surrogates import PPO
+from parallel_rl.losses.core.call import share_of
 from parallel_rl.losses.policy import PolicyLossFn
 from parallel_rl.losses.policy_config import PolicyLossConfig
 
@@ -109,7 +110,7 @@ class PolicyLoss(nn.Module):
                 )
         whole, factor = with_totals(batch, (dp_size, batch_num_tokens, global_batch_size), self.token_level_loss, step)
         shares = self.loss_fn.shares(whole)
-        loss = shares.loss * factor
+        loss = share_of(shares.loss, None) * factor
         with torch.no_grad():
             plain = shares.terms.ratio * batch["advantages"]
             clipped = shares.terms.ratio.clamp(1 - self.clip_eps_low, 1 + self.clip_eps_high) * batch["advantages"]

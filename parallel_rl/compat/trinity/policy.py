@@ -13,6 +13,7 @@ from parallel_rl.compat.trinity.base import PolicyLossFn, Result, aggregation, r
 from parallel_rl.functional.surrogate import PolicyTerms
 from parallel_rl.functional.surrogates import OPMD, PPO
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.call import share_of
 from parallel_rl.losses.core.measures import sequence_mean
 from parallel_rl.losses.off_policy_config import OffPolicyMaskConfig
 from parallel_rl.losses.policy import PolicyLossFn as LibraryLoss
@@ -50,7 +51,7 @@ class RatioLossFn(PolicyLossFn):
     def share(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Metric]]:
         """The share of the loss of a batch with the fields of the call, and its metrics."""
         shares = self.loss_fn.shares(batch)
-        loss = scaled(shares.loss, batch, self.loss_agg_mode)
+        loss = scaled(share_of(shares.loss, None), batch, self.loss_agg_mode)
         with torch.no_grad():
             return loss, self._metrics(batch, shares.terms, Metric("share", loss))
 

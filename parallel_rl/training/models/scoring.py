@@ -9,13 +9,13 @@ from torch import Tensor
 
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.scores import token_scores
+from parallel_rl.losses.teacher_topk import teacher_topk
 from parallel_rl.megatron import broadcast_from_last_stage
 from parallel_rl.training.batching.micro_batches import MicroBatch
 from parallel_rl.training.models.engine import Engine
 from parallel_rl.training.models.forward import forward_batches, fused_head
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.stats import IGNORE_INDEX
-from parallel_rl.vocab.teacher_topk import teacher_topk
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from parallel_rl import LMHeadInput, SequenceLayout
+from parallel_rl.losses.teacher_topk import teacher_topk
 from parallel_rl.testing.layouts import make_groups
 from parallel_rl.testing.pool import preload, run_world
-from parallel_rl.vocab.teacher_topk import teacher_topk
 
-preload("tests.vocab.test_teacher_topk")
+preload("tests.losses.test_teacher_topk")
 
 B, S, V, D, K = 4, 8, 11, 5, 3
 LENGTHS = [8, 5, 7, 4]
