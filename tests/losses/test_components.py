@@ -266,6 +266,7 @@ def test_a_log_prob_below_the_clamp_has_no_gradient(estimator: str, gradient: st
     if (estimator, gradient) == ("k2", "straight-through"):
         return
     logits, data = batch()
+    data["reference_policy_logprobs"] = torch.full_like(data["reference_policy_logprobs"], -1.0)
     config = {"estimator": estimator, "gradient": gradient, "log_prob_min_clamp": -2.0}
     found = step(get_loss("reference_kl")(config), logits, data).gradient[:, :-1]
     own = logits.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0]
