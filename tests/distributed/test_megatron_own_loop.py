@@ -1,0 +1,304 @@
+"""Slips in a Megatron loop of one's own: each is an error on every rank, or a warning; the right loop keeps its numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_rl.testing.pool import preload, run_world
+from tests.distributed.megatron_cases import VOCAB, Case, make_data, make_loss, make_model
+
+pytest.importorskip("megatron.core")
+preload("parallel_rl.megatron")
+
+Batches = Sequence[dict[str, Tensor]]
+
+
+def _mine(parts: int = 4) -> Batches:
+    """This data rank's micro-batches of the six rows."""
+    from parallel_rl import ParallelGroups
+
+    groups = ParallelGroups.from_megatron()
+    rows = {name: field[:4] for name, field in make_data("ragged").items() if name != "lengths"}
+    return [{name: field[i : i + 4 // parts] for name, field in rows.items()} for i in range(0, 4, 4 // parts)][
+        groups.dp_rank :: groups.dp_size
+    ]
+
+
+def _own(model: torch.nn.Module, loss_fn: Any, batches: Batches, counts: Any = None, **options: Any) -> None:
+    """A step through Megatron's schedule and `megatron_loss_func`."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import parallel_rl.megatron as M
+    from parallel_rl import ParallelGroups, count_valid
+
+    counts = counts or count_valid(batches, ParallelGroups.from_megatron().data)
+    heads, labels = options.get("mtp_loss") is not None, options.pop("labels", False)
+    options = {"config": M.unwrap(model).config, "num_microbatches": len(batches), **options}
+
+    def step(queue: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
+        data = next(queue)
+        loss_func = M.megatron_loss_func(loss_fn, data, *counts, **options)
+        output = M.forward_logits(model, M.padded_input(data["input_ids"]), mtp=heads)
+        return output[..., 0] * 1 if labels else output, loss_func
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=batches[0]["input_ids"].shape[1],
+        micro_batch_size=len(batches[0]["input_ids"]),
+        forward_only=False,
+    )
+
+
+def _wrapped(case: Case | None = None, **fields: object) -> torch.nn.Module:
+    import parallel_rl.megatron as M
+
+    model = M.wrap_model(make_model(case or Case()))
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def _lacking(name: str) -> Batches:
+    return [{key: field for key, field in data.items() if key != name} for data in _mine()]
+
+
+def _counts(group: str) -> None:
+    """Counts over a wrong group, or of one micro-batch."""
+    import torch.distributed as dist
+
+    from parallel_rl import ParallelGroups, count_valid
+
+    batches, groups = _mine(), ParallelGroups.from_megatron()
+    wrong = {"world": dist.group.WORLD, "none": None, "context": groups.data_context, "micro-batch": groups.data}[group]
+    counts = count_valid(batches[1:2] if group == "micro-batch" else batches, wrong)
+    _own(_wrapped(), make_loss(Case()), batches, counts)
+
+
+def _wrong_counts_over_stages() -> None:
+    """Warned of in the first step, which other stages still work on, and raised in the second."""
+    from parallel_rl import count_valid
+
+    model, batches = _wrapped(Case(pp=2)), _mine()
+    with pytest.warns(UserWarning, match="of this step hold"):
+        _own(model, make_loss(Case()), batches, count_valid([*batches, *batches]))
+    _own(model, make_loss(Case()), batches)
+
+
+def _one_less() -> None:
+    """A micro-batch less on the second data rank, with experts that data ranks ask together."""
+    from parallel_rl import ParallelGroups
+
+    _own(
+        _wrapped(Case(experts="alltoall", ep=2, per_token=False)),
+        make_loss(Case()),
+        _mine()[ParallelGroups.from_megatron().dp_rank :],
+    )
+
+
+def _torch_optimizer(copies: bool, own: bool = False) -> float:
+    """A step of a torch optimizer on Megatron's DDP: how far a weight moves."""
+    import parallel_rl.megatron as M
+
+    model, loss_fn = _wrapped(), make_loss(Case())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if own:
+        _own(model, loss_fn, _mine())
+    else:
+        M.forward_backward(model, loss_fn, _mine())
+    weight = next(model.parameters())
+    before = weight.detach().clone()
+    if copies:
+        M.copy_main_grads(model)
+    optimizer.step()
+    return float((weight.detach() - before).abs().max())
+
+
+def _not_zeroed(ddp: bool) -> None:
+    import parallel_rl.megatron as M
+
+    model = M.wrap_model(make_model(Case()), ddp=ddp)
+    for _ in range(2):
+        M.forward_backward(model, make_loss(Case()), _mine())
+
+
+def _step(loss: Any, *, case: Case | None = None, fields: dict[str, object] | None = None, **options: Any) -> None:
+    import parallel_rl.megatron as M
+
+    M.forward_backward(_wrapped(case, **(fields or {})), loss, _mine(), **options)
+
+
+def _pg() -> Any:
+    return make_loss(Case(loss="pg"))
+
+
+def _dpo() -> Any:
+    from parallel_rl import DPOLossFn
+
+    return DPOLossFn(vocab_size=VOCAB)
+
+
+def _bare(loss: Any, **options: Any) -> None:
+    _own(make_model(Case()), loss, _mine(), **options)
+
+
+DROPS = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+HALF: dict[str, object] = {"fp16": True}
+NLL = partial(make_loss, Case())
+STEP_HOLDS = "micro-batches of this step hold"
+# name: layout, the slip, what an error on every rank says
+REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
+    "counts over the world": ({"tp": 2}, lambda: _counts("world"), STEP_HOLDS),
+    "counts over data and context": ({"cp": 2}, lambda: _counts("context"), STEP_HOLDS),
+    "counts without a group": ({}, lambda: _counts("none"), STEP_HOLDS),
+    "counts of one micro-batch": ({"tp": 2}, lambda: _counts("micro-batch"), STEP_HOLDS),
+    "counts over stages": ({"pp": 2}, _wrong_counts_over_stages, STEP_HOLDS),
+    "too few num_microbatches": (
+        {},
+        lambda: _own(_wrapped(), NLL(), _mine(), num_microbatches=1),
+        "pass the schedule's num_microbatches",
+    ),
+    "no micro-batch": ({}, lambda: _own(_wrapped(), NLL(), _mine(), num_microbatches=0), "must be at least 1"),
+    "no DDP": ({}, lambda: _bare(NLL()), "ddp = True, but config.finalize_model_grads_func is None"),
+    "DDP that is not finalized": (
+        {},
+        lambda: _own(_wrapped(finalize_model_grads_func=None), NLL(), _mine()),
+        "ddp = True, but config.finalize_model_grads_func is None",
+    ),
+    "DDP that is denied": (
+        {},
+        lambda: _own(_wrapped(), NLL(), _mine(), ddp=False),
+        "ddp = False, but config.finalize_model_grads_func is set",
+    ),
+    "dropout": (
+        {},
+        lambda: _own(_wrapped(**DROPS), _pg(), _mine()),
+        "hidden_dropout = 0 in the model's config, or pass",
+    ),
+    "dropout over stages": ({"pp": 2}, lambda: _own(_wrapped(Case(pp=2), **DROPS), _pg(), _mine()), "allow_dropout"),
+    "dropout beside a reference": (
+        {},
+        lambda: _own(_wrapped(hidden_dropout=0.1), _dpo(), _mine(2)),
+        "hidden_dropout = 0.1: this loss compares the policy with reference_policy_logprobs",
+    ),
+    "dropout in a step": ({"tp": 2}, lambda: _step(_pg(), case=Case(tp=2), fields=DROPS), "allow_dropout=True"),
+    "no field": ({}, lambda: _own(_wrapped(), _pg(), _lacking("advantages")), "data lacks the fields ['advantages']"),
+    "no field over stages": (
+        {"pp": 2},
+        lambda: _own(_wrapped(Case(pp=2)), _pg(), _lacking("prev_logprobs")),
+        "data lacks the fields ['prev_logprobs']",
+    ),
+    "no mask over stages": (
+        {"pp": 2},
+        lambda: _own(_wrapped(Case(pp=2)), NLL(), _lacking("sample_mask"), (torch.tensor(4), torch.tensor(9))),
+        "data lacks the field 'sample_mask'",
+    ),
+    "no statistics over stages": (
+        {"pp": 2},
+        lambda: _own(_wrapped(Case(pp=2)), make_loss(Case(loss="cov")), _mine()),
+        "needs statistics= of the whole step",
+    ),
+    "labels given to the model": (
+        {"tp": 2},
+        lambda: _own(_wrapped(Case(tp=2)), NLL(), _mine(), labels=True),
+        "the losses that GPTModel returns if it is given labels",
+    ),
+    "a micro-batch less with experts": (
+        {"ep": 2},
+        _one_less,
+        "the number of micro-batches (with expert parallelism; add masked ones): it is 1 on one and 2 on another",
+    ),
+    "no heads": ({}, lambda: _own(_wrapped(), NLL(), _mine(), mtp_loss=NLL()), "mtp_loss is given, but mtp_num_layers"),
+}
+# the same, and what a warning says
+WARNED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
+    "dropout without recorded log-probs": (
+        {},
+        lambda: _own(_wrapped(**DROPS), NLL(), _mine()),
+        "dropout differs between",
+    ),
+    "dropout in a step": ({}, lambda: _step(NLL(), fields=DROPS), "dropout differs between layouts"),
+    "fp16 without a scale": ({}, lambda: _step(NLL(), fields=HALF), "fp16 without config.grad_scale_func"),
+    "idle heads": ({}, lambda: _step(NLL(), case=Case(mtp="token-mean")), "mtp_num_layers = 2 without mtp_loss"),
+    "idle heads in an own step": (
+        {},
+        lambda: _own(_wrapped(Case(mtp="token-mean")), NLL(), _mine()),
+        "the heads of multi-token prediction do not learn",
+    ),
+    "a torch optimizer": ({}, lambda: _torch_optimizer(False), "SGD steps without a gradient, so no weight moves"),
+    "a torch optimizer in an own step": (
+        {},
+        lambda: _torch_optimizer(False, own=True),
+        "copy_main_grads(model) before",
+    ),
+    "gradients that were not zeroed": ({}, lambda: _not_zeroed(True), "call model.zero_grad_buffer() and optimizer."),
+    "gradients without DDP": ({}, lambda: _not_zeroed(False), "before each step call optimizer.zero_grad()"),
+}
+# right, without a word
+SILENT: dict[str, tuple[dict[str, int], Callable[[], object]]] = {
+    "dropout that is accepted": ({}, lambda: _own(_wrapped(**DROPS), _pg(), _mine(), allow_dropout=True)),
+    "dropout that a step accepts": ({}, lambda: _step(_pg(), fields=DROPS, allow_dropout=True)),
+    "a torch optimizer with copied gradients": ({}, lambda: _torch_optimizer(True)),
+    "no DDP, and said so": ({}, lambda: _bare(NLL(), ddp=False)),
+    "statistics": ({}, lambda: _own(_wrapped(), partial(make_loss(Case()), statistics=None), _mine())),
+}
+
+
+def _run(rank: int, kind: str, layout: dict[str, int], names: list[str]) -> dict[str, str | list[str]]:
+    """The error, or the warnings, of each slip on this rank."""
+    import parallel_rl.megatron as M
+
+    table = {"refused": REFUSED, "warned": WARNED, "silent": SILENT}[kind]
+    found: dict[str, str | list[str]] = {}
+    for name in names:
+        M.initialize(**layout)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                table[name][1]()
+                found[name] = [str(one.message) for one in caught if one.category is UserWarning]
+            except ValueError as error:
+                found[name] = str(error)
+        M.destroy()  # what is under way between stages ends with its group
+    return found
+
+
+def _in_worlds(kind: str, table: dict[str, Any]) -> dict[str, list[str | list[str]]]:
+    layouts = {tuple(sorted(row[0].items())): row[0] for row in table.values()}
+    found: dict[str, list[str | list[str]]] = {}
+    for layout in layouts.values():
+        names = [name for name, row in table.items() if row[0] == layout]
+        for of_rank in run_world(2, _run, kind, layout, names):
+            for name, outcome in of_rank.items():
+                found.setdefault(name, []).append(outcome)
+    return found
+
+
+def test_a_slip_is_an_error_on_every_rank() -> None:
+    """A step with it hung, or gave other numbers without a word."""
+    found = _in_worlds("refused", REFUSED)
+    for name, (_, _, message) in REFUSED.items():
+        assert len(found[name]) == 2, name
+        for outcome in found[name]:
+            assert isinstance(outcome, str) and message in outcome, (name, outcome)
+
+
+def test_a_slip_that_may_be_meant_is_warned_of_once() -> None:
+    found = _in_worlds("warned", WARNED)
+    for name, (_, _, message) in WARNED.items():
+        for outcome in found[name]:
+            assert len(outcome) == 1 and message in outcome[0], (name, outcome)
+
+
+def test_what_is_right_is_not_warned_of() -> None:
+    found = _in_worlds("silent", SILENT)
+    assert {name: outcomes for name, outcomes in found.items() if outcomes != [[], []]} == {}
