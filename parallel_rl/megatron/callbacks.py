@@ -49,7 +49,7 @@ class StepOfCallbacks:
     def add(
         self,
         check: Callable[[bool], None],
-        data: Mapping[str, Tensor],
+        data: Mapping[str, Tensor] | None,
         counts: tuple[object, object],
         num_microbatches: int,
         groups: ParallelGroups,
@@ -61,7 +61,7 @@ class StepOfCallbacks:
 
         Args:
             check: settings and data; its argument is True for the first callback of all.
-            data: of this micro-batch.
+            data: of this micro-batch; None on a stage that has none.
             counts: by which the loss divides.
         """
         checked = is_checked(self.steps) and groups == ParallelGroups.from_megatron()
@@ -85,7 +85,7 @@ class StepOfCallbacks:
             fault = self.fault
             self._forget()
             raise fault
-        if checked and self.fault is None:
+        if checked and self.fault is None and data is not None:
             self._count(data)
         if last:
             sums = self.sums

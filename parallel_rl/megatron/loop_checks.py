@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_model_config
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from parallel_rl.megatron.auxiliary import has_auxiliary_loss
 from parallel_rl.validation import get_validation
 
 if TYPE_CHECKING:
@@ -38,6 +40,25 @@ def is_checked(steps: int) -> bool:
     (True, False)
     """
     return get_validation() == "always" or (get_validation() == "auto" and steps < FIRST_STEPS)
+
+
+def check_step(
+    models: Sequence[torch.nn.Module], needs: Requirements, *, allow_dropout: bool, trains_heads: bool
+) -> None:
+    """Refuse settings with which `forward_backward` gives other numbers or cannot run; warn in the first step of others.
+
+    Raises:
+        ValueError: see `check_settings`; a schedule that asks the forward step for a plan of its layers.
+    """
+    config, first = get_model_config(models[0]), models[0] not in _steps_of_models
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        raise ValueError(
+            "overlap_moe_expert_parallel_comm = True needs a forward step that returns a schedule plan; set it to False"
+        )
+    if any(model.training for model in models):
+        check_settings(config, needs, allow_dropout=allow_dropout, trains_heads=trains_heads, first=first)
+    elif first and has_auxiliary_loss(config):
+        warn("the model is in eval mode, in which routers leave out their auxiliary losses; call model.train()")
 
 
 def check_settings(
@@ -87,18 +108,13 @@ def check_fields(needs: Requirements, batches: Sequence[Mapping[str, object]]) -
         raise ValueError(f"data lacks the fields {missing}; this loss needs {', '.join(names)}")
 
 
-def steps_taken(models: Sequence[torch.nn.Module]) -> int:
-    """Count the calls of `forward_backward` that have begun on these model chunks before."""
-    return _steps_of_models.get(models[0], 0)
-
-
 def begin_step(models: Sequence[torch.nn.Module], ddp: bool) -> None:
     """Drop what the last optimizer step left in `grad` under Megatron's DDP; warn of gradients that were not zeroed.
 
     DDP adds `grad` to `main_grad` after each backward. An optimizer that steps on `main_grad` itself leaves it in `grad`,
     where autograd would add the first micro-batch's gradient to it, and DDP would add the sum once more.
     """
-    steps = steps_taken(models)
+    steps = _steps_of_models.get(models[0], 0)
     _steps_of_models[models[0]] = steps + 1
     if steps and is_checked(steps) and any(bool(grad.any()) for grad in _some_gradients(models)):
         zero = "model.zero_grad_buffer() and optimizer.zero_grad()" if ddp else "optimizer.zero_grad()"

@@ -19,6 +19,7 @@ from parallel_rl.losses.nll import NLLLoss
 from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses, has_auxiliary_loss
 from parallel_rl.megatron.callbacks import callbacks_of
 from parallel_rl.megatron.cpu import plain_torch
+from parallel_rl.megatron.forward_only import is_last_stage
 from parallel_rl.megatron.loop_checks import check_fields, check_settings, watch_optimizers
 from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
 from parallel_rl.metrics import Metrics
@@ -41,7 +42,7 @@ LossResult = tuple[Tensor, LossReport] | tuple[Tensor, Tensor, LossReport]
 
 def megatron_loss_func(
     loss_fn: Callable[..., tuple[Tensor, Metrics]],
-    data: Mapping[str, Tensor],
+    data: Mapping[str, Tensor] | None,
     global_valid_seqs: Tensor,
     global_valid_toks: Tensor,
     *,
@@ -83,7 +84,8 @@ def megatron_loss_func(
     Args:
         loss_fn: any function with the call of `LossFn`; it returns this rank's share and its metrics. One that needs
             statistics of the step comes as `functools.partial(loss_fn, statistics=...)`.
-        data: the whole, token-aligned tensors of this micro-batch.
+        data: the whole, token-aligned tensors of this micro-batch, the same on each pipeline stage; None on a stage without
+            data, such as Megatron-LM's stages between the first and the last.
         global_valid_seqs, global_valid_toks: from `count_valid` over all micro-batches of the step and all data ranks.
         config: the model's config; `calculate_per_token_loss` and the experts are read from it.
         num_microbatches: M of the schedule.
@@ -121,6 +123,9 @@ def megatron_loss_func(
         if needs is not None:
             statistics = loss_fn.keywords.get("statistics") if isinstance(loss_fn, partial) else None
             check_statistics(type(whole).__name__, needs, statistics)
+        if data is None and is_last_stage():
+            raise ValueError("data is None on the last pipeline stage, which computes the loss")
+        if needs is not None and data is not None:
             check_masks(with_labels(data))
             check_fields(needs, [data])
 
@@ -132,11 +137,8 @@ def megatron_loss_func(
         check(False)
 
     def share(output: Tensor) -> tuple[Tensor, Metrics]:
-        if output.dim() == 2:
-            raise ValueError(
-                f"the model's output is {list(output.shape)}, the losses that GPTModel returns if it is given labels; call it "
-                "without labels, so that it returns logits"
-            )
+        _check_output(output)
+        assert data is not None, "only the last stage calls this"
         parts = where.tp_size if config.sequence_parallel and head is None else 1
         outputs = [output] if mtp_loss is None else split_heads(output, config.mtp_num_layers, parts)
         main, *heads = [each if head is None else head(each) for each in outputs]
@@ -193,6 +195,16 @@ def _check_finalizing(config: TransformerConfig, ddp: bool) -> None:
         raise ValueError(
             "ddp = False, but config.finalize_model_grads_func is set, so the schedule takes the model for one in Megatron's "
             "DDP; pass ddp=True, or set it to None and call `sum_gradients`"
+        )
+
+
+def _check_output(output: object) -> None:
+    if not isinstance(output, Tensor):
+        raise ValueError(f"the model's output is a {type(output).__name__}; return its logits from the forward step")
+    if output.dim() == 2:
+        raise ValueError(
+            f"the model's output is {list(output.shape)}, the losses that GPTModel returns if it is given labels; call it "
+            "without labels, so that it returns logits"
         )
 
 

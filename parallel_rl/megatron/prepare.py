@@ -21,7 +21,7 @@ from parallel_rl.megatron.auxiliary import check_auxiliary_losses
 from parallel_rl.megatron.capabilities import heads_take_packed_rows
 from parallel_rl.megatron.fp8 import check_positions, compares_data_ranks, positions_unit
 from parallel_rl.megatron.lm_head import FusedHead, is_fused
-from parallel_rl.megatron.loop_checks import check_fields, check_settings, steps_taken
+from parallel_rl.megatron.loop_checks import check_fields, check_step
 from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
 from parallel_rl.megatron.model_config import CUT
 
@@ -58,11 +58,7 @@ def prepare(
         ]
         # The last pipeline stage alone calls the loss; what it would miss, the other stages must hear before they send.
         check_fields(loss_fn.requirements, [batch.data for batch in prepared])
-        if any(model.training for model in models):
-            check_settings(
-                config, loss_fn.requirements, allow_dropout=allow_dropout, trains_heads=mtp_loss is not None,
-                first=steps_taken(models) == 0,
-            )  # fmt: skip
+        check_step(models, loss_fn.requirements, allow_dropout=allow_dropout, trains_heads=mtp_loss is not None)
         _check_model(models, head)
         _check_heads(models, mtp_loss)
         if mtp_loss is not None and any(batch.packed for batch in prepared) and not heads_take_packed_rows():

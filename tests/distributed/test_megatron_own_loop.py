@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel_rl.testing.pool import preload, run_world
 from tests.distributed.megatron_cases import VOCAB, Case, make_data, make_loss, make_model
+from tests.distributed.megatron_step import wrapper
 
 pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")
@@ -40,11 +41,12 @@ def _own(model: torch.nn.Module, loss_fn: Any, batches: Batches, counts: Any = N
 
     counts = counts or count_valid(batches, ParallelGroups.from_megatron().data)
     heads, labels = options.get("mtp_loss") is not None, options.pop("labels", False)
+    without_data = options.pop("without_data", False)
     options = {"config": M.unwrap(model).config, "num_microbatches": len(batches), **options}
 
     def step(queue: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
         data = next(queue)
-        loss_func = M.megatron_loss_func(loss_fn, data, *counts, **options)
+        loss_func = M.megatron_loss_func(loss_fn, None if without_data else data, *counts, **options)
         output = M.forward_logits(model, M.padded_input(data["input_ids"]), mtp=heads)
         return output[..., 0] * 1 if labels else output, loss_func
 
@@ -131,10 +133,18 @@ def _not_zeroed(ddp: bool) -> None:
         M.forward_backward(model, make_loss(Case()), _mine())
 
 
-def _step(loss: Any, *, case: Case | None = None, fields: dict[str, object] | None = None, **options: Any) -> None:
+def _step(
+    loss: Any,
+    *,
+    case: Case | None = None,
+    fields: dict[str, object] | None = None,
+    training: bool = True,
+    **options: Any,
+) -> None:
     import parallel_rl.megatron as M
 
-    M.forward_backward(_wrapped(case, **(fields or {})), loss, _mine(), **options)
+    model = _wrapped(case, **(fields or {})).train(training)
+    M.forward_backward(model, loss, _mine(), **options)
 
 
 def _pg() -> Any:
@@ -217,6 +227,16 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         _one_less,
         "the number of micro-batches (with expert parallelism; add masked ones): it is 1 on one and 2 on another",
     ),
+    "no data on the last stage": (
+        {},
+        lambda: _own(_wrapped(), NLL(), _mine(), without_data=True),
+        "data is None on the last pipeline stage",
+    ),
+    "a schedule of layers": (
+        {},
+        lambda: _step(NLL(), fields={"overlap_moe_expert_parallel_comm": True}),
+        "overlap_moe_expert_parallel_comm = True needs a forward step that returns a schedule plan",
+    ),
     "no heads": ({}, lambda: _own(_wrapped(), NLL(), _mine(), mtp_loss=NLL()), "mtp_loss is given, but mtp_num_layers"),
 }
 # the same, and what a warning says
@@ -241,6 +261,11 @@ WARNED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         "copy_main_grads(model) before",
     ),
     "gradients that were not zeroed": ({}, lambda: _not_zeroed(True), "call model.zero_grad_buffer() and optimizer."),
+    "routers in eval mode": (
+        {},
+        lambda: _step(NLL(), case=Case(experts="alltoall"), training=False),
+        "the model is in eval mode",
+    ),
     "gradients without DDP": ({}, lambda: _not_zeroed(False), "before each step call optimizer.zero_grad()"),
 }
 # right, without a word
@@ -249,8 +274,100 @@ SILENT: dict[str, tuple[dict[str, int], Callable[[], object]]] = {
     "dropout that a step accepts": ({}, lambda: _step(_pg(), fields=DROPS, allow_dropout=True)),
     "a torch optimizer with copied gradients": ({}, lambda: _torch_optimizer(True)),
     "no DDP, and said so": ({}, lambda: _bare(NLL(), ddp=False)),
+    "no data on the first stage": (
+        {"pp": 2},
+        lambda: _own(_wrapped(Case(pp=2)), NLL(), _mine(), without_data=torch.distributed.get_rank() == 0),
+    ),
     "statistics": ({}, lambda: _own(_wrapped(), partial(make_loss(Case()), statistics=None), _mine())),
 }
+
+
+def _norms_of_heads(rank: int, case: Case) -> tuple[float, float, float]:
+    """Gradient norms with heads that learn, by `forward_backward` and in an own schedule, and with heads that do not."""
+    import parallel_rl.megatron as M
+    from parallel_rl import NLLLoss
+
+    M.initialize(case.tp, case.cp, case.pp)
+    norms, mtp_loss = [], NLLLoss(vocab_size=VOCAB)
+    for run in (
+        lambda model: M.forward_backward(model, make_loss(case), _mine(), mtp_loss=mtp_loss),
+        lambda model: _own(model, make_loss(case), _mine(), mtp_loss=mtp_loss),
+        lambda model: _own(model, make_loss(case), _mine()),
+    ):
+        model = _wrapped(case)
+        run(model)
+        norms.append(M.grad_norm(model).item())
+    M.destroy()
+    return norms[0], norms[1], norms[2]
+
+
+@pytest.mark.parametrize("case", [Case(tp=2, sp=True, mtp="token-mean"), Case(pp=2, per_token=False, mtp="token-mean")])
+def test_heads_learn_in_a_schedule_of_ones_own(case: Case) -> None:
+    """They did not, without a word."""
+    for step, own, idle in run_world(2, _norms_of_heads, case):
+        assert own == pytest.approx(step, rel=1e-12) and abs(idle / step - 1) > 1e-3
+
+
+def _half(rank: int) -> dict[str, tuple[float, float, Tensor]]:
+    """The gradient norm before and after clipping, and a weight after SGD: clipped here, or by Megatron's optimizer."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    import parallel_rl.megatron as M
+
+    M.initialize(tp=2)
+    found = {}
+    for name, scale, clip in (("plain", 1.0, 0.0), ("scaled", 1024.0, 0.0), ("by Megatron", 1024.0, 0.5)):
+        model = M.wrap_model(make_model(Case(tp=2), torch.float16))
+        settings = OptimizerConfig(
+            optimizer="sgd", lr=1.0, sgd_momentum=0.0, weight_decay=0.0, clip_grad=clip, fp16=True, bf16=False,
+            params_dtype=torch.float16, loss_scale=scale,
+        )  # fmt: skip
+        optimizer = get_megatron_optimizer(settings, [model])
+        model.config.grad_scale_func = optimizer.scale_loss
+        M.forward_backward(model, NLL(), _mine())
+        norm = M.grad_norm(model)
+        if not clip:
+            M.clip_grads_(model, 0.5, norm)
+        clipped = M.grad_norm(model).item()
+        assert optimizer.step()[0]
+        found[name] = (norm.item(), clipped, M.unwrap(model).output_layer.weight.detach().float())
+    M.destroy()
+    return found
+
+
+def test_the_norm_and_clipping_know_the_loss_scale_of_fp16() -> None:
+    """The norm was 1024 times too large, and clipping by it left a gradient of 1/1024."""
+    for found in run_world(2, _half):
+        (norm, clipped, weight), (of_scaled, after, moved), (_, _, right) = found.values()
+        assert of_scaled == pytest.approx(norm, rel=1e-2) and norm > 0.5
+        assert after == pytest.approx(0.5, rel=1e-5) and clipped == pytest.approx(0.5, rel=1e-5)
+        assert (moved - right).abs().max() < 1e-3 and (moved - weight).abs().max() < 1e-2
+
+
+def _copied(rank: int) -> str:
+    import parallel_rl.megatron as M
+
+    M.initialize()
+    model = M.wrap_model(make_model(Case(), torch.bfloat16))
+    model.config.grad_scale_func = lambda loss: loss * 8
+    M.forward_backward(model, NLL(), _mine())
+    M.copy_main_grads(model)
+    for parameter in model.parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
+        assert torch.equal(parameter.grad, (parameter.main_grad / 8).bfloat16())
+    sharded = M.wrap_model(make_model(Case()), ddp=wrapper(Case(sharded=True)))
+    try:
+        M.copy_main_grads(sharded)
+    except ValueError as error:
+        return str(error)
+    finally:
+        M.destroy()
+    return ""
+
+
+def test_copied_gradients_have_the_dtype_of_their_parameters_and_no_scale() -> None:
+    [refusal] = set(run_world(2, _copied))
+    assert "use_distributed_optimizer = True" in refusal
 
 
 def _run(rank: int, kind: str, layout: dict[str, int], names: list[str]) -> dict[str, str | list[str]]:
