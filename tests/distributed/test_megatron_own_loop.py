@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from parallel_rl.testing.pool import preload, run_world
+from tests.collectives import recorded
 from tests.distributed.megatron_cases import VOCAB, Case, make_data, make_loss, make_model
 from tests.distributed.megatron_step import wrapper
+from tests.watch import Operators, Watch
 
 pytest.importorskip("megatron.core")
 preload("parallel_rl.megatron")
@@ -368,6 +370,40 @@ def _copied(rank: int) -> str:
 def test_copied_gradients_have_the_dtype_of_their_parameters_and_no_scale() -> None:
     [refusal] = set(run_world(2, _copied))
     assert "use_distributed_optimizer = True" in refusal
+
+
+def _cost(rank: int) -> tuple[list[bool], list[bool], list[list[str]], list[str]]:
+    """Whether making a step's callbacks runs operators and collectives, by step; a step's collectives; syncs of the norm."""
+    import parallel_rl.megatron as M
+    from parallel_rl import ParallelGroups, count_valid
+
+    M.initialize()
+    model, batches = _wrapped(), _mine()
+    counts = count_valid(batches, ParallelGroups.from_megatron().data)
+    runs, communicates, collectives = [], [], []
+    for _ in range(5):
+        with Operators() as operators:
+            for data in batches:
+                M.megatron_loss_func(NLL(), data, *counts, config=M.unwrap(model).config, num_microbatches=len(batches))
+        runs.append(operators.names != [])
+        communicates.append(any(name.startswith("c10d::") for name in operators.names))
+        model.zero_grad_buffer()
+        with recorded() as seen:
+            M.forward_backward(model, NLL(), batches)
+        collectives.append(list(seen))
+    M.unwrap(model).config.grad_scale_func = lambda loss: loss * 8
+    with Watch() as watch:
+        M.clip_grads_(model, 0.5, M.grad_norm(model))
+        M.copy_main_grads(model)
+    M.destroy()
+    return runs, communicates, collectives, watch.syncs
+
+
+def test_what_costs_runs_in_the_first_three_steps() -> None:
+    """Afterwards a callback is made on the host alone, and no step has a collective that the first ones lack."""
+    for runs, communicates, collectives, syncs in run_world(2, _cost):
+        assert runs == communicates == [True, True, True, False, False]
+        assert all(step == collectives[0] for step in collectives) and syncs == []
 
 
 def _run(rank: int, kind: str, layout: dict[str, int], names: list[str]) -> dict[str, str | list[str]]:
