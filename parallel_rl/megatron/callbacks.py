@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
-from parallel_rl.counts import own_counts
+from parallel_rl.counts import check_masks, own_counts
 from parallel_rl.groups import ParallelGroups, reduce_
 from parallel_rl.labels import with_labels
 from parallel_rl.megatron.loop_checks import is_checked, warn
@@ -53,6 +54,8 @@ class StepOfCallbacks:
         counts: tuple[object, object],
         num_microbatches: int,
         groups: ParallelGroups,
+        *,
+        ddp: bool,
     ) -> None:
         """Add the step's next callback, and raise what is wrong.
 
@@ -63,6 +66,7 @@ class StepOfCallbacks:
             check: settings and data; its argument is True for the first callback of all.
             data: of this micro-batch; None on a stage that has none.
             counts: by which the loss divides.
+            ddp: data ranks run the schedule together; without DDP one may be idle, and is not waited for.
         """
         checked = is_checked(self.steps) and groups == ParallelGroups.from_megatron()
         first, last = self.made == 0, self.made + 1 >= num_microbatches * self.chunks
@@ -72,7 +76,7 @@ class StepOfCallbacks:
                 name = "the number of micro-batches (with expert parallelism; add masked ones)"
                 raise_on_all_ranks(
                     lambda: check(self.steps == 0),
-                    [groups.tensor, groups.context, groups.data],
+                    [groups.tensor, groups.context, groups.data if ddp else None],
                     same={name: num_microbatches} if self.shares_experts else None,
                 )
             else:
@@ -93,7 +97,7 @@ class StepOfCallbacks:
             self._forget()
             if checked and sums is not None:
                 try:
-                    self._compare(sums, counts, num_microbatches, groups)
+                    self._compare(sums, counts, num_microbatches, groups, ddp)
                 except ValueError as error:
                     if stages == 1:
                         raise
@@ -106,24 +110,33 @@ class StepOfCallbacks:
 
     def _count(self, data: Mapping[str, Tensor]) -> None:
         data = with_labels(data)
-        if {"token_mask", "sample_mask"} <= data.keys():
+        with contextlib.suppress(ValueError):  # a function of the user's may read other data
+            check_masks(data)
             counts = torch.stack(own_counts(data))
             self.sums = counts if self.sums is None else self.sums + counts
 
     def _compare(
-        self, sums: Tensor, counts: tuple[object, object], num_microbatches: int, groups: ParallelGroups
+        self,
+        sums: Tensor,
+        counts: tuple[object, object],
+        num_microbatches: int,
+        groups: ParallelGroups,
+        ddp: bool,
     ) -> None:
-        sums = sums.to(communication_device(groups.data, sums.device)) // self.chunks
+        others = groups.data if ddp else None
+        at_least = not ddp and groups.dp_size > 1  # what the other data ranks hold is unknown
+        sums = sums.to(communication_device(others, sums.device)) // self.chunks
         here = sums.tolist()
-        step = reduce_(sums, groups.data).clamp_(min=1).tolist()
+        step = reduce_(sums, others).clamp_(min=1).tolist()
 
         def check() -> None:
             for name, count, own, right in zip(("seqs", "toks"), counts, here, step, strict=True):
-                if (number := int(torch.as_tensor(count))) not in (right, 1):  # 1: the caller divides
+                number = int(torch.as_tensor(count))
+                if number not in (right, 1) and not (at_least and number > right):  # 1: the caller divides
                     raise ValueError(
                         f"global_valid_{name} = {number}, but the {num_microbatches} micro-batches of this step hold {own} on "
                         f"this data rank and {right} on all data ranks. Call count_valid once a step on all its micro-batches, "
                         "over the data group without context ranks, and pass the schedule's num_microbatches"
                     )
 
-        raise_on_all_ranks(check, [groups.data])
+        raise_on_all_ranks(check, [others])

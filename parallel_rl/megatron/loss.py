@@ -132,7 +132,7 @@ def megatron_loss_func(
     if trains:
         if ddp:
             watch_optimizers()
-        callbacks_of(config).add(check, data, counts, num_microbatches, where)
+        callbacks_of(config).add(check, data, counts, num_microbatches, where, ddp=ddp)
     else:
         check(False)
 

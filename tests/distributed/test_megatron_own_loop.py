@@ -163,6 +163,19 @@ def _bare(loss: Any, **options: Any) -> None:
     _own(make_model(Case()), loss, _mine(), **options)
 
 
+def _idle() -> None:
+    """Without DDP a data rank that has no micro-batch runs no schedule: none waits for it."""
+    import parallel_rl.megatron as M
+    from parallel_rl import ParallelGroups, count_valid
+
+    groups, model = ParallelGroups.from_megatron(), make_model(Case())
+    batches = _mine() if groups.dp_rank == 0 else []
+    counts = count_valid(batches, groups.data)
+    if batches:
+        _own(model, make_loss(Case()), batches, counts, ddp=False)
+    M.sum_gradients(model)
+
+
 DROPS = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 HALF: dict[str, object] = {"fp16": True}
 NLL = partial(make_loss, Case())
@@ -275,6 +288,7 @@ SILENT: dict[str, tuple[dict[str, int], Callable[[], object]]] = {
     "dropout that is accepted": ({}, lambda: _own(_wrapped(**DROPS), _pg(), _mine(), allow_dropout=True)),
     "dropout that a step accepts": ({}, lambda: _step(_pg(), fields=DROPS, allow_dropout=True)),
     "a torch optimizer with copied gradients": ({}, lambda: _torch_optimizer(True)),
+    "an idle data rank without DDP": ({}, _idle),
     "no DDP, and said so": ({}, lambda: _bare(NLL(), ddp=False)),
     "no data on the first stage": (
         {"pp": 2},
