@@ -56,8 +56,8 @@ class StepOfCallbacks:
         groups: ParallelGroups,
         *,
         ddp: bool,
-    ) -> None:
-        """Add the step's next callback, and raise what is wrong.
+    ) -> bool:
+        """Add the step's next callback and raise what is wrong; return whether it is the one before a later step's backward.
 
         In the first three steps, or with `set_validation("always")`, ranks of a stage exchange the faults of the first
         callback, and `counts` are compared with those of the data after the last.
@@ -68,6 +68,7 @@ class StepOfCallbacks:
             counts: by which the loss divides.
             ddp: data ranks run the schedule together; without DDP one may be idle, and is not waited for.
         """
+        looks = self.made == 0 and self.steps > 0 and is_checked(self.steps)
         checked = is_checked(self.steps) and groups == ParallelGroups.from_megatron()
         first, last = self.made == 0, self.made + 1 >= num_microbatches * self.chunks
         self.made += 1
@@ -104,6 +105,7 @@ class StepOfCallbacks:
                     # The other stages still work on this step: each raises in its next one.
                     warn(str(error))
                     self.fault = error
+        return looks
 
     def _forget(self) -> None:
         self.made, self.sums, self.fault = 0, None, None

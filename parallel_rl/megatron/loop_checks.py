@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from parallel_rl.losses.core.requirements import Requirements
 
+_NODES = 32  # of the graph behind the model's output; the LM head is among the first
 FIRST_STEPS = 3  # in which checks may cost a collective or a wait for the device
 
 _steps_of_models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
@@ -128,6 +129,28 @@ def begin_step(models: Sequence[torch.nn.Module], ddp: bool) -> None:
             trained = model.params_with_grad if isinstance(model, DistributedDataParallel) else model.parameters()
             for parameter in trained:
                 parameter.grad = None
+
+
+def warn_of_left_gradient(output: Tensor) -> None:
+    """Warn of a gradient that an earlier optimizer step left in `grad`, before the first backward adds to it under DDP.
+
+    The host looks at the parameter that is nearest to the model's output in its graph.
+    """
+    nodes = [output.grad_fn]
+    for node in nodes:  # nearest first
+        if len(nodes) < _NODES and node is not None:
+            nodes += [source for source, _ in node.next_functions]
+        parameter = getattr(node, "variable", None)
+        main_grad = getattr(parameter, "main_grad", None)
+        if parameter is None or main_grad is None:
+            continue
+        grad = parameter.grad
+        if grad is not None and (grad.data_ptr() == main_grad.data_ptr() or bool(grad.any())):
+            warn(
+                "an earlier step's gradient is still in `grad`, and Megatron's DDP adds it to this step's; before each step "
+                "call optimizer.zero_grad() beside model.zero_grad_buffer()"
+            )
+        return
 
 
 def watch_optimizers() -> None:

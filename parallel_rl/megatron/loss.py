@@ -20,7 +20,7 @@ from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses,
 from parallel_rl.megatron.callbacks import callbacks_of
 from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.megatron.forward_only import is_last_stage
-from parallel_rl.megatron.loop_checks import check_fields, check_settings, watch_optimizers
+from parallel_rl.megatron.loop_checks import check_fields, check_settings, warn_of_left_gradient, watch_optimizers
 from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
 from parallel_rl.metrics import Metrics
 from parallel_rl.packing import SequencePackingLossWrapper
@@ -79,7 +79,7 @@ def megatron_loss_func(
     and raise them in the next step. Without gradients (`torch.no_grad()`) only the call itself is checked.
 
     Before each step call both `model.zero_grad_buffer()` and `optimizer.zero_grad()`: DDP adds what is left in `grad` to the
-    next step's gradient.
+    next step's gradient, of which the second and third step warn.
 
     Args:
         loss_fn: any function with the call of `LossFn`; it returns this rank's share and its metrics. One that needs
@@ -129,15 +129,18 @@ def megatron_loss_func(
             check_masks(with_labels(data))
             check_fields(needs, [data])
 
+    looks = False
     if trains:
         if ddp:
             watch_optimizers()
-        callbacks_of(config).add(check, data, counts, num_microbatches, where, ddp=ddp)
+        looks = callbacks_of(config).add(check, data, counts, num_microbatches, where, ddp=ddp)
     else:
         check(False)
 
     def share(output: Tensor) -> tuple[Tensor, Metrics]:
         _check_output(output)
+        if looks and ddp:
+            warn_of_left_gradient(output)
         assert data is not None, "only the last stage calls this"
         parts = where.tp_size if config.sequence_parallel and head is None else 1
         outputs = [output] if mtp_loss is None else split_heads(output, config.mtp_num_layers, parts)

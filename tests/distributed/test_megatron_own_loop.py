@@ -127,6 +127,22 @@ def _torch_optimizer(copies: bool, own: bool = False) -> float:
     return float((weight.detach() - before).abs().max())
 
 
+def _left_in_grad(zeroes: bool) -> None:
+    """Two steps with Megatron's float32 optimizer, which leaves `main_grad` in `grad`."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    import parallel_rl.megatron as M
+
+    model = M.wrap_model(make_model(Case(), torch.float32))
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), [model])
+    for _ in range(2):
+        model.zero_grad_buffer()
+        if zeroes:
+            optimizer.zero_grad()
+        _own(model, make_loss(Case()), _mine())
+        optimizer.step()
+
+
 def _not_zeroed(ddp: bool) -> None:
     import parallel_rl.megatron as M
 
@@ -281,6 +297,7 @@ WARNED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         lambda: _step(NLL(), case=Case(experts="alltoall"), training=False),
         "the model is in eval mode",
     ),
+    "a gradient that the optimizer left": ({}, lambda: _left_in_grad(False), "optimizer.zero_grad() beside model."),
     "gradients without DDP": ({}, lambda: _not_zeroed(False), "before each step call optimizer.zero_grad()"),
 }
 # right, without a word
@@ -288,6 +305,7 @@ SILENT: dict[str, tuple[dict[str, int], Callable[[], object]]] = {
     "dropout that is accepted": ({}, lambda: _own(_wrapped(**DROPS), _pg(), _mine(), allow_dropout=True)),
     "dropout that a step accepts": ({}, lambda: _step(_pg(), fields=DROPS, allow_dropout=True)),
     "a torch optimizer with copied gradients": ({}, lambda: _torch_optimizer(True)),
+    "Megatron's optimizer": ({}, lambda: _left_in_grad(True)),
     "an idle data rank without DDP": ({}, _idle),
     "no DDP, and said so": ({}, lambda: _bare(NLL(), ddp=False)),
     "no data on the first stage": (
