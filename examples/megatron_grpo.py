@@ -100,9 +100,8 @@ def train(tp: int, cp: int, steps: int, updates: int = 2) -> list[float]:
         for _ in range(updates):
             model.zero_grad_buffer()
             report = m.forward_backward(model, loss_fn, batches)
-            m.clip_grads_([model], 1.0, m.grad_norm([model]))
-            for parameter in model.parameters():
-                parameter.grad = parameter.main_grad
+            m.clip_grads_(model, 1.0, m.grad_norm(model))
+            m.copy_main_grads(model)
             optimizer.step()
 
         total = rewards.sum()

@@ -30,9 +30,8 @@ def train(tp: int, cp: int, steps: int = 5) -> list[float]:
     for step in range(steps):
         model.zero_grad_buffer()
         report = m.forward_backward(model, NLLLoss(vocab_size=64), batches)
-        norm = m.grad_norm([model])
-        for parameter in model.parameters():
-            parameter.grad = parameter.main_grad
+        norm = m.grad_norm(model)
+        m.copy_main_grads(model)
         optimizer.step()
         losses.append(report.floats()["loss"])
         if dist.get_rank() == 0:

@@ -4,7 +4,8 @@ In the order in which a training script needs them:
 
 - a layout and a model: `initialize`, `build_config`, `build_model`, `wrap_model`
 - micro-batches: `padded_batch`, `packed_batch`
-- one step: `forward_backward`, then `grad_norm`, `clip_grads_`; with `fuse_head` the loss projects hidden states itself
+- one step: `forward_backward`, then `grad_norm`, `clip_grads_`, `copy_main_grads` for an optimizer of torch; with `fuse_head`
+  the loss projects hidden states itself
 - forward passes without gradient: `forward_only`, `forward_logits`, `broadcast_from_last_stage`; `replicas` for sampling
 - for a loop that calls Megatron's schedules by itself: `megatron_loss_func`, `numerator_denominator`, `count_routed`,
   `ModelInput`, `sum_gradients`
@@ -38,7 +39,7 @@ from parallel_rl.megatron.auxiliary import RoutedTokens, count_routed
 from parallel_rl.megatron.context import ALONE, Context, replicas
 from parallel_rl.megatron.cpu import enable_cpu
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
-from parallel_rl.megatron.grads import clip_grads_, grad_norm, gradient, sum_gradients
+from parallel_rl.megatron.grads import clip_grads_, copy_main_grads, grad_norm, gradient, sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead, fuse_head
 from parallel_rl.megatron.logged import numerator_denominator
 from parallel_rl.megatron.loss import LossReport, megatron_loss_func
@@ -76,6 +77,7 @@ __all__ = [  # in the order of the docstring
     "gradient",
     "grad_norm",
     "clip_grads_",
+    "copy_main_grads",
     "fuse_head",
     "FusedHead",
     "forward_only",

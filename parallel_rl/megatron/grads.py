@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,8 @@ _BLOCK = 1 << 22  # elements that are squared in float64 at once: a large gradie
 def gradient(parameter: Parameter) -> Tensor | None:
     """Return a parameter's `main_grad` of Megatron's DDP, if there is one, else `grad`.
 
-    Under the distributed optimizer it holds the step's gradient on the data rank's own shard only.
+    Under the distributed optimizer it holds the step's gradient on the data rank's own shard only; with
+    `config.grad_scale_func` (fp16) it is multiplied by the loss scale until the optimizer's step.
 
     >>> gradient(unwrap(model).output_layer.weight).shape
     torch.Size([8, 16])
@@ -28,7 +29,39 @@ def gradient(parameter: Parameter) -> Tensor | None:
 
 
 @torch.no_grad()
-def sum_gradients(models: Sequence[torch.nn.Module]) -> None:
+def copy_main_grads(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
+    """Set each parameter's `grad` to its `main_grad` in the parameter's dtype, without the loss scale, for torch's optimizers.
+
+    Call it after `forward_backward` and clipping. In a loop that calls Megatron's schedule itself, call `optimizer.zero_grad()`
+    before the next step: DDP adds what is left in `grad` to `main_grad`.
+
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> model.zero_grad_buffer()
+    >>> report = forward_backward(model, NLLLoss(vocab_size=8), [data])
+    >>> copy_main_grads(model)
+    >>> optimizer.step()
+
+    Args:
+        models: chunks wrapped in Megatron's DDP; of others each parameter keeps its `grad`.
+
+    Raises:
+        ValueError: the distributed optimizer's wrapper, under which a data rank holds the gradients of its own shard alone.
+    """
+    models = _listed(models)
+    if any(_is_sharded(model) for model in models):
+        raise ValueError(
+            "use_distributed_optimizer = True: a data rank's main_grad is whole in its own shard only; use Megatron's "
+            "get_megatron_optimizer, or wrap the model without it"
+        )
+    scale = None
+    for _, parameter in _named(models):
+        if (grad := getattr(parameter, "main_grad", None)) is not None:
+            scale = _loss_scale(models, grad) if scale is None else scale
+            parameter.grad = (grad if scale is None else grad / scale).to(parameter.dtype)
+
+
+@torch.no_grad()
+def sum_gradients(models: torch.nn.Module | Sequence[torch.nn.Module]) -> None:
     """Sum gradients as `finalize_model_grads` does, for models without Megatron's DDP; afterwards `grad` holds ∇L.
 
     Sums over data × context (experts: over the ranks that hold the same ones); over tensor ranks where sequence parallelism
@@ -37,8 +70,9 @@ def sum_gradients(models: Sequence[torch.nn.Module]) -> None:
 
     >>> bare = build_model(config, 8, 4)
     >>> forward_logits(bare, padded_input(data["input_ids"])).logsumexp(-1).sum().backward()
-    >>> sum_gradients([bare])
+    >>> sum_gradients(bare)
     """
+    models = _listed(models)
     config = get_model_config(models[0])
     every: list[Tensor] = []
     experts: list[Tensor] = []
@@ -67,17 +101,18 @@ def sum_gradients(models: Sequence[torch.nn.Module]) -> None:
 
 
 @torch.no_grad()
-def grad_norm(models: Sequence[torch.nn.Module]) -> Tensor:
+def grad_norm(models: torch.nn.Module | Sequence[torch.nn.Module]) -> Tensor:
     """‖∇L‖₂ over the whole model, a float64 scalar, the same bits on every rank of the model parallel group.
 
     Replicated parameters count on one tensor rank, tied embeddings on one stage, experts on the ranks that they are spread
     over; under the distributed optimizer each data rank counts its own shard. Call it after `finalize_model_grads` or
-    `sum_gradients`.
+    `sum_gradients`, and before the optimizer's step: the norm is divided by the loss scale of `config.grad_scale_func` (fp16).
 
     >>> model.zero_grad_buffer()
-    >>> grad_norm([model])
+    >>> grad_norm(model)
     tensor(0., dtype=torch.float64)
     """
+    models = _listed(models)
     device = next(iter(models[0].parameters())).device
     squares = {expert: torch.zeros((), dtype=torch.float64, device=device) for expert in (False, True)}
     for parameter, grad in _own(models):
@@ -89,23 +124,40 @@ def grad_norm(models: Sequence[torch.nn.Module]) -> Tensor:
     if get_model_config(models[0]).num_moe_experts:
         group = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
         total = total + _gathered_sum(squares[True], _data_group(models, "expert_parallel_buffers"), group)
-    return total.sqrt()
+    norm, scale = total.sqrt(), _loss_scale(models, total)
+    return norm if scale is None else norm / scale
 
 
 @torch.no_grad()
-def clip_grads_(models: Sequence[torch.nn.Module], max_norm: float, norm: Tensor) -> None:
+def clip_grads_(models: torch.nn.Module | Sequence[torch.nn.Module], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients by min(1, max_norm / (norm + 1e-6)), in place, without a host sync.
 
-    >>> clip_grads_([model], 1.0, grad_norm([model]))
+    With a loss scale (fp16) they stay multiplied by it, as Megatron's optimizer expects them.
+
+    >>> clip_grads_(model, 1.0, grad_norm(model))
+
+    Args:
+        norm: that of `grad_norm`.
 
     Raises:
         ValueError: max_norm not above 0.
     """
+    models = _listed(models)
     if not max_norm > 0:
         raise ValueError(f"max_norm = {max_norm} must be above 0")
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for _, grad in _own(models):
         grad.mul_(scale.to(grad))
+
+
+def _listed(models: torch.nn.Module | Sequence[torch.nn.Module]) -> Sequence[torch.nn.Module]:
+    return [models] if isinstance(models, torch.nn.Module) else models
+
+
+def _loss_scale(models: Sequence[torch.nn.Module], like: Tensor) -> Tensor | None:
+    """The factor by which Megatron's schedule multiplied the loss, a scalar on the device of `like`; None without one."""
+    scaled: Callable[[Tensor], Tensor] | None = get_model_config(models[0]).grad_scale_func
+    return None if scaled is None else scaled(torch.ones((), device=like.device)).to(like).reshape(())
 
 
 def _named(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Parameter]]:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
 
+from parallel_rl.counts import check_masks
 from parallel_rl.groups import ParallelGroups
+from parallel_rl.labels import with_labels
+from parallel_rl.losses.core.call import LossCall, LossFunction
+from parallel_rl.losses.core.checks import check_statistics
+from parallel_rl.losses.nll import NLLLoss
 from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses, has_auxiliary_loss
+from parallel_rl.megatron.callbacks import callbacks_of
 from parallel_rl.megatron.cpu import plain_torch
+from parallel_rl.megatron.forward_only import is_last_stage
+from parallel_rl.megatron.loop_checks import check_fields, check_settings, warn_of_left_gradient, watch_optimizers
+from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
 from parallel_rl.metrics import Metrics
+from parallel_rl.packing import SequencePackingLossWrapper
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 if TYPE_CHECKING:
@@ -30,7 +42,7 @@ LossResult = tuple[Tensor, LossReport] | tuple[Tensor, Tensor, LossReport]
 
 def megatron_loss_func(
     loss_fn: Callable[..., tuple[Tensor, Metrics]],
-    data: Mapping[str, Tensor],
+    data: Mapping[str, Tensor] | None,
     global_valid_seqs: Tensor,
     global_valid_toks: Tensor,
     *,
@@ -40,6 +52,8 @@ def megatron_loss_func(
     groups: ParallelGroups | None = None,
     head: Callable[[Tensor], Tensor | LMHeadInput] | None = None,
     routed: RoutedTokens | None = None,
+    mtp_loss: NLLLoss | None = None,
+    allow_dropout: bool = False,
 ) -> Callable[[Tensor], LossResult]:
     """Make the loss callback that a forward step returns to `get_forward_backward_func`, such that the law holds.
 
@@ -58,10 +72,20 @@ def megatron_loss_func(
     >>> loss_func(torch.zeros(2, 4, 8))[-1]["loss"]  # log 8
     tensor(2.0794)
 
+    Each call checks settings and fields, on the host. The first three steps of a config (each one with
+    `set_validation("always")`) also exchange faults over the ranks of a pipeline stage, compare the data ranks' numbers of
+    micro-batches under expert parallelism, and compare the counts with those of the step's micro-batches, for which the host
+    waits. Pipeline stages raise a fault once as many micro-batches have begun as stages follow; they warn of wrong counts,
+    and raise them in the next step. Without gradients (`torch.no_grad()`) only the call itself is checked.
+
+    Before each step call both `model.zero_grad_buffer()` and `optimizer.zero_grad()`: DDP adds what is left in `grad` to the
+    next step's gradient, of which the second and third step warn.
+
     Args:
         loss_fn: any function with the call of `LossFn`; it returns this rank's share and its metrics. One that needs
             statistics of the step comes as `functools.partial(loss_fn, statistics=...)`.
-        data: the whole, token-aligned tensors of this micro-batch.
+        data: the whole, token-aligned tensors of this micro-batch, the same on each pipeline stage; None on a stage without
+            data, such as Megatron-LM's stages between the first and the last.
         global_valid_seqs, global_valid_toks: from `count_valid` over all micro-batches of the step and all data ranks.
         config: the model's config; `calculate_per_token_loss` and the experts are read from it.
         num_microbatches: M of the schedule.
@@ -70,32 +94,133 @@ def megatron_loss_func(
         groups: defaults to `ParallelGroups.from_megatron()`.
         head: of the model, where `fuse_head` installed one.
         routed: this micro-batch's of `count_routed`; needed with auxiliary losses under calculate_per_token_loss.
+        mtp_loss: trains the heads of multi-token prediction, see `forward_backward`; the model's output is then that of
+            `forward_logits(model, inputs, mtp=True)`. None leaves them as they are.
+        allow_dropout: train with the config's dropout, with which the numbers depend on the layout.
 
     Returns:
         logits [B, S/cp, V/tp] → what the schedule expects. Its report holds the unscaled share.
 
     Raises:
-        ValueError: num_microbatches below 1; auxiliary losses without DDP, or without `routed` where it is needed; see
+        ValueError: num_microbatches below 1; `ddp` that contradicts `config.finalize_model_grads_func`; dropout beside a loss
+            that reads recorded log-probs; data without a mask or a field that the loss reads; missing statistics; counts of
+            other micro-batches than the step's; auxiliary losses without DDP, or without `routed` where it is needed; see
             `check_auxiliary_losses`.
     """
     where = groups or ParallelGroups.from_megatron()
+    counts = (global_valid_seqs, global_valid_toks)
+    whole = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    trains = torch.is_grad_enabled()  # Megatron's evaluation runs without
+
+    def check(first: bool) -> None:
+        check_scaling(config, num_microbatches, ddp, routed)
+        check_auxiliary_losses(config, where.cp_size, by_megatron=True)
+        _check_heads(config, mtp_loss)
+        needs = whole.requirements if isinstance(whole, LossFunction) else None
+        if trains:
+            _check_finalizing(config, ddp)
+            check_settings(config, needs, allow_dropout=allow_dropout, trains_heads=mtp_loss is not None, first=first)
+        if needs is not None:
+            statistics = loss_fn.keywords.get("statistics") if isinstance(loss_fn, partial) else None
+            check_statistics(type(whole).__name__, needs, statistics)
+        if data is None and is_last_stage():
+            raise ValueError("data is None on the last pipeline stage, which computes the loss")
+        if needs is not None and data is not None:
+            check_masks(with_labels(data))
+            check_fields(needs, [data])
+
+    looks = False
+    if trains:
+        if ddp:
+            watch_optimizers()
+        looks = callbacks_of(config).add(check, data, counts, num_microbatches, where, ddp=ddp)
+    else:
+        check(False)
 
     def share(output: Tensor) -> tuple[Tensor, Metrics]:
-        return loss_fn(
-            output if head is None else head(output),
+        _check_output(output)
+        if looks and ddp:
+            warn_of_left_gradient(output)
+        assert data is not None, "only the last stage calls this"
+        parts = where.tp_size if config.sequence_parallel and head is None else 1
+        outputs = [output] if mtp_loss is None else split_heads(output, config.mtp_num_layers, parts)
+        main, *heads = [each if head is None else head(each) for each in outputs]
+        loss, metrics = loss_fn(
+            main,
             data,
-            global_valid_seqs,
-            global_valid_toks,
+            *counts,
             vocab_parallel_rank=where.tp_rank,
             vocab_parallel_group=where.tensor,
             context_parallel_group=where.context,
         )
+        if mtp_loss is None:
+            return loss, metrics
+        call = LossCall.of(main, data, counts, where.tp_rank, (where.tensor, where.context))
+        packed = whole.packed_sequences if isinstance(whole, SequencePackingLossWrapper) else None
+        call = replace(call, packed_sequences=packed)
+        return add_mtp_loss((loss, metrics), mtp_loss, call, heads, config.mtp_loss_scaling_factor)
 
-    loss_func = scaled_loss_func(
+    return scaled_loss_func(
         share, config=config, num_microbatches=num_microbatches, ddp=ddp, groups=where, routed=routed
     )
-    check_auxiliary_losses(config, where.cp_size, by_megatron=True)
-    return loss_func
+
+
+def check_scaling(
+    config: TransformerConfig, num_microbatches: int, ddp: bool, routed: RoutedTokens | None = None
+) -> None:
+    """Refuse what `scaled_loss_func` cannot undo.
+
+    Raises:
+        ValueError: num_microbatches below 1; auxiliary losses without DDP, or without `routed` where it is needed.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches = {num_microbatches} must be at least 1")
+    auxiliary = has_auxiliary_loss(config)
+    if auxiliary and not ddp:
+        raise ValueError(
+            "auxiliary losses (of experts) need Megatron's DDP (ddp=True), which takes part in their scaling"
+        )
+    if auxiliary and config.calculate_per_token_loss and routed is None:
+        raise ValueError(
+            "routed is missing: with calculate_per_token_loss = True auxiliary losses (of experts) are divided by the tokens "
+            "that routers see; pass this micro-batch's of `count_routed`"
+        )
+
+
+def _check_finalizing(config: TransformerConfig, ddp: bool) -> None:
+    finalizes = config.finalize_model_grads_func is not None
+    if ddp and not finalizes:
+        raise ValueError(
+            "ddp = True, but config.finalize_model_grads_func is None, so no gradient is summed over ranks: wrap the model in "
+            "Megatron's DDP and set it (`wrap_model` does both), or pass ddp=False and call `sum_gradients`"
+        )
+    if finalizes and not ddp:
+        raise ValueError(
+            "ddp = False, but config.finalize_model_grads_func is set, so the schedule takes the model for one in Megatron's "
+            "DDP; pass ddp=True, or set it to None and call `sum_gradients`"
+        )
+
+
+def _check_output(output: object) -> None:
+    if not isinstance(output, Tensor):
+        raise ValueError(f"the model's output is a {type(output).__name__}; return its logits from the forward step")
+    if output.dim() == 2:
+        raise ValueError(
+            f"the model's output is {list(output.shape)}, the losses that GPTModel returns if it is given labels; call it "
+            "without labels, so that it returns logits"
+        )
+
+
+def _check_heads(config: TransformerConfig, mtp_loss: NLLLoss | None) -> None:
+    if mtp_loss is not None and not config.mtp_num_layers:
+        raise ValueError(
+            "mtp_loss is given, but mtp_num_layers = None: the model has no heads of multi-token prediction"
+        )
+    if mtp_loss is not None and getattr(config, "mtp_detach_heads", False):
+        raise ValueError(
+            "mtp_detach_heads = True with mtp_loss: the loss of the heads would train the LM head, which they share; "
+            "set it to False"
+        )
 
 
 def scaled_loss_func(
@@ -108,18 +233,7 @@ def scaled_loss_func(
     routed: RoutedTokens | None = None,
 ) -> Callable[[Tensor], LossResult]:
     """`megatron_loss_func` for any function from the model's output to this rank's share of the loss and its metrics."""
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches = {num_microbatches} must be at least 1")
-    auxiliary = has_auxiliary_loss(config)  # multi-token prediction is in the share, see `mtp_share`
-    if auxiliary and not ddp:
-        raise ValueError(
-            "auxiliary losses (of experts) need Megatron's DDP (ddp=True), which takes part in their scaling"
-        )
-    if auxiliary and config.calculate_per_token_loss and routed is None:
-        raise ValueError(
-            "routed is missing: with calculate_per_token_loss = True auxiliary losses (of experts) are divided by the tokens "
-            "that routers see; pass this micro-batch's of `count_routed`"
-        )
+    auxiliary = has_auxiliary_loss(config)  # multi-token prediction is in the share, see `add_mtp_loss`
 
     def loss_func(output: Tensor) -> LossResult:
         with plain_torch():

@@ -95,24 +95,26 @@ def ahead(data: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
     return {**moved, "sample_mask": data["sample_mask"]}
 
 
-def mtp_share(
-    loss_fn: NLLLoss, call: LossCall, outputs: list[Tensor | LMHeadInput], scale: float
+def add_mtp_loss(
+    loss: tuple[Tensor, Metrics], loss_fn: NLLLoss, call: LossCall, outputs: list[Tensor | LMHeadInput], scale: float
 ) -> tuple[Tensor, Metrics]:
-    """This rank's share of (scale / K)·Σ_k NLL_k, and `mtp_k/loss` for each of K heads.
+    """Add this rank's part of (scale / K)·Σ_k NLL_k to a loss, and `mtp_k/loss` for each of K heads to its metrics.
 
-        NLL_k = AGG(−log π_k(y_{t+1+k} | y_{≤t+k})),  with the step's global counts: a share that obeys the law
+        NLL_k = AGG(−log π_k(y_{t+1+k} | y_{≤t+k})),  with the step's global counts: a part that obeys the law
 
     A token counts for a head where it carries loss and lies in the same sequence: prompts, padding and the next packed
     sequence do not. Paper: DeepSeek-V3, arXiv 2412.19437.
 
     Args:
+        loss: this rank's part of the model's own loss, and its metrics.
         call: of the model's own loss.
         outputs: of the heads, in their order.
         scale: λ, Megatron's `mtp_loss_scaling_factor`.
     """
-    shares, metrics = [], {}
+    shares, (own, metrics) = [], loss
+    parts = {name: metrics.parts(name) for name in metrics}
     for depth, output in enumerate(outputs, 1):
-        loss, found = loss_fn.run(replace(call, output=output, data=ahead(call.data, depth), statistics=None))
-        shares.append(loss)
-        metrics[f"mtp_{depth}/loss"] = found.parts("loss")
-    return torch.stack(shares).sum() * (scale / len(shares)), Metrics(metrics)
+        share, of_head = loss_fn.run(replace(call, output=output, data=ahead(call.data, depth), statistics=None))
+        shares.append(share)
+        parts[f"mtp_{depth}/loss"] = of_head.parts("loss")
+    return own + torch.stack(shares).sum() * (scale / len(shares)), Metrics(parts)

@@ -21,6 +21,7 @@ from parallel_rl.megatron.auxiliary import check_auxiliary_losses
 from parallel_rl.megatron.capabilities import heads_take_packed_rows
 from parallel_rl.megatron.fp8 import check_positions, compares_data_ranks, positions_unit
 from parallel_rl.megatron.lm_head import FusedHead, is_fused
+from parallel_rl.megatron.loop_checks import check_fields, check_step
 from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
 from parallel_rl.megatron.model_config import CUT
 
@@ -32,6 +33,8 @@ def prepare(
     head: FusedHead | None,
     mtp_loss: NLLLoss | None,
     groups: ParallelGroups,
+    *,
+    allow_dropout: bool = False,
 ) -> list[MicroBatch]:
     """The micro-batches of a step, once every rank of the world knows that it has good ones.
 
@@ -54,10 +57,8 @@ def prepare(
             for batch in batches or _masked(models, loss_fn, groups)
         ]
         # The last pipeline stage alone calls the loss; what it would miss, the other stages must hear before they send.
-        names = [field.name for field in loss_fn.requirements.fields if field.per != "local"]
-        missing = sorted({name for batch in prepared for name in names if name not in batch.data})
-        if missing:
-            raise ValueError(f"data lacks the fields {missing}; this loss needs {', '.join(names)}")
+        check_fields(loss_fn.requirements, [batch.data for batch in prepared])
+        check_step(models, loss_fn.requirements, allow_dropout=allow_dropout, trains_heads=mtp_loss is not None)
         _check_model(models, head)
         _check_heads(models, mtp_loss)
         if mtp_loss is not None and any(batch.packed for batch in prepared) and not heads_take_packed_rows():

@@ -32,10 +32,11 @@ from parallel_rl.megatron.context import context_group
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import sum_gradients
 from parallel_rl.megatron.lm_head import FusedHead
-from parallel_rl.megatron.loss import LossReport, scaled_loss_func
+from parallel_rl.megatron.loop_checks import begin_step
+from parallel_rl.megatron.loss import LossReport, check_scaling, scaled_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch
 from parallel_rl.megatron.model_input import forward_logits
-from parallel_rl.megatron.mtp import mtp_share, split_heads
+from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
 from parallel_rl.megatron.prepare import prepare
 from parallel_rl.metrics import Metrics, reduce_metrics
 from parallel_rl.statistics import Statistics
@@ -70,6 +71,7 @@ def forward_backward(
     mtp_loss: NLLLoss | None = None,
     groups: ParallelGroups | None = None,
     before_forward: Callable[[], None] | None = None,
+    allow_dropout: bool = False,
 ) -> StepReport:
     """Run all micro-batches of one optimizer step; afterwards every parameter's `gradient` is that of the global loss.
 
@@ -87,6 +89,11 @@ def forward_backward(
     >>> sorted(report.floats())
     ['loss', 'num_unmasked_tokens', 'num_valid_samples']
 
+    The first step of a model warns of dropout, fp16 without `config.grad_scale_func`, and idle heads of multi-token prediction.
+    The second and third, and with `set_validation("always")` each one, warn of gradients that were not zeroed, for which the
+    host waits. With DDP, `grad` is emptied before the first micro-batch, and an optimizer of torch that steps without `grad`
+    causes a warning: it needs `copy_main_grads`.
+
     Args:
         model: this rank's model, wrapped by `wrap_model` or by Megatron's own training code; under an interleaved schedule
             the list of its chunks.
@@ -97,20 +104,22 @@ def forward_backward(
             has a context group of its own, made of data ranks that all pass it (dynamic context parallelism).
         head: what `fuse_head` gave, if the model (its last chunk) has a fused head.
         mtp_loss: trains the heads of multi-token prediction of a model with `mtp_num_layers`: their mean, times
-            `mtp_loss_scaling_factor`, is added to L, see `mtp_share`. None leaves them as they are.
+            `mtp_loss_scaling_factor`, is added to L, see `add_mtp_loss`. None leaves them as they are.
         groups: defaults to `ParallelGroups.from_megatron()`.
         before_forward: called before each forward of a micro-batch, such as a heartbeat.
+        allow_dropout: train with the config's dropout, with which the numbers depend on the layout.
 
     Raises:
         ValueError: on all ranks (see `set_validation`), before anything runs: data that lacks a
-            mask or does not suit the layout; ranks of one data rank that disagree in their micro-batches; micro-batches of
-            different shapes in a pipeline that was built for one; a wrapper without `finalize_model_grads_func`; a fused head
-            that is not given. What `loss_fn` raises.
+            mask or does not suit the layout; dropout beside a loss that reads recorded log-probs; ranks of one data rank that
+            disagree in their micro-batches; micro-batches of different shapes in a pipeline that was built for one; a wrapper
+            without `finalize_model_grads_func`; a fused head that is not given. What `loss_fn` raises.
     """
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     groups = groups or ParallelGroups.from_megatron()
     config, ddp = get_model_config(models[0]), hasattr(models[0], "finish_grad_sync")
-    prepared = prepare(models, loss_fn, batches, head, mtp_loss, groups)
+    prepared = prepare(models, loss_fn, batches, head, mtp_loss, groups, allow_dropout=allow_dropout)
+    begin_step(models, ddp)
     counts = count_valid(_counted(prepared), groups.data)
 
     inputs = [batch.input for batch in prepared]
@@ -146,12 +155,10 @@ def forward_backward(
         parts = groups.tp_size if config.sequence_parallel and head is None else 1
         output, *heads = split_heads(output, config.mtp_num_layers, parts)
         call = _call(output, batch, counts, head, groups, statistics)
-        loss, metrics = loss_fn.run(call)
         inputs = [each if head is None else head(each) for each in heads]
-        more, of_heads = mtp_share(mtp_loss, call, inputs, config.mtp_loss_scaling_factor)
-        parts_of_all = {name: found.parts(name) for found in (metrics, of_heads) for name in found}
-        return loss + more, Metrics(parts_of_all)
+        return add_mtp_loss(loss_fn.run(call), mtp_loss, call, inputs, config.mtp_loss_scaling_factor)
 
+    check_scaling(config, len(prepared), ddp, routed[0])
     forget_scales(config)
     if config.no_sync_func is not None:
         # A schedule reads the first chunk's config alone; and a config that another model shares holds that one's function.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -113,7 +111,7 @@ def _bad(rank: int, what: str) -> None:
         M.forward_logits(model, M.padded_input(torch.zeros(1, 5, dtype=torch.int64)))
     elif what in ("experts", "routed"):
         M.initialize()
-        config = SimpleNamespace(num_moe_experts=2, moe_aux_loss_coeff=0.01, calculate_per_token_loss=what == "routed")
+        config = make_model(Case(experts="alltoall", per_token=what == "routed")).config
         M.megatron_loss_func(None, {}, None, None, config=config, num_microbatches=1, ddp=what == "routed")
     elif what == "uneven experts":
         M.initialize(ep=2)
@@ -147,7 +145,7 @@ def _bad(rank: int, what: str) -> None:
         M.forward_backward(M.wrap_model(model), NLLLoss(vocab_size=VOCAB), [_rows()])
     elif what == "micro-batches":
         M.initialize()
-        M.megatron_loss_func(None, {}, None, None, config=SimpleNamespace(), num_microbatches=0)
+        M.megatron_loss_func(None, {}, None, None, config=make_model(Case()).config, num_microbatches=0)
     elif what in _STEPS:
         _bad_step(rank, what)
     elif what == "scalar head":

@@ -57,6 +57,7 @@ def _counted(rank: int) -> tuple[torch.dtype, list[str]]:
 
     M.initialize()
     config = M.build_config(num_layers=1, hidden_size=8, num_attention_heads=2, experts=Experts(2, 8), aux_loss=0.1)
+    M.wrap_model(M.build_model(config, 8, 4))
     data = {name: torch.ones(2, 4, dtype=torch.int64, device="meta") for name in ("input_ids", "token_mask")}
     data["sample_mask"] = torch.ones(2, device="meta")
     routed = RoutedTokens(8, torch.zeros((), dtype=torch.int64, device="meta"))

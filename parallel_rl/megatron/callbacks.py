@@ -1,0 +1,144 @@
+"""Loss callbacks of one step under Megatron's schedule: faults that every rank raises, and counts compared with the data."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core import parallel_state
+
+from parallel_rl.agreement import communication_device, raise_on_all_ranks
+from parallel_rl.counts import check_masks, own_counts
+from parallel_rl.groups import ParallelGroups, reduce_
+from parallel_rl.labels import with_labels
+from parallel_rl.megatron.loop_checks import is_checked, warn
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import Tensor
+
+_of_configs: dict[int, StepOfCallbacks] = {}  # by id, since a config has no hash
+
+
+def callbacks_of(config: TransformerConfig) -> StepOfCallbacks:
+    """Return the present step of the model with this config."""
+    key = id(config)
+    if key not in _of_configs:
+        _of_configs[key] = StepOfCallbacks(config)
+        weakref.finalize(config, _of_configs.pop, key, None)
+    return _of_configs[key]
+
+
+class StepOfCallbacks:
+    """One optimizer step, which ends with the callback of the last micro-batch on this rank's last model chunk.
+
+    Where pipeline stages follow each other, a stage that raised at once would leave the next one waiting for its output. So
+    a stage raises once as many micro-batches have begun as stages follow, itself included: then each stage raises.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self.chunks: int = config.virtual_pipeline_model_parallel_size or 1
+        self.shares_experts = bool(config.num_moe_experts) and config.expert_model_parallel_size > 1
+        self.steps = 0
+        self.made = 0  # callbacks of the present step
+        self.sums: Tensor | None = None
+        self.fault: ValueError | None = None
+
+    def add(
+        self,
+        check: Callable[[bool], None],
+        data: Mapping[str, Tensor] | None,
+        counts: tuple[object, object],
+        num_microbatches: int,
+        groups: ParallelGroups,
+        *,
+        ddp: bool,
+    ) -> bool:
+        """Add the step's next callback and raise what is wrong; return whether it is the one before a later step's backward.
+
+        In the first three steps, or with `set_validation("always")`, ranks of a stage exchange the faults of the first
+        callback, and `counts` are compared with those of the data after the last.
+
+        Args:
+            check: settings and data; its argument is True for the first callback of all.
+            data: of this micro-batch; None on a stage that has none.
+            counts: by which the loss divides.
+            ddp: data ranks run the schedule together; without DDP one may be idle, and is not waited for.
+        """
+        looks = self.made == 0 and self.steps > 0 and is_checked(self.steps)
+        checked = is_checked(self.steps) and groups == ParallelGroups.from_megatron()
+        first, last = self.made == 0, self.made + 1 >= num_microbatches * self.chunks
+        self.made += 1
+        try:
+            if first and checked:
+                name = "the number of micro-batches (with expert parallelism; add masked ones)"
+                raise_on_all_ranks(
+                    lambda: check(self.steps == 0),
+                    [groups.tensor, groups.context, groups.data if ddp else None],
+                    same={name: num_microbatches} if self.shares_experts else None,
+                )
+            else:
+                check(False)
+        except ValueError as error:
+            self.fault = self.fault or error
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        following = stages - parallel_state.get_pipeline_model_parallel_rank()
+        if self.fault is not None and (self.chunks > 1 or self.made >= following or last):
+            fault = self.fault
+            self._forget()
+            raise fault
+        if checked and self.fault is None and data is not None:
+            self._count(data)
+        if last:
+            sums = self.sums
+            self.steps += 1
+            self._forget()
+            if checked and sums is not None:
+                try:
+                    self._compare(sums, counts, num_microbatches, groups, ddp)
+                except ValueError as error:
+                    if stages == 1:
+                        raise
+                    # The other stages still work on this step: each raises in its next one.
+                    warn(str(error))
+                    self.fault = error
+        return looks
+
+    def _forget(self) -> None:
+        self.made, self.sums, self.fault = 0, None, None
+
+    def _count(self, data: Mapping[str, Tensor]) -> None:
+        data = with_labels(data)
+        with contextlib.suppress(ValueError):  # a function of the user's may read other data
+            check_masks(data)
+            counts = torch.stack(own_counts(data))
+            self.sums = counts if self.sums is None else self.sums + counts
+
+    def _compare(
+        self,
+        sums: Tensor,
+        counts: tuple[object, object],
+        num_microbatches: int,
+        groups: ParallelGroups,
+        ddp: bool,
+    ) -> None:
+        others = groups.data if ddp else None
+        at_least = not ddp and groups.dp_size > 1  # what the other data ranks hold is unknown
+        sums = sums.to(communication_device(others, sums.device)) // self.chunks
+        here = sums.tolist()
+        step = reduce_(sums, others).clamp_(min=1).tolist()
+
+        def check() -> None:
+            for name, count, own, right in zip(("seqs", "toks"), counts, here, step, strict=True):
+                number = int(torch.as_tensor(count))
+                if number not in (right, 1) and not (at_least and number > right):  # 1: the caller divides
+                    raise ValueError(
+                        f"global_valid_{name} = {number}, but the {num_microbatches} micro-batches of this step hold {own} on "
+                        f"this data rank and {right} on all data ranks. Call count_valid once a step on all its micro-batches, "
+                        "over the data group without context ranks, and pass the schedule's num_microbatches"
+                    )
+
+        raise_on_all_ranks(check, [others])

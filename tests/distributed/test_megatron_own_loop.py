@@ -1,0 +1,489 @@
+"""Slips in a Megatron loop of one's own: each is an error on every rank, or a warning; the right loop keeps its numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel_rl.testing.pool import preload, run_world
+from tests.collectives import recorded
+from tests.distributed.megatron_cases import VOCAB, Case, make_data, make_loss, make_model
+from tests.distributed.megatron_step import wrapper
+from tests.watch import Operators, Watch
+
+pytest.importorskip("megatron.core")
+preload("parallel_rl.megatron")
+
+Batches = Sequence[dict[str, Tensor]]
+
+
+def _mine(parts: int = 4) -> Batches:
+    """This data rank's micro-batches of the six rows."""
+    from parallel_rl import ParallelGroups
+
+    groups = ParallelGroups.from_megatron()
+    rows = {name: field[:4] for name, field in make_data("ragged").items() if name != "lengths"}
+    return [{name: field[i : i + 4 // parts] for name, field in rows.items()} for i in range(0, 4, 4 // parts)][
+        groups.dp_rank :: groups.dp_size
+    ]
+
+
+def _own(model: torch.nn.Module, loss_fn: Any, batches: Batches, counts: Any = None, **options: Any) -> None:
+    """A step through Megatron's schedule and `megatron_loss_func`."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    import parallel_rl.megatron as M
+    from parallel_rl import ParallelGroups, count_valid
+
+    counts = counts or count_valid(batches, ParallelGroups.from_megatron().data)
+    heads, labels = options.get("mtp_loss") is not None, options.pop("labels", False)
+    without_data = options.pop("without_data", False)
+    options = {"config": M.unwrap(model).config, "num_microbatches": len(batches), **options}
+
+    def step(queue: Any, model: torch.nn.Module) -> tuple[Tensor, Callable[..., object]]:
+        data = next(queue)
+        loss_func = M.megatron_loss_func(loss_fn, None if without_data else data, *counts, **options)
+        output = M.forward_logits(model, M.padded_input(data["input_ids"]), mtp=heads)
+        return output[..., 0] * 1 if labels else output, loss_func
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=batches[0]["input_ids"].shape[1],
+        micro_batch_size=len(batches[0]["input_ids"]),
+        forward_only=False,
+    )
+
+
+def _wrapped(case: Case | None = None, **fields: object) -> torch.nn.Module:
+    import parallel_rl.megatron as M
+
+    model = M.wrap_model(make_model(case or Case()))
+    for name, value in fields.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def _lacking(name: str) -> Batches:
+    return [{key: field for key, field in data.items() if key != name} for data in _mine()]
+
+
+def _counts(group: str) -> None:
+    """Counts over a wrong group, or of one micro-batch."""
+    import torch.distributed as dist
+
+    from parallel_rl import ParallelGroups, count_valid
+
+    batches, groups = _mine(), ParallelGroups.from_megatron()
+    wrong = {"world": dist.group.WORLD, "none": None, "context": groups.data_context, "micro-batch": groups.data}[group]
+    counts = count_valid(batches[1:2] if group == "micro-batch" else batches, wrong)
+    _own(_wrapped(), make_loss(Case()), batches, counts)
+
+
+def _wrong_counts_over_stages() -> None:
+    """Warned of in the first step, which other stages still work on, and raised in the second."""
+    from parallel_rl import count_valid
+
+    model, batches = _wrapped(Case(pp=2)), _mine()
+    with pytest.warns(UserWarning, match="of this step hold"):
+        _own(model, make_loss(Case()), batches, count_valid([*batches, *batches]))
+    _own(model, make_loss(Case()), batches)
+
+
+def _one_less() -> None:
+    """A micro-batch less on the second data rank, with experts that data ranks ask together."""
+    from parallel_rl import ParallelGroups
+
+    _own(
+        _wrapped(Case(experts="alltoall", ep=2, per_token=False)),
+        make_loss(Case()),
+        _mine()[ParallelGroups.from_megatron().dp_rank :],
+    )
+
+
+def _torch_optimizer(copies: bool, own: bool = False) -> float:
+    """A step of a torch optimizer on Megatron's DDP: how far a weight moves."""
+    import parallel_rl.megatron as M
+
+    model, loss_fn = _wrapped(), make_loss(Case())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if own:
+        _own(model, loss_fn, _mine())
+    else:
+        M.forward_backward(model, loss_fn, _mine())
+    weight = next(model.parameters())
+    before = weight.detach().clone()
+    if copies:
+        M.copy_main_grads(model)
+    optimizer.step()
+    return float((weight.detach() - before).abs().max())
+
+
+def _left_in_grad(zeroes: bool) -> None:
+    """Two steps with Megatron's float32 optimizer, which leaves `main_grad` in `grad`."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    import parallel_rl.megatron as M
+
+    model = M.wrap_model(make_model(Case(), torch.float32))
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), [model])
+    for _ in range(2):
+        model.zero_grad_buffer()
+        if zeroes:
+            optimizer.zero_grad()
+        _own(model, make_loss(Case()), _mine())
+        optimizer.step()
+
+
+def _not_zeroed(ddp: bool) -> None:
+    import parallel_rl.megatron as M
+
+    model = M.wrap_model(make_model(Case()), ddp=ddp)
+    for _ in range(2):
+        M.forward_backward(model, make_loss(Case()), _mine())
+
+
+def _step(
+    loss: Any,
+    *,
+    case: Case | None = None,
+    fields: dict[str, object] | None = None,
+    training: bool = True,
+    **options: Any,
+) -> None:
+    import parallel_rl.megatron as M
+
+    model = _wrapped(case, **(fields or {})).train(training)
+    M.forward_backward(model, loss, _mine(), **options)
+
+
+def _pg() -> Any:
+    return make_loss(Case(loss="pg"))
+
+
+def _dpo() -> Any:
+    from parallel_rl import DPOLossFn
+
+    return DPOLossFn(vocab_size=VOCAB)
+
+
+def _bare(loss: Any, **options: Any) -> None:
+    _own(make_model(Case()), loss, _mine(), **options)
+
+
+def _idle() -> None:
+    """Without DDP a data rank that has no micro-batch runs no schedule: none waits for it."""
+    import parallel_rl.megatron as M
+    from parallel_rl import ParallelGroups, count_valid
+
+    groups, model = ParallelGroups.from_megatron(), make_model(Case())
+    batches = _mine() if groups.dp_rank == 0 else []
+    counts = count_valid(batches, groups.data)
+    if batches:
+        _own(model, make_loss(Case()), batches, counts, ddp=False)
+    M.sum_gradients(model)
+
+
+DROPS = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
+HALF: dict[str, object] = {"fp16": True}
+NLL = partial(make_loss, Case())
+STEP_HOLDS = "micro-batches of this step hold"
+# name: layout, the slip, what an error on every rank says
+REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
+    "counts over the world": ({"tp": 2}, lambda: _counts("world"), STEP_HOLDS),
+    "counts over data and context": ({"cp": 2}, lambda: _counts("context"), STEP_HOLDS),
+    "counts without a group": ({}, lambda: _counts("none"), STEP_HOLDS),
+    "counts of one micro-batch": ({"tp": 2}, lambda: _counts("micro-batch"), STEP_HOLDS),
+    "counts over stages": ({"pp": 2}, _wrong_counts_over_stages, STEP_HOLDS),
+    "too few num_microbatches": (
+        {},
+        lambda: _own(_wrapped(), NLL(), _mine(), num_microbatches=1),
+        "pass the schedule's num_microbatches",
+    ),
+    "no micro-batch": ({}, lambda: _own(_wrapped(), NLL(), _mine(), num_microbatches=0), "must be at least 1"),
+    "no DDP": ({}, lambda: _bare(NLL()), "ddp = True, but config.finalize_model_grads_func is None"),
+    "DDP that is not finalized": (
+        {},
+        lambda: _own(_wrapped(finalize_model_grads_func=None), NLL(), _mine()),
+        "ddp = True, but config.finalize_model_grads_func is None",
+    ),
+    "DDP that is denied": (
+        {},
+        lambda: _own(_wrapped(), NLL(), _mine(), ddp=False),
+        "ddp = False, but config.finalize_model_grads_func is set",
+    ),
+    "dropout": (
+        {},
+        lambda: _own(_wrapped(**DROPS), _pg(), _mine()),
+        "hidden_dropout = 0 in the model's config, or pass",
+    ),
+    "dropout over stages": ({"pp": 2}, lambda: _own(_wrapped(Case(pp=2), **DROPS), _pg(), _mine()), "allow_dropout"),
+    "dropout beside a reference": (
+        {},
+        lambda: _own(_wrapped(hidden_dropout=0.1), _dpo(), _mine(2)),
+        "hidden_dropout = 0.1: this loss compares the policy with reference_policy_logprobs",
+    ),
+    "dropout in a step": ({"tp": 2}, lambda: _step(_pg(), case=Case(tp=2), fields=DROPS), "allow_dropout=True"),
+    "no field": ({}, lambda: _own(_wrapped(), _pg(), _lacking("advantages")), "data lacks the fields ['advantages']"),
+    "no field over stages": (
+        {"pp": 2},
+        lambda: _own(_wrapped(Case(pp=2)), _pg(), _lacking("prev_logprobs")),
+        "data lacks the fields ['prev_logprobs']",
+    ),
+    "no mask over stages": (
+        {"pp": 2},
+        lambda: _own(_wrapped(Case(pp=2)), NLL(), _lacking("sample_mask"), (torch.tensor(4), torch.tensor(9))),
+        "data lacks the field 'sample_mask'",
+    ),
+    "no statistics over stages": (
+        {"pp": 2},
+        lambda: _own(_wrapped(Case(pp=2)), make_loss(Case(loss="cov")), _mine()),
+        "needs statistics= of the whole step",
+    ),
+    "labels given to the model": (
+        {"tp": 2},
+        lambda: _own(_wrapped(Case(tp=2)), NLL(), _mine(), labels=True),
+        "the losses that GPTModel returns if it is given labels",
+    ),
+    "a micro-batch less with experts": (
+        {"ep": 2},
+        _one_less,
+        "the number of micro-batches (with expert parallelism; add masked ones): it is 1 on one and 2 on another",
+    ),
+    "no data on the last stage": (
+        {},
+        lambda: _own(_wrapped(), NLL(), _mine(), without_data=True),
+        "data is None on the last pipeline stage",
+    ),
+    "a schedule of layers": (
+        {},
+        lambda: _step(NLL(), fields={"overlap_moe_expert_parallel_comm": True}),
+        "overlap_moe_expert_parallel_comm = True needs a forward step that returns a schedule plan",
+    ),
+    "no heads": ({}, lambda: _own(_wrapped(), NLL(), _mine(), mtp_loss=NLL()), "mtp_loss is given, but mtp_num_layers"),
+}
+# the same, and what a warning says
+WARNED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
+    "dropout without recorded log-probs": (
+        {},
+        lambda: _own(_wrapped(**DROPS), NLL(), _mine()),
+        "dropout differs between",
+    ),
+    "dropout in a step": ({}, lambda: _step(NLL(), fields=DROPS), "dropout differs between layouts"),
+    "fp16 without a scale": ({}, lambda: _step(NLL(), fields=HALF), "fp16 without config.grad_scale_func"),
+    "idle heads": ({}, lambda: _step(NLL(), case=Case(mtp="token-mean")), "mtp_num_layers = 2 without mtp_loss"),
+    "idle heads in an own step": (
+        {},
+        lambda: _own(_wrapped(Case(mtp="token-mean")), NLL(), _mine()),
+        "the heads of multi-token prediction do not learn",
+    ),
+    "a torch optimizer": ({}, lambda: _torch_optimizer(False), "SGD steps without a gradient, so no weight moves"),
+    "a torch optimizer in an own step": (
+        {},
+        lambda: _torch_optimizer(False, own=True),
+        "copy_main_grads(model) before",
+    ),
+    "gradients that were not zeroed": ({}, lambda: _not_zeroed(True), "call model.zero_grad_buffer() and optimizer."),
+    "routers in eval mode": (
+        {},
+        lambda: _step(NLL(), case=Case(experts="alltoall"), training=False),
+        "the model is in eval mode",
+    ),
+    "a gradient that the optimizer left": ({}, lambda: _left_in_grad(False), "optimizer.zero_grad() beside model."),
+    "gradients without DDP": ({}, lambda: _not_zeroed(False), "before each step call optimizer.zero_grad()"),
+}
+# right, without a word
+SILENT: dict[str, tuple[dict[str, int], Callable[[], object]]] = {
+    "dropout that is accepted": ({}, lambda: _own(_wrapped(**DROPS), _pg(), _mine(), allow_dropout=True)),
+    "dropout that a step accepts": ({}, lambda: _step(_pg(), fields=DROPS, allow_dropout=True)),
+    "a torch optimizer with copied gradients": ({}, lambda: _torch_optimizer(True)),
+    "Megatron's optimizer": ({}, lambda: _left_in_grad(True)),
+    "an idle data rank without DDP": ({}, _idle),
+    "no DDP, and said so": ({}, lambda: _bare(NLL(), ddp=False)),
+    "no data on the first stage": (
+        {"pp": 2},
+        lambda: _own(_wrapped(Case(pp=2)), NLL(), _mine(), without_data=torch.distributed.get_rank() == 0),
+    ),
+    "statistics": ({}, lambda: _own(_wrapped(), partial(make_loss(Case()), statistics=None), _mine())),
+}
+
+
+def _norms_of_heads(rank: int, case: Case) -> tuple[float, float, float]:
+    """Gradient norms with heads that learn, by `forward_backward` and in an own schedule, and with heads that do not."""
+    import parallel_rl.megatron as M
+    from parallel_rl import NLLLoss
+
+    M.initialize(case.tp, case.cp, case.pp)
+    norms, mtp_loss = [], NLLLoss(vocab_size=VOCAB)
+    for run in (
+        lambda model: M.forward_backward(model, make_loss(case), _mine(), mtp_loss=mtp_loss),
+        lambda model: _own(model, make_loss(case), _mine(), mtp_loss=mtp_loss),
+        lambda model: _own(model, make_loss(case), _mine()),
+    ):
+        model = _wrapped(case)
+        run(model)
+        norms.append(M.grad_norm(model).item())
+    M.destroy()
+    return norms[0], norms[1], norms[2]
+
+
+@pytest.mark.parametrize("case", [Case(tp=2, sp=True, mtp="token-mean"), Case(pp=2, per_token=False, mtp="token-mean")])
+def test_heads_learn_in_a_schedule_of_ones_own(case: Case) -> None:
+    """They did not, without a word."""
+    for step, own, idle in run_world(2, _norms_of_heads, case):
+        assert own == pytest.approx(step, rel=1e-12) and abs(idle / step - 1) > 1e-3
+
+
+def _half(rank: int) -> dict[str, tuple[float, float, Tensor]]:
+    """The gradient norm before and after clipping, and a weight after SGD: clipped here, or by Megatron's optimizer."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    import parallel_rl.megatron as M
+
+    M.initialize(tp=2)
+    found = {}
+    for name, scale, clip in (("plain", 1.0, 0.0), ("scaled", 1024.0, 0.0), ("by Megatron", 1024.0, 0.5)):
+        model = M.wrap_model(make_model(Case(tp=2), torch.float16))
+        settings = OptimizerConfig(
+            optimizer="sgd", lr=1.0, sgd_momentum=0.0, weight_decay=0.0, clip_grad=clip, fp16=True, bf16=False,
+            params_dtype=torch.float16, loss_scale=scale,
+        )  # fmt: skip
+        optimizer = get_megatron_optimizer(settings, [model])
+        model.config.grad_scale_func = optimizer.scale_loss
+        M.forward_backward(model, NLL(), _mine())
+        norm = M.grad_norm(model)
+        if not clip:
+            M.clip_grads_(model, 0.5, norm)
+        clipped = M.grad_norm(model).item()
+        assert optimizer.step()[0]
+        found[name] = (norm.item(), clipped, M.unwrap(model).output_layer.weight.detach().float())
+    M.destroy()
+    return found
+
+
+def test_the_norm_and_clipping_know_the_loss_scale_of_fp16() -> None:
+    """The norm was 1024 times too large, and clipping by it left a gradient of 1/1024."""
+    for found in run_world(2, _half):
+        (norm, clipped, weight), (of_scaled, after, moved), (_, _, right) = found.values()
+        assert of_scaled == pytest.approx(norm, rel=1e-2) and norm > 0.5
+        assert after == pytest.approx(0.5, rel=1e-5) and clipped == pytest.approx(0.5, rel=1e-5)
+        assert (moved - right).abs().max() < 1e-3 and (moved - weight).abs().max() < 1e-2
+
+
+def _copied(rank: int) -> str:
+    import parallel_rl.megatron as M
+
+    M.initialize()
+    model = M.wrap_model(make_model(Case(), torch.bfloat16))
+    model.config.grad_scale_func = lambda loss: loss * 8
+    M.forward_backward(model, NLL(), _mine())
+    M.copy_main_grads(model)
+    for parameter in model.parameters():
+        assert parameter.grad is not None and parameter.grad.dtype == torch.bfloat16
+        assert torch.equal(parameter.grad, (parameter.main_grad / 8).bfloat16())
+    sharded = M.wrap_model(make_model(Case()), ddp=wrapper(Case(sharded=True)))
+    try:
+        M.copy_main_grads(sharded)
+    except ValueError as error:
+        return str(error)
+    finally:
+        M.destroy()
+    return ""
+
+
+def test_copied_gradients_have_the_dtype_of_their_parameters_and_no_scale() -> None:
+    [refusal] = set(run_world(2, _copied))
+    assert "use_distributed_optimizer = True" in refusal
+
+
+def _cost(rank: int) -> tuple[list[bool], list[bool], list[list[str]], list[str]]:
+    """Whether making a step's callbacks runs operators and collectives, by step; a step's collectives; syncs of the norm."""
+    import parallel_rl.megatron as M
+    from parallel_rl import ParallelGroups, count_valid
+
+    M.initialize()
+    model, batches = _wrapped(), _mine()
+    counts = count_valid(batches, ParallelGroups.from_megatron().data)
+    runs, communicates, collectives = [], [], []
+    for _ in range(5):
+        with Operators() as operators:
+            for data in batches:
+                M.megatron_loss_func(NLL(), data, *counts, config=M.unwrap(model).config, num_microbatches=len(batches))
+        runs.append(operators.names != [])
+        communicates.append(any(name.startswith("c10d::") for name in operators.names))
+        model.zero_grad_buffer()
+        with recorded() as seen:
+            M.forward_backward(model, NLL(), batches)
+        collectives.append(list(seen))
+    M.unwrap(model).config.grad_scale_func = lambda loss: loss * 8
+    with Watch() as watch:
+        M.clip_grads_(model, 0.5, M.grad_norm(model))
+        M.copy_main_grads(model)
+    M.destroy()
+    return runs, communicates, collectives, watch.syncs
+
+
+def test_what_costs_runs_in_the_first_three_steps() -> None:
+    """Afterwards a callback is made on the host alone, and no step has a collective that the first ones lack."""
+    for runs, communicates, collectives, syncs in run_world(2, _cost):
+        assert runs == communicates == [True, True, True, False, False]
+        assert all(step == collectives[0] for step in collectives) and syncs == []
+
+
+def _run(rank: int, kind: str, layout: dict[str, int], names: list[str]) -> dict[str, str | list[str]]:
+    """The error, or the warnings, of each slip on this rank."""
+    import parallel_rl.megatron as M
+
+    table = {"refused": REFUSED, "warned": WARNED, "silent": SILENT}[kind]
+    found: dict[str, str | list[str]] = {}
+    for name in names:
+        M.initialize(**layout)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                table[name][1]()
+                found[name] = [str(one.message) for one in caught if one.category is UserWarning]
+            except ValueError as error:
+                found[name] = str(error)
+        M.destroy()  # what is under way between stages ends with its group
+    return found
+
+
+def _in_worlds(kind: str, table: dict[str, Any]) -> dict[str, list[str | list[str]]]:
+    layouts = {tuple(sorted(row[0].items())): row[0] for row in table.values()}
+    found: dict[str, list[str | list[str]]] = {}
+    for layout in layouts.values():
+        names = [name for name, row in table.items() if row[0] == layout]
+        for of_rank in run_world(2, _run, kind, layout, names):
+            for name, outcome in of_rank.items():
+                found.setdefault(name, []).append(outcome)
+    return found
+
+
+def test_a_slip_is_an_error_on_every_rank() -> None:
+    """A step with it hung, or gave other numbers without a word."""
+    found = _in_worlds("refused", REFUSED)
+    for name, (_, _, message) in REFUSED.items():
+        assert len(found[name]) == 2, name
+        for outcome in found[name]:
+            assert isinstance(outcome, str) and message in outcome, (name, outcome)
+
+
+def test_a_slip_that_may_be_meant_is_warned_of_once() -> None:
+    found = _in_worlds("warned", WARNED)
+    for name, (_, _, message) in WARNED.items():
+        for outcome in found[name]:
+            assert len(outcome) == 1 and message in outcome[0], (name, outcome)
+
+
+def test_what_is_right_is_not_warned_of() -> None:
+    found = _in_worlds("silent", SILENT)
+    assert {name: outcomes for name, outcomes in found.items() if outcomes != [[], []]} == {}
