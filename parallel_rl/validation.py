@@ -23,7 +23,8 @@ def set_validation(mode: ValidationMode) -> None:
     "auto": on tensors in host memory, where it is free. "always": on device tensors too, at the price of a
     host sync. "never": shapes, dtypes and configs only. Where values are checked, one small MAX all-reduce over each
     group tells every rank of a fault found by one of them, and all raise the same error. "always" compares the tensor ranks'
-    upstream gradients in the backward, too.
+    upstream gradients in the backward, too, and compares recorded log-probs with the policy's at every call, see
+    `parallel_rl.losses.core.recorded.RecordedCheck`; "auto" does so in a loss's first micro-batches.
 
     Raises:
         ValueError: an unknown mode.

@@ -81,6 +81,9 @@ def forward_backward(
     With Megatron's DDP the gradient is in `main_grad`, otherwise it is summed over ranks into `grad`. Zeroing gradients before,
     clipping and the optimizer's step after it are the caller's:
 
+    In the first micro-batches of a loss the host waits for one copy each, which shows recorded log-probs that are moved by one
+    place or of another temperature (a warning, see `set_validation`).
+
     >>> model.zero_grad_buffer()
     >>> report = forward_backward(model, NLLLoss(vocab_size=8), [data])
     >>> clip_grads_([model], 1.0, grad_norm([model]))
@@ -251,7 +254,7 @@ def _call(
         batch.loss_input(output, head), {**batch.data, **batch.heads}, (counts.seqs, counts.toks),
         groups.tp_rank, (groups.tensor, context), statistics,
     )  # fmt: skip
-    return replace(call, packed_sequences=batch.packed)
+    return replace(call, packed_sequences=batch.packed, may_wait=True)
 
 
 def _reduced(of_batches: Sequence[Metrics], groups: ParallelGroups) -> dict[str, Tensor]:

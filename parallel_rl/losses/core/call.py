@@ -70,6 +70,7 @@ class LossCall:
     Attributes:
         observe: called with the batch as the loss read it, its share, and the metrics.
         cut_length: S, if `torch.chunk` split the sequence of a DTensor over context ranks.
+        may_wait: the host may wait for the device in the loss's first micro-batches, see `RecordedCheck`.
     """
 
     output: Tensor | LMHeadInput
@@ -84,6 +85,7 @@ class LossCall:
     heads: Mapping[str, LMHeadInput] = field(default_factory=dict)
     observe: Callable[[TokenBatch, Tensor, Metrics], None] | None = None
     cut_length: int | None = None
+    may_wait: bool = False
 
     @classmethod
     def of(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from parallel_rl.losses.core.local_batch import LocalBatch
     from parallel_rl.losses.core.options import VocabOptions
+    from parallel_rl.losses.core.recorded import RecordedCheck
     from parallel_rl.losses.core.requirements import Requirements
     from parallel_rl.metrics import Metrics
 
@@ -35,6 +36,7 @@ class LogProbLossFunction(LossFunction):
     """Base of the losses, for their call on log-probs."""
 
     options: VocabOptions
+    recorded_check: RecordedCheck
 
     def from_logprobs(
         self,
@@ -129,7 +131,9 @@ class LogProbLossFunction(LossFunction):
         return counted | self.collect_from(batch) if self.needs_collect else counted
 
     def _run_on_rows(self, call: LogProbCall) -> tuple[Tensor, Metrics]:
-        return self.compute(self._read_rows(call)[1])
+        batch = self._read_rows(call)[1]
+        self.recorded_check(batch)
+        return self.compute(batch)
 
     def _read_rows(self, call: LogProbCall) -> tuple[RowsBatch, TokenBatch]:
         """Check the call; its batch before it is narrowed to the loss's tokens, and after."""
