@@ -78,11 +78,10 @@ def forward_backward(
     It counts valid sequences and tokens over the step, and whatever else the loss counts in the data; collects what the loss
     needs of the present policy (a pass without gradient, for a loss that `needs_collect`); runs Megatron's schedule for the
     layout (pipeline stages and virtual chunks included), undoes the factors that Megatron multiplies, and reduces the metrics.
+    In a loss's first micro-batches the host waits for the comparison of its recorded log-probs with the policy's, and warns of
+    those moved by one place or of another temperature.
     With Megatron's DDP the gradient is in `main_grad`, otherwise it is summed over ranks into `grad`. Zeroing gradients before,
     clipping and the optimizer's step after it are the caller's:
-
-    In the first micro-batches of a loss the host waits for one copy each, which shows recorded log-probs that are moved by one
-    place or of another temperature (a warning, see `set_validation`).
 
     >>> model.zero_grad_buffer()
     >>> report = forward_backward(model, NLLLoss(vocab_size=8), [data])
