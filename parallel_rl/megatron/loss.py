@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups
+from parallel_rl.megatron.arguments import check_sizes, refuse_name_and_class
 from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses, has_auxiliary_loss
 from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.metrics import Metrics
@@ -95,6 +96,8 @@ def megatron_loss_func(
         share, config=config, num_microbatches=num_microbatches, ddp=ddp, groups=where, routed=routed
     )
     check_auxiliary_losses(config, where.cp_size, by_megatron=True)
+    refuse_name_and_class(loss_fn)
+    check_sizes(config)
     return loss_func
 
 

@@ -20,6 +20,7 @@ from parallel_rl.counts import ValidCounts, count_valid
 from parallel_rl.groups import ParallelGroups, group_rank
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.nll import NLLLoss
+from parallel_rl.megatron.arguments import split_partial
 from parallel_rl.megatron.auxiliary import (
     RoutedTokens,
     count_routed,
@@ -63,7 +64,7 @@ class StepReport:
 
 def forward_backward(
     model: torch.nn.Module | Sequence[torch.nn.Module],
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | partial[tuple[Tensor, Metrics]],
     batches: Sequence[MicroBatch | Mapping[str, Tensor]],
     *,
     head: FusedHead | None = None,
@@ -92,7 +93,8 @@ def forward_backward(
     Args:
         model: this rank's model, wrapped by `wrap_model` or by Megatron's own training code; under an interleaved schedule
             the list of its chunks.
-        loss_fn: any loss of this package, registered objectives included.
+        loss_fn: any loss of this package, registered objectives included; as `functools.partial(loss_fn, statistics=...)` with
+            the step's statistics, which are otherwise computed here.
         batches: this data rank's micro-batches, the same on its tensor, context and pipeline ranks. A mapping is rows padded
             to one width, which go to the model's device, see `padded_batch`; packed ones come from `packed_batch`. Data ranks
             may hold different numbers of them; one without any runs a masked one in their place. With `context_group=` each
@@ -110,6 +112,7 @@ def forward_backward(
             that is not given. What `loss_fn` raises.
     """
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
+    loss_fn, statistics = split_partial(loss_fn)
     groups = groups or ParallelGroups.from_megatron()
     config, ddp = get_model_config(models[0]), hasattr(models[0], "finish_grad_sync")
     prepared = prepare(models, loss_fn, batches, head, mtp_loss, groups)
@@ -136,7 +139,8 @@ def forward_backward(
             balance.follow(output, batch)
         return output
 
-    statistics = _statistics(forward, models, loss_fn, prepared, counts, head, groups, idle=not batches)
+    if statistics is None:
+        statistics = _statistics(forward, models, loss_fn, prepared, counts, head, groups, idle=not batches)
 
     if balance is not None and balance.counts_first:
         with balance.counting():

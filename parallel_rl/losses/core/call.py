@@ -143,9 +143,15 @@ class LossCall:
         if layout.shape[0] != rows:
             raise ValueError(f"cu_seqlens describes {layout.shape[0]} sequences, the data has {rows} rows")
         if tuple(logits.shape[:2]) != layout.local_shape:
+            looks_packed = self.packed_sequences is None and logits.shape[0] == 1 < rows
             raise ValueError(
                 f"the logits have leading shape {list(logits.shape[:2])}; data of shape {[rows, width]} over cp = {cp_size} "
                 f"needs {list(layout.local_shape)}"
+                + (
+                    "; for a packed row wrap the loss: SequencePackingLossWrapper(loss_fn, cu_seqlens)"
+                    if looks_packed
+                    else ""
+                )
             )
         return layout
 
