@@ -11,6 +11,10 @@ In the order in which a training script needs them:
   `ModelInput`, `sum_gradients`
 - parts of models, weights by name: `layer_spec`, `ScalarHead`, `global_parameters`, ...
 
+This page lists the functions. The classes have pages of their own, such as `help(parallel_rl.megatron.MicroBatch)`:
+`MicroBatch`, `ModelInput`, `Context`, `FusedHead`, `RoutedTokens`, `StepReport`, `LossReport`; the modules `ScalarHead`,
+`SelfAttentionCore`, `ShardedNorm`. docs/megatron_loop.md shows how your own loop uses them.
+
 The examples in this package start from
 
     >>> initialize()
@@ -34,16 +38,22 @@ with warnings.catch_warnings(), without_builds():
     for _name in ("models.gpt.gpt_layer_specs", "optimizer"):
         importlib.import_module(f"megatron.core.{_name}")
 
-from parallel_rl.megatron.attention import SelfAttentionCore
-from parallel_rl.megatron.auxiliary import RoutedTokens, count_routed
-from parallel_rl.megatron.context import ALONE, Context, replicas
+from parallel_rl.megatron.attention import SelfAttentionCore as SelfAttentionCore
+from parallel_rl.megatron.auxiliary import RoutedTokens as RoutedTokens
+from parallel_rl.megatron.auxiliary import count_routed
+from parallel_rl.megatron.context import ALONE as ALONE
+from parallel_rl.megatron.context import Context as Context
+from parallel_rl.megatron.context import replicas
 from parallel_rl.megatron.cpu import enable_cpu
 from parallel_rl.megatron.forward_only import broadcast_from_last_stage, forward_only, is_last_stage
 from parallel_rl.megatron.grads import clip_grads_, copy_main_grads, grad_norm, gradient, sum_gradients
-from parallel_rl.megatron.lm_head import FusedHead, fuse_head
+from parallel_rl.megatron.lm_head import FusedHead as FusedHead
+from parallel_rl.megatron.lm_head import fuse_head
 from parallel_rl.megatron.logged import numerator_denominator
-from parallel_rl.megatron.loss import LossReport, megatron_loss_func
-from parallel_rl.megatron.micro_batch import MicroBatch, packed_batch, padded_batch
+from parallel_rl.megatron.loss import LossReport as LossReport
+from parallel_rl.megatron.loss import megatron_loss_func
+from parallel_rl.megatron.micro_batch import MicroBatch as MicroBatch
+from parallel_rl.megatron.micro_batch import packed_batch, padded_batch
 from parallel_rl.megatron.model import (
     build_model,
     layer_spec,
@@ -52,14 +62,17 @@ from parallel_rl.megatron.model import (
     wrap_model,
 )
 from parallel_rl.megatron.model_config import build_config, has_transformer_engine
-from parallel_rl.megatron.model_input import ModelInput, forward_logits, packed_bounds, packed_input, padded_input
-from parallel_rl.megatron.norm import ShardedNorm
+from parallel_rl.megatron.model_input import ModelInput as ModelInput
+from parallel_rl.megatron.model_input import forward_logits, packed_bounds, packed_input, padded_input
+from parallel_rl.megatron.norm import ShardedNorm as ShardedNorm
 from parallel_rl.megatron.process_groups import destroy, initialize
-from parallel_rl.megatron.scalar_head import ScalarHead, copy_trunk
-from parallel_rl.megatron.step import StepReport, forward_backward
+from parallel_rl.megatron.scalar_head import ScalarHead as ScalarHead
+from parallel_rl.megatron.scalar_head import copy_trunk
+from parallel_rl.megatron.step import StepReport as StepReport
+from parallel_rl.megatron.step import forward_backward
 from parallel_rl.megatron.weights import global_parameters, initialize_weights, local_shard, whole_tensor
 
-__all__ = [  # in the order of the docstring
+__all__ = [  # functions, in the order of the docstring: `help` prints classes first, with all that modules inherit
     "initialize",
     "destroy",
     "enable_cpu",
@@ -69,39 +82,28 @@ __all__ = [  # in the order of the docstring
     "padded_vocab_size",
     "wrap_model",
     "unwrap",
-    "MicroBatch",
     "padded_batch",
     "packed_batch",
     "forward_backward",
-    "StepReport",
     "gradient",
     "grad_norm",
     "clip_grads_",
     "copy_main_grads",
     "fuse_head",
-    "FusedHead",
     "forward_only",
     "forward_logits",
     "is_last_stage",
     "broadcast_from_last_stage",
     "replicas",
-    "Context",
-    "ALONE",
     "megatron_loss_func",
     "numerator_denominator",
     "count_routed",
-    "RoutedTokens",
-    "LossReport",
-    "ModelInput",
     "padded_input",
     "packed_input",
     "packed_bounds",
     "sum_gradients",
-    "ScalarHead",
     "copy_trunk",
     "layer_spec",
-    "SelfAttentionCore",
-    "ShardedNorm",
     "global_parameters",
     "local_shard",
     "whole_tensor",

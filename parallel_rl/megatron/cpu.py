@@ -8,6 +8,7 @@ so. Where CUDA exists nothing at all is touched.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,6 +80,7 @@ def enable_cpu() -> bool:
         return False
     if _mode is None:
         _replace_cuda_functions()
+        _name_our_layers()
         _mode = _HostMode()
         _mode.__enter__()
     return True
@@ -171,3 +173,30 @@ def _replace_cuda_functions() -> None:
     }
     for (module, name), function in replaced.items():
         setattr(module, name, function)
+
+
+def _name_our_layers() -> None:
+    """Let assertions of Megatron's local layers, which know neither context ranks nor packed rows, name those that do."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    spec = "parallel_rl.megatron.layer_spec(config)"
+    attention = f"on a CPU give the GPTModel transformer_layer_spec={spec}, whose attention takes them"
+    norm = f"on a CPU give the GPTModel TransformerBlockSubmodules([{spec}] * layers, layer_norm=ShardedNorm)"
+    for owner, name, cure in (
+        (DotProductAttention, "__init__", attention),
+        (DotProductAttention, "forward", attention),
+        (WrappedTorchNorm, "__new__", norm),
+    ):
+        setattr(owner, name, _with_cure(getattr(owner, name), cure))
+
+
+def _with_cure(function: Callable[..., object], cure: str) -> Callable[..., object]:
+    @functools.wraps(function)
+    def call(*args: object, **kwargs: object) -> object:
+        try:
+            return function(*args, **kwargs)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; {cure}") from error
+
+    return call

@@ -16,6 +16,7 @@ from parallel_rl.labels import with_labels
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.core.checks import check_statistics
 from parallel_rl.losses.nll import NLLLoss
+from parallel_rl.megatron.arguments import check_sizes, refuse_name_and_class
 from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses, has_auxiliary_loss
 from parallel_rl.megatron.callbacks import callbacks_of
 from parallel_rl.megatron.cpu import plain_torch
@@ -113,6 +114,8 @@ def megatron_loss_func(
     trains = torch.is_grad_enabled()  # Megatron's evaluation runs without
 
     def check(first: bool) -> None:
+        refuse_name_and_class(loss_fn)
+        check_sizes(config)
         check_scaling(config, num_microbatches, ddp, routed)
         check_auxiliary_losses(config, where.cp_size, by_megatron=True)
         _check_heads(config, mtp_loss)

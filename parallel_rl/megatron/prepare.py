@@ -17,6 +17,7 @@ from parallel_rl.layout import CPLayout
 from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.losses.core.counted import masked_data
 from parallel_rl.losses.nll import NLLLoss
+from parallel_rl.megatron.arguments import fault_of
 from parallel_rl.megatron.auxiliary import check_auxiliary_losses
 from parallel_rl.megatron.capabilities import heads_take_packed_rows
 from parallel_rl.megatron.fp8 import check_positions, compares_data_ranks, positions_unit
@@ -44,6 +45,8 @@ def prepare(
     config = get_model_config(models[0])
     like = torch.empty(0, device=next(models[0].parameters()).device)
     layout = [parallel_state.get_model_parallel_group(), groups.context]
+    fault = fault_of(models, batches)
+    batches = [] if fault else batches
     ids = [(batch.data if isinstance(batch, MicroBatch) else batch).get("input_ids") for batch in batches]
     same = {
         "the number of micro-batches": len(batches),
@@ -51,6 +54,8 @@ def prepare(
     }
 
     def check() -> list[MicroBatch]:
+        if fault is not None:
+            raise fault
         cut: CPLayout = getattr(config, CUT, "zigzag")
         prepared = [
             batch if isinstance(batch, MicroBatch) else padded_batch(batch, device=like.device, cp_layout=cut)
@@ -166,7 +171,8 @@ def _check_pipeline(models: Sequence[torch.nn.Module], tokens: Sequence[Tensor])
     if stages > 1 and len(shapes) > 1 and not config.variable_seq_lengths:
         raise ValueError(
             f"micro-batches have local shapes {shapes}, but pipeline stages with variable_seq_lengths = False exchange one "
-            "shape only; pad them to one"
+            "shape only; give all one width, by padding or `packed_batch(total=...)`, or set variable_seq_lengths = True (and "
+            "moe_token_dispatcher_type = 'alltoall', which Megatron then wants of dense models too)"
         )
     if stages == 2 and len(models) > 1 and not config.overlap_p2p_comm:
         raise ValueError(

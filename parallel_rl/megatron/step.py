@@ -20,6 +20,7 @@ from parallel_rl.counts import ValidCounts, count_valid
 from parallel_rl.groups import ParallelGroups, group_rank
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.nll import NLLLoss
+from parallel_rl.megatron.arguments import split_partial
 from parallel_rl.megatron.auxiliary import (
     RoutedTokens,
     count_routed,
@@ -64,7 +65,7 @@ class StepReport:
 
 def forward_backward(
     model: torch.nn.Module | Sequence[torch.nn.Module],
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | partial[tuple[Tensor, Metrics]],
     batches: Sequence[MicroBatch | Mapping[str, Tensor]],
     *,
     head: FusedHead | None = None,
@@ -80,6 +81,8 @@ def forward_backward(
     It counts valid sequences and tokens over the step, and whatever else the loss counts in the data; collects what the loss
     needs of the present policy (a pass without gradient, for a loss that `needs_collect`); runs Megatron's schedule for the
     layout (pipeline stages and virtual chunks included), undoes the factors that Megatron multiplies, and reduces the metrics.
+    In a loss's first micro-batches the host waits for the comparison of its recorded log-probs with the policy's, and warns of
+    those moved by one place or of another temperature.
     With Megatron's DDP the gradient is in `main_grad`, otherwise it is summed over ranks into `grad`. Zeroing gradients before,
     clipping and the optimizer's step after it are the caller's:
 
@@ -97,7 +100,8 @@ def forward_backward(
     Args:
         model: this rank's model, wrapped by `wrap_model` or by Megatron's own training code; under an interleaved schedule
             the list of its chunks.
-        loss_fn: any loss of this package, registered objectives included.
+        loss_fn: any loss of this package, registered objectives included; as `functools.partial(loss_fn, statistics=...)` with
+            the step's statistics, which are otherwise computed here.
         batches: this data rank's micro-batches, the same on its tensor, context and pipeline ranks. A mapping is rows padded
             to one width, which go to the model's device, see `padded_batch`; packed ones come from `packed_batch`. Data ranks
             may hold different numbers of them; one without any runs a masked one in their place. With `context_group=` each
@@ -116,6 +120,7 @@ def forward_backward(
             without `finalize_model_grads_func`; a fused head that is not given. What `loss_fn` raises.
     """
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
+    loss_fn, statistics = split_partial(loss_fn)
     groups = groups or ParallelGroups.from_megatron()
     config, ddp = get_model_config(models[0]), hasattr(models[0], "finish_grad_sync")
     prepared = prepare(models, loss_fn, batches, head, mtp_loss, groups, allow_dropout=allow_dropout)
@@ -143,7 +148,8 @@ def forward_backward(
             balance.follow(output, batch)
         return output
 
-    statistics = _statistics(forward, models, loss_fn, prepared, counts, head, groups, idle=not batches)
+    if statistics is None:
+        statistics = _statistics(forward, models, loss_fn, prepared, counts, head, groups, idle=not batches)
 
     if balance is not None and balance.counts_first:
         with balance.counting():
@@ -258,7 +264,7 @@ def _call(
         batch.loss_input(output, head), {**batch.data, **batch.heads}, (counts.seqs, counts.toks),
         groups.tp_rank, (groups.tensor, context), statistics,
     )  # fmt: skip
-    return replace(call, packed_sequences=batch.packed)
+    return replace(call, packed_sequences=batch.packed, may_wait=True)
 
 
 def _reduced(of_batches: Sequence[Metrics], groups: ParallelGroups) -> dict[str, Tensor]:

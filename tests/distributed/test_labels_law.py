@@ -144,6 +144,11 @@ def test_labels_that_do_not_fit() -> None:
         with pytest.raises(ValueError, match=r"shift_labels must be integers \[B, S\], -100 where nothing is scored"):
             NLLLoss()(logits, {"shift_labels": labels}, 1, 1)
     labels = torch.zeros(1, 3, dtype=torch.int64)
+    unlabelled = {"shift_labels": torch.where(torch.arange(3) == 1, -100, labels), "token_mask": torch.ones(1, 3)}
+    with pytest.raises(
+        ValueError, match=r"token_mask is 1 at \[0, 1\], where shift_labels is -100: .* shift token_mask like"
+    ):
+        NLLLoss()(logits, {**unlabelled, "sample_mask": torch.ones(1)}, 1, 3)
     with pytest.raises(ValueError, match="the position that holds a token, which predicts no token; give input_ids"):
         prm = PRMLossFn({"placeholder_token_id": 1})
         prm(logits, {"shift_labels": labels}, 1, 1, statistics=Statistics({"steps": torch.ones(())}))

@@ -36,6 +36,7 @@ from parallel_rl.losses.core.from_hidden_states import check_lm_head, project
 from parallel_rl.losses.core.from_logprobs import LogProbLossFunction
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.options import Temperature, VocabOptions
+from parallel_rl.losses.core.recorded import RecordedCheck
 from parallel_rl.losses.core.requirements import WEIGHTS, Requirements
 from parallel_rl.losses.core.token_weights import count_weights, weighted
 from parallel_rl.losses.core.trained import TrainedLoss
@@ -118,6 +119,7 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         logit_scale: float = 1.0,
     ) -> None:
         self.config = configure(self.config_class, config)
+        self.recorded_check = RecordedCheck()
         truncation = Truncation(top_k, top_p, kept_sets)
         self.options = VocabOptions(
             vocab_size, vocab_start, cp_layout, temperature, consume_logits, backend, truncation, logit_scale
@@ -158,6 +160,7 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
             call, options = on_shard(call, self.options)
             return self._with_options(options).run(call)
         batch, carrier = self._read(call)
+        self.recorded_check(batch, may_wait=call.may_wait)
         loss, metrics = self.compute(batch)
         metrics = with_dropped(metrics, batch.local.dropped)
         if call.observe is not None:
@@ -282,11 +285,7 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
     def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         """Refuse logits, and values of the data, that do not fit this loss and its options."""
         options = self.options
-        temperature: object = options.temperature
-        if isinstance(temperature, Tensor):  # the order of its tokens would be lost with packing and context ranks
-            raise ValueError(
-                "temperature must be one number for all tokens, got a Tensor; 'per-sample' reads data['temperature'] [B]"
-            )
+        options.check_temperature()
         check_logits(logits, options.consume_logits, options.backend)
         shard = options.shard(logits.shape[-1], tensor_group)
         if checks_values(data["input_ids"]):

@@ -70,6 +70,7 @@ class LossCall:
     Attributes:
         observe: called with the batch as the loss read it, its share, and the metrics.
         cut_length: S, if `torch.chunk` split the sequence of a DTensor over context ranks.
+        may_wait: the host may wait for the device in the loss's first micro-batches, see `RecordedCheck`.
     """
 
     output: Tensor | LMHeadInput
@@ -84,6 +85,7 @@ class LossCall:
     heads: Mapping[str, LMHeadInput] = field(default_factory=dict)
     observe: Callable[[TokenBatch, Tensor, Metrics], None] | None = None
     cut_length: int | None = None
+    may_wait: bool = False
 
     @classmethod
     def of(
@@ -141,9 +143,15 @@ class LossCall:
         if layout.shape[0] != rows:
             raise ValueError(f"cu_seqlens describes {layout.shape[0]} sequences, the data has {rows} rows")
         if tuple(logits.shape[:2]) != layout.local_shape:
+            looks_packed = self.packed_sequences is None and logits.shape[0] == 1 < rows
             raise ValueError(
                 f"the logits have leading shape {list(logits.shape[:2])}; data of shape {[rows, width]} over cp = {cp_size} "
                 f"needs {list(layout.local_shape)}"
+                + (
+                    "; for a packed row wrap the loss: SequencePackingLossWrapper(loss_fn, cu_seqlens)"
+                    if looks_packed
+                    else ""
+                )
             )
         return layout
 

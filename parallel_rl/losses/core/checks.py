@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.counts import check_zeros_and_ones, own_counts
+from parallel_rl.labels import IGNORED, SHIFT_LABELS, is_shifted
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.aggregation import UNIT_FIELDS, check_unit_ids
 from parallel_rl.losses.core.requirements import WEIGHTS, Field
@@ -199,10 +200,15 @@ def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: boo
     Raises:
         ValueError: a mask with values other than 0 and 1; NaN in a valid place, or an infinite advantage, return, reward or
             value; a recorded log-prob of −inf; a weight of a token that is negative or not finite; segment ids
-            that decrease.
+            that decrease; a valid place without a pre-shifted label.
     """
     check_zeros_and_ones(data)
     valid = valid_tokens(data, needs.shift)
+    if is_shifted(data) and bool((unlabelled := valid & (data[SHIFT_LABELS] == IGNORED)).any()):
+        raise ValueError(
+            f"token_mask is 1 at {unlabelled.nonzero()[0].tolist()}, where {SHIFT_LABELS} is {IGNORED}: beside {SHIFT_LABELS} "
+            "column t of every field speaks of what position t predicts; shift token_mask like the labels, or leave it out"
+        )
     if needs.token_weights is not None:
         check_token_weights(data[WEIGHTS.name], valid)
         valid = valid & (data[WEIGHTS.name] > 0)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from parallel_rl.losses.core.local_batch import LocalBatch
     from parallel_rl.losses.core.options import VocabOptions
+    from parallel_rl.losses.core.recorded import RecordedCheck
     from parallel_rl.losses.core.requirements import Requirements
     from parallel_rl.metrics import Metrics
 
@@ -43,6 +44,7 @@ class LogProbLossFunction(LossFunction):
     """Base of the losses, for their call on log-probs."""
 
     options: VocabOptions
+    recorded_check: RecordedCheck
 
     def from_logprobs(
         self,
@@ -139,7 +141,9 @@ class LogProbLossFunction(LossFunction):
         return counted | self.collect_from(batch) if self.needs_collect else counted
 
     def _run_on_rows(self, call: LogProbCall) -> tuple[Tensor, Metrics]:
-        loss, metrics = self.compute(self._read_rows(call)[1])
+        batch = self._read_rows(call)[1]
+        self.recorded_check(batch)
+        loss, metrics = self.compute(batch)
         return share_of(loss, None), metrics
 
     def _read_rows(self, call: LogProbCall) -> tuple[RowsBatch, TokenBatch]:

@@ -54,6 +54,13 @@ class VocabOptions:
         """The options with a temperature for each of this rank's tokens, [T_local], where samples have their own."""
         return replace(self, temperature=local.temperature) if self.per_sample else self
 
+    def check_temperature(self) -> None:
+        """Refuse a temperature for each token: their order would be lost with packing and context ranks."""
+        if isinstance(self.temperature, torch.Tensor):
+            raise ValueError(
+                "temperature must be one number for all tokens, got a Tensor; 'per-sample' reads data['temperature'] [B]"
+            )
+
     def check_spans(self, logits: Tensor, group: ProcessGroup | None) -> None:
         """Refuse an explicit `vocab_start` that does not fit those of the other tensor ranks, which all call it."""
         check_spans(group, logits.shape[-1], self.vocab_size, self.vocab_start, logits)

@@ -1,0 +1,150 @@
+"""Recorded log-probs beside the policy's: a field moved by one place, or of another temperature, is warned of in time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.labels import is_shifted
+from parallel_rl.validation import checks_values, get_validation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from parallel_rl.losses.core.batch import TokenBatch
+    from parallel_rl.losses.core.local_batch import LocalBatch
+
+_OF_ONE_POLICY = ("prev_logprobs", "generation_logprobs")  # those of the policy itself, a few steps ago at most
+_FIELDS = (*_OF_ONE_POLICY, "reference_policy_logprobs")
+_FIRST = 8  # micro-batches of a loss
+_ENOUGH, _TIMES = 16, 5.0  # so many tokens fit so much better by chance once in 10^5
+_FEW, _MANY_TIMES = 6, 50.0
+_LEAST = 1e-3  # mean difference that is more than rounding
+_STRAIGHT, _OTHER = 0.96, 0.1  # r² of a line, and how far its slope is from 1, where two temperatures differ
+
+
+@dataclass(eq=False)
+class RecordedCheck:
+    """Compares the log-probs that a loss reads with its policy's, in the loss's first micro-batches.
+
+    It looks where values are checked (`set_validation`); in mode "always" it looks at every micro-batch. `may_wait` lets it
+    look at the first ones on a device too, where the host waits for the numbers. It warns once a field and refuses nothing,
+    because a wrong refusal would end a run. Each rank looks at its own tokens, so nothing is exchanged.
+
+    Attributes:
+        left: micro-batches that it still looks at.
+        sums: of fields, over the micro-batches until there are enough tokens.
+        named: fields that it warned of.
+    """
+
+    left: int = _FIRST
+    sums: dict[str, list[float]] = field(default_factory=dict)
+    named: set[str] = field(default_factory=set)
+
+    def __call__(self, batch: TokenBatch, *, may_wait: bool = False) -> None:
+        """Warn of each field that fits the policy many times better when moved by one place or scaled."""
+        mode, stats = get_validation(), batch.output.stats
+        if stats is None or mode == "never" or torch.compiler.is_compiling():
+            return
+        if mode != "always" and (self.left <= 0 or not (may_wait or checks_values(stats.logprobs))):
+            return
+        self.left -= 1
+        fields = [
+            (f"{part}/{name}" if part else name, name, local)
+            for part, local in (batch.local.parts or {"": batch.local}).items()
+            for name in _FIELDS
+            if name in local.requirements.names
+        ]
+        fields = [each for each in fields if each[0] not in self.named]
+        if not fields:
+            return
+        with torch.no_grad():
+            numbers = torch.stack([_numbers(batch, local, name) for _, name, local in fields])
+        for (label, name, local), (*sums, row, column) in zip(fields, numbers.tolist(), strict=True):
+            before = self.sums.pop(label, [0.0] * len(sums))
+            sums = [x + y for x, y in zip(before, sums, strict=True)]
+            told = local.requirements.shift or is_shifted(local.data)  # rows of responses alone have other columns
+            text = _moved(label, sums, f" (most at row {row:.0f}, column {column:.0f})" if told else "")
+            text = text or (_scaled(label, sums) if name in _OF_ONE_POLICY else "")
+            if text:
+                self.named.add(label)
+                warnings.warn(text, stacklevel=2)
+            elif sums[2] < _ENOUGH:
+                self.sums[label] = sums
+
+
+def _numbers(batch: TokenBatch, local: LocalBatch, name: str) -> Tensor:
+    """Sums that `_moved` and `_scaled` read, then row and column of the token that gains most by a move."""
+    stats, whole = batch.output.stats, batch.output.untruncated
+    assert stats is not None
+    logprobs = (stats if whole is None or name in _OF_ONE_POLICY else whole).logprobs.double()
+    needs, layout = local.requirements, local.layout
+    values = local.data[name].double()
+    if needs.shift and needs.field(name).alignment == "predictor":
+        values = _at(values, 1)
+
+    def take(x: Tensor) -> Tensor:
+        return layout.take(x, needs.shift)
+
+    here = take(values)
+    there = local.mask & here.isfinite() & logprobs.isfinite()
+    given = torch.where(there, logprobs - here, 0).abs()
+    sums, gains = [], []
+    for by in (1, -1):
+        moved = take(_at(values, by))
+        both = there & take(_at(local.valid, by)) & moved.isfinite()
+        distance = torch.where(both, logprobs - moved, 0).abs()
+        sums += [torch.where(both, given, 0).sum(), distance.sum(), both.sum().double()]
+        gains.append(torch.where(both, given - distance, 0))
+    x, y = torch.where(there, here, 0), torch.where(there, logprobs, 0)
+    sums += [there.sum().double(), x.sum(), y.sum(), (x * x).sum(), (x * y).sum(), (y * y).sum(), given.sum()]
+    place = here.new_zeros((), dtype=torch.int64)
+    if here.numel():
+        place = layout.places(needs.shift)[0][torch.maximum(*gains).argmax()]
+    width = max(layout.shape[1], 1)
+    return torch.stack([*sums, (place // width).double(), (place % width).double()])
+
+
+def _at(values: Tensor, by: int) -> Tensor:
+    """[B, S] with column t of `values` in column t + by, 0 where there is none."""
+    moved = values.roll(by, 1)
+    moved[:, 0 if by > 0 else -1] = 0
+    return moved
+
+
+def _moved(label: str, sums: Sequence[float], place: str) -> str:
+    """The warning, if the field fits with its columns one place later (1) or earlier (−1)."""
+    fits = {by: each for by, each in ((1, sums[:3]), (-1, sums[3:6])) if _fits(*each)}
+    if not fits:
+        return ""
+    by, (given, moved, count) = min(fits.items(), key=lambda each: each[1][1])
+    column = "t − 1" if by > 0 else "t + 1"
+    return (
+        f"{label} looks moved by one place: mean |log π − {label}| is {given / count:.4g} over {count:.0f} tokens here, "
+        f"and {moved / count:.4g} with column {column} in the place of column t{place}. Column t must hold the log-prob of "
+        f"token t: give {label.split('/')[-1]}.roll({by}, 1)"
+    )
+
+
+def _fits(given: float, moved: float, count: float) -> bool:
+    times = _TIMES if count >= _ENOUGH else _MANY_TIMES
+    return count >= _FEW and given > max(_LEAST * count, times * moved)
+
+
+def _scaled(label: str, sums: Sequence[float]) -> str:
+    """The warning, if the field is of another temperature: log π is then a line over it, of slope T_field / T."""
+    count, x, y, xx, xy, yy, given = sums[6:]
+    if count < _ENOUGH or given <= _LEAST * count:
+        return ""
+    xx, xy, yy = xx - x * x / count, xy - x * y / count, yy - y * y / count
+    if min(xx, yy) <= 0 or xy * xy < _STRAIGHT * xx * yy or abs(xy / xx - 1) < _OTHER:
+        return ""
+    return (
+        f"{label} looks like that of {xy / xx:.2f} times the temperature of this loss: mean |log π − {label}| is "
+        f"{given / count:.4g} over {count:.0f} tokens here, and log π is a line over it. Give the loss the sampler's "
+        "temperature=, or record the log-probs at the temperature of the loss"
+    )
