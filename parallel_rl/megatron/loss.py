@@ -11,6 +11,7 @@ from torch import Tensor
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses, has_auxiliary_loss
 from parallel_rl.megatron.cpu import plain_torch
+from parallel_rl.megatron.prepare import warn_of_padding
 from parallel_rl.metrics import Metrics
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
@@ -81,6 +82,8 @@ def megatron_loss_func(
     where = groups or ParallelGroups.from_megatron()
 
     def share(output: Tensor) -> tuple[Tensor, Metrics]:
+        if head is None and where.tp_rank == where.cp_rank == where.dp_rank == 0:
+            warn_of_padding(loss_fn, output.shape[-1] * where.tp_size, where.tp_size)
         return loss_fn(
             output if head is None else head(output),
             data,

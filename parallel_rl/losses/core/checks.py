@@ -2,29 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.counts import check_zeros_and_ones, own_counts
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.aggregation import UNIT_FIELDS, check_unit_ids
 from parallel_rl.losses.core.requirements import WEIGHTS, Field
 from parallel_rl.losses.core.token_weights import check_token_weights
 from parallel_rl.losses.core.turns import check_segment_ids
+from parallel_rl.replicated import Replicated
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import check_plain
 
 if TYPE_CHECKING:
     from parallel_rl.layout import SequenceLayout
+    from parallel_rl.losses.core.call import LossCall
+    from parallel_rl.losses.core.options import VocabOptions
     from parallel_rl.losses.core.requirements import Requirements
 
 
+#: for the tensor group and the context group
+_ADVICE = (
+    "tensor ranks compute one loss: give all of them the same data and counts",
+    "context ranks share rows: give each of them the same whole data and counts; the loss cuts the rows",
+)
 _MOST = 2.0**63  # a count is an int64
 _FINITE = ("advantages", "returns", "rewards", "values")  # in log-probs and in teachers' logits −inf is a number
+
+
+def check_on_all_ranks(
+    check: Callable[[], SequenceLayout], call: LossCall, needs: Requirements, logits: Tensor, options: VocabOptions
+) -> SequenceLayout:
+    """Return `check()` once the ranks of both groups agree: in faults, shapes, counts, and every field that the loss reads.
+
+    Raises:
+        ValueError: on all ranks of both groups.
+    """
+    names = ("input_ids", "token_mask", "sample_mask", *(field.name for field in needs.fields if field.per != "local"))
+    counts = known_counts(call.global_valid_seqs, call.global_valid_toks)
+    return raise_on_all_ranks(
+        check,
+        [call.tensor_group, call.context_group],
+        logits,
+        call.facts(logits, options.vocab_size, options.vocab_start),
+        alike=Replicated([call.data], names, counts, advice=_ADVICE, shards=logits),
+    )
 
 
 def check_statistics(loss: str, needs: Requirements, statistics: object) -> None:
@@ -81,6 +109,16 @@ def check_counts(
                 f"{name} = {value:g} is below the {number} of this batch alone; it counts the whole step (sequences "
                 "first, then tokens: count_valid), or is 1 where the caller divides"
             )
+
+
+def known_counts(global_valid_seqs: object, global_valid_toks: object) -> dict[str, float]:
+    """The counts of a call that the host knows or may look at (`set_validation`), by name, for ranks to compare."""
+    known: dict[str, float] = {}
+    for name, count in (("global_valid_seqs", global_valid_seqs), ("global_valid_toks", global_valid_toks)):
+        on_host = isinstance(count, Tensor) and count.numel() == 1 and checks_values(count)
+        if on_host or (isinstance(count, (int, float)) and abs(count) < _MOST):
+            known[name] = float(count)  # type: ignore[arg-type]
+    return known
 
 
 def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) -> tuple[int, int]:
