@@ -21,6 +21,11 @@ _TINY = 1e-6
 _PERIOD = 997  # of the positions' weights, a prime, so that rows that are swapped or moved differ
 _LARGE = 1e4  # in place of an infinite value
 _ROWS, _COLUMNS = 4, 1024  # of a shard that are looked at
+#: for the tensor group and the context group
+_ADVICE = (
+    "tensor ranks compute one loss: give all of them the same data and counts",
+    "context ranks share rows: give each of them the same whole data and counts; the loss cuts the rows",
+)
 
 Sums = Mapping[str, float]  # an int is compared exactly
 
@@ -45,7 +50,7 @@ class Replicated:
     names: Sequence[str] = ()
     numbers: Mapping[str, float] = field(default_factory=dict)
     whole: Sequence[str] = ()
-    advice: Sequence[str] = ("", "")
+    advice: Sequence[str] = _ADVICE
     shards: Tensor | None = None
 
     def checksum(self) -> int:

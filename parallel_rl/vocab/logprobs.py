@@ -11,6 +11,7 @@ import torch
 from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
+from parallel_rl.replicated import Replicated
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import is_dtensor, shard_of_dtensor
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
@@ -189,7 +190,8 @@ def token_scores(
     same = shape_facts(logits, vocab_size, vocab_start)
     if cut_length is not None:  # of parts that need not be even
         same["the number of local tokens"] = logits.shape[0] * cut_length
-    of, targets, shard = raise_on_all_ranks(check, groups, logits, same)
+    alike = Replicated([data], ("input_ids", "token_mask", "sample_mask"), shards=logits)
+    of, targets, shard = raise_on_all_ranks(check, groups, logits, same, alike=alike)
     check_spans(vocab_parallel_group, logits.shape[-1], vocab_size, vocab_start, logits)
     valid = (targets >= 0) & (targets < shard.vocab_size)
     kept_ids = of.shard(data["kept_ids"], fill=-1) if kept_sets else None

@@ -138,6 +138,9 @@ def bare(rank: int, groups: ParallelGroups) -> dict[str, Callable[[], object]]:
         "counts of the host by rank": lambda: call(rows(), torch.tensor(30 + rank)),  # type: ignore[arg-type]
         "ids by rank": lambda: call(changed("input_ids")),
         "advantages by rank": lambda: call(changed("advantages")),
+        "ids by rank in log-probs": lambda: token_logprobs(
+            logits, changed("input_ids"), None, groups.tensor, groups.context, vocab_size=V
+        ),
         "labels beside ids": lambda: call(both),
         "labels beside ids are counted": lambda: count_valid(both),
         "one split of log-probs, two counts": from_logprobs,
@@ -244,6 +247,7 @@ _CALL = {
     "counts by rank": "global_valid_toks differs between rank 0 and rank 1: 30 and 31; ",
     "counts of the host by rank": "global_valid_toks differs between rank 0 and rank 1: 30 and 31; ",
     "ids by rank": "input_ids differs between rank 0 and rank 1; ",
+    "ids by rank in log-probs": "input_ids differs between rank 0 and rank 1; ",
     "advantages by rank": "advantages differs between rank 0 and rank 1; ",
     "labels beside ids": _BOTH,
     "labels beside ids are counted": _BOTH,

@@ -27,11 +27,6 @@ if TYPE_CHECKING:
     from parallel_rl.losses.core.requirements import Requirements
 
 
-#: for the tensor group and the context group
-_ADVICE = (
-    "tensor ranks compute one loss: give all of them the same data and counts",
-    "context ranks share rows: give each of them the same whole data and counts; the loss cuts the rows",
-)
 _MOST = 2.0**63  # a count is an int64
 _FINITE = ("advantages", "returns", "rewards", "values")  # in log-probs and in teachers' logits −inf is a number
 
@@ -51,7 +46,7 @@ def check_on_all_ranks(
         [call.tensor_group, call.context_group],
         logits,
         call.facts(logits, options.vocab_size, options.vocab_start),
-        alike=Replicated([call.data], names, counts, advice=_ADVICE, shards=logits),
+        alike=Replicated([call.data], names, counts, shards=logits),
     )
 
 
