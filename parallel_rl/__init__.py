@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from parallel_rl.counts import ValidCounts, count_valid
+    from parallel_rl.counts import ValidCounts, count_valid, global_group_ids
     from parallel_rl.groups import ParallelGroups
     from parallel_rl.layout import SequenceLayout
     from parallel_rl.losses import (
@@ -68,6 +68,7 @@ __all__ = [
     "get_loss",
     "load_recipe",
     "count_valid",
+    "global_group_ids",
     "ValidCounts",
     "ParallelGroups",
     "SequencePackingLossWrapper",
@@ -100,7 +101,7 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "counts": ("ValidCounts", "count_valid"),
+    "counts": ("ValidCounts", "count_valid", "global_group_ids"),
     "groups": ("ParallelGroups",),
     "layout": ("SequenceLayout",),
     "losses.core.base": ("LossFn",),

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl.groups import all_gather, group_rank, group_size, reduce_
+from parallel_rl.replicated import Replicated
 from parallel_rl.validation import checks_values, get_validation
 
 if TYPE_CHECKING:
@@ -24,6 +25,10 @@ ResultT = TypeVar("ResultT")
 
 _ROUNDING = 1e-4  # what nondeterministic sums on a GPU may differ in
 _CAUSES = 4  # different ones in a message
+_WHOLE = (
+    "the vocabulary shards are bit-equal on all tensor ranks; give each rank its own columns: a GPTModel needs "
+    "parallel_output = True, and a head's shards different initial weights"
+)
 _AGREED = "_faults_of_ranks"  # an attribute of errors that ranks agreed on, for an agreement around theirs
 
 
@@ -41,6 +46,7 @@ def raise_on_all_ranks(
     like: Tensor | None = None,
     same: Mapping[str, int] | None = None,
     what: str = "",
+    alike: Replicated | None = None,
 ) -> ResultT:
     """Return `work()` of this rank, unless it failed on any rank of `groups`; then raise on all of them.
 
@@ -57,21 +63,26 @@ def raise_on_all_ranks(
         same: numbers by name that all ranks of the groups must agree in, such as the number of tokens; the names are
             the same everywhere.
         what: put before the causes.
+        alike: data that the ranks of each group must hold alike; its checksum joins the exchange. Where checksums differ, one
+            more collective compares the fields. Every rank of a group gives one, or none does.
 
     Raises:
-        ValueError: raised by `work` on any rank, or a number in which ranks differ.
+        ValueError: raised by `work` on any rank, or a number or a field in which ranks differ.
         Unavailable: raised by `work` on all ranks that failed.
         RuntimeError: any other failure.
     """
     groups = [dist.group.WORLD] if groups is None else groups
-    real = [group for group in groups if group is not None and group_size(group) > 1]
+    real = {place: group for place, group in enumerate(groups) if group is not None and group_size(group) > 1}
     if not (real or what) or (like is not None and not checks_values(like)):
         return work()
     result, error = _attempt(work)
     # One group after the other: whoever heard of a fault over the first passes it on over the second.
     faults = _known(error)
-    for group in real:
-        faults |= _faults_of_group(faults, group, torch.device("cpu") if like is None else like.device, same or {})
+    home = torch.device("cpu") if like is None else like.device
+    checksum = alike.checksum() if alike is not None and not any(faults.values()) else 0
+    for place, group in real.items():
+        common = None if alike is None else _Common(alike, checksum, place)
+        faults |= _faults_of_group(faults, group, home, same or {}, common)
     if any(faults.values()):
         kinds = {fault.kind for fault in faults.values() if fault is not None}
         agreed = (kinds.pop() if len(kinds) == 1 else RuntimeError)(_message(what, faults))
@@ -218,21 +229,54 @@ def _attempt(work: Callable[[], ResultT]) -> tuple[ResultT | None, BaseException
         raise
 
 
-def _faults_of_group(faults: _Faults, group: ProcessGroup, home: torch.device, same: Mapping[str, int]) -> _Faults:
+@dataclass(frozen=True)
+class _Common:
+    """Data that a group holds alike, its checksum, and the group's place in the agreement."""
+
+    data: Replicated
+    checksum: int
+    place: int
+
+    def numbers(self, healthy: bool) -> list[int]:
+        return [self.checksum, self.data.shard_checksum() if healthy and self.place == 0 else 0]
+
+
+def _faults_of_group(
+    faults: _Faults, group: ProcessGroup, home: torch.device, same: Mapping[str, int], common: _Common | None
+) -> _Faults:
     """Return the faults that the ranks of `group` know of; nothing is gathered where there is none."""
-    numbers = [int(any(faults.values())), *same.values(), *(-x for x in same.values())]
-    flags = torch.tensor(numbers, dtype=torch.int64, device=communication_device(group, home))
+    healthy = not any(faults.values())
+    numbers = [*same.values(), *([] if common is None else common.numbers(healthy))]
+    flags = torch.tensor(
+        [int(not healthy), *numbers, *(-x for x in numbers)],
+        dtype=torch.int64,
+        device=communication_device(group, home),
+    )
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
     faulty, *bounds = flags.tolist()
     if faulty:
         heard: list[_Faults] = [{}] * group_size(group)
         dist.all_gather_object(heard, faults, group=group)
         return {rank: fault for part in heard for rank, fault in part.items()}
-    for name, high, low in zip(same, bounds, bounds[len(same) :], strict=False):
-        if high != -low:
-            text = f"the ranks of a group differ in {name}: it is {-low} on one and {high} on another"
-            return dict.fromkeys(dist.get_process_group_ranks(group), _Fault(text, ValueError))
+    most, least = bounds[: len(numbers)], [-x for x in bounds[len(numbers) :]]
+    for name, high, low in zip(same, most, least, strict=False):
+        if high != low:
+            return _of_all(group, f"the ranks of a group differ in {name}: it is {low} on one and {high} on another")
+    if common is None:
+        return {}
+    ranks = dist.get_process_group_ranks(group)
+    if most[-2] != least[-2]:
+        sums: list[Mapping[str, float]] = [{}] * len(ranks)
+        dist.all_gather_object(sums, common.data.sums(), group=group)
+        if text := common.data.difference(sums, ranks, common.place):
+            return _of_all(group, text)
+    if most[-1] == least[-1] != 0:
+        return _of_all(group, _WHOLE)
     return {}
+
+
+def _of_all(group: ProcessGroup, cause: str) -> _Faults:
+    return dict.fromkeys(dist.get_process_group_ranks(group), _Fault(cause, ValueError))
 
 
 def _message(what: str, faults: _Faults) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
-from parallel_rl.groups import reduce_
-from parallel_rl.labels import with_labels
+from parallel_rl.groups import all_gather, group_rank, reduce_
+from parallel_rl.labels import check_labels, with_labels
 from parallel_rl.layout import valid_tokens
 from parallel_rl.validation import checks_values, get_validation
 
@@ -31,6 +33,10 @@ Aggregation = Literal[
 ]
 
 
+_EMPTY = (
+    "rows with sample_mask 1 have no valid token (token_mask[:, 1:] is 0 in them): each counts as a sequence, so a mean over "
+    "sequences is smaller for them; set their sample_mask to 0 to leave them out"
+)
 _UNITS: dict[Aggregation, str | None] = {
     "token-mean": "tokens",
     "seq-mean-token-mean": "sequences",
@@ -88,16 +94,37 @@ def count_valid(
         (seqs, toks), int64 scalars, each at least 1.
 
     Raises:
-        ValueError: a mask that is missing or of another shape; a mask with other values than 0 and 1, which would count as 1.
+        ValueError: a mask that is missing or of another shape; shift_labels beside input_ids; a mask with other values than 0
+            and 1, which would count as 1.
             On all ranks of the group, see `set_validation`; values on a device fail there, in an assertion without a host
             sync, except in its mode "never".
+
+    A row with sample_mask 1 and no valid token counts as a sequence; where values are checked, rank 0 warns of such rows once.
     """
-    batches = [with_labels(data) for data in ([batches] if isinstance(batches, Mapping) else batches)]
+    return count_rows([batches] if isinstance(batches, Mapping) else batches, data_parallel_group)[0]
+
+
+def count_rows(
+    batches: Sequence[Mapping[str, Tensor]], data_parallel_group: ProcessGroup | None = None
+) -> tuple[ValidCounts, Tensor]:
+    """Count as `count_valid` does, and empty rows (sample_mask 1 and no valid token), an int64 scalar, in the same all-reduce.
+
+    >>> batch = {"token_mask": torch.tensor([[1, 1], [1, 0]]), "sample_mask": torch.ones(2)}
+    >>> counts, empty = count_rows([batch])
+    >>> int(counts.seqs), int(empty)
+    (2, 1)
+
+    Raises:
+        ValueError: see `count_valid`.
+    """
+    batches = [with_labels(data) for data in batches]
     masks = [data["token_mask"] for data in batches if isinstance(data.get("token_mask"), torch.Tensor)]
     home = masks[0].device if masks else torch.device("cpu")
-    counts = torch.zeros(3, dtype=torch.int64, device=communication_device(data_parallel_group, home))
+    counts = torch.zeros(4, dtype=torch.int64, device=communication_device(data_parallel_group, home))
 
     def check() -> None:
+        for data in batches:
+            check_labels(data)
         check_masks(*batches)
         if checks_values(counts):
             check_zeros_and_ones(*batches)
@@ -105,15 +132,55 @@ def count_valid(
     raise_on_all_ranks(check, [data_parallel_group], counts)
     on_device = get_validation() == "auto" and not checks_values(counts)
     for data in batches:
-        found = own_counts(data)
+        valid, rows = valid_tokens(data), data["sample_mask"].bool()
+        found = [rows.sum(), valid.sum(), (rows & ~valid.any(1)).sum()]
         if on_device:
             found.append(_fractional(data["sample_mask"]).sum() + _fractional(data["token_mask"]).sum())
         counts[: len(found)] += torch.stack(found).to(counts.device)
     reduce_(counts, data_parallel_group)
     if on_device:  # the host does not wait; all ranks fail, since all know the sum
-        torch._assert_async(counts[2] == 0, "token_mask and sample_mask must hold 0 and 1 only")
+        torch._assert_async(counts[3] == 0, "token_mask and sample_mask must hold 0 and 1 only")
+    if checks_values(counts) and int(counts[2]) and group_rank(dist.group.WORLD) == 0:
+        warnings.warn(_EMPTY, stacklevel=2)
     seqs, toks = counts[:2].clamp_(min=1).unbind()
-    return ValidCounts(seqs, toks)
+    return ValidCounts(seqs, toks), counts[2]
+
+
+def global_group_ids(group_ids: Tensor, data_parallel_group: ProcessGroup | None) -> Tensor:
+    """Make ids that each data rank counts for itself global: two prompts of the step never share one. One all-gather.
+
+    `group_ids` of a loss and of `estimate` are global: rows of the same id are one prompt, on whichever data ranks they lie.
+    Call it with the rows of all micro-batches of the step. `run_ids` become global in the same way.
+
+    >>> global_group_ids(torch.tensor([0, 0, 1]), None)  # the second data rank gets [2, 2, 3]
+    tensor([0, 0, 1])
+
+    Args:
+        group_ids: [N] integers of this data rank's rows; a negative one is of no group and stays.
+        data_parallel_group: without context parallelism; None is a group of one.
+
+    Returns:
+        [N] int64.
+
+    Raises:
+        ValueError: anything but integers [N], on all ranks of the group.
+    """
+
+    def check() -> None:
+        if not isinstance(group_ids, torch.Tensor) or group_ids.dim() != 1 or group_ids.is_floating_point():
+            got = (
+                f"{group_ids.dtype} {list(group_ids.shape)}" if isinstance(group_ids, torch.Tensor) else repr(group_ids)
+            )
+            raise ValueError(f"group_ids must be integers [N], got {got}")
+
+    raise_on_all_ranks(check, [data_parallel_group])
+    ids = group_ids.to(torch.int64)
+    number = torch.cat([ids, ids.new_full((1,), -1)]).max() + 1
+    numbers = all_gather(
+        number.reshape(1).to(communication_device(data_parallel_group, ids.device)), data_parallel_group
+    )
+    before = numbers[: group_rank(data_parallel_group)].sum().to(ids.device)
+    return torch.where(ids < 0, ids, ids + before)
 
 
 def own_counts(data: Mapping[str, Tensor], shift: bool = True) -> list[Tensor]:

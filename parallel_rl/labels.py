@@ -31,19 +31,26 @@ def with_labels(data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     ([[7, -100]], [[True, False]], [True])
     """
     labels = data.get(SHIFT_LABELS)
-    if not isinstance(labels, torch.Tensor) or labels.dim() != 2:
+    if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or "input_ids" in data:
         return data
     masks = {"token_mask": labels != IGNORED, "sample_mask": labels.new_ones(len(labels), dtype=torch.bool)}
     return {**masks, **data, "input_ids": labels}
 
 
 def check_labels(data: Mapping[str, object]) -> None:
-    """Check the shape and dtype of pre-shifted labels.
+    """Check the shape and dtype of pre-shifted labels, where there are any, and that `input_ids` are not there too.
 
     Raises:
-        ValueError: anything but integers [B, S].
+        ValueError: anything but integers [B, S]; input_ids other than the labels that `with_labels` put there.
     """
-    labels = data.get(SHIFT_LABELS)
+    if not is_shifted(data):
+        return
+    labels = data[SHIFT_LABELS]
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.is_floating_point():
         got = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
         raise ValueError(f"{SHIFT_LABELS} must be integers [B, S], {IGNORED} where nothing is scored, got {got}")
+    if data.get("input_ids", labels) is not labels:
+        raise ValueError(
+            f"data has input_ids and {SHIFT_LABELS}, and each says what is scored; give input_ids, whose column t describes "
+            f"token t, or {SHIFT_LABELS}, whose column t describes what position t predicts"
+        )

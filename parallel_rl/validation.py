@@ -22,10 +22,12 @@ def set_validation(mode: ValidationMode) -> None:
 
     "auto": on tensors in host memory, where it is free. "always": on device tensors too, at the price of a
     host sync. "never": shapes, dtypes and configs only. Where values are checked, one small MAX all-reduce over each
-    group tells every rank of a fault found by one of them, and all raise the same error. "always" compares the tensor ranks'
-    upstream gradients in the backward, too. Checks of a Megatron loop that cost a collective or a wait run in its first three
-    steps in mode "auto", in each one in mode "always". Recorded log-probs are compared with the policy's in a loss's first
-    micro-batches in mode "auto", at every call in mode "always"; see `parallel_rl.losses.core.recorded.RecordedCheck`.
+    group tells every rank of a fault found by one of them, and all raise the same error. The all-reduce carries a
+    checksum of the fields and counts that a loss reads, which must be equal on tensor and on context ranks, and one of a few
+    logits, which must not be equal on all tensor ranks. "always" compares the tensor ranks' upstream gradients in the
+    backward, too. Checks of a Megatron loop that cost a collective or a wait run in its first three steps in mode "auto", in
+    each one in mode "always". Recorded log-probs are compared with the policy's in a loss's first micro-batches in mode
+    "auto", at every call in mode "always"; see `parallel_rl.losses.core.recorded.RecordedCheck`.
 
     Raises:
         ValueError: an unknown mode.

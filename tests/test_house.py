@@ -14,7 +14,7 @@ Graph = Mapping[str, set[str]]
 PACKAGE = Path(__file__).parents[1] / "parallel_rl"
 # From the ground up. A room may import those of lower floors and no other; one that is new takes its place here.
 FLOORS = (
-    ("cluster", "config", "groups", "labels", "segments", "validation"),
+    ("cluster", "config", "groups", "labels", "replicated", "segments", "validation"),
     ("agreement", "functional", "layout", "schema"),
     ("counts", "metrics", "statistics", "vocab"),
     ("advantages", "losses"),

@@ -15,6 +15,7 @@ from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.core.call import LossCall
 from parallel_rl.losses.core.checks import check_data
 from parallel_rl.losses.core.requirements import Requirements
+from parallel_rl.replicated import Replicated
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import is_dtensor, shard_of_dtensor
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
@@ -194,7 +195,8 @@ def token_scores(
         return of, targets, shard
 
     same = call.facts(logits, vocab_size, vocab_start)
-    of, targets, shard = raise_on_all_ranks(check, groups, logits, same)
+    alike = Replicated([data], ("input_ids", "token_mask", "sample_mask"), shards=logits)
+    of, targets, shard = raise_on_all_ranks(check, groups, logits, same, alike=alike)
     check_spans(vocab_parallel_group, logits.shape[-1], vocab_size, vocab_start, logits)
     valid = (targets >= 0) & (targets < shard.vocab_size)
     kept_ids = of.shard(data["kept_ids"], fill=-1) if kept_sets else None

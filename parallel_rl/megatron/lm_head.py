@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 from megatron.core.models.gpt import GPTModel
@@ -12,9 +13,13 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import Tensor
 
 from parallel_rl.megatron.model import unwrap
+from parallel_rl.vocab.consumed import mark_hidden_states
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.linear.main_grad import let_others_add
 from parallel_rl.vocab.linear.plan import LinearMode, check_mode
+
+#: models, wrapped or not, whose output says that it is hidden states
+_MARKED: WeakSet[torch.nn.Module] = WeakSet()
 
 
 @dataclass(eq=False)
@@ -102,6 +107,11 @@ def is_fused(model: torch.nn.Module) -> bool:
     return bool(inner.post_process) and "forward" in vars(inner.output_layer)
 
 
+def _mark_output(model: torch.nn.Module, _inputs: object, output: object) -> None:
+    if isinstance(output, Tensor) and is_fused(model):
+        mark_hidden_states(output)
+
+
 def _hidden_states(
     hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
 ) -> tuple[Tensor, None]:
@@ -150,6 +160,9 @@ def fuse_head(
         for name, is_wrong in wrong.items():
             if is_wrong:
                 raise ValueError(f"{name} needs the output layer's own forward, so the head cannot be fused")
+    if inner.post_process and model not in _MARKED:
+        model.register_forward_hook(_mark_output)
+        _MARKED.add(model)
     head = FusedHead(inner, mode, budget, softcap, logit_scale)
     head.install()
     return head

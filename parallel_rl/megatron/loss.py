@@ -23,6 +23,7 @@ from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.megatron.forward_only import is_last_stage
 from parallel_rl.megatron.loop_checks import check_fields, check_settings, warn_of_left_gradient, watch_optimizers
 from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
+from parallel_rl.megatron.prepare import warn_of_padding
 from parallel_rl.metrics import Metrics
 from parallel_rl.packing import SequencePackingLossWrapper
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
@@ -144,6 +145,8 @@ def megatron_loss_func(
         _check_output(output)
         if looks and ddp:
             warn_of_left_gradient(output)
+        if head is None and where.tp_rank == where.cp_rank == where.dp_rank == 0:
+            warn_of_padding(loss_fn, output.shape[-1] * where.tp_size, where.tp_size)
         assert data is not None, "only the last stage calls this"
         parts = where.tp_size if config.sequence_parallel and head is None else 1
         outputs = [output] if mtp_loss is None else split_heads(output, config.mtp_num_layers, parts)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_rl.counts import check_masks
+from parallel_rl.labels import check_labels
 from parallel_rl.layout import CPLayout, valid_tokens
 from parallel_rl.losses.core.call import PackedSequences
 from parallel_rl.megatron.context import Context
@@ -136,6 +137,7 @@ def _micro_batch(
     cu_seqlens: tuple[Tensor, Tensor] | None,
     device: torch.device | None,
 ) -> MicroBatch:
+    check_labels(data)
     check_masks(data)
     ids = data.get("input_ids")
     if ids is None or ids.shape != data["token_mask"].shape:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
@@ -24,7 +27,21 @@ from parallel_rl.megatron.fp8 import check_positions, compares_data_ranks, posit
 from parallel_rl.megatron.lm_head import FusedHead, is_fused
 from parallel_rl.megatron.loop_checks import check_fields, check_step
 from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
+from parallel_rl.megatron.model import unwrap
 from parallel_rl.megatron.model_config import CUT
+from parallel_rl.replicated import Replicated
+from parallel_rl.validation import get_validation
+
+_FIRST_STEPS = 3  # in which ranks compare their data on GPUs too, at the price of a host sync
+_MULTIPLE = 128  # of columns on a tensor rank, Megatron's default make_vocab_size_divisible_by
+_ADVICE = (
+    "tensor and pipeline ranks of one data rank hold the same micro-batches: seed the sampler by the data rank alone",
+    "context ranks hold the same whole rows: give whole rows, the loss cuts them (get_batch_on_this_cp_rank cuts them before)",
+)
+#: columns, and vocab_size of the loss, that `warn_of_padding` spoke of
+_WARNED: set[tuple[int, int | None]] = set()
+#: steps of a model
+_STEPS: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
 
 def prepare(
@@ -47,7 +64,8 @@ def prepare(
     layout = [parallel_state.get_model_parallel_group(), groups.context]
     fault = fault_of(models, batches)
     batches = [] if fault else batches
-    ids = [(batch.data if isinstance(batch, MicroBatch) else batch).get("input_ids") for batch in batches]
+    data = [batch.data if isinstance(batch, MicroBatch) else batch for batch in batches]
+    ids = [each.get("input_ids") for each in data]
     same = {
         "the number of micro-batches": len(batches),
         "the number of tokens in their rows": sum(field.numel() for field in ids if isinstance(field, Tensor)),
@@ -64,7 +82,7 @@ def prepare(
         # The last pipeline stage alone calls the loss; what it would miss, the other stages must hear before they send.
         check_fields(loss_fn.requirements, [batch.data for batch in prepared])
         check_step(models, loss_fn.requirements, allow_dropout=allow_dropout, trains_heads=mtp_loss is not None)
-        _check_model(models, head)
+        _check_model(models, head, groups)
         _check_heads(models, mtp_loss)
         if mtp_loss is not None and any(batch.packed for batch in prepared) and not heads_take_packed_rows():
             raise ValueError("mtp_loss with packed rows: heads of this megatron-core take padded ones only; use 0.16")
@@ -81,10 +99,23 @@ def prepare(
         why = "with FP8 by delayed scaling; add masked ones, or choose another fp8_recipe"
         sharing = {f"the number of micro-batches ({why})": len(batches)}
 
+    step = _STEPS[models[0]] = _STEPS.get(models[0], 0) + 1
+    looks = None if step <= _FIRST_STEPS and get_validation() != "never" else like
+    fields = (*loss_fn.requirements.fields, *loss_fn.requirements.optional)
+    names = ("input_ids", "token_mask", "sample_mask", *(field.name for field in fields if field.per != "local"))
+    alike = Replicated(data, names, whole=("input_ids",), advice=_ADVICE)
     # First within what holds the same rows, then over the ranks with other rows, which agree in nothing but their health.
-    return raise_on_all_ranks(
-        lambda: raise_on_all_ranks(check, layout, like, same), [groups.data], None if sharing else like, sharing
+    prepared = raise_on_all_ranks(
+        lambda: raise_on_all_ranks(check, layout, looks, same, alike=alike),
+        [groups.data],
+        None if sharing else looks,
+        sharing,
     )
+    inner = unwrap(models[0])
+    columns = getattr(inner, "vocab_size", None)
+    if step == 1 and columns is not None and loss_fn.requirements.reads != "scalar" and dist.get_rank() == 0:
+        warn_of_padding(loss_fn, columns, groups.tp_size, getattr(inner, "true_vocab_size", None))
+    return prepared
 
 
 def _masked(
@@ -101,7 +132,37 @@ def _masked(
     return [data] * (parallel_state.get_pipeline_model_parallel_world_size() if len(models) > 1 else 1)
 
 
-def _check_model(models: Sequence[torch.nn.Module], head: FusedHead | None) -> None:
+def warn_of_padding(loss_fn: object, columns: int, tp: int, true: int | None = None) -> None:
+    """Warn once of padding in every softmax: the model has more columns than tokens, and the loss does not know how many.
+
+    Args:
+        columns: of the vocabulary, padding included, over all tensor ranks.
+        true: V, if it is known; None: Megatron's padding is presumed where `columns` are a multiple of what it pads to.
+    """
+    options = getattr(getattr(loss_fn, "func", loss_fn), "options", None)  # of a functools.partial, too
+    size = getattr(options, "vocab_size", None)
+    if options is None or (columns, size) in _WARNED:
+        return
+    if true is not None and true != (columns if size is None else size):
+        known, wanted = f"{true} of which are tokens", str(true)
+    elif true is None and size is None and columns % (_MULTIPLE * tp) == 0:
+        known, wanted = "a multiple of what Megatron pads to", "the tokenizer's size"
+    else:
+        return
+    _WARNED.add((columns, size))
+    warnings.warn(
+        f"the loss has vocab_size = {size}, the model {columns} columns ({columns // tp} on each tensor rank), {known}; pass "
+        f"vocab_size = {wanted} to the loss: columns of padding that it does not know are in every softmax",
+        stacklevel=4,
+    )
+
+
+def _check_model(models: Sequence[torch.nn.Module], head: FusedHead | None, groups: ParallelGroups) -> None:
+    if groups.tp_size > 1 and not all(getattr(unwrap(model), "parallel_output", True) for model in models):
+        raise ValueError(
+            "the GPTModel has parallel_output = False, which gathers the whole vocabulary on every tensor rank: the loss would "
+            "train rank 0's columns alone; build it with parallel_output = True"
+        )
     finalized = get_model_config(models[0]).finalize_model_grads_func is not None
     wrapped = [hasattr(model, "finish_grad_sync") for model in models]
     if any(is_wrapped != finalized for is_wrapped in wrapped):

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from parallel_rl.counts import ValidCounts, count_valid
+from parallel_rl.counts import ValidCounts, count_rows
 from parallel_rl.groups import ParallelGroups, group_rank
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.nll import NLLLoss
@@ -51,7 +51,8 @@ class StepReport:
     """Metrics and global counts of one optimizer step, equal on every rank.
 
     Attributes:
-        metrics: name → float64 scalar on the device, as one process with the whole global batch would log it; `loss` is L.
+        metrics: name → float64 scalar on the device, as one process with the whole global batch would log it; `loss` is L,
+            `empty_rows` the rows with sample_mask 1 and no valid token, which count as sequences.
         counts: valid sequences and tokens over all data ranks and micro-batches.
     """
 
@@ -90,7 +91,7 @@ def forward_backward(
     >>> report = forward_backward(model, NLLLoss(vocab_size=8), [data])
     >>> clip_grads_([model], 1.0, grad_norm([model]))
     >>> sorted(report.floats())
-    ['loss', 'num_unmasked_tokens', 'num_valid_samples']
+    ['empty_rows', 'loss', 'num_unmasked_tokens', 'num_valid_samples']
 
     The first step of a model warns of dropout, fp16 without `config.grad_scale_func`, and idle heads of multi-token prediction.
     The second and third, and with `set_validation("always")` each one, warn of gradients that were not zeroed, for which the
@@ -113,11 +114,17 @@ def forward_backward(
         before_forward: called before each forward of a micro-batch, such as a heartbeat.
         allow_dropout: train with the config's dropout, with which the numbers depend on the layout.
 
+    Ranks compare checksums of input_ids, the masks and the loss's fields in the exchange that the checks make anyway: on CPUs
+    in every step; on GPUs, where it costs a host sync, in a model's first three steps and under `set_validation("always")`. All
+    other checks read shapes and configs alone and run in every step. Rank 0 warns once of a vocabulary that is padded while the
+    loss has no `vocab_size`.
+
     Raises:
         ValueError: on all ranks (see `set_validation`), before anything runs: data that lacks a
-            mask or does not suit the layout; dropout beside a loss that reads recorded log-probs; ranks of one data rank that
-            disagree in their micro-batches; micro-batches of different shapes in a pipeline that was built for one; a wrapper
-            without `finalize_model_grads_func`; a fused head that is not given. What `loss_fn` raises.
+            mask or does not suit the layout; dropout beside a loss that reads recorded log-probs; ranks of one data rank whose
+            micro-batches differ, such as rows that were cut over context ranks before; a model that gathers its logits over
+            tensor ranks (`parallel_output = False`); micro-batches of different shapes in a pipeline that was built for one; a
+            wrapper without `finalize_model_grads_func`; a fused head that is not given. What `loss_fn` raises.
     """
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     loss_fn, statistics = split_partial(loss_fn)
@@ -125,7 +132,7 @@ def forward_backward(
     config, ddp = get_model_config(models[0]), hasattr(models[0], "finish_grad_sync")
     prepared = prepare(models, loss_fn, batches, head, mtp_loss, groups, allow_dropout=allow_dropout)
     begin_step(models, ddp)
-    counts = count_valid(_counted(prepared), groups.data)
+    counts, empty_rows = count_rows(_counted(prepared), groups.data)
 
     inputs = [batch.input for batch in prepared]
     routed: Sequence[RoutedTokens | None] = [None] * len(inputs)
@@ -199,7 +206,8 @@ def forward_backward(
     if not ddp:
         sum_gradients(models)
     metrics = [report["metrics"] for report in reports]
-    return StepReport(_reduced(metrics if batches else [], groups), counts)
+    reduced = _reduced(metrics if batches else [], groups)
+    return StepReport({**reduced, "empty_rows": empty_rows.double()}, counts)
 
 
 def _statistics(

@@ -1,4 +1,4 @@
-"""Logits that were given up hold a gradient after the backward; guards against reading it as logits."""
+"""Guards against reading other things as logits: a gradient that a backward wrote over them, or hidden states."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 # An attribute of the storage: every view sees it, and it goes when the memory goes.
 _MARK = "_parallel_rl_gradient_at_version"
+_HIDDEN = "_parallel_rl_hidden_states"
 
 
 def mark_consumed(logits: Tensor) -> None:
@@ -34,6 +35,25 @@ def check_not_consumed(logits: Tensor) -> None:
         raise ValueError(
             "the logits were given up by consume_logits=True, and a backward wrote its gradient over them; compute them again, "
             "or give them up only in the last call that reads them"
+        )
+
+
+def mark_hidden_states(output: Tensor) -> None:
+    """Mark the output of a model with a fused head; views of it have the mark too."""
+    if not torch.compiler.is_compiling():
+        setattr(output.untyped_storage(), _HIDDEN, True)
+
+
+def check_no_hidden_states(logits: Tensor) -> None:
+    """Refuse hidden states that `mark_hidden_states` marked, for free.
+
+    Raises:
+        ValueError: the logits are the output of a model with a fused head.
+    """
+    if not torch.compiler.is_compiling() and hasattr(logits.untyped_storage(), _HIDDEN):
+        raise ValueError(
+            f"the model has a fused head, so its output {list(logits.shape)} is hidden states, not logits; give "
+            "head(output), where head is what `fuse_head` gave, or pass it as head= to `megatron_loss_func`"
         )
 
 

@@ -22,6 +22,7 @@ from parallel_rl.vocab.backends.passes import (
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.consumed import (
     check_backward,
+    check_no_hidden_states,
     check_not_consumed,
     mark_consumed,
     refuse_transforms,
@@ -180,7 +181,7 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None
 
     Raises:
         ValueError: fewer than two dimensions, integers, consume_logits=True without contiguous memory, logits that an earlier
-            call consumed, a transform of torch.func, a backend that cannot run here.
+            call consumed, hidden states of a fused head, a transform of torch.func, a backend that cannot run here.
     """
     if not logits.is_floating_point() or logits.dim() < 2:
         raise ValueError(
@@ -196,6 +197,7 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None
         )
     refuse_transforms(logits)
     check_not_consumed(logits)
+    check_no_hidden_states(logits)
     check_backend(backend, logits.device)
 
 

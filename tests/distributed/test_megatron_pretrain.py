@@ -89,6 +89,6 @@ def test_the_code_of_the_page_logs_and_trains_on_the_global_batch(case: Case) ->
         for name, value in logged.items():
             assert value == pytest.approx(whole[name], rel=1e-12, abs=1e-15), name
             seen += 1
-        left = {name for name in whole if name not in logged}
+        left = {name for name in whole if name not in logged} - {"empty_rows"}  # of the step, whatever the loss is
         assert all(name.endswith(("_min", "_max")) or "ess" in name for name in left), left
     assert seen >= 2

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.config.strict import configure
 from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import check_rank
@@ -25,6 +24,7 @@ from parallel_rl.losses.core.checks import (
     check_counts,
     check_data,
     check_lengths,
+    check_on_all_ranks,
     check_predicts,
     check_statistics,
     check_temperature,
@@ -213,10 +213,7 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
             needs = needs.with_temperature()
         head, logits = split_output(call.output, group)
         call = replace(call, data=self._complete(logits, call.data))
-        same = call.facts(logits, self.options.vocab_size, self.options.vocab_start)
-        layout = raise_on_all_ranks(
-            lambda: self._check(call, needs, head, logits), [group, call.context_group], logits, same
-        )
+        layout = check_on_all_ranks(lambda: self._check(call, needs, head, logits), call, needs, logits, self.options)
         self.options.check_spans(logits, group)
         counts = ValidCounts.of(call.global_valid_seqs, call.global_valid_toks, logits.device)
         statistics = None if call.statistics is None else call.statistics.to(logits.device)
@@ -241,8 +238,8 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         name, group = type(self).__name__, call.tensor_group
         if head is not None:
             check_lm_head(name, needs, self.options, head, group)
+        check_labels(call.data)
         if is_shifted(call.data):
-            check_labels(call.data)
             check_predicts(name, self.requirements)
         read = ("input_ids", "token_mask", "sample_mask", *needs.names)
         self._check_heads(head, {field: call.heads[field] for field in read if field in call.heads}, group)

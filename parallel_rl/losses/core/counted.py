@@ -13,6 +13,7 @@ import torch
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import ParallelGroups
+from parallel_rl.labels import check_labels
 from parallel_rl.layout import SequenceLayout
 from parallel_rl.losses.core.checks import check_data
 from parallel_rl.losses.core.local_batch import LocalBatch
@@ -50,6 +51,7 @@ def count_step(
 
     def check() -> None:
         for data in given:
+            check_labels(data)
             ids = data.get("input_ids")
             check_data(data, needs, ids if isinstance(ids, torch.Tensor) else torch.empty(0))
             if checks_values(data["input_ids"]):

@@ -15,7 +15,7 @@ from parallel_rl.counts import ValidCounts
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossFunction, share_of
-from parallel_rl.losses.core.checks import check_counts, check_log_probs, check_pairs, check_statistics
+from parallel_rl.losses.core.checks import check_counts, check_log_probs, check_pairs, check_statistics, known_counts
 from parallel_rl.losses.core.log_prob_call import (
     LogProbCall,
     check_mask,
@@ -25,6 +25,7 @@ from parallel_rl.losses.core.log_prob_call import (
     rows_and_data,
 )
 from parallel_rl.losses.core.log_prob_rows import RowsBatch, Values, rows_batch
+from parallel_rl.replicated import Replicated
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.backends.torch_backend import math_dtype
@@ -165,7 +166,9 @@ class LogProbLossFunction(LossFunction):
             entropy = None if call.entropy is None else field_rows("entropy", call.entropy, rows, call)
             return logprobs, entropy, data
 
-        logprobs, entropy, data = raise_on_all_ranks(check, [call.context_group], call.like, call.facts)
+        numbers = known_counts(call.global_valid_seqs, call.global_valid_toks)
+        alike = Replicated(numbers=numbers, advice=("give all context ranks the counts of the whole step",))
+        logprobs, entropy, data = raise_on_all_ranks(check, [call.context_group], call.like, call.facts, alike=alike)
         counts = ValidCounts.of(call.global_valid_seqs, call.global_valid_toks, logprobs.device)
         statistics = None if call.statistics is None else call.statistics.to(logprobs.device)
         whole = rows_batch(data, counts, call.context_group, needs.on_rows(), statistics)

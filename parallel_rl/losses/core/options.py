@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from parallel_rl.groups import group_size
 from parallel_rl.layout import CPLayout
 from parallel_rl.vocab.shards import VocabShard, check_logit_scale, check_spans
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation
@@ -69,7 +70,17 @@ class VocabOptions:
         """Build the `VocabShard` that says how this rank's `width` columns are read.
 
         Samples' own temperatures come with `for_batch`; without it they are NaN, for checks of columns alone.
+
+        Raises:
+            ValueError: columns that are the whole vocabulary on the first of several ranks; see `VocabShard.of`.
         """
+        tp = group_size(group)
+        if tp > 1 and self.vocab_start is None and self.vocab_size and width >= self.vocab_size > 0:
+            raise ValueError(
+                f"the logits have {width} columns on each of {tp} tensor ranks, so the first alone holds all of vocab_size = "
+                f"{self.vocab_size}; give each rank its own columns (GPTModel: parallel_output = True), or vocab_start= where "
+                "the others hold padding"
+            )
         temperature = torch.tensor(torch.nan) if isinstance(self.temperature, str) else self.temperature
         return VocabShard.of(
             width, group, self.vocab_size, self.vocab_start, temperature=temperature, entropy=entropy,

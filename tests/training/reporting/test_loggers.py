@@ -76,9 +76,9 @@ def test_a_logger_of_ones_own_gets_config_and_rows_and_never_ends_the_run(own: s
         given = arguments(folder, run__loggers="[own_file, tensorboard]", **more)
         [rows, others] = run_world(2, _train, [own], [str(tmp_path)], given)
         assert rows == others and len(rows) == (3 if folder == whole else 1)
-    first = ["begin first 0 {'sft': 0}", "sft 1 ['grad_norm']", "sft 3 ['grad_norm']", "end"]
+    first = ["begin first 0 {'sft': 0}", "sft 1 ['empty_rows']", "sft 3 ['empty_rows']", "end"]
     assert (whole / "own.txt").read_text().splitlines() == first
-    again = ["begin first 0 {'sft': 2}", "sft 3 ['grad_norm']", "end"]
+    again = ["begin first 0 {'sft': 2}", "sft 3 ['empty_rows']", "end"]
     assert (stopped / "own.txt").read_text().splitlines() == [*first, *again]
     assert (whole / "tensorboard" / "sft").is_dir()
 
