@@ -57,9 +57,8 @@ class HuggingFaceTokenizer:
         pad = vocabulary.get(special.get("pad_token", ""), ends[0])
         self.vocabulary = Vocabulary(size, frozenset(ends), pad)
         self._end = ends[0]
-        around = self._tokenizer.encode("", add_special_tokens=True).ids
         self._no_form = f"{folder} has no chat template, or tokenizer.chat = False does not ask for it"
-        self._begin = list(takewhile(lambda token: token not in self.vocabulary.ends, around))
+        self._begin = _begin(self._tokenizer, vocabulary)
         self._template = (
             None if chat is None else ChatTemplate(_template(folder, config, chat), str(folder), special, chat)
         )
@@ -160,6 +159,15 @@ def _load(folder: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _begin(tokenizer: Tokenizer, vocabulary: Iterable[str]) -> list[int]:
+    """The special tokens that tokenizer.json puts before a text; one of them may be the end token, too."""
+    for text in ("a", *vocabulary):
+        encoding = tokenizer.encode(text, add_special_tokens=True)
+        if not all(encoding.special_tokens_mask):
+            return encoding.ids[: encoding.special_tokens_mask.index(0)]
+    return []
 
 
 def _tokenizer_json(folder: Path) -> Path:
