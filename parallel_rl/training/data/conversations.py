@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from parallel_rl.config.json_text import brief
 from parallel_rl.training.data.format import Row, text_of
@@ -102,20 +103,36 @@ def shared_turns(chosen: object, rejected: object) -> list[Message]:
 
 
 def messages_of(value: object, key: str) -> list[Message]:
-    """A list of messages.
+    """Check a list of messages, and return it without null keys.
+
+    Parquet gives every message of a file the keys of all: a template that tests for a key must not find a null.
 
     Raises:
         ValueError: anything else; names the message.
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"{key!r} = {brief(value)} is not valid; a list of {{role, content}} is needed")
-    for index, message in enumerate(value):
+    messages = [without_nulls(message) for message in value]
+    for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"{key}[{index}] = {brief(message)} is not valid; {{role, content}} is needed")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ValueError(f"{key}[{index}].content = {brief(content)} is not valid; a text is needed")
-    return value
+        if content is None and "content" in value[index]:
+            messages[index] = {**message, "content": None}  # beside tool_calls a template may read it
+    return messages
+
+
+def without_nulls(value: object) -> Any:
+    """Copy a JSON value without its null keys, at every depth.
+
+    >>> without_nulls({"role": "user", "name": None, "parts": [{"text": "hi", "url": None}, None]})
+    {'role': 'user', 'parts': [{'text': 'hi'}, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _is_answer(message: Message) -> bool:

@@ -9,7 +9,14 @@ from pathlib import Path
 
 from parallel_rl.config.json_text import all_finite, all_int64, brief, is_finite, is_int64
 from parallel_rl.training.config.data import FIELDS
-from parallel_rl.training.data.conversations import answers_of, asked_text, conversation, shared_turns, split_turns
+from parallel_rl.training.data.conversations import (
+    answers_of,
+    asked_text,
+    conversation,
+    shared_turns,
+    split_turns,
+    without_nulls,
+)
 from parallel_rl.training.data.format import Format, Row, field_of, pick, text_of
 from parallel_rl.training.tokenizer.protocol import Target
 
@@ -117,7 +124,7 @@ def parse_pair(row: Row, form: Format) -> Pair:
     """
     fields, _ = pick(row, FIELDS["pairs"], form.columns)
     chosen, rejected = field_of(fields, "chosen", row), field_of(fields, "rejected", row)
-    if chosen == rejected:
+    if without_nulls(chosen) == without_nulls(rejected):
         raise ValueError(f"'chosen' and 'rejected' are both {brief(chosen)}")
     if isinstance(chosen, list) and isinstance(rejected, list) and fields.keys().isdisjoint(("prompt", "messages")):
         fields = {**fields, "messages": shared_turns(chosen, rejected)}

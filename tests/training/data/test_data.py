@@ -72,7 +72,6 @@ PAIR = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}
 @pytest.mark.parametrize(
     ("reader", "good", "bad", "message"),
     [
-        ("prompts", GOOD, "", "line 2: the line is empty"),
         ("prompts", GOOD, '{"prompt": "1+', r"line 2: no JSON \("),
         ("prompts", GOOD, "[1]", "line 2: a JSON object is needed"),
         ("prompts", GOOD, {"prompt": "1"}, "line 2: the field 'answer' is missing"),
