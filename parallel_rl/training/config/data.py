@@ -10,13 +10,23 @@ from parallel_rl.config.strict import at_least, nearest
 Paths = str | tuple[str, ...] | None
 
 # the fields that records of each source may have under names of their own
-_ASKED = ("prompt", "messages", "system")
+_ASKED = ("prompt", "messages", "system", "tools")
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "train": (*_ASKED, "answer", "source"),
     "held_out": (*_ASKED, "answer", "source"),
     "examples": (*_ASKED, "answer", "text"),
     "pairs": (*_ASKED, "chosen", "rejected"),
 }
+# forms of other frameworks, see `training.data.forms`
+FORM_NAMES = (
+    "prompt_completion",
+    "alpaca",
+    "sharegpt",
+    "ultrafeedback",
+    "dialogue_texts",
+    "nemo_rl_preference",
+    "verl",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +45,8 @@ class DataConfig:
         columns: the column of each field that the files name otherwise, with dots into nested ones, as in {prompt: question,
             answer: reward_model.ground_truth}; {examples.prompt: ask} is of one source alone. Then the files may have more
             columns, which a reward function gets.
+        form: the form of another framework that the records have, such as ultrafeedback, alpaca, sharegpt or verl; null: the
+            first record of each source tells. With a form that is named, columns that it does not read are left aside.
         system: the system text of conversations that have none.
         mask_history: of an example's `messages` learn the last answer alone, not every one.
         buffer_megabytes: what of each is held in memory, and shuffled, at a time; one block (a Parquet row group) at least.
@@ -48,6 +60,7 @@ class DataConfig:
     pairs: Paths = None
     rollouts: Paths = None
     columns: dict[str, str] = field(default_factory=dict)
+    form: str | None = None
     system: str | None = None
     mask_history: bool = False
     buffer_megabytes: int = 64
@@ -57,6 +70,10 @@ class DataConfig:
         at_least(self, buffer_megabytes=1, check_gigabytes=0)
         if self.mask_history and self.examples is None:
             raise ValueError("mask_history = True has no effect; only data.examples have answers to learn or to mask")
+        if self.form is not None and self.form not in FORM_NAMES:
+            raise ValueError(f"form = {self.form!r} is not valid; {nearest(self.form, FORM_NAMES)}")
+        if self.form is not None and self.columns:
+            raise ValueError(f"form = {self.form!r} and columns are both given; leave one of them out")
         for key, column in self.columns.items():
             source, dot, name = key.rpartition(".")
             if dot and source not in FIELDS:

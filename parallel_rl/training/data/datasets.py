@@ -16,6 +16,7 @@ from parallel_rl.training.config.data import DataConfig
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.examples import Example, Pair, Prompt, Rollout
 from parallel_rl.training.data.format import Row
+from parallel_rl.training.data.forms import find_forms
 from parallel_rl.training.data.parsers import parsers
 from parallel_rl.training.data.records.check import TextSet, check, keys_of
 from parallel_rl.training.data.records.paths import DataFile, find_files
@@ -37,6 +38,7 @@ class Datasets:
         seed: of the order of the records.
         longest: tokens of the longest sequence that a run can make of the records that were checked.
         checked: the part of each source that was.
+        forms: of sources whose records are not of our own form, described.
     """
 
     train: Records[Prompt] = field(default_factory=Records)
@@ -47,6 +49,7 @@ class Datasets:
     seed: int = 0
     longest: int = 0
     checked: Mapping[str, float] = field(default_factory=dict)
+    forms: Mapping[str, str] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[str, Records]]:
         """Sources that have records, by name."""
@@ -111,6 +114,7 @@ class Datasets:
             rest = "" if part == 1 else f"; {part:.1%} of it checked, the rest when it is read"
             files = f"{len(records.files):,} file{'s' * (len(records.files) > 1)}"
             lines.append(f"data.{name}: {len(records):,} records in {files}, {records.bytes / 1e6:,.1f} MB{rest}")
+            lines += [f"data.{name}: {self.forms[name]}"] if name in self.forms else []
         return lines
 
 
@@ -141,7 +145,8 @@ def read_datasets(
             steps with whole groups.
     """
     reader = _Reader(config, files, room)
-    parse = parsers(config, tokenizer)
+    forms = raise_on_all_ranks(lambda: find_forms(config.data, files))
+    parse = parsers(config, tokenizer, forms)
     held_out, held = reader.held_out(parse.held_out)
 
     def train(row: Row) -> Prompt:
@@ -159,6 +164,7 @@ def read_datasets(
         pairs=reader.source("pairs", parse.pairs),
         rollouts=reader.rollouts(parse.rollouts),
         seed=config.run.seed,
+        forms={name: description for name, (_, description) in forms.items()},
     )
     return replace(data, longest=reader.longest, checked=reader.checked)
 

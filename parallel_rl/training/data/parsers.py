@@ -20,6 +20,7 @@ from parallel_rl.training.data.examples import (
     parse_rollout,
 )
 from parallel_rl.training.data.format import Format, Row
+from parallel_rl.training.data.forms import Forms, read_of
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 
@@ -33,10 +34,13 @@ class Parsers(NamedTuple):
     rollouts: Callable[[Row], Rollout]
 
 
-def parsers(config: TrainConfig, tokenizer: Tokenizer) -> Parsers:
-    """Build the parsers of a run's sources."""
-    data = config.data
-    form = {name: Format(tokenizer, data.columns_of(name), data.system, data.mask_history) for name in FIELDS}
+def parsers(config: TrainConfig, tokenizer: Tokenizer, forms: Forms | None = None) -> Parsers:
+    """Build the parsers of a run's sources, whose records have the forms of `find_forms`; None: this package's own."""
+    data, forms = config.data, forms or {}
+    form = {
+        name: Format(tokenizer, data.columns_of(name), data.system, data.mask_history, read_of(forms, name))
+        for name in FIELDS
+    }
     return Parsers(
         partial(_rewarded_prompt, form=form["train"], rewards=config.rewards),
         partial(_rewarded_prompt, form=form["held_out"], rewards=config.rewards),

@@ -75,7 +75,7 @@ PAIR = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}
         ("prompts", GOOD, '{"prompt": "1+', r"line 2: no JSON \("),
         ("prompts", GOOD, "[1]", "line 2: a JSON object is needed"),
         ("prompts", GOOD, {"prompt": "1"}, "line 2: the field 'answer' is missing"),
-        ("prompts", GOOD, {**GOOD, "answer": 3}, "line 2: 'answer' = 3 is not valid; a text"),
+        ("prompts", GOOD, {**GOOD, "answer": ""}, "line 2: 'answer' = '' is not valid; a text"),
         ("prompts", GOOD, {**GOOD, "answr": "3"}, "line 2: unknown field 'answr'; did you mean 'answer'"),
         ("prompts", GOOD, {**GOOD, "prompt": "1*2="}, r"line 2: the character '\*' of '1\*2=' is not in"),
         ("examples", GOOD, {**GOOD, "answer": "x"}, "line 2: the character 'x'"),
