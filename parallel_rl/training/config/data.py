@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from parallel_rl.config.strict import at_least, nearest
 
@@ -47,6 +48,11 @@ class DataConfig:
             columns, which a reward function gets.
         form: the form of another framework that the records have, such as ultrafeedback, alpaca, sharegpt or verl; null: the
             first record of each source tells. With a form that is named, columns that it does not read are left aside.
+        too_long: what becomes of a prompt, an example or a pair that the model, a micro-batch or max_length has no room for:
+            "error", "drop" leaves it out of the order, "truncate" cuts the end of answers and the beginning of prompts.
+        max_length: tokens of the longest sequence, beside what the model and a micro-batch have room for; of a prompt with
+            sampling.max_new_tokens.
+        invalid: what becomes of a pair with equal or empty answers: "error", or "drop" leaves it out of the order.
         system: the system text of conversations that have none.
         mask_history: of an example's `messages` learn the last answer alone, not every one.
         buffer_megabytes: what of each is held in memory, and shuffled, at a time; one block (a Parquet row group) at least.
@@ -61,6 +67,9 @@ class DataConfig:
     rollouts: Paths = None
     columns: dict[str, str] = field(default_factory=dict)
     form: str | None = None
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    max_length: int | None = None
+    invalid: Literal["error", "drop"] = "error"
     system: str | None = None
     mask_history: bool = False
     buffer_megabytes: int = 64
@@ -68,6 +77,10 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         at_least(self, buffer_megabytes=1, check_gigabytes=0)
+        if self.max_length is not None:
+            at_least(self, max_length=2)
+        if self.invalid == "drop" and self.pairs is None:
+            raise ValueError("invalid = 'drop' has no effect; only data.pairs can hold equal or empty answers")
         if self.mask_history and self.examples is None:
             raise ValueError("mask_history = True has no effect; only data.examples have answers to learn or to mask")
         if self.form is not None and self.form not in FORM_NAMES:

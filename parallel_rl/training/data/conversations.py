@@ -184,5 +184,13 @@ def without_nulls(value: object) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+def is_empty(answer: object) -> bool:
+    """Whether an answer is an empty text, or ends with a message that says nothing."""
+    last = answer[-1] if isinstance(answer, list) and answer else answer
+    if isinstance(last, Mapping):
+        return last.get("role") == "assistant" and not last.get("content") and not last.get("tool_calls")
+    return last in ("", [])
+
+
 def _is_answer(message: Message) -> bool:
     return message["role"] == "assistant" and bool(message.get("content") or message.get("tool_calls"))

@@ -6,23 +6,26 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import final
 
 from parallel_rl.config.json_text import all_finite, all_int64, brief, is_finite, is_int64
 from parallel_rl.training.data.conversations import (
     answers_of,
     asked_text,
     conversation,
+    is_empty,
     shared_turns,
     split_turns,
     tools_of,
     without_nulls,
 )
-from parallel_rl.training.data.format import Format, Row, field_of, pick, text_of
+from parallel_rl.training.data.format import Format, Row, UnfitRecord, field_of, pick, text_of
 from parallel_rl.training.tokenizer.protocol import Target
 
 _ROLLOUT = ("tokens", "logprobs", "mask", "group", "reward", "advantage", "staleness", "run", "segments")
 
 
+@final
 @dataclass(frozen=True)
 class Prompt:
     """A question and its answer: ids of the prompt, its text, and any JSON value as the answer, for the reward function.
@@ -37,6 +40,7 @@ class Prompt:
     extra: Mapping[str, object] = field(default_factory=dict)
 
 
+@final
 @dataclass(frozen=True)
 class Example:
     """A demonstration: the loss is on the target."""
@@ -45,6 +49,7 @@ class Example:
     target: Target
 
 
+@final
 @dataclass(frozen=True)
 class Pair:
     """Two answers to one prompt, the first preferred."""
@@ -54,6 +59,7 @@ class Pair:
     rejected: Target
 
 
+@final
 @dataclass(frozen=True)
 class Rollout:
     """A sample that was generated elsewhere: `logprobs` are those of its last `len(logprobs)` tokens.
@@ -132,7 +138,10 @@ def parse_pair(row: Row, form: Format) -> Pair:
     fields, _ = form.fields(row, "pairs")
     chosen, rejected = field_of(fields, "chosen", row), field_of(fields, "rejected", row)
     if without_nulls(chosen) == without_nulls(rejected):
-        raise ValueError(f"'chosen' and 'rejected' are both {brief(chosen)}")
+        raise UnfitRecord(f"'chosen' and 'rejected' are both {brief(chosen)}", "invalid")
+    for key, value in (("chosen", chosen), ("rejected", rejected)):
+        if is_empty(value):
+            raise UnfitRecord(f"{key!r} = {brief(value)} is empty", "invalid")
     if isinstance(chosen, list) and isinstance(rejected, list) and fields.keys().isdisjoint(("prompt", "messages")):
         fields = {**fields, "messages": shared_turns(chosen, rejected)}
     asked = conversation(fields, form.system, row)

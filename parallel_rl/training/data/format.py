@@ -14,6 +14,20 @@ from parallel_rl.training.tokenizer.protocol import Tokenizer
 Row = Mapping[str, object]
 Fields = dict[str, object]
 
+
+class UnfitRecord(ValueError):
+    """A well-formed record that a run may leave out.
+
+    Attributes:
+        kind: "too_long", or "invalid".
+        tokens: of its longest sequence, if it is too long.
+    """
+
+    def __init__(self, message: str, kind: str, tokens: int = 0) -> None:
+        super().__init__(message)
+        self.kind, self.tokens = kind, tokens
+
+
 # alternatives
 _ASKED = ("prompt", "messages", "text")
 

@@ -15,8 +15,9 @@ from parallel_rl.training.batching.micro_batches import width_unit
 from parallel_rl.training.config.algorithms import rows_of_pair
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
-from parallel_rl.training.data.datasets import Datasets, Record, find_data, lengths_of, read_datasets
+from parallel_rl.training.data.datasets import Datasets, find_data
 from parallel_rl.training.data.examples import Pair
+from parallel_rl.training.data.reading import Record, lengths_of, read_datasets
 from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.preflight.sizes import check_layout, length_check
 

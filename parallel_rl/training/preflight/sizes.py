@@ -67,7 +67,11 @@ def length_check(config: TrainConfig) -> Callable[[int], None]:
     capacity = Capacity.of_config(config.batch, sizes)
     rows = 1 if config.preference is None else rows_of_pair(config.preference)
 
+    longest = config.data.max_length
+
     def check(tokens: int) -> None:
+        if longest is not None and tokens > longest:
+            raise ValueError(f"data.max_length = {longest} is too few; the sequence takes {tokens}")
         needed = -(-tokens // unit) * unit + (unit * sizes.tensor if packing else 0)
         if needed > most:
             raise ValueError(f"model.max_positions = {most} is too few; the sequence takes {needed} with padding")

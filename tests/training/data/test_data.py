@@ -13,7 +13,7 @@ from parallel_rl.experience.rewards import checker, exact_match
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
-from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
+from parallel_rl.training.data.datasets import Datasets, find_data
 from parallel_rl.training.data.examples import (
     Rollout,
     parse_example,
@@ -23,6 +23,7 @@ from parallel_rl.training.data.examples import (
     write_rollouts,
 )
 from parallel_rl.training.data.format import Format
+from parallel_rl.training.data.reading import read_datasets
 from parallel_rl.training.data.records.source import Records, open_records
 from parallel_rl.training.preflight.sizes import check_vocabulary
 from parallel_rl.training.tokenizer.characters import CharTokenizer

@@ -12,10 +12,11 @@ from parallel_rl.config.strict import configure
 from parallel_rl.training.config.data import DataConfig
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.config.tokenizer import TokenizerConfig
-from parallel_rl.training.data.datasets import find_data, read_datasets
+from parallel_rl.training.data.datasets import find_data
 from parallel_rl.training.data.examples import parse_example, parse_pair, parse_prompt
 from parallel_rl.training.data.format import Format, Row
 from parallel_rl.training.data.forms import find_forms, read_of
+from parallel_rl.training.data.reading import read_datasets
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 from tests.training.helpers import run
 from tests.training.tokenizer.folders import write_tokenizer
