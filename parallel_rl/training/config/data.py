@@ -17,9 +17,11 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "held_out": (*_ASKED, "answer", "source"),
     "examples": (*_ASKED, "answer", "text"),
     "pairs": (*_ASKED, "chosen", "rejected"),
+    "answers": (*_ASKED, "answer", "label"),
 }
 # forms of other frameworks, see `training.data.forms`
 FORM_NAMES = (
+    "unpaired_preference",
     "prompt_completion",
     "alpaca",
     "sharegpt",
@@ -42,6 +44,7 @@ class DataConfig:
         held_out: prompts with answers for the evaluation.
         examples: demonstrations for the warm-up and for SFT.
         pairs: preference pairs for DPO.
+        answers: single answers that are labelled good or bad, for KTO.
         rollouts: recorded rollouts, trained on instead of sampling, in the order of the files.
         columns: the column of each field that the files name otherwise, with dots into nested ones, as in {prompt: question,
             answer: reward_model.ground_truth}; {examples.prompt: ask} is of one source alone. Then the files may have more
@@ -52,7 +55,8 @@ class DataConfig:
             "error", "drop" leaves it out of the order, "truncate" cuts the end of answers and the beginning of prompts.
         max_length: tokens of the longest sequence, beside what the model and a micro-batch have room for; of a prompt with
             sampling.max_new_tokens.
-        invalid: what becomes of a pair with equal or empty answers: "error", or "drop" leaves it out of the order.
+        invalid: what becomes of a pair with equal or empty answers, and of a labelled answer that is empty: "error", or "drop"
+            leaves it out of the order.
         system: the system text of conversations that have none.
         mask_history: of an example's `messages` learn the last answer alone, not every one.
         buffer_megabytes: what of each is held in memory, and shuffled, at a time; one block (a Parquet row group) at least.
@@ -64,6 +68,7 @@ class DataConfig:
     held_out: Paths = None
     examples: Paths = None
     pairs: Paths = None
+    answers: Paths = None
     rollouts: Paths = None
     columns: dict[str, str] = field(default_factory=dict)
     form: str | None = None
@@ -79,8 +84,8 @@ class DataConfig:
         at_least(self, buffer_megabytes=1, check_gigabytes=0)
         if self.max_length is not None:
             at_least(self, max_length=2)
-        if self.invalid == "drop" and self.pairs is None:
-            raise ValueError("invalid = 'drop' has no effect; only data.pairs can hold equal or empty answers")
+        if self.invalid == "drop" and self.pairs is None and self.answers is None:
+            raise ValueError("invalid = 'drop' has no effect; only data.pairs and data.answers have answers to compare")
         if self.mask_history and self.examples is None:
             raise ValueError("mask_history = True has no effect; only data.examples have answers to learn or to mask")
         if self.form is not None and self.form not in FORM_NAMES:

@@ -8,15 +8,14 @@ from typing import TypeVar
 
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.training.config.data import DataConfig
-from parallel_rl.training.data.examples import Example, Pair, Prompt, Rollout
-from parallel_rl.training.data.fit import Unfit
+from parallel_rl.training.data.examples import Answer, Example, Pair, Prompt, Rollout
 from parallel_rl.training.data.records.paths import DataFile, find_files
 from parallel_rl.training.data.records.source import Records
 
-RecordT = TypeVar("RecordT", Prompt, Example, Pair, Rollout)
+RecordT = TypeVar("RecordT", Prompt, Example, Pair, Answer, Rollout)
 Files = Mapping[str, tuple[DataFile, ...]]
 
-SOURCES = ("held_out", "train", "examples", "pairs", "rollouts")
+SOURCES = ("held_out", "train", "examples", "pairs", "answers", "rollouts")
 
 
 @dataclass(frozen=True)
@@ -27,20 +26,19 @@ class Datasets:
         seed: of the order of the records.
         longest: tokens of the longest sequence that a run can make of the records that were checked.
         checked: the part of each source that was.
-        forms: of sources whose records are not of our own form, described.
-        unfit: records of a source that were dropped or cut.
+        notes: lines about a source: the form of its records, those that were dropped or cut, the labels of answers.
     """
 
     train: Records[Prompt] = field(default_factory=Records)
     held_out: Records[Prompt] = field(default_factory=Records)
     examples: Records[Example] = field(default_factory=Records)
     pairs: Records[Pair] = field(default_factory=Records)
+    answers: Records[Answer] = field(default_factory=Records)
     rollouts: Records[Rollout] = field(default_factory=Records)
     seed: int = 0
     longest: int = 0
     checked: Mapping[str, float] = field(default_factory=dict)
-    forms: Mapping[str, str] = field(default_factory=dict)
-    unfit: Mapping[str, Unfit] = field(default_factory=dict)
+    notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def sources(self) -> Iterator[tuple[str, Records]]:
         """Sources that have records, by name."""
@@ -105,8 +103,7 @@ class Datasets:
             rest = "" if part == 1 else f"; {part:.1%} of it checked, the rest when it is read"
             files = f"{len(records.files):,} file{'s' * (len(records.files) > 1)}"
             lines.append(f"data.{name}: {len(records):,} records in {files}, {records.bytes / 1e6:,.1f} MB{rest}")
-            lines += [f"data.{name}: {self.forms[name]}"] if name in self.forms else []
-            lines += [f"data.{name}: {self.unfit[name].describe()}"] if name in self.unfit else []
+            lines += [f"data.{name}: {note}" for note in self.notes.get(name, ())]
         return lines
 
 

@@ -61,6 +61,16 @@ class Pair:
 
 @final
 @dataclass(frozen=True)
+class Answer:
+    """One answer to a prompt, desirable or not."""
+
+    prompt: tuple[int, ...]
+    target: Target
+    desirable: bool
+
+
+@final
+@dataclass(frozen=True)
 class Rollout:
     """A sample that was generated elsewhere: `logprobs` are those of its last `len(logprobs)` tokens.
 
@@ -149,6 +159,25 @@ def parse_pair(row: Row, form: Format) -> Pair:
     tools = tools_of(fields)
     targets = (form.tokenizer.target(asked, answers, tools) for answers in sides)
     return Pair(tuple(form.tokenizer.render(asked, tools)), *targets)
+
+
+def parse_answer(row: Row, form: Format) -> Answer:
+    """{"prompt": text or messages, "answer": the same, "label": true or false}; 1 is true, 0 and -1 are false.
+
+    Raises:
+        ValueError: as `parse_prompt`, or another label.
+    """
+    fields, _ = form.fields(row, "answers")
+    label = field_of(fields, "label", row)
+    if not isinstance(label, int | float) or label not in (1, 0, -1):
+        raise ValueError(f"'label' = {brief(label)} is not valid; true or 1 is desirable, false, 0 or -1 undesirable")
+    asked = conversation(fields, form.system, row)
+    answer = field_of(fields, "answer", row)
+    if is_empty(answer):
+        raise UnfitRecord(f"'answer' = {brief(answer)} is empty", "invalid")
+    tools = tools_of(fields)
+    target = form.tokenizer.target(asked, answers_of(answer, "answer", asked), tools)
+    return Answer(tuple(form.tokenizer.render(asked, tools)), target, label == 1)
 
 
 def parse_rollout(row: Row, vocab_size: int) -> Rollout:

@@ -250,6 +250,17 @@ _ULTRAFEEDBACK = ("prompt", "chosen", "rejected")
 
 FORMS = (
     RecordForm(
+        "unpaired_preference",
+        "TRL's unpaired preference",
+        ("answers",),
+        ("prompt", "completion", "label"),
+        partial(
+            _renamed,
+            {"prompt": "prompt", "completion": "answer", "label": "label", "system": "system", "tools": "tools"},
+        ),
+        ("system", "tools"),
+    ),
+    RecordForm(
         "prompt_completion",
         "TRL's prompt and completion",
         ("examples",),

@@ -10,10 +10,12 @@ from parallel_rl.config.strict import nearest
 from parallel_rl.training.config.data import FIELDS
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.examples import (
+    Answer,
     Example,
     Pair,
     Prompt,
     Rollout,
+    parse_answer,
     parse_example,
     parse_pair,
     parse_prompt,
@@ -31,6 +33,7 @@ class Parsers(NamedTuple):
     held_out: Callable[[Row], Prompt]
     examples: Callable[[Row], Example]
     pairs: Callable[[Row], Pair]
+    answers: Callable[[Row], Answer]
     rollouts: Callable[[Row], Rollout]
 
 
@@ -46,6 +49,7 @@ def parsers(config: TrainConfig, tokenizer: Tokenizer, forms: Forms | None = Non
         partial(_rewarded_prompt, form=form["held_out"], rewards=config.rewards),
         partial(parse_example, form=form["examples"]),
         partial(parse_pair, form=form["pairs"]),
+        partial(parse_answer, form=form["answers"]),
         partial(parse_rollout, vocab_size=config.model.vocabulary(tokenizer.vocabulary).size),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,7 +16,7 @@ from parallel_rl.agreement import gather_results, raise_on_all_ranks
 from parallel_rl.training.config.algorithms import RLConfig
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets, Files, RecordT, check_cut
-from parallel_rl.training.data.examples import Example, Pair, Prompt, Rollout
+from parallel_rl.training.data.examples import Answer, Example, Pair, Prompt, Rollout
 from parallel_rl.training.data.fit import Unfit, longest_that_fits, shorten
 from parallel_rl.training.data.format import Row, UnfitRecord
 from parallel_rl.training.data.forms import find_forms
@@ -24,7 +25,7 @@ from parallel_rl.training.data.records.check import TextSet, check, keys_of
 from parallel_rl.training.data.records.source import Records, index_of
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
-Record = Prompt | Example | Pair | Rollout
+Record = Prompt | Example | Pair | Answer | Rollout
 
 
 def read_datasets(
@@ -43,8 +44,9 @@ def read_datasets(
             prompt in both `train` and `held_out`, recorded rollouts that do not fill
             steps with whole groups.
     """
-    reader = _Reader(config, files, room)
-    forms = raise_on_all_ranks(lambda: find_forms(config.data, files))
+    reader, forms = _Reader(config, files, room), raise_on_all_ranks(lambda: find_forms(config.data, files))
+    for name, (_, description) in forms.items():
+        reader.notes[name].append(description)
     parse = parsers(config, tokenizer, forms)
     held_out, held = reader.held_out(parse.held_out)
 
@@ -61,18 +63,18 @@ def read_datasets(
         held_out=held_out,
         examples=reader.source("examples", parse.examples),
         pairs=reader.source("pairs", parse.pairs),
+        answers=reader.answers(parse.answers),
         rollouts=reader.rollouts(parse.rollouts),
         seed=config.run.seed,
-        forms={name: description for name, (_, description) in forms.items()},
     )
-    return replace(data, longest=reader.longest, checked=reader.checked, unfit=reader.unfit)
+    return replace(data, longest=reader.longest, checked=reader.checked, notes=reader.notes)
 
 
 class _Reader:
     """Opens and checks one source after the other, and keeps what is known of all."""
 
     def __init__(self, config: TrainConfig, files: Files, room: Callable[[int], None]) -> None:
-        self.longest, self.checked, self.unfit = 0, dict[str, float](), dict[str, Unfit]()
+        self.longest, self.checked, self.notes = 0, dict[str, float](), defaultdict[str, list[str]](list)
         self._cut = list[int]()  # tokens of this rank's sequences that were shortened
         self._config, self._files, self._room = config, files, room
 
@@ -89,6 +91,21 @@ class _Reader:
             )
         keys = gather_results(lambda: np.concatenate([np.empty(0, np.uint64), *mine]))
         return records, TextSet(np.concatenate(keys))
+
+    def answers(self, parse: Callable[[Row], Answer]) -> Records[Answer]:
+        """Labelled answers, with a note on the weights that their numbers suggest."""
+        records, labels = self._open("answers", parse), np.zeros(2, np.int64)
+
+        def count(_: int, batch: Sequence[Answer]) -> None:
+            good = sum(answer.desirable for answer in batch)
+            labels[:] += good, len(batch) - good
+
+        if len(records):
+            records = self._check("answers", records, each=count)
+            good, bad = np.sum(gather_results(lambda: labels), axis=0).tolist()
+            assert self._config.preference is not None
+            self.notes["answers"].append(label_note(good, bad, self._config.preference.loss.options))
+        return records
 
     def rollouts(self, parse: Callable[[Row], Rollout]) -> Records[Rollout]:
         """Checked for what concerns several of them, too."""
@@ -146,7 +163,7 @@ class _Reader:
         """Check a source, and return it without the records that are dropped."""
         data, mine = self._config.data, list[_UnfitRow]()
         drops = {kind for kind, what in (("too_long", data.too_long), ("invalid", data.invalid)) if what == "drop"}
-        if drops & ({"too_long", "invalid"} if name == "pairs" else {"too_long"}) and name != "rollouts":
+        if drops & ({"too_long", "invalid"} if name in ("pairs", "answers") else {"too_long"}) and name != "rollouts":
             budget = float("inf")  # the order is of the records that are left
         elif budget is None:
             budget = data.check_gigabytes * 1e9
@@ -167,7 +184,7 @@ class _Reader:
         self.checked[name], self.longest = part, max(self.longest, longest)
         if rows or cut:
             most = max([longest, *cut, *(row.tokens for row in rows)])
-            self.unfit[name] = Unfit(looked_at, len(rows), len(cut), most)
+            self.notes[name].append(Unfit(looked_at, len(rows), len(cut), most).describe())
         return records.without((row.block, row.row) for row in rows) if rows else records
 
     def _longest(self, record: Record) -> int:
@@ -194,11 +211,34 @@ def _refuse(rows: Sequence[_UnfitRow], checked: int) -> None:
     raise ValueError(f"{first.message} ({same:,} of {checked:,} records; data.{first.kind}: {cure})")
 
 
+def label_note(good: int, bad: int, options: Mapping[str, object]) -> str:
+    """The numbers of labels, and the weights that KTO's authors suggest for them (arXiv 2402.01306).
+
+    >>> label_note(40, 40, {})
+    '40 desirable, 40 undesirable'
+    >>> label_note(90, 10, {}).partition("; ")[2]
+    'the ratio of their weighted numbers is 9.00, outside [1, 4/3]: undesirable_weight 6.75 to 9.00 is inside'
+    """
+    counts = f"{good:,} desirable, {bad:,} undesirable"
+    weights = [options.get(f"{side}_weight", 1.0) for side in ("desirable", "undesirable")]
+    if not good or not bad or not all(isinstance(weight, int | float) and weight > 0 for weight in weights):
+        return counts
+    weight_good, weight_bad = map(float, map(str, weights))
+    ratio = weight_good * good / (weight_bad * bad)
+    if 1 <= ratio <= 4 / 3:
+        return counts
+    least, most = weight_good * good / bad * 3 / 4, weight_good * good / bad
+    return (
+        f"{counts}; the ratio of their weighted numbers is {ratio:.2f}, outside [1, 4/3]: undesirable_weight {least:.2f} to "
+        f"{most:.2f} is inside"
+    )
+
+
 def lengths_of(record: Record, new: int) -> list[int]:
     """Tokens of the sequences that a run makes of a record, of a prompt once, with `new` sampled ones at most."""
     if isinstance(record, Prompt):
         return [len(record.tokens) + new]
-    if isinstance(record, Example):
+    if isinstance(record, Example | Answer):
         return [len(record.prompt) + len(record.target.tokens)]
     if isinstance(record, Pair):
         return [len(record.prompt) + len(side.tokens) for side in (record.chosen, record.rejected)]
