@@ -111,4 +111,4 @@ def test_it_learns_where_nine_of_ten_answers_are_bad(tmp_path: Path) -> None:
         return float(row["rewards_desirable_mean"]) - float(row["rewards_undesirable_mean"])
 
     # the model knows no sums: it learns which digits are seldom good
-    assert gap(rows[0]) == 0 and gap(rows[-1]) > 0.3 and float(rows[-1]["loss"]) < 0.8 * float(rows[0]["loss"])
+    assert gap(rows[0]) == 0 and gap(rows[-1]) > 0.3 and float(rows[-1]["loss"]) < 0.9 * float(rows[0]["loss"])
