@@ -12,6 +12,7 @@ from pathlib import Path
 HELD_OUT = 100
 COPIES = 2  # demonstrations per prompt
 RIGHT = 0.15  # of the demonstrations
+DESIRABLE = 0.25  # of the labelled answers
 ERRORS = (-1, 1, 10)
 
 
@@ -27,7 +28,7 @@ def wrong(rng: random.Random, total: int) -> str:
     return two_digits(rng.choice([total + error for error in ERRORS if 0 <= total + error <= 99]))
 
 
-def write(path: Path, rows: list[dict[str, str]]) -> None:
+def write(path: Path, rows: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{path}: {len(rows)} lines")
 
@@ -50,6 +51,12 @@ def main(folder: Path) -> None:
     write(folder / "arithmetic_careless.jsonl", careless)
     pairs = [{"prompt": prompt(a, b), "chosen": two_digits(a + b), "rejected": wrong(rng, a + b)} for a, b in train]
     write(folder / "arithmetic_pairs.jsonl", pairs)
+    labelled = [(a, b, rng.random() < DESIRABLE) for a, b in train]
+    answers = [
+        {"prompt": prompt(a, b), "answer": two_digits(a + b) if right else wrong(rng, a + b), "label": right}
+        for a, b, right in labelled
+    ]
+    write(folder / "arithmetic_answers.jsonl", answers)
 
 
 if __name__ == "__main__":

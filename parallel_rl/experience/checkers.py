@@ -17,9 +17,18 @@ _SECONDS = 10.0  # for one answer; the first one has a minute, in which sympy is
 _FORMAT = re.compile(r"\s*<think>(?P<thought>.*?)</think>(?P<answer>.*)", re.DOTALL)
 
 
-def exact_match(prompt: str, completion: str, answer: str) -> float:
-    """1 where the completion is the answer, to the character; else 0."""
-    return float(completion == answer)
+def answer_text(answer: object) -> str:
+    """The text of an answer: itself, or another value as JSON.
+
+    >>> answer_text("4"), answer_text(4), answer_text([1, "a"])
+    ('4', '4', '[1, "a"]')
+    """
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+
+
+def exact_match(prompt: str, completion: str, answer: object) -> float:
+    """1 where the completion is the answer (see `answer_text`), to the character; else 0."""
+    return float(completion == answer_text(answer))
 
 
 def think_format(prompt: str, completion: str, answer: str) -> float:
@@ -34,7 +43,7 @@ def think_format(prompt: str, completion: str, answer: str) -> float:
     return float(not re.search("</?think>", match["thought"] + match["answer"]))
 
 
-def math_equal(prompt: str, completion: str, answer: str) -> float:
+def math_equal(prompt: str, completion: str, answer: object) -> float:
     """1 where the last result in the completion equals the answer as mathematics, by math-verify; else 0.
 
     1/2 is 0.5, and \\sqrt{8} is 2\\sqrt{2}. Of the answer counts what follows "####", as in GSM8K. It is worked out in a
@@ -44,7 +53,7 @@ def math_equal(prompt: str, completion: str, answer: str) -> float:
         ValueError: math-verify is not installed.
     """
     check_math()
-    return float(_worker.ask(completion, answer))
+    return float(_worker.ask(completion, answer_text(answer)))
 
 
 def check_math() -> None:

@@ -86,7 +86,7 @@ class HTTPReward:
         self,
         prompts: Sequence[str],
         completions: Sequence[str],
-        answers: Sequence[str],
+        answers: Sequence[object],
         extras: Sequence[Mapping[str, object]] | None = None,
     ) -> Tensor:
         """[N] rewards of N samples.

@@ -31,13 +31,16 @@ _CHECKERS: dict[str, Checker] = {"exact_match": exact_match, "math": math_equal,
 
 
 class RewardFunction(Protocol):
-    """(prompts, completions, answers) of N samples -> [N] float64; `extras` are the other columns of their records."""
+    """(prompts, completions, answers) of N samples -> [N] float64.
+
+    An answer is any JSON value; `extras` are the other columns of the records.
+    """
 
     def __call__(
         self,
         prompts: Sequence[str],
         completions: Sequence[str],
-        answers: Sequence[str],
+        answers: Sequence[object],
         extras: Sequence[Extra] | None = None,
     ) -> Tensor: ...
 
@@ -164,7 +167,7 @@ class _Checked:
         self,
         prompts: Sequence[str],
         completions: Sequence[str],
-        answers: Sequence[str],
+        answers: Sequence[object],
         extras: Sequence[Extra] | None = None,
     ) -> Tensor:
         values: list[float] = []

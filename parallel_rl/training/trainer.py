@@ -27,7 +27,8 @@ from parallel_rl.training.checkpointing.storage import Retention
 from parallel_rl.training.config.load import as_mapping
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
-from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
+from parallel_rl.training.data.datasets import Datasets, find_data
+from parallel_rl.training.data.reading import read_datasets
 from parallel_rl.training.models.engine import build_engine, load_first_weights, start_world
 from parallel_rl.training.models.step_dump import StepDump
 from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary, layout_text, length_check

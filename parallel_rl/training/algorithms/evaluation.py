@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.agreement import gather_results, raise_on_all_ranks, sum_over_groups
+from parallel_rl.experience.checkers import answer_text
 from parallel_rl.experience.pass_at_k import evaluation_metrics
 from parallel_rl.groups import mean_over_ranks
 from parallel_rl.training.algorithms.rewards import completion_rewards
@@ -78,7 +79,7 @@ def _shown(
     """The first completion of each of the first `show` prompts, as far as they are among these."""
     decode = session.tokenizer.decode
     return [
-        ShownSample(index // config.samples + 1, prompt.text, decode(completion), prompt.answer, reward)
+        ShownSample(index // config.samples + 1, prompt.text, decode(completion), answer_text(prompt.answer), reward)
         for index, prompt, completion, reward in zip(ids, prompts, completions, rewards.tolist(), strict=True)
         if index % config.samples == 0 and index // config.samples < config.show
     ]

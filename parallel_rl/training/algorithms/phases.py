@@ -15,7 +15,8 @@ from parallel_rl.training.algorithms.rl.step import rl_step
 from parallel_rl.training.algorithms.supervised import supervised_step
 from parallel_rl.training.checkpointing.checkpoint import load_weights
 from parallel_rl.training.checkpointing.contents import same_weights
-from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
+from parallel_rl.training.config.algorithms import DistillationConfig, RLConfig, SupervisedConfig
+from parallel_rl.training.config.preference import PreferenceConfig
 from parallel_rl.training.config.sections import OptimizerConfig
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.datasets import Datasets
@@ -117,7 +118,7 @@ def check_dump(config: TrainConfig, step: int | None) -> None:
 def _takes(config: TrainConfig, section: Section) -> dict[str, int]:
     """Dynamic sampling sets aside what its later rounds may need."""
     if isinstance(section, PreferenceConfig):
-        return {"pairs": section.pairs}
+        return {section.source: section.records}
     if isinstance(section, RLConfig):
         experts = {"examples": section.experts} if section.experts else {}
         if config.data.rollouts is not None:

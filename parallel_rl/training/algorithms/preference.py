@@ -1,4 +1,4 @@
-"""One step on preference pairs."""
+"""One step on preferences: pairs, or single answers that are labelled good or bad."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ import torch
 
 from parallel_rl.experience import Samples
 from parallel_rl.training.batching.micro_batches import local_share, target_rows
-from parallel_rl.training.config.algorithms import PreferenceConfig, rows_of_pair
 from parallel_rl.training.config.fields import LABELS
-from parallel_rl.training.data.examples import Pair
+from parallel_rl.training.config.preference import PreferenceConfig
+from parallel_rl.training.data.examples import Answer, Pair
+from parallel_rl.training.data.records.order import permutation
 from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.train_step import StepMetrics
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.session import Session
 
+_SHIFT = 0x4B4C  # a key of its own in the order's hash
+
 
 def preference_step(session: Session, config: PreferenceConfig, at: TrainProgress) -> StepMetrics:
-    """The next `pairs` pairs: rows (chosen, rejected), ..., or labelled ones for a loss that reads labels."""
-    policy, together = session.policy, rows_of_pair(config)
-    make = _paired if together == 2 else _labelled
-    rows, _ = policy.balance(make(_pairs(session, at.next("pairs"), config.pairs), session), together=together)
+    """The next `pairs` pairs or `answers` answers, each as the rows that its loss reads."""
+    policy, first = session.policy, at.next(config.source)
+    if config.source == "answers":
+        made = _answer_rows(_answers(session, config, first), session)
+    else:
+        made = (_paired if config.rows == 2 else _labelled)(_pairs(session, first, config.records), session)
+    rows, _ = policy.balance(made, together=config.rows)
     if session.reference is not None:
         # in the same micro-batches as the policy: as long as both are the same model, their log-probs are the same bits
-        logprobs = policy.log_probs(rows, session.reference, together=together)
+        logprobs = policy.log_probs(rows, session.reference, together=config.rows)
         rows = rows.with_fields(reference_policy_logprobs=logprobs)
-    return combine_updates([policy.update(policy.batches(rows, together), at.step)])
+    return combine_updates([policy.update(policy.batches(rows, config.rows), at.step)])
 
 
 def _pairs(session: Session, first: int, count: int) -> list[tuple[Pair, Pair]]:
@@ -36,6 +42,21 @@ def _pairs(session: Session, first: int, count: int) -> list[tuple[Pair, Pair]]:
     pairs = data.read(data.pairs, [first + place for place in mine])
     following = data.read(data.pairs, [first + (place + 1) % count for place in mine])
     return list(zip(pairs, following, strict=True))
+
+
+def _answers(session: Session, config: PreferenceConfig, first: int) -> list[tuple[Answer, Answer | None]]:
+    """This data rank's answers, each with the record whose answer its mismatched row takes.
+
+    That record stands a number of places further in the step, the first behind the last; (seed, place) choose the number.
+    """
+    data, count = session.data, config.records
+    mine = local_share(range(count), session.engine.groups)
+    answers = data.read(data.answers, [first + place for place in mine])
+    if not config.mismatched:
+        return [(answer, None) for answer in answers]
+    shift = 1 + int(permutation(count - 1, data.seed, first, _SHIFT)[0])
+    others = data.read(data.answers, [first + (place + shift) % count for place in mine])
+    return list(zip(answers, others, strict=True))
 
 
 def _paired(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
@@ -49,3 +70,18 @@ def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
     targets = [side for pair, following in pairs for side in (pair.chosen, pair.rejected, following.chosen)]
     labels = torch.tensor([1.0, -1.0, 0.0], dtype=session.engine.float_dtype).repeat(len(pairs))
     return target_rows(prompts, targets).with_fields(**{LABELS: labels})
+
+
+def _answer_rows(answers: Sequence[tuple[Answer, Answer | None]], session: Session) -> Samples:
+    """(answer, ±1) of each record, and its mismatched row (prompt, the other record's answer; 0)."""
+    rows = [
+        row
+        for answer, other in answers
+        for row in (
+            (answer.prompt, answer.target, 1.0 if answer.desirable else -1.0),
+            *([] if other is None else [(answer.prompt, other.target, 0.0)]),
+        )
+    ]
+    labels = torch.tensor([label for _, _, label in rows], dtype=session.engine.float_dtype)
+    made = target_rows([prompt for prompt, _, _ in rows], [target for _, target, _ in rows])
+    return made.with_fields(**{LABELS: labels})

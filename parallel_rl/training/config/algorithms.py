@@ -13,10 +13,8 @@ from parallel_rl.functional.kl import KLType
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.training.config.fields import (
     ESTIMATOR_FIELDS,
-    LABELS,
     OBSERVED,
     OF_TEACHER,
-    PREFERENCE_FIELDS,
     RECORDED_FIELDS,
     check_fields_available,
 )
@@ -234,25 +232,6 @@ class RLConfig:
 
 
 @dataclass(frozen=True)
-class PreferenceConfig:
-    """Steps on `data.pairs`, `pairs` of them each.
-
-    loss: one of log-probs (dpo, simpo, cpo, orpo, ...), one of labelled rows (kto: the chosen are desirable, the rejected
-        undesirable, and each prompt with the next pair's chosen answer is a mismatched row), or one of a scalar head
-        (preference), which the model then has in place of logits.
-    """
-
-    steps: int
-    pairs: int
-    optimizer: OptimizerConfig
-    loss: LossConfig = field(default_factory=lambda: LossConfig("dpo"))
-
-    def __post_init__(self) -> None:
-        at_least(self, steps=1, pairs=1)
-        check_fields_available(self.loss, dict.fromkeys(PREFERENCE_FIELDS, ""), paired=True, scalar_head=True)
-
-
-@dataclass(frozen=True)
 class DistillationConfig:
     """Steps towards a teacher's distributions on `batch_size` sequences each.
 
@@ -303,8 +282,3 @@ class DistillationConfig:
         for name, default in (("ahead", 0), ("max_staleness", None), ("max_mismatch", ServerConfig.max_mismatch)):
             if (value := getattr(self.server, name)) != default:
                 raise ValueError(f"server.{name} = {value} has no effect in distillation; leave it out")
-
-
-def rows_of_pair(config: PreferenceConfig) -> int:
-    """Rows that a pair gives: (chosen, rejected), or labelled ones and a mismatched one."""
-    return 3 if LABELS in config.loss.requirements.names else 2

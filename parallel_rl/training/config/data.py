@@ -4,19 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from parallel_rl.config.strict import at_least, nearest
 
 Paths = str | tuple[str, ...] | None
 
 # the fields that records of each source may have under names of their own
-_ASKED = ("prompt", "messages", "system")
+_ASKED = ("prompt", "messages", "system", "tools")
 FIELDS: Mapping[str, tuple[str, ...]] = {
     "train": (*_ASKED, "answer", "source"),
     "held_out": (*_ASKED, "answer", "source"),
     "examples": (*_ASKED, "answer", "text"),
     "pairs": (*_ASKED, "chosen", "rejected"),
+    "answers": (*_ASKED, "answer", "label"),
 }
+# forms of other frameworks, see `training.data.forms`
+FORM_NAMES = (
+    "unpaired_preference",
+    "prompt_completion",
+    "alpaca",
+    "sharegpt",
+    "ultrafeedback",
+    "dialogue_texts",
+    "nemo_rl_preference",
+    "verl",
+)
 
 
 @dataclass(frozen=True)
@@ -31,10 +44,19 @@ class DataConfig:
         held_out: prompts with answers for the evaluation.
         examples: demonstrations for the warm-up and for SFT.
         pairs: preference pairs for DPO.
+        answers: single answers that are labelled good or bad, for KTO.
         rollouts: recorded rollouts, trained on instead of sampling, in the order of the files.
         columns: the column of each field that the files name otherwise, with dots into nested ones, as in {prompt: question,
             answer: reward_model.ground_truth}; {examples.prompt: ask} is of one source alone. Then the files may have more
             columns, which a reward function gets.
+        form: the form of another framework that the records have, such as ultrafeedback, alpaca, sharegpt or verl; null: the
+            first record of each source tells. With a form that is named, columns that it does not read are left aside.
+        too_long: what becomes of a prompt, an example or a pair that the model, a micro-batch or max_length has no room for:
+            "error", "drop" leaves it out of the order, "truncate" cuts the end of answers and the beginning of prompts.
+        max_length: tokens of the longest sequence, beside what the model and a micro-batch have room for; of a prompt with
+            sampling.max_new_tokens.
+        invalid: what becomes of a pair with equal or empty answers, and of a labelled answer that is empty: "error", or "drop"
+            leaves it out of the order.
         system: the system text of conversations that have none.
         mask_history: of an example's `messages` learn the last answer alone, not every one.
         buffer_megabytes: what of each is held in memory, and shuffled, at a time; one block (a Parquet row group) at least.
@@ -46,8 +68,13 @@ class DataConfig:
     held_out: Paths = None
     examples: Paths = None
     pairs: Paths = None
+    answers: Paths = None
     rollouts: Paths = None
     columns: dict[str, str] = field(default_factory=dict)
+    form: str | None = None
+    too_long: Literal["error", "drop", "truncate"] = "error"
+    max_length: int | None = None
+    invalid: Literal["error", "drop"] = "error"
     system: str | None = None
     mask_history: bool = False
     buffer_megabytes: int = 64
@@ -55,8 +82,16 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         at_least(self, buffer_megabytes=1, check_gigabytes=0)
+        if self.max_length is not None:
+            at_least(self, max_length=2)
+        if self.invalid == "drop" and self.pairs is None and self.answers is None:
+            raise ValueError("invalid = 'drop' has no effect; only data.pairs and data.answers have answers to compare")
         if self.mask_history and self.examples is None:
             raise ValueError("mask_history = True has no effect; only data.examples have answers to learn or to mask")
+        if self.form is not None and self.form not in FORM_NAMES:
+            raise ValueError(f"form = {self.form!r} is not valid; {nearest(self.form, FORM_NAMES)}")
+        if self.form is not None and self.columns:
+            raise ValueError(f"form = {self.form!r} and columns are both given; leave one of them out")
         for key, column in self.columns.items():
             source, dot, name = key.rpartition(".")
             if dot and source not in FIELDS:

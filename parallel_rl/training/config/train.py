@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from parallel_rl.experience.http_reward import HTTPRewardConfig
 from parallel_rl.experience.rewards import named_reward
-from parallel_rl.training.config.algorithms import DistillationConfig, PreferenceConfig, RLConfig, SupervisedConfig
+from parallel_rl.training.config.algorithms import DistillationConfig, RLConfig, SupervisedConfig
 from parallel_rl.training.config.data import DataConfig
 from parallel_rl.training.config.model import ModelConfig, check_model_layout
+from parallel_rl.training.config.preference import PreferenceConfig
 from parallel_rl.training.config.run import RunConfig
 from parallel_rl.training.config.sections import (
     BatchConfig,
@@ -127,7 +128,8 @@ class TrainConfig:
                 any(examples.values()),
                 next((why for why, so in examples.items() if so), "a supervised phase"),
             ),
-            ("pairs", self.preference is not None, "the section 'preference'"),
+            ("pairs", self.preference is not None and self.preference.source == "pairs", "preference.pairs"),
+            ("answers", self.preference is not None and self.preference.source == "answers", "preference.answers"),
             ("rollouts", False, "the section 'rl'"),
             ("held_out", self.evaluation is not None, "the section 'evaluation'"),
         ):
@@ -205,8 +207,10 @@ class TrainConfig:
                     f"model.fused_head = True is incompatible with {self.objective}.loss.name = {section.loss.name!r}, which "
                     "reads the model's output itself"
                 )
-        if self.preference is not None and self.batch.sequences % 2:
-            raise ValueError(f"batch.micro_batch_size = {self.batch.sequences} must be even: a pair is two rows")
+        if self.preference is not None and self.preference.rows != 1 and self.batch.sequences % 2:
+            raise ValueError(
+                f"batch.micro_batch_size = {self.batch.sequences} must be even: rows of one record stay together"
+            )
         has_critic = self.rl is not None and self.rl.critic is not None
         if self.model.hf is None and self.model.tie_embeddings and (self.scalar_head or has_critic):
             raise ValueError(

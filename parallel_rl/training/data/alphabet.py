@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from parallel_rl.agreement import gather_results
+from parallel_rl.agreement import gather_results, raise_on_all_ranks
 from parallel_rl.training.config.data import FIELDS
 from parallel_rl.training.config.tokenizer import AUTO, TokenizerConfig
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.format import pick
+from parallel_rl.training.data.forms import Forms, find_forms, read_of
 from parallel_rl.training.data.records.check import check
 from parallel_rl.training.data.records.paths import DataFile
 from parallel_rl.training.data.records.source import Records, index_of
@@ -29,9 +30,10 @@ def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]
         return config
     known = set() if given == AUTO else set(given)
     first: dict[str, str] = {}
+    forms = raise_on_all_ranks(lambda: find_forms(config.data, files))
     for name in FIELDS:
         if name in files:
-            for found in _unknown(config, name, files[name], known):
+            for found in _unknown(config, name, files[name], known, forms):
                 first = {**found, **first}
     if given == AUTO:
         return replace(config, tokenizer=TokenizerConfig("".join(sorted(first))))
@@ -50,12 +52,14 @@ def _said(value: object) -> list[str]:
     return [part for part in parts if isinstance(part, str)]
 
 
-def _unknown(config: TrainConfig, name: str, files: Sequence[DataFile], known: set[str]) -> list[dict[str, str]]:
+def _unknown(
+    config: TrainConfig, name: str, files: Sequence[DataFile], known: set[str], forms: Forms
+) -> list[dict[str, str]]:
     """The characters of a source that are not known, each with the first place that a rank saw it in, rank by rank."""
-    columns = config.data.columns_of(name)
+    columns, read = config.data.columns_of(name), read_of(forms, name)
 
     def texts(row: Mapping[str, object]) -> str:
-        fields, _ = pick(row, FIELDS[name], columns)
+        fields, _ = read(row) if read else pick(row, FIELDS[name], columns)
         return "".join(text for field in _TEXTS for text in _said(fields.get(field)))
 
     records = Records(files, index_of(files, f"data.{name}"), texts, config.data.buffer_megabytes << 20)

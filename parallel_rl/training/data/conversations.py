@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from parallel_rl.config.json_text import brief
+from parallel_rl.config.json_text import brief, parse_json
 from parallel_rl.training.data.format import Row, text_of
-from parallel_rl.training.tokenizer.protocol import Message
+from parallel_rl.training.tokenizer.protocol import Message, Tools
 
 ANSWERS = "'assistant'"
 
@@ -33,6 +34,22 @@ def conversation(fields: Row, system: str | None, row: Row | None = None) -> lis
             raise ValueError(f"'system' = {brief(fields['system'])} is not valid; a text is needed")
         system = fields["system"] or None
     return messages if has_system or system is None else [{"role": "system", "content": system}, *messages]
+
+
+def tools_of(fields: Row) -> Tools:
+    """The schemas of a record's tools: a list, or one as a JSON text.
+
+    Raises:
+        ValueError: anything else.
+    """
+    tools = fields.get("tools")
+    if isinstance(tools, str) and tools:
+        tools = parse_json(tools)
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(f"'tools' = {brief(tools)} is not valid; a list of schemas, or its JSON text, is needed")
+    return [without_nulls(tool) for tool in tools]
 
 
 def asked_text(messages: Sequence[Message]) -> str:
@@ -102,20 +119,77 @@ def shared_turns(chosen: object, rejected: object) -> list[Message]:
 
 
 def messages_of(value: object, key: str) -> list[Message]:
-    """A list of messages.
+    """Check a list of messages, and return it as chat templates expect it.
+
+    Null keys are left out, since Parquet gives every message of a file the keys of all, and a template may test for a key.
+    Text parts become one text, a line each, and the arguments of a tool call a mapping.
 
     Raises:
         ValueError: anything else; names the message.
     """
     if not isinstance(value, list) or not value:
         raise ValueError(f"{key!r} = {brief(value)} is not valid; a list of {{role, content}} is needed")
-    for index, message in enumerate(value):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+    messages = [without_nulls(message) if isinstance(message, Mapping) else message for message in value]
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f"{key}[{index}] = {brief(message)} is not valid; {{role, content}} is needed")
+        if isinstance(message.get("content"), list):
+            message["content"] = _joined(message["content"], f"{key}[{index}]")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ValueError(f"{key}[{index}].content = {brief(content)} is not valid; a text is needed")
-    return value
+        if content is None and "content" in value[index]:
+            message["content"] = None  # beside tool_calls a template may read it
+        weight = message.get("weight", 1)
+        if weight not in (0, 1) or (weight == 0 and message["role"] != "assistant"):
+            raise ValueError(
+                f"{key}[{index}].weight = {weight!r} is not valid; 0 or 1 beside an answer of the assistant"
+            )
+        for call in message.get("tool_calls") or ():
+            _read_arguments(call, f"{key}[{index}]")
+    return messages
+
+
+def _joined(parts: list[object], where: str) -> str:
+    """The text of a message in parts, a line each, as vLLM joins them."""
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{where}.content has the part {brief(part)}; only texts, {{type: text, text}}, can be read"
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _read_arguments(call: object, where: str) -> None:
+    """Replace the JSON text of a tool call's arguments by what it says."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if isinstance(function, dict) and isinstance(text := function.get("arguments"), str):
+        try:
+            function["arguments"] = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"{where}.tool_calls: the arguments {text[:80]!r} are no JSON: {error}") from None
+
+
+def without_nulls(value: object) -> Any:
+    """Copy a JSON value without its null keys, at every depth.
+
+    >>> without_nulls({"role": "user", "name": None, "parts": [{"text": "hi", "url": None}, None]})
+    {'role': 'user', 'parts': [{'text': 'hi'}, None]}
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def is_empty(answer: object) -> bool:
+    """Whether an answer is an empty text, or ends with a message that says nothing."""
+    last = answer[-1] if isinstance(answer, list) and answer else answer
+    if isinstance(last, Mapping):
+        return last.get("role") == "assistant" and not last.get("content") and not last.get("tool_calls")
+    return last in ("", [])
 
 
 def _is_answer(message: Message) -> bool:

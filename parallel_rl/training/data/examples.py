@@ -6,30 +6,41 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import final
 
 from parallel_rl.config.json_text import all_finite, all_int64, brief, is_finite, is_int64
-from parallel_rl.training.config.data import FIELDS
-from parallel_rl.training.data.conversations import answers_of, asked_text, conversation, shared_turns, split_turns
-from parallel_rl.training.data.format import Format, Row, field_of, pick, text_of
+from parallel_rl.training.data.conversations import (
+    answers_of,
+    asked_text,
+    conversation,
+    is_empty,
+    shared_turns,
+    split_turns,
+    tools_of,
+    without_nulls,
+)
+from parallel_rl.training.data.format import Format, Row, UnfitRecord, field_of, pick, text_of
 from parallel_rl.training.tokenizer.protocol import Target
 
 _ROLLOUT = ("tokens", "logprobs", "mask", "group", "reward", "advantage", "staleness", "run", "segments")
 
 
+@final
 @dataclass(frozen=True)
 class Prompt:
-    """A question and its answer: ids of the prompt, and both as text for the checker.
+    """A question and its answer: ids of the prompt, its text, and any JSON value as the answer, for the reward function.
 
     `source` chooses among several rewards; `extra` is what else the record has, for the reward function.
     """
 
     tokens: tuple[int, ...]
     text: str
-    answer: str
+    answer: object
     source: str | None = None
     extra: Mapping[str, object] = field(default_factory=dict)
 
 
+@final
 @dataclass(frozen=True)
 class Example:
     """A demonstration: the loss is on the target."""
@@ -38,6 +49,7 @@ class Example:
     target: Target
 
 
+@final
 @dataclass(frozen=True)
 class Pair:
     """Two answers to one prompt, the first preferred."""
@@ -47,6 +59,17 @@ class Pair:
     rejected: Target
 
 
+@final
+@dataclass(frozen=True)
+class Answer:
+    """One answer to a prompt, desirable or not."""
+
+    prompt: tuple[int, ...]
+    target: Target
+    desirable: bool
+
+
+@final
 @dataclass(frozen=True)
 class Rollout:
     """A sample that was generated elsewhere: `logprobs` are those of its last `len(logprobs)` tokens.
@@ -69,19 +92,23 @@ class Rollout:
 
 
 def parse_prompt(row: Row, form: Format) -> Prompt:
-    """{"prompt": text or "messages": [{role, content}], "answer": text}; it may have "system" and "source", texts.
+    """{"prompt": text or "messages": [{role, content}], "answer": any value}; it may have "system", "source" and "tools".
 
     Raises:
         ValueError: a field that is missing, unknown or malformed; a text that the tokenizer has no ids for.
     """
-    fields, extra = pick(row, FIELDS["train"], form.columns)
+    fields, extra = form.fields(row, "train")
     messages, source = conversation(fields, form.system, row), None
     if messages[-1]["role"] == "assistant":
         raise ValueError("'messages' ends with an answer; a prompt ends where the policy is to answer")
+    if (answer := field_of(fields, "answer", row)) in ("", None):
+        raise ValueError(
+            f"'answer' = {answer!r} is not valid; a text that is not empty, or another JSON value, is needed"
+        )
     if "source" in fields:
         extra["source"] = source = str(fields["source"])
-    tokens = tuple(form.tokenizer.render(messages))
-    return Prompt(tokens, asked_text(messages), text_of(fields, "answer", row), source, extra)
+    tokens = tuple(form.tokenizer.render(messages, tools_of(fields)))
+    return Prompt(tokens, asked_text(messages), answer, source, extra)
 
 
 def parse_example(row: Row, form: Format) -> Example:
@@ -93,7 +120,7 @@ def parse_example(row: Row, form: Format) -> Example:
     Raises:
         ValueError: as `parse_prompt`.
     """
-    fields, _ = pick(row, FIELDS["examples"], form.columns)
+    fields, _ = form.fields(row, "examples")
     if "text" in fields:
         if len(fields) > 1:
             raise ValueError(f"'text' is all of a record; it also has {', '.join(map(repr, fields.keys() - {'text'}))}")
@@ -104,7 +131,10 @@ def parse_example(row: Row, form: Format) -> Example:
         asked, answers = split_turns(asked, form.mask_history)
     else:
         answers = answers_of(field_of(fields, "answer", row), "answer", asked)
-    return Example(tuple(form.tokenizer.render(asked)), form.tokenizer.target(asked, answers))
+    if all(answer.get("weight") == 0 for answer in answers if answer["role"] == "assistant"):
+        raise ValueError("no answer is learned: each has weight 0")
+    tools = tools_of(fields)
+    return Example(tuple(form.tokenizer.render(asked, tools)), form.tokenizer.target(asked, answers, tools))
 
 
 def parse_pair(row: Row, form: Format) -> Pair:
@@ -115,16 +145,39 @@ def parse_pair(row: Row, form: Format) -> Pair:
     Raises:
         ValueError: as `parse_prompt`, or equal answers.
     """
-    fields, _ = pick(row, FIELDS["pairs"], form.columns)
+    fields, _ = form.fields(row, "pairs")
     chosen, rejected = field_of(fields, "chosen", row), field_of(fields, "rejected", row)
-    if chosen == rejected:
-        raise ValueError(f"'chosen' and 'rejected' are both {brief(chosen)}")
+    if without_nulls(chosen) == without_nulls(rejected):
+        raise UnfitRecord(f"'chosen' and 'rejected' are both {brief(chosen)}", "invalid")
+    for key, value in (("chosen", chosen), ("rejected", rejected)):
+        if is_empty(value):
+            raise UnfitRecord(f"{key!r} = {brief(value)} is empty", "invalid")
     if isinstance(chosen, list) and isinstance(rejected, list) and fields.keys().isdisjoint(("prompt", "messages")):
         fields = {**fields, "messages": shared_turns(chosen, rejected)}
     asked = conversation(fields, form.system, row)
     sides = [answers_of(value, key, asked) for key, value in (("chosen", chosen), ("rejected", rejected))]
-    targets = (form.tokenizer.target(asked, answers) for answers in sides)
-    return Pair(tuple(form.tokenizer.render(asked)), *targets)
+    tools = tools_of(fields)
+    targets = (form.tokenizer.target(asked, answers, tools) for answers in sides)
+    return Pair(tuple(form.tokenizer.render(asked, tools)), *targets)
+
+
+def parse_answer(row: Row, form: Format) -> Answer:
+    """{"prompt": text or messages, "answer": the same, "label": true or false}; 1 is true, 0 and -1 are false.
+
+    Raises:
+        ValueError: as `parse_prompt`, or another label.
+    """
+    fields, _ = form.fields(row, "answers")
+    label = field_of(fields, "label", row)
+    if not isinstance(label, int | float) or label not in (1, 0, -1):
+        raise ValueError(f"'label' = {brief(label)} is not valid; true or 1 is desirable, false, 0 or -1 undesirable")
+    asked = conversation(fields, form.system, row)
+    answer = field_of(fields, "answer", row)
+    if is_empty(answer):
+        raise UnfitRecord(f"'answer' = {brief(answer)} is empty", "invalid")
+    tools = tools_of(fields)
+    target = form.tokenizer.target(asked, answers_of(answer, "answer", asked), tools)
+    return Answer(tuple(form.tokenizer.render(asked, tools)), target, label == 1)
 
 
 def parse_rollout(row: Row, vocab_size: int) -> Rollout:

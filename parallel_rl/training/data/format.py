@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from parallel_rl.config.json_text import brief
 from parallel_rl.config.strict import nearest
+from parallel_rl.training.config.data import FIELDS
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 Row = Mapping[str, object]
+Fields = dict[str, object]
+
+
+class UnfitRecord(ValueError):
+    """A well-formed record that a run may leave out.
+
+    Attributes:
+        kind: "too_long", or "invalid".
+        tokens: of its longest sequence, if it is too long.
+    """
+
+    def __init__(self, message: str, kind: str, tokens: int = 0) -> None:
+        super().__init__(message)
+        self.kind, self.tokens = kind, tokens
+
 
 # alternatives
 _ASKED = ("prompt", "messages", "text")
@@ -25,12 +41,22 @@ class Format:
         columns: of the fields that have other names; where there are any, a row may have more columns than its fields.
         system: the system text of conversations that have none.
         mask_history: of a conversation's answers the last alone is learned.
+        convert: from a record of another framework's form to the fields of its source and its other columns.
     """
 
     tokenizer: Tokenizer
     columns: Mapping[str, str] = field(default_factory=dict)
     system: str | None = None
     mask_history: bool = False
+    convert: Callable[[Row], tuple[Fields, Fields]] | None = None
+
+    def fields(self, row: Row, source: str) -> tuple[Fields, Fields]:
+        """Read the fields of a record of `source`, and its other columns.
+
+        Raises:
+            ValueError: see `pick`; or the record is not of the form that is converted.
+        """
+        return self.convert(row) if self.convert else pick(row, FIELDS[source], self.columns)
 
 
 def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[dict[str, object], dict[str, object]]:
@@ -48,16 +74,23 @@ def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[di
                 meant = difflib.get_close_matches(
                     key, row.keys() & {*known}, n=1, cutoff=0.8
                 )  # a slip, not another word
-                near = nearest(key, meant or [name for name in known if name not in row] or known)
-                raise ValueError(f"unknown field {key!r}; {near}")
+                near = nearest(key, meant or known)
+                raise ValueError(
+                    f"unknown field {key!r}; {near}. The record has {', '.join(row)}: data.columns gives fields other names, "
+                    "data.form names another framework's form"
+                )
         return dict(row), {}
     fields = {name: _value(row, name, columns[name]) for name in known if name in columns}
-    if not fields.keys().isdisjoint(_ASKED):  # a foreign column of another such name is another matter
-        known = [name for name in known if name not in _ASKED]
     used = {*columns, *columns.values()}
-    fields |= {name: row[name] for name in known if name in row and name not in used}
+    fields |= {name: row[name] for name in _needed(known, fields) if name in row and name not in used}
     taken = {*columns.values(), *fields}
     return fields, {key: value for key, value in row.items() if key not in taken}
+
+
+def _needed(known: Sequence[str], fields: Row) -> list[str]:
+    """The fields that are read by their own names beside `data.columns`; any other column of a field's name is foreign."""
+    asked = () if not fields.keys().isdisjoint(_ASKED) else ("prompt",)
+    return [name for name in (*asked, "answer", "chosen", "rejected") if name in known]
 
 
 def field_of(fields: Row, key: str, row: Row | None = None) -> object:

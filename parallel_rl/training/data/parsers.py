@@ -10,16 +10,19 @@ from parallel_rl.config.strict import nearest
 from parallel_rl.training.config.data import FIELDS
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.examples import (
+    Answer,
     Example,
     Pair,
     Prompt,
     Rollout,
+    parse_answer,
     parse_example,
     parse_pair,
     parse_prompt,
     parse_rollout,
 )
 from parallel_rl.training.data.format import Format, Row
+from parallel_rl.training.data.forms import Forms, read_of
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
 
@@ -30,18 +33,23 @@ class Parsers(NamedTuple):
     held_out: Callable[[Row], Prompt]
     examples: Callable[[Row], Example]
     pairs: Callable[[Row], Pair]
+    answers: Callable[[Row], Answer]
     rollouts: Callable[[Row], Rollout]
 
 
-def parsers(config: TrainConfig, tokenizer: Tokenizer) -> Parsers:
-    """Build the parsers of a run's sources."""
-    data = config.data
-    form = {name: Format(tokenizer, data.columns_of(name), data.system, data.mask_history) for name in FIELDS}
+def parsers(config: TrainConfig, tokenizer: Tokenizer, forms: Forms | None = None) -> Parsers:
+    """Build the parsers of a run's sources, whose records have the forms of `find_forms`; None: this package's own."""
+    data, forms = config.data, forms or {}
+    form = {
+        name: Format(tokenizer, data.columns_of(name), data.system, data.mask_history, read_of(forms, name))
+        for name in FIELDS
+    }
     return Parsers(
         partial(_rewarded_prompt, form=form["train"], rewards=config.rewards),
         partial(_rewarded_prompt, form=form["held_out"], rewards=config.rewards),
         partial(parse_example, form=form["examples"]),
         partial(parse_pair, form=form["pairs"]),
+        partial(parse_answer, form=form["answers"]),
         partial(parse_rollout, vocab_size=config.model.vocabulary(tokenizer.vocabulary).size),
     )
 

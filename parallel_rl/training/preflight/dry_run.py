@@ -12,11 +12,11 @@ from pathlib import Path
 from parallel_rl.training.algorithms.phases import phases
 from parallel_rl.training.batching.bin_packing import Capacity, deal, pack
 from parallel_rl.training.batching.micro_batches import width_unit
-from parallel_rl.training.config.algorithms import rows_of_pair
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
-from parallel_rl.training.data.datasets import Datasets, Record, find_data, lengths_of, read_datasets
+from parallel_rl.training.data.datasets import Datasets, find_data
 from parallel_rl.training.data.examples import Pair
+from parallel_rl.training.data.reading import Record, lengths_of, read_datasets
 from parallel_rl.training.data.records.source import Records
 from parallel_rl.training.preflight.sizes import check_layout, length_check
 
@@ -104,7 +104,7 @@ def _phase(config: TrainConfig, data: Datasets, reading: Reading, steps: int, ra
             batch = [records[place % len(records)] for place in indices]
         lengths = [length for index in range(len(batch)) for length in _lengths(config, batch, index, rows)]
         tokens += sum(lengths)
-        filled += sum(lengths) / _room(config, lengths, rows if reading.name == "pairs" else 1, ranks)
+        filled += sum(lengths) / _room(config, lengths, rows if reading.name in ("pairs", "answers") else 1, ranks)
         done = step + 1
         if done == steps or str(done).strip("0") == "1":
             seconds = time.monotonic() - began
@@ -113,8 +113,8 @@ def _phase(config: TrainConfig, data: Datasets, reading: Reading, steps: int, ra
 
 def _rows(config: TrainConfig, reading: Reading) -> int:
     """Sequences that a record gives."""
-    if config.preference is not None and reading.name == "pairs":
-        return rows_of_pair(config.preference)
+    if config.preference is not None and reading.name == config.preference.source:
+        return config.preference.rows
     return config.rl.group_size if config.rl is not None and reading.name == "train" else 1
 
 
@@ -123,7 +123,7 @@ def _lengths(config: TrainConfig, batch: Sequence[Record], index: int, rows: int
     record = batch[index]
     found = lengths_of(record, config.sampling.max_new_tokens)
     if not isinstance(record, Pair):
-        return found * rows
+        return found * rows  # an answer's mismatched row is as long on average
     if rows == 3:  # the mismatched one
         following = batch[(index + 1) % len(batch)]
         assert isinstance(following, Pair)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from parallel_rl.config.hf_config import is_hf, read_hf
 from parallel_rl.training.batching.bin_packing import Capacity
 from parallel_rl.training.batching.micro_batches import width_unit
-from parallel_rl.training.config.algorithms import rows_of_pair
 from parallel_rl.training.config.sections import data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.models.engine import Engine
@@ -26,7 +25,8 @@ def check_layout(config: TrainConfig, world_size: int) -> None:
         for name, section in (("warmup", config.warmup), ("sft", config.sft), ("distillation", config.distillation))
         if section is not None
     ]
-    batches += [("preference.pairs", config.preference.pairs)] if config.preference else []
+    if config.preference is not None:
+        batches += [(f"preference.{config.preference.source}", config.preference.records)]
     if config.rl is not None:
         batches += [("rl.prompts / rl.updates", config.rl.prompts // config.rl.updates)]
         batches += [("rl.experts / rl.updates", config.rl.experts // config.rl.updates)]
@@ -60,19 +60,23 @@ def check_vocabulary(config: TrainConfig, tokenizer: Vocabulary) -> Vocabulary:
 def length_check(config: TrainConfig) -> Callable[[int], None]:
     """A check that raises ValueError if the model or a micro-batch has no room for a sequence of so many tokens.
 
-    If the run trains on pairs, a micro-batch needs room for a pair of such sequences.
+    If the run trains on preferences, a micro-batch needs room for all rows of a record.
     """
     sizes, packing, most = config.parallel, config.batch.packing, config.model.max_positions
     unit = width_unit(tensor=sizes.tensor, context=sizes.context, sequence_parallel=sizes.sequence_parallel)
     capacity = Capacity.of_config(config.batch, sizes)
-    rows = 1 if config.preference is None else rows_of_pair(config.preference)
+    rows = 1 if config.preference is None else config.preference.rows
+
+    longest = config.data.max_length
 
     def check(tokens: int) -> None:
+        if longest is not None and tokens > longest:
+            raise ValueError(f"data.max_length = {longest} is too few; the sequence takes {tokens}")
         needed = -(-tokens // unit) * unit + (unit * sizes.tensor if packing else 0)
         if needed > most:
             raise ValueError(f"model.max_positions = {most} is too few; the sequence takes {needed} with padding")
         if capacity is not None and rows * capacity.padded(tokens) > capacity.usable:
-            what = "the sequence takes" if rows == 1 else f"the {rows} rows of a pair take up to"
+            what = "the sequence takes" if rows == 1 else f"the {rows} rows of a record take up to"
             raise ValueError(
                 f"batch.tokens = {capacity.tokens} is too few: a row holds {capacity.usable}, and {what} "
                 f"{rows * capacity.padded(tokens)} with padding"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from parallel_rl.training.tokenizer.protocol import Message, Target, Vocabulary, plain_answer, plain_text
+from parallel_rl.training.tokenizer.protocol import Message, Target, Tools, Vocabulary, plain_answer, plain_text
 
 _PAD, _BEGIN, _END = 0, 1, 2
 _SPECIAL = 3
@@ -57,11 +57,11 @@ class CharTokenizer:
                 text.append(self.alphabet[token - _SPECIAL] if token < self.vocabulary.size else "\ufffd")
         return "".join(text)
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """Begin, then the characters of the one message."""
-        return [_BEGIN, *self.encode(plain_text(messages, _NO_FORM))]
+        return [_BEGIN, *self.encode(plain_text(messages, _NO_FORM, tools))]
 
-    def target(self, messages: Sequence[Message], answers: Sequence[Message]) -> Target:
+    def target(self, messages: Sequence[Message], answers: Sequence[Message], tools: Tools = None) -> Target:
         """The characters of the one answer, then end."""
         return Target((*self.encode(plain_answer(answers, _NO_FORM)), _END))
 

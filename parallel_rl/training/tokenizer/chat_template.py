@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from parallel_rl.training.tokenizer.protocol import Message
+from parallel_rl.training.tokenizer.protocol import Message, Tools
 
 if TYPE_CHECKING:
     from jinja2.nodes import Node, Template
@@ -75,7 +75,7 @@ class ChatTemplate:
                 f"{self.where} is no Jinja template: {error}" + (f" (line {line})" if line else "")
             ) from None
 
-    def render(self, messages: Sequence[Message], *, answered: bool) -> str:
+    def render(self, messages: Sequence[Message], *, answered: bool, tools: Tools = None) -> str:
         """The text of a conversation; unless it is answered, up to where the answer begins.
 
         Raises:
@@ -89,7 +89,7 @@ class ChatTemplate:
             return self._bounds.whole(
                 self._template.generate(
                     messages=list(messages),
-                    tools=None,
+                    tools=tools,
                     documents=None,
                     add_generation_prompt=not answered,
                     **self._variables,

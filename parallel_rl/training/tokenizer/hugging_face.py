@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from parallel_rl.config.strict import nearest
 from parallel_rl.training.tokenizer.chat_template import ChatOptions, ChatTemplate
-from parallel_rl.training.tokenizer.protocol import Message, Target, Vocabulary, plain_answer, plain_text
+from parallel_rl.training.tokenizer.protocol import Message, Target, Tools, Vocabulary, plain_answer, plain_text
 from parallel_rl.training.tokenizer.turns import turns
 
 if TYPE_CHECKING:
@@ -57,9 +57,8 @@ class HuggingFaceTokenizer:
         pad = vocabulary.get(special.get("pad_token", ""), ends[0])
         self.vocabulary = Vocabulary(size, frozenset(ends), pad)
         self._end = ends[0]
-        around = self._tokenizer.encode("", add_special_tokens=True).ids
         self._no_form = f"{folder} has no chat template, or tokenizer.chat = False does not ask for it"
-        self._begin = list(takewhile(lambda token: token not in self.vocabulary.ends, around))
+        self._begin = _begin(self._tokenizer, vocabulary)
         self._template = (
             None if chat is None else ChatTemplate(_template(folder, config, chat), str(folder), special, chat)
         )
@@ -82,19 +81,20 @@ class HuggingFaceTokenizer:
                 text, known = f"{text}{self._tokenizer.decode(known)}\ufffd", []
         return text + self._tokenizer.decode(known)
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
-        """As transformers' `apply_chat_template(messages, add_generation_prompt=True)`."""
+    def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+        """As transformers' `apply_chat_template(messages, tools=tools, add_generation_prompt=True)`."""
         if self._template is None:
-            return [*self._begin, *self.encode(self._plain(messages))]
-        return self.encode(self._template.render(messages, answered=False))
+            return [*self._begin, *self.encode(self._plain(messages, tools))]
+        return self.encode(self._template.render(messages, answered=False, tools=tools))
 
-    def target(self, messages: Sequence[Message], answers: Sequence[Message]) -> Target:
+    def target(self, messages: Sequence[Message], answers: Sequence[Message], tools: Tools = None) -> Target:
         """The ids that the template writes after the prompt, up to the last answer's end token; only answers are learned."""
         if self._template is None:
-            self._plain(messages)
+            self._plain(messages, tools)
             return Target((*self.encode(plain_answer(answers, self._no_form)), self._end))
         tokens, mask = list[int](), list[int]()
-        for answer, behind in turns(self._template, messages, answers):
+        learned = [int(message.get("weight") != 0) for message in answers if message["role"] == "assistant"]
+        for weight, (answer, behind) in zip(learned, turns(self._template, messages, answers, tools), strict=True):
             said = self._said(answer, last=not behind)
             whole = self.encode(answer + behind) if behind else said
             if whole[: len(said)] != said:
@@ -103,7 +103,7 @@ class HuggingFaceTokenizer:
                     "in this tokenizer; data.mask_history: true learns the last answer only"
                 )
             tokens += whole
-            mask += [1] * len(said) + [0] * (len(whole) - len(said))
+            mask += [weight] * len(said) + [0] * (len(whole) - len(said))
         return Target(tuple(tokens), None if all(mask) else tuple(mask))
 
     def _said(self, answer: str, last: bool) -> list[int]:
@@ -123,8 +123,8 @@ class HuggingFaceTokenizer:
         """The ids of a text: what tokenizer.json puts first, the text, the end token."""
         return [*self._begin, *self.encode(text), self._end]
 
-    def _plain(self, messages: Sequence[Message]) -> str:
-        return plain_text(messages, self._no_form)
+    def _plain(self, messages: Sequence[Message], tools: Tools) -> str:
+        return plain_text(messages, self._no_form, tools)
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -160,6 +160,15 @@ def _load(folder: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _begin(tokenizer: Tokenizer, vocabulary: Iterable[str]) -> list[int]:
+    """The special tokens that tokenizer.json puts before a text; one of them may be the end token, too."""
+    for text in ("a", *vocabulary):
+        encoding = tokenizer.encode(text, add_special_tokens=True)
+        if not all(encoding.special_tokens_mask):
+            return encoding.ids[: encoding.special_tokens_mask.index(0)]
+    return []
 
 
 def _tokenizer_json(folder: Path) -> Path:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 # "role" and "content", and whatever else a chat template reads
 Message = Mapping[str, object]
+# the schemas of the functions that a conversation may call, as a chat template takes them
+Tools = Sequence[Mapping[str, object]] | None
 
 
 @dataclass(frozen=True)
@@ -48,19 +50,21 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text up to the first end token; special tokens are left out."""
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """The ids of a conversation, up to where the policy begins to answer.
 
         Raises:
             ValueError: messages that this tokenizer or its chat template has no form for.
         """
 
-    def target(self, messages: Sequence[Message], answers: Sequence[Message]) -> Target:
+    def target(self, messages: Sequence[Message], answers: Sequence[Message], tools: Tools = None) -> Target:
         """The ids that follow those of `render(messages)` in the conversation of both.
 
         Args:
             messages: the prompt.
-            answers: behind it, the first and the last of the assistant; each turn of the assistant is to be learned.
+            answers: behind it, the first and the last of the assistant; each turn of the assistant is to be learned, but
+                those with `weight` 0.
+            tools: as for `render`.
 
         Raises:
             ValueError: as `render`, or an answer that does not continue the conversation.
@@ -70,16 +74,19 @@ class Tokenizer(Protocol):
         """The ids of a text that is no conversation, with what begins and ends one."""
 
 
-def plain_text(messages: Sequence[Message], why: str) -> str:
+def plain_text(messages: Sequence[Message], why: str, tools: Tools = None) -> str:
     """The text of a conversation that is a single message of the user.
 
     Args:
         messages: the conversation.
         why: no other has a form, for the message.
+        tools: must be None.
 
     Raises:
-        ValueError: it has other messages.
+        ValueError: it has other messages, or tools.
     """
+    if tools is not None:
+        raise ValueError(f"{why}; tools need a chat template")
     return _only(messages, "user", why)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from parallel_rl.training.tokenizer.chat_template import ChatTemplate
-from parallel_rl.training.tokenizer.protocol import Message
+from parallel_rl.training.tokenizer.protocol import Message, Tools
 
 
-def turns(template: ChatTemplate, messages: Sequence[Message], answers: Sequence[Message]) -> Iterator[tuple[str, str]]:
+def turns(
+    template: ChatTemplate, messages: Sequence[Message], answers: Sequence[Message], tools: Tools = None
+) -> Iterator[tuple[str, str]]:
     """Each answer as the template writes it, and what it writes from there to where the next begins ("" behind the last).
 
     An answer is what the rendering up to it has more than that of what it answers, with the generation prompt. Both must begin
@@ -24,13 +26,14 @@ def turns(template: ChatTemplate, messages: Sequence[Message], answers: Sequence
         ValueError: a template that writes a conversation in another way when it goes on, or refuses it.
     """
     conversation = [*messages, *answers]
-    whole = template.render(conversation, answered=True)
+    whole = template.render(conversation, answered=True, tools=tools)
     found: list[tuple[int, int]] = []
     for place, message in enumerate(conversation):
         if place < len(messages) or message["role"] != "assistant":
             continue
-        asked = template.render(conversation[:place], answered=False)
-        said = whole if place == len(conversation) - 1 else template.render(conversation[: place + 1], answered=True)
+        asked = template.render(conversation[:place], answered=False, tools=tools)
+        last = place == len(conversation) - 1
+        said = whole if last else template.render(conversation[: place + 1], answered=True, tools=tools)
         if not said.startswith(asked):
             raise ValueError(
                 f"{template.where} does not write an answer behind its own prompt: {_end_of(asked)} is not where the answer "

@@ -45,6 +45,8 @@ def tiny(name: str, folder: Path, **more: object) -> list[str]:
     sizes = {**SIZES, **SECTIONS[objective], "run.dir": folder}
     if tree.get("evaluation"):
         sizes["evaluation"] = "{samples: 1}"
+    if objective == "preference" and tree["preference"].get("answers"):  # type: ignore[attr-defined, index]
+        sizes["preference.answers"] = sizes.pop("preference.pairs")
     if not tree.get("warmup"):
         sizes = {key: value for key, value in sizes.items() if not key.startswith("warmup.")}
     if objective == "rl":

@@ -214,7 +214,7 @@ def test_too_small_a_capacity_is_refused_before_any_work(tmp_path: Path) -> None
     batch = {"tokens": 50, "packing": True}
     preference = run("dpo_arithmetic.yaml", run__dir=tmp_path / "a", data={"pairs": str(pairs)}, batch=batch, **common)
     with pytest.raises(
-        WorldError, match=r"batch.tokens = 50 is too few: a row holds 50, and the 2 rows of a pair take up to 52"
+        WorldError, match=r"batch.tokens = 50 is too few: a row holds 50, and the 2 rows of a record take up to 52"
     ):
         run_world(1, train_rows, preference)
     data = {"rollouts": str(DATA / "arithmetic_rollouts.jsonl")}

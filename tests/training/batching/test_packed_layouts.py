@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {
     "experts": ("mix", {**RL, "data": "{rollouts: ROLLOUTS, examples: EXAMPLES}", "warmup": "null", "rl.experts": 8}),
     "critic": ("ppo", {**RL, **RECORDED, "rl.critic.warmup_steps": 1}),
     "DPO": ("dpo", {**PAIRS, "data": "{pairs: PAIRS}", "preference.steps": 6}),
-    "KTO": ("kto", {**PAIRS, "data": "{pairs: PAIRS}"}),
+    "KTO": ("kto", {**PAIRS, "preference.answers": "null", "data": "{pairs: PAIRS}"}),
     "reward model": ("reward_model", {**PAIRS, "data": "{pairs: PAIRS}"}),
     "SFT": ("sft", {"sft.steps": 3, "sft.batch_size": 16, "data": "{examples: EXAMPLES}"}),
 }

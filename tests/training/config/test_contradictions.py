@@ -27,7 +27,11 @@ EXAMPLES = f"{DATA}/arithmetic_careless.jsonl"
             RECORDED,
             "rl.advantages.name = 'remax' reads the rewards of greedy answers, which data.rollouts lacks",
         ),
-        ("dpo", {"batch__micro_batch_size": 3}, "batch.micro_batch_size = 3 must be even: a pair is two rows"),
+        (
+            "dpo",
+            {"batch__micro_batch_size": 3},
+            "batch.micro_batch_size = 3 must be even: rows of one record stay together",
+        ),
         ("ppo", {"model__tie_embeddings": "true"}, "model.tie_embeddings = True is incompatible with a scalar head"),
         (
             "reward_model",

@@ -13,7 +13,7 @@ from parallel_rl.experience.rewards import checker, exact_match
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
-from parallel_rl.training.data.datasets import Datasets, find_data, read_datasets
+from parallel_rl.training.data.datasets import Datasets, find_data
 from parallel_rl.training.data.examples import (
     Rollout,
     parse_example,
@@ -23,6 +23,7 @@ from parallel_rl.training.data.examples import (
     write_rollouts,
 )
 from parallel_rl.training.data.format import Format
+from parallel_rl.training.data.reading import read_datasets
 from parallel_rl.training.data.records.source import Records, open_records
 from parallel_rl.training.preflight.sizes import check_vocabulary
 from parallel_rl.training.tokenizer.characters import CharTokenizer
@@ -61,7 +62,7 @@ def test_the_generator_gives_what_ships(tmp_path: Path) -> None:
     script = runpy.run_path(str(CONFIGS.parent / "examples" / "make_arithmetic_data.py"))
     script["main"](tmp_path)
     written = sorted(tmp_path.iterdir())
-    assert len(written) == 4 and all(path.read_bytes() == (DATA / path.name).read_bytes() for path in written)
+    assert len(written) == 5 and all(path.read_bytes() == (DATA / path.name).read_bytes() for path in written)
 
 
 GOOD = {"prompt": "1+2=", "answer": "3"}
@@ -72,11 +73,10 @@ PAIR = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}
 @pytest.mark.parametrize(
     ("reader", "good", "bad", "message"),
     [
-        ("prompts", GOOD, "", "line 2: the line is empty"),
         ("prompts", GOOD, '{"prompt": "1+', r"line 2: no JSON \("),
         ("prompts", GOOD, "[1]", "line 2: a JSON object is needed"),
         ("prompts", GOOD, {"prompt": "1"}, "line 2: the field 'answer' is missing"),
-        ("prompts", GOOD, {**GOOD, "answer": 3}, "line 2: 'answer' = 3 is not valid; a text"),
+        ("prompts", GOOD, {**GOOD, "answer": ""}, "line 2: 'answer' = '' is not valid; a text"),
         ("prompts", GOOD, {**GOOD, "answr": "3"}, "line 2: unknown field 'answr'; did you mean 'answer'"),
         ("prompts", GOOD, {**GOOD, "prompt": "1*2="}, r"line 2: the character '\*' of '1\*2=' is not in"),
         ("examples", GOOD, {**GOOD, "answer": "x"}, "line 2: the character 'x'"),

@@ -10,10 +10,10 @@ import pytest
 
 from parallel_rl.testing.pool import run_world
 from parallel_rl.training.data.examples import Rollout, parse_rollout
-from parallel_rl.training.data.records import index
 from parallel_rl.training.data.records.check import check
 from parallel_rl.training.data.records.paths import find_files
 from parallel_rl.training.data.records.source import index_of, open_records
+from tests.training.data.small_blocks import small_blocks
 
 GOOD = {"tokens": [1, 2, 3], "logprobs": [-0.5, -0.5], "group": 2**63 - 1, "reward": 1.5, "staleness": -(2**63)}
 ROWS: dict[str, tuple[str, str]] = {
@@ -45,9 +45,9 @@ def write(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
 
 
+@small_blocks
 def refusals(rank: int, folder: str) -> dict[str, str]:
     """What the check of each file says on this rank."""
-    index.LEAST_STRETCH = 512
     said = {}
     for name in ROWS:
         records = open_records(f"{folder}/{name}.jsonl", "data.rollouts", partial(parse_rollout, vocab_size=9))

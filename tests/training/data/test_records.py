@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from parallel_rl.training.data.records.index import Entries
 from parallel_rl.training.data.records.jsonl import JsonlFile
 from parallel_rl.training.data.records.paths import braces, find_files
 from parallel_rl.training.data.records.source import Records, index_of, open_records
+from tests.training.data.small_blocks import small_blocks
 
 pyarrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -42,13 +43,13 @@ def write_parquet(path: Path, numbers: Sequence[int], group: int) -> Path:
 
 
 @pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 512 bytes, so that a small file has many."""
-    monkeypatch.setattr(index, "LEAST_STRETCH", 512)
+def in_small_blocks() -> Iterator[None]:
+    with small_blocks:
+        yield
 
 
 @pytest.fixture
-def mixed(tmp_path: Path, small_blocks: None) -> list[str]:
+def mixed(tmp_path: Path, in_small_blocks: None) -> list[str]:
     """1000 records in two JSONL shards and one of Parquet."""
     write_jsonl(tmp_path / "a_0.jsonl", range(300), 200)
     write_jsonl(tmp_path / "a_1.jsonl", range(300, 600))
@@ -86,6 +87,22 @@ def test_any_cut_of_the_bytes_gives_the_same_index(ending: str, step: int, tmp_p
         assert len(bounds) == count + 1
         found += [block._data[a:b] for a, b in pairwise(bounds)]
     assert b"".join(found) == path.read_bytes() and [line.strip().decode() for line in found] == lines
+
+
+@pytest.mark.parametrize("blank", ["\n", "\r\n \t\n\n", "\n" * 200_000, " "])
+def test_blank_lines_at_the_end_are_skipped(blank: str, tmp_path: Path) -> None:
+    """They are no records, and a file keeps its fingerprint; a blank line between two records stays an error."""
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, [0, 1])
+    before = open_records(str(path), "data.train", number).fingerprint
+    with path.open("a", newline="") as file:
+        file.write(blank)
+    records = open_records(str(path), "data.train", number)
+    assert list(records) == [0, 1] and records.fingerprint == before
+    write_jsonl(tmp_path / "b.jsonl", [2])
+    path.write_text(path.read_text() + "\n" + (tmp_path / "b.jsonl").read_text())
+    with pytest.raises(ValueError, match="line 3: the line is empty"):
+        list(open_records(str(path), "data.train", number))
 
 
 def test_a_source_smaller_than_the_window_is_shuffled_as_a_whole(mixed: list[str]) -> None:
@@ -172,7 +189,7 @@ def test_what_is_damaged_is_named(tmp_path: Path) -> None:
         open_records(str(tmp_path / "none.parquet"), "data.train", number)
 
 
-def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path, small_blocks: None) -> None:
+def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path, in_small_blocks: None) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", range(1000))
     before = path.read_bytes()
     records = open_records(str(path), "data.train", number, window=1000)
@@ -191,7 +208,7 @@ def test_a_file_that_changes_while_it_is_used_is_refused(tmp_path: Path, small_b
         _ = rows[0], rows[900]
 
 
-def test_the_fingerprint_is_of_content_and_order(tmp_path: Path, small_blocks: None) -> None:
+def test_the_fingerprint_is_of_content_and_order(tmp_path: Path, in_small_blocks: None) -> None:
     first, second = (write_jsonl(tmp_path / f"{name}.jsonl", range(100)) for name in "ab")
 
     def of(*paths: Path, window: int = 1000) -> str:
@@ -203,8 +220,8 @@ def test_the_fingerprint_is_of_content_and_order(tmp_path: Path, small_blocks: N
     assert of(first) != of(second) and of(first, second) != of(second, first)
 
 
+@small_blocks
 def _index_and_check(rank: int, patterns: list[str], odd: str | None) -> tuple[Entries, int, list[int]]:
-    index.LEAST_STRETCH = 512
     seen: list[int] = []
     if odd is not None and rank == 1:
         patterns = [odd]
@@ -239,7 +256,7 @@ def test_ranks_share_the_work_and_agree(mixed: list[str], tmp_path: Path) -> Non
     assert all("a_0.jsonl, line 71: n = 'x' is not valid" in error for error in failure.value.errors.values())
 
 
-def test_what_exceeds_the_budget_is_checked_evenly_and_then_when_read(tmp_path: Path, small_blocks: None) -> None:
+def test_what_exceeds_the_budget_is_checked_evenly_and_then_when_read(tmp_path: Path, in_small_blocks: None) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", range(2000))
     records = open_records(str(path), "data.train", number)
     chosen = spread_blocks(records.index, records.bytes / 10)

@@ -12,6 +12,7 @@ from parallel_rl.cli import main
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.preflight.dry_run import dry_run
+from tests.training.data.small_blocks import small_blocks
 from tests.training.helpers import CONFIGS, DATA, cut, run, train_rows
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -67,13 +68,8 @@ def test_shards_of_any_kind_train_like_one_file_and_changed_ones_are_refused(tmp
 
 
 def _train_in_small_blocks(rank: int, given: list[str]) -> None:
-    from parallel_rl.training.data.records import index
-
-    before, index.LEAST_STRETCH = index.LEAST_STRETCH, 512
-    try:
+    with small_blocks:
         train_rows(rank, given)
-    finally:
-        index.LEAST_STRETCH = before
 
 
 @pytest.mark.slow

@@ -119,6 +119,32 @@ def test_preferences_between_conversations(folders: dict[str, Path]) -> None:
     assert parse_prompt({"prompt": asked, "answer": "21"}, llama).tokens == pair.prompt
 
 
+def test_null_keys_of_messages_are_left_out(tmp_path: Path) -> None:
+    """Parquet gives each message the keys of all; a template that asks for a key, and a comparison, must not see its null."""
+    pytest.importorskip("tokenizers")
+    folder = write_tokenizer(tmp_path)
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name is defined %}<{{ m.name }}>{% endif %}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.keys() | list }}{% endfor %}"
+        "{{ m.content if m.content is not none else 'NONE' }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    )
+    texts = form(folder)
+    nulls: list[Row] = [{**message, "name": None, "tool_calls": None} for message in TALK]
+    assert parse_example({"messages": nulls}, texts) == parse_example({"messages": TALK}, texts)
+    asked = {"prompt": TALK[:3]}
+    pair = parse_pair({**asked, "chosen": TALK, "rejected": OTHER}, texts)
+    assert parse_pair({**asked, "chosen": nulls, "rejected": OTHER}, texts) == pair
+    with pytest.raises(ValueError, match="'chosen' and 'rejected' are both"):
+        parse_pair({**asked, "chosen": nulls, "rejected": TALK}, texts)
+    call = {"function": {"name": "f", "arguments": None}, "id": None}
+    calls: list[Row] = [TALK[0], {"role": "assistant", "content": None, "tool_calls": [call]}, *TALK[2:]]
+    prompt = parse_prompt({"messages": calls[:3], "answer": "1"}, texts)
+    assert prompt.tokens[len(texts.tokenizer.render(TALK[:1])) :][
+        : len(ids := texts.tokenizer.encode("['name']NONE"))
+    ] == tuple(ids)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -56,6 +56,22 @@ def test_ids_are_those_of_apply_chat_template(name: str, folders: dict[str, Path
     assert plain.render(USER) == golden["plain"] and plain.document("How many?") == [*golden["plain"], end]
 
 
+def test_a_first_token_that_is_also_the_end_token_stays(tmp_path: Path) -> None:
+    """OPT's kind: without its first token the first real token of a document would carry no loss."""
+    processors = pytest.importorskip("tokenizers").processors
+    folder = write_tokenizer(tmp_path, "llama3")
+    path = folder / "tokenizer.json"
+    tokenizer = sys.modules["tokenizers"].Tokenizer.from_file(str(path))
+    end = tokenizer.token_to_id("<|eot_id|>")
+    for template in ("<|eot_id|> $A", "<|eot_id|> $A <|end_of_text|>", "$A <|eot_id|>"):
+        special = [(name, tokenizer.token_to_id(name)) for name in ("<|eot_id|>", "<|end_of_text|>")]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        tokenizer.save(str(path))
+        plain = build(folder, chat=False)
+        begin = [end] if template.startswith("<") else []
+        assert plain.document("ab") == [*begin, *plain.encode("ab"), end]
+
+
 def test_an_answer_ends_on_any_end_token(folders: dict[str, Path]) -> None:
     from tokenizers import Tokenizer as Read
 

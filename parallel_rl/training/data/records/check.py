@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from parallel_rl.agreement import gather_results
 from parallel_rl.groups import group_rank, group_size
+from parallel_rl.training.data.format import UnfitRecord
 from parallel_rl.training.data.records.index import Entries
 from parallel_rl.training.data.records.source import Records
 
@@ -23,6 +24,7 @@ def check(
     length: Callable[[RecordT], int],
     budget: float = float("inf"),
     each: Callable[[int, Sequence[RecordT]], None] = lambda place, batch: None,
+    unfit: Callable[[int, int, UnfitRecord], None] | None = None,
 ) -> tuple[int, float]:
     """Parses the records of `budget` bytes of blocks, spread evenly over the source; the work is split over the ranks.
 
@@ -31,6 +33,7 @@ def check(
         length: of a record, in tokens.
         budget: bytes; at least one block is looked at.
         each: gets (place of the first, records) of this rank's part, some at a time, and refuses what is wrong.
+        unfit: as for `Records.batches`.
 
     Returns:
         the greatest length, and the part of the bytes that was looked at; equal on every rank.
@@ -43,8 +46,8 @@ def check(
     def work() -> int:
         longest = 0
         for block in _share(records.index, blocks, group_rank(world), group_size(world)).tolist():
-            for place, batch in records.batches(block):
-                longest = max(longest, max(map(length, batch)))
+            for place, batch in records.batches(block, unfit):
+                longest = max(longest, max(map(length, batch), default=0))
                 each(place, batch)
         return longest
 

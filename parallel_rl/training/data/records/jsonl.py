@@ -16,6 +16,8 @@ from parallel_rl.training.data.records.index import Entries, entries
 
 Row = Mapping[str, object]
 
+_TAIL = 1 << 16
+
 
 class Lines:
     """The lines of one block; parsed when they are asked for."""
@@ -42,7 +44,12 @@ class Lines:
 
 @dataclass(frozen=True)
 class JsonlFile:
-    """One JSON object a line."""
+    """One JSON object a line.
+
+    Attributes:
+        path: of the file.
+        size: bytes up to the end of the last line that is not blank, see `size_of`.
+    """
 
     path: Path
     size: int
@@ -102,11 +109,26 @@ class JsonlFile:
         return Lines(data)
 
     def _chunk(self, file: BinaryIO, block: int, step: int) -> bytes:
-        chunk = file.read(step)
         expected = min(step, self.size - block * step)
+        chunk = file.read(expected)
         if len(chunk) != expected:
             raise ValueError(f"{self.path} changes while it is read: it had {self.size} bytes and was cut")
         return chunk
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file without the blank lines at its end."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        while size:
+            start = max(size - _TAIL, 0)
+            file.seek(start)
+            tail = file.read(size - start)
+            if text := tail.rstrip():
+                newline = tail.find(b"\n", len(text))
+                return size if newline < 0 else start + newline + 1
+            size = start
+    return 0
 
 
 def _object(line: bytes) -> Row:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from parallel_rl.training.data.records.jsonl import JsonlFile
+from parallel_rl.training.data.records.jsonl import JsonlFile, size_of
 from parallel_rl.training.data.records.parquet import ParquetFile
 
 DataFile = JsonlFile | ParquetFile
@@ -101,7 +101,7 @@ def _open(path: Path) -> DataFile:
     if path.suffix in _COMPRESSED:
         raise ValueError(f"{path} is compressed, so that no line of it can be found; unpack it, or write Parquet")
     if path.suffix != ".parquet":
-        return JsonlFile(path, path.stat().st_size)
+        return JsonlFile(path, size_of(path))
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(f'{path} is read with pyarrow, which is not installed: pip install "parallel-rl[data]"')
     return ParquetFile(path, path.stat().st_size)

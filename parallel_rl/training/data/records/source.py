@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Generic, TypeVar
 
 import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from parallel_rl.agreement import gather_results
 from parallel_rl.groups import group_rank, group_size
+from parallel_rl.training.data.format import UnfitRecord
 from parallel_rl.training.data.records.index import Entries, entries, fingerprint, stretch
 from parallel_rl.training.data.records.jsonl import Lines
 from parallel_rl.training.data.records.order import Order
@@ -34,6 +36,7 @@ class Records(Generic[RecordT]):
         index: of all their blocks, in order.
         parse: a row to a record; its ValueError gets the file and the line.
         window: bytes held, and shuffled at a time.
+        left_out: rows of blocks, ascending, that are no records.
     """
 
     def __init__(
@@ -42,9 +45,13 @@ class Records(Generic[RecordT]):
         index: Entries | None = None,
         parse: Callable[[Mapping[str, object]], RecordT] | None = None,
         window: int = 1 << 26,
+        left_out: Mapping[int, NDArray[np.int64]] | None = None,
     ) -> None:
         self.files, self.window = files, window
-        self.index = entries([]) if index is None else index
+        self.index = entries([]) if index is None else index.copy()
+        self._rows, self._left_out = self.index["count"].copy(), left_out or {}
+        for block, rows in self._left_out.items():
+            self.index["count"][block] -= len(rows)
         self._parse = parse
         self._ends = np.cumsum(self.index["count"])
         self._limit = window + int(self.index["size"].max(initial=0))
@@ -70,14 +77,31 @@ class Records(Generic[RecordT]):
         order = self._order(seed)
         return [self._record(*order.locate(index)) for index in indices]
 
-    def batches(self, block: int) -> Iterator[tuple[int, list[RecordT]]]:
-        """(place of the first, records) of a block, some at a time."""
-        count, first = int(self.index["count"][block]), self.first_of(block)
-        held = self._block(block)
-        for start in range(0, count, AT_ONCE):
-            stop = min(start + AT_ONCE, count)
-            rows = held.rows(start, stop)
-            yield first + start, [self._parsed(block, place, partial(next, rows)) for place in range(start, stop)]
+    def batches(
+        self, block: int, unfit: Callable[[int, int, UnfitRecord], None] | None = None
+    ) -> Iterator[tuple[int, list[RecordT]]]:
+        """(place of the first, records) of a block, some at a time.
+
+        Args:
+            block: its number.
+            unfit: gets (block, row, error) of a record that does not fit, which is left out; None: the error is raised.
+        """
+        place, held, gone = self.first_of(block), self._block(block), {*self._left_out.get(block, ())}
+        for start in range(0, int(self._rows[block]), AT_ONCE):
+            stop = min(start + AT_ONCE, int(self._rows[block]))
+            rows, batch = held.rows(start, stop), list[RecordT]()
+            for number in range(start, stop):
+                if number in gone:
+                    next(rows)
+                    continue
+                try:
+                    batch.append(self._parsed(block, number, partial(next, rows)))
+                except UnfitRecord as error:
+                    if unfit is None:
+                        raise
+                    unfit(block, number, error)
+            yield place, batch
+            place += len(batch)
 
     def first_of(self, block: int) -> int:
         """The place of a block's first record."""
@@ -86,7 +110,7 @@ class Records(Generic[RecordT]):
     def name_of(self, place: int) -> str:
         """File and line of a record, for messages."""
         block = int(np.searchsorted(self._ends, place, side="right"))
-        return self._name(block, place - self.first_of(block))
+        return self._name(block, self._row(block, place - self.first_of(block)))
 
     @property
     def bytes(self) -> int:
@@ -96,21 +120,43 @@ class Records(Generic[RecordT]):
     @property
     def fingerprint(self) -> str:
         """A fingerprint of the records and their order."""
-        return fingerprint([file.size for file in self.files], self.index, self.window)
+        gone = [number for block in sorted(self._left_out) for number in (block, *self._left_out[block].tolist())]
+        return fingerprint([*(file.size for file in self.files), *gone], self.index, self.window)
+
+    def without(self, rows: Iterable[tuple[int, int]]) -> Records[RecordT]:
+        """These records without the rows (block, row); `self` must have left none out."""
+        gone: dict[int, list[int]] = {}
+        for block, row in sorted(rows):
+            gone.setdefault(block, []).append(row)
+        index = self.index.copy()
+        index["count"] = self._rows
+        return Records(
+            self.files, index, self._parse, self.window, {block: np.array(mine) for block, mine in gone.items()}
+        )
+
+    def _row(self, block: int, place: int) -> int:
+        """The row of a block's record."""
+        gone = self._left_out.get(block)
+        if gone is None:
+            return place
+        return place + int(np.searchsorted(gone - np.arange(len(gone)), place, side="right"))
 
     def _record(self, block: int, place: int) -> RecordT:
-        return self._parsed(block, place, partial(self._block(block).row, place))
+        row = self._row(block, place)
+        return self._parsed(block, row, partial(self._block(block).row, row))
 
     def _parsed(self, block: int, place: int, row: Callable[[], Mapping[str, object]]) -> RecordT:
         assert self._parse is not None
         try:
             return self._parse(row())
+        except UnfitRecord as error:
+            raise UnfitRecord(f"{self._name(block, place)}: {error}", error.kind, error.tokens) from None
         except ValueError as error:
             raise ValueError(f"{self._name(block, place)}: {error}") from None
 
     def _name(self, block: int, place: int) -> str:
         file = self.files[self.index["file"][block]]
-        before = self.index["count"][np.searchsorted(self.index["file"], self.index["file"][block]) : block].sum()
+        before = self._rows[np.searchsorted(self.index["file"], self.index["file"][block]) : block].sum()
         return f"{file.path}, {file.word} {int(before) + place + 1}"
 
     def _block(self, block: int) -> Lines | Table:

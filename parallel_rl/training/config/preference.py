@@ -1,0 +1,70 @@
+"""The section `preference`: pairs, or single answers with labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from parallel_rl.config.strict import at_least
+from parallel_rl.losses.choice import LossConfig
+from parallel_rl.training.config.fields import LABELS, PREFERENCE_FIELDS, check_fields_available
+from parallel_rl.training.config.sections import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class PreferenceConfig:
+    """Steps on `data.pairs` or `data.answers`.
+
+    pairs: pairs of a step.
+    answers: labelled answers of a step, for a loss that reads labels (kto); if its baseline is "mismatched", each prompt
+        also makes a row with the answer of another record of the step.
+    loss: one of log-probs (dpo, simpo, cpo, orpo, ...), one of labelled rows (kto; of pairs the chosen are desirable, the
+        rejected undesirable, and each prompt with the next pair's chosen answer is a mismatched row), or one of a scalar
+        head (preference), which the model then has in place of logits.
+    """
+
+    steps: int
+    optimizer: OptimizerConfig
+    pairs: int | None = None
+    answers: int | None = None
+    loss: LossConfig = field(default_factory=lambda: LossConfig("dpo"))
+
+    def __post_init__(self) -> None:
+        at_least(self, steps=1)
+        if (self.pairs is None) == (self.answers is None):
+            raise ValueError(
+                f"pairs = {self.pairs} and answers = {self.answers}: set one of them, the number of records of a step"
+            )
+        at_least(self, **{self.source: 1})
+        check_fields_available(
+            self.loss, dict.fromkeys(PREFERENCE_FIELDS, ""), paired=self.answers is None, scalar_head=True
+        )
+        if self.answers is None:
+            return
+        if LABELS not in self.loss.requirements.names and not self.loss.unseen:
+            raise ValueError(
+                f"loss.name = {self.loss.name!r} reads no labels; of single answers only kto's kind learns"
+            )
+        if self.mismatched:
+            at_least(self, answers=2)
+
+    @property
+    def source(self) -> str:
+        """The source of the records: pairs or answers."""
+        return "answers" if self.pairs is None else "pairs"
+
+    @property
+    def records(self) -> int:
+        """Records of a step."""
+        return getattr(self, self.source)
+
+    @property
+    def mismatched(self) -> bool:
+        """Whether the loss reads rows of one record's prompt and another's answer."""
+        return self.loss.options.get("baseline", "mismatched") == "mismatched"
+
+    @property
+    def rows(self) -> int:
+        """Rows of a record, which stay in one micro-batch."""
+        if self.answers is not None:
+            return 2 if self.mismatched else 1
+        return 3 if LABELS in self.loss.requirements.names else 2
