@@ -209,7 +209,8 @@ def test_without_megatron_the_command_says_what_to_install(words: str) -> None:
     line = [sys.executable, "-c", code, *words.split()]
     done = subprocess.run(line, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=60)
     needs = (
-        f"parallel-rl: error: `parallel-rl {words.split()[0]}` needs megatron-core: pip install 'parallel-rl[megatron]'"
+        f"parallel-rl: error: `parallel-rl {words.split()[0]}` needs megatron-core: pip install "
+        "'megatron-core>=0.15,<0.20' psutil"
     )
     assert done.returncode == 2 and done.stderr == f"{needs}\n"
 
