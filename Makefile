@@ -4,6 +4,8 @@
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+# what the demos need: no tools of development
+DEMO := $(if $(wildcard $(STAMP)),$(STAMP),.venv/.installed_demo)
 RANKS ?= 4
 PROCESSES ?= 3
 CONFIG ?= configs/grpo_arithmetic.yaml
@@ -24,10 +26,15 @@ $(STAMP): pyproject.toml constraints.txt .ci/requirements.txt tools/install.sh
 	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" LOCKED="$(LOCKED)" tools/install.sh
 	@touch $@
 
-demo: $(STAMP)  ## GRPO learns arithmetic on RANKS=4 CPU ranks (TP 2 x CP 2, sequence parallel, packed)
+.venv/.installed_demo: pyproject.toml constraints.txt tools/install.sh
+	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" LOCKED="$(LOCKED)" EXTRAS=megatron,hf,report tools/install.sh
+	@touch $@
+
+demo: $(DEMO)  ## GRPO learns arithmetic on RANKS=4 CPU ranks (TP 2 x CP 2, sequence parallel, packed)
+	@echo "$(RANKS) processes import torch and Megatron; the first line comes after about 30 seconds"
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(RANKS) -m parallel_rl.cli train $(CONFIG) --run.resume never
 
-demo-hf: $(STAMP)  ## SFT and GRPO on word problems from a tiny random Qwen3 folder, and a folder back, on two CPU ranks (TP 2)
+demo-hf: $(DEMO)  ## SFT and GRPO on word problems from a tiny random Qwen3 folder, and a folder back, on two CPU ranks (TP 2)
 	$(BIN)/python examples/word_problems/make.py runs/word_problems
 	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 -m parallel_rl.cli train examples/word_problems/grpo.yaml --run.resume never
 	rm -rf runs/word_problems/trained

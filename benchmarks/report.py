@@ -78,7 +78,7 @@ def draw(path: Path, bars: Bars, growth: Growth, title: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise SystemExit('--plot needs matplotlib: pip install "parallel-rl[report]"') from None
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
     panels = len(bars) + len(growth)
     columns = min(2, panels)
     rows = -(-panels // columns)

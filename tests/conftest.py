@@ -21,8 +21,8 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """First the file whose slow tests take longest in one process: begun last, the others would wait for it at the end."""
-    items.sort(key=lambda item: item.path.name != "test_triton_interpreter.py")
+    """First the files whose slow tests take longest in one process: begun last, the others would wait for them at the end."""
+    items.sort(key=lambda item: not item.path.name.startswith("test_triton_interpreter"))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -48,12 +48,12 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
     assert "held-out reward before: " in done.stdout and "after rl: " in done.stdout
     lines = done.stdout.splitlines()
     [heading] = [line for line in lines if "grad norm" in line]
-    for column in ("rl step", "reward", "held-out", "loss", "KL", "entropy", "clip low", "clip high", "tokens/s"):
+    for column in ("rl step", "reward", "held-out", "loss", "KL", "entropy", "clip low", "clip high", "tokens/s", "left"):
         assert column in heading
     rows = [
         line.split() for line in lines[lines.index(heading) + 1 :] if line.split()[0].isdigit() and "s;" not in line
     ]
-    assert [row[0] for row in rows] == ["1", "2"] and {len(row) for row in rows} == {10}
+    assert [row[0] for row in rows] == ["1", "2"] and {len(row) for row in rows} == {11}
     folder = tmp_path / "here"
     logged = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in logged] == [1, 2]
@@ -209,7 +209,8 @@ def test_without_megatron_the_command_says_what_to_install(words: str) -> None:
     line = [sys.executable, "-c", code, *words.split()]
     done = subprocess.run(line, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=60)
     needs = (
-        f"parallel-rl: error: `parallel-rl {words.split()[0]}` needs megatron-core: pip install 'parallel-rl[megatron]'"
+        f"parallel-rl: error: `parallel-rl {words.split()[0]}` needs megatron-core: pip install "
+        "'megatron-core>=0.15,<0.20' psutil"
     )
     assert done.returncode == 2 and done.stderr == f"{needs}\n"
 

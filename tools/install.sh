@@ -2,6 +2,7 @@
 # Makes or updates .venv (called by `make install`, from the repository's root).
 #   PYTHON       the interpreter to use; otherwise the first of python3, python3.13 .. python3.10 that is 3.10-3.13
 #   TORCH_INDEX  an extra package index that has CPU builds of torch, where the default one has CUDA builds only
+#   EXTRAS       extras of pyproject.toml; otherwise all that the tests and tools need
 #   LOCKED       1: nothing but the files whose hashes .ci/requirements.txt has (as the continuous integration does)
 set -euo pipefail
 
@@ -71,6 +72,6 @@ else
   else
     cat constraints.txt >"$constraints"
   fi
-  "${pip[@]}" -c "$constraints" -e ".[megatron,triton,data,hf,math,report,dev]"
+  "${pip[@]}" -c "$constraints" -e ".[${EXTRAS:-megatron,triton,data,hf,math,report,dev}]"
 fi
 say "ready: $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)')"

@@ -26,6 +26,7 @@ from parallel_rl.recipes import loss_of, main_section, recipes, summary
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "docs" / "losses.md"
 OTHERS = ROOT / "docs" / "other_systems.yaml"
+ONLY_HERE = "Only here"  # the entry of a recipe that no other system has
 
 _OF_LOSSES = {cls.config_class for cls in losses().values()}
 

@@ -63,7 +63,7 @@ def check_math() -> None:
         ValueError: it is not.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise ValueError("reward = 'math' asks math-verify, which is not installed: pip install \"parallel-rl[math]\"")
+        raise ValueError("reward = 'math' asks math-verify, which is not installed: pip install math-verify")
 
 
 class _Worker:

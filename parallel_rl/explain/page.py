@@ -13,7 +13,7 @@ from parallel_rl.explain.samples import choose, samples
 from parallel_rl.explain.tables import Sides
 
 _ROOM = "parallel_rl.explain"
-_EXTRA = "pip install 'parallel-rl[report]'"
+_EXTRA = "pip install matplotlib jinja2"
 
 
 def check_extras() -> None:

@@ -128,7 +128,7 @@ def draw(plan: RunPlan, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ValueError("a picture needs matplotlib: pip install 'parallel-rl[report]'") from None
+        raise ValueError("a picture needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(11, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)

@@ -80,6 +80,7 @@ def train(config: TrainConfig, dump_step: int | None = None) -> Result:
         with only_run(Path(config.run.dir), config.run.timeout):
             run = _Run(config, tokenizer, data, dump_step)
             with run.log:
+                run.log.say(f"ready after {time.monotonic() - began:.0f} s")
                 if run.run():
                     run.finish(time.monotonic() - began)
     return Result(run.rows, run.before, run.after, time.monotonic() - began)

@@ -77,7 +77,7 @@ def find_way(through: str) -> Way:
         import parallel_rl.megatron  # noqa: F401  before megatron itself: it silences what a machine without a GPU knows
         from parallel_rl.verify import schedule
     except ModuleNotFoundError as error:
-        raise ValueError(f"--through megatron: {error}; pip install 'parallel-rl[megatron]'") from None
+        raise ValueError(f"--through megatron: {error}; pip install 'megatron-core>=0.15,<0.20' psutil") from None
 
     def in_job(timeout: float) -> JobRunner:
         return JobRunner(lambda layout: schedule.place(layout, timeout), schedule.run_layout)

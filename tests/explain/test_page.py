@@ -301,4 +301,4 @@ def test_a_missing_library_names_what_installs_it(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert main(["explain", str(folder / "run")]) == 2
-    assert "needs matplotlib: pip install 'parallel-rl[report]'" in capsys.readouterr().err
+    assert "needs matplotlib: pip install matplotlib jinja2" in capsys.readouterr().err

@@ -1,35 +1,14 @@
-"""The Triton kernels without a card: `triton_cases` under Triton's interpreter, which only a fresh process can turn on."""
+"""The Triton kernels without a card: traps of the language, and thresholds of truncated policies."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
+from tests.vocab.triton_cases.run import check_cases
+
 pytest.importorskip("triton")
-CASES = Path(__file__).parent / "triton_cases"
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        "traps",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("kernels", "operators", "head", "ranks", "threshold", "law")
-        ),
-    ],
-)
+@pytest.mark.parametrize("cases", ["traps", pytest.param("threshold", marks=pytest.mark.slow)])
 def test_under_the_interpreter(cases: str) -> None:
-    """Half a minute each where it is slow: the interpreter runs every element of a block in numpy, in a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-q", "--show-capture=no", "-p", "no:cacheprovider", "-W", "ignore"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(
-        [*command, str(CASES / f"{cases}.py")], env=environment, cwd=CASES.parents[2], capture_output=True, text=True,
-        timeout=600,
-    )  # fmt: skip
-    last = ran.stdout.strip().splitlines()[-1] if ran.stdout.strip() else ""
-    assert ran.returncode == 0 and " passed" in last and "skipped" not in last, ran.stdout[-8000:] + ran.stderr[-2000:]
+    check_cases(cases)

@@ -36,7 +36,7 @@ def require_safetensors() -> None:
     """
     if importlib.util.find_spec("safetensors") is None:
         raise ValueError(
-            'weights are read and written with safetensors, which is not installed: pip install "parallel-rl[hf]"'
+            "weights are read and written with safetensors, which is not installed: pip install safetensors"
         )
 
 

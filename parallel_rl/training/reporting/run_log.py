@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
@@ -67,6 +68,7 @@ class RunLog:
         self.objective = objective
         self._bar: Progress | None = None
         self._heading = ""
+        self._steps, self._first, self._began = 0, 0, time.monotonic()  # of the phase
         if not active:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,8 +128,9 @@ class RunLog:
             self._loggers.text(phase, step, title, text)
 
     def phase(self, name: str, steps: int, done: int) -> None:
-        """A new phase of `steps` steps, `done` of which are behind."""
+        """Begin a phase of `steps` steps, of which `done` are done."""
         self._heading = ""
+        self._steps, self._first, self._began = steps, done, time.monotonic()
         if self._bar is not None:
             for task in self._bar.task_ids:
                 self._bar.remove_task(task)
@@ -170,14 +173,17 @@ class RunLog:
             for title, key, style in _COLUMNS
             if title in shown and (key in row or title == "held-out")
         ]
-        columns = _fitting(columns, self.console.width - max(11, len(phase) + 5))
-        heading = "  ".join([f"{phase:>6} step", *(f"{title:>9}" for title, _, _ in columns)])
+        columns = _fitting(columns, self.console.width - max(11, len(phase) + 5) - 11)
+        heading = "  ".join([f"{phase:>6} step", *(f"{title:>9}" for title, _, _ in columns), "     left"])
         if heading != self._heading:
             self._heading = heading
             self.say(heading)
         cells = [f"{step:>{len(phase) + 5 if len(phase) > 6 else 11}}"]
         for _, name, style in columns:
             cells.append(f"{row[name]:>9{style}}" if name in row else " " * 8 + "·")
+        a_step = (time.monotonic() - self._began) / max(step - self._first, 1)
+        minutes, seconds = divmod(round(a_step * max(self._steps - step, 0)), 60)
+        cells.append(f"{minutes // 60:>3}:{minutes % 60:02}:{seconds:02}")
         self.say("  ".join(cells))
 
 

@@ -151,7 +151,7 @@ def _load(folder: Path) -> Tokenizer:
         from tokenizers import Tokenizer
     except ImportError:
         raise ValueError(
-            f'{path} is read with tokenizers, which is not installed: pip install "parallel-rl[hf]"'
+            f"{path} is read with tokenizers, which is not installed: pip install tokenizers"
         ) from None
     try:
         tokenizer = Tokenizer.from_file(str(path))

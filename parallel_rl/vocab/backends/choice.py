@@ -37,7 +37,7 @@ def check_backend(backend: Backend, device: torch.device) -> None:
     if backend != "triton":
         return
     if not _INSTALLED:
-        raise ValueError('backend = "triton" needs Triton: pip install "parallel-rl[triton]"')
+        raise ValueError('backend = "triton" needs Triton: pip install triton')
     if not (COMPILER or _INTERPRETED):
         raise ValueError(f'backend = "triton" needs a C compiler: {_NO_COMPILER}; "auto" goes on without Triton')
     if device.type != "cuda" and not _INTERPRETED:

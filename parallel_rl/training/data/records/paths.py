@@ -103,5 +103,5 @@ def _open(path: Path) -> DataFile:
     if path.suffix != ".parquet":
         return JsonlFile(path, size_of(path))
     if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(f'{path} is read with pyarrow, which is not installed: pip install "parallel-rl[data]"')
+        raise ValueError(f"{path} is read with pyarrow, which is not installed: pip install pyarrow")
     return ParquetFile(path, path.stat().st_size)
