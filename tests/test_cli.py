@@ -48,7 +48,18 @@ def test_a_run_from_the_shell(tmp_path: Path) -> None:
     assert "held-out reward before: " in done.stdout and "after rl: " in done.stdout
     lines = done.stdout.splitlines()
     [heading] = [line for line in lines if "grad norm" in line]
-    for column in ("rl step", "reward", "held-out", "loss", "KL", "entropy", "clip low", "clip high", "tokens/s", "left"):
+    for column in (
+        "rl step",
+        "reward",
+        "held-out",
+        "loss",
+        "KL",
+        "entropy",
+        "clip low",
+        "clip high",
+        "tokens/s",
+        "left",
+    ):
         assert column in heading
     rows = [
         line.split() for line in lines[lines.index(heading) + 1 :] if line.split()[0].isdigit() and "s;" not in line

@@ -41,13 +41,19 @@ def test_the_table_names_everything() -> None:
     versions = others.pop("versions")
     rule = f"{losses_table.OTHERS.relative_to(ROOT)} needs an entry for each recipe of configs/recipes"
     for name in recipes():
-        assert others.get(name), f"{rule}; add `{name}:` with what other systems call it, or `{losses_table.ONLY_HERE}: why`"
+        assert others.get(name), (
+            f"{rule}; add `{name}:` with what other systems call it, or `{losses_table.ONLY_HERE}: why`"
+        )
     assert not others.keys() - {*recipes()}, f"{rule}, and none for {sorted(others.keys() - {*recipes()})}"
     for name, systems in others.items():
         unknown = systems.keys() - {*versions, losses_table.ONLY_HERE}
-        assert not unknown, f"{name}: add {sorted(unknown)} to `versions` of {losses_table.OTHERS.name}: what was read of it"
+        assert not unknown, (
+            f"{name}: add {sorted(unknown)} to `versions` of {losses_table.OTHERS.name}: what was read of it"
+        )
         alone = losses_table.ONLY_HERE in systems and len(systems) > 1
-        assert not alone, f"{name}: `{losses_table.ONLY_HERE}` stands beside other systems in {losses_table.OTHERS.name}"
+        assert not alone, (
+            f"{name}: `{losses_table.ONLY_HERE}` stands beside other systems in {losses_table.OTHERS.name}"
+        )
     unused = versions.keys() - {system for systems in others.values() for system in systems}
     assert not unused, f"no recipe names {sorted(unused)}; remove it from `versions` of {losses_table.OTHERS.name}"
     assert all(f"{system} {version}" in text for system, version in versions.items()), "run make docs"

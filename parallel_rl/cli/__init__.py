@@ -75,7 +75,9 @@ def _run(arguments: Sequence[str], own_process: bool) -> int:
         return tools.run_tool(known, rest)
     if known.command != "recipes" and not _has_megatron():
         return runs.refuse(
-            ValueError(f"`parallel-rl {known.command}` needs megatron-core: pip install 'megatron-core>=0.15,<0.20' psutil")
+            ValueError(
+                f"`parallel-rl {known.command}` needs megatron-core: pip install 'megatron-core>=0.15,<0.20' psutil"
+            )
         )
     if known.command == "train":
         if own_process:  # seconds of imports follow

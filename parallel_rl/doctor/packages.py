@@ -117,7 +117,10 @@ def _megatron() -> Finding:
     found = _version("megatron-core")
     if found is None:
         return Finding(
-            "megatron-core", "note", "not installed", "the losses need none; the trainer does: megatron-core>=0.15,<0.20"
+            "megatron-core",
+            "note",
+            "not installed",
+            "the losses need none; the trainer does: megatron-core>=0.15,<0.20",
         )
     if _numbers(found) < _LEAST_MEGATRON:
         return Finding("megatron-core", "error", found, "parallel_rl.megatron needs 0.15 or newer")

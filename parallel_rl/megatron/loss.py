@@ -115,7 +115,7 @@ def megatron_loss_func(
     trains = torch.is_grad_enabled()  # Megatron's evaluation runs without
 
     def check(first: bool) -> None:
-        refuse_name_and_class(loss_fn)
+        refuse_name_and_class(whole)
         check_sizes(config)
         check_scaling(config, num_microbatches, ddp, routed)
         check_auxiliary_losses(config, where.cp_size, by_megatron=True)

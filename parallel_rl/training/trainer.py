@@ -80,8 +80,7 @@ def train(config: TrainConfig, dump_step: int | None = None) -> Result:
         with only_run(Path(config.run.dir), config.run.timeout):
             run = _Run(config, tokenizer, data, dump_step)
             with run.log:
-                run.log.say(f"ready after {time.monotonic() - began:.0f} s")
-                if run.run():
+                if run.run(began):
                     run.finish(time.monotonic() - began)
     return Result(run.rows, run.before, run.after, time.monotonic() - began)
 
@@ -123,10 +122,11 @@ class _Run:
             self.log.say(note)
         self.engine, self.tokenizer, self.data = engine, tokenizer, data
 
-    def run(self) -> bool:
+    def run(self, began: float) -> bool:
         """Run every step that is left; False if the run was asked to stop before the last."""
         random_state = self._load_start()
-        for line in (layout_text(self.config, self.engine), *self.data.describe()):
+        ready = f"ready after {time.monotonic() - began:.0f} s"
+        for line in (layout_text(self.config, self.engine), *self.data.describe(), ready):
             self.log.say(line)
         for phase in self.phases[self.phases.index(self._phase()) :]:
             if self.progress.step == 0:

@@ -150,9 +150,7 @@ def _load(folder: Path) -> Tokenizer:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise ValueError(
-            f"{path} is read with tokenizers, which is not installed: pip install tokenizers"
-        ) from None
+        raise ValueError(f"{path} is read with tokenizers, which is not installed: pip install tokenizers") from None
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
