@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel_rl import PolicyLossFn
+from parallel_rl import ComponentsLossFn, PolicyLossFn, count_valid, token_logprobs
 from parallel_rl.testing.pool import preload, run_world
 from tests.distributed.megatron_cases import VOCAB, Case, make_data, make_model, split
 
@@ -46,7 +46,6 @@ def _warnings(rank: int, sizes: dict[str, int], packed: bool) -> dict[str, list[
     from megatron.core import parallel_state
 
     import parallel_rl.megatron as M
-    from parallel_rl import token_logprobs
 
     M.initialize(**sizes)
     model = M.wrap_model(make_model(Case(**sizes)))
@@ -92,3 +91,39 @@ def test_a_moved_field_is_named_once_on_every_rank_and_a_right_one_never(sizes: 
             assert [text.split(" looks ")[0] for text in found[slip]] == list(named), (slip, found[slip])
             assert all(cure is not None and cure in text for text in found[slip])
             assert slip == "warm" or all("most at row" in text for text in found[slip])
+
+
+def test_every_way_to_call_a_loss_looks_at_its_first_micro_batches() -> None:
+    """Logits, pre-shifted labels, a host's log-probs, and a component by its name; later micro-batches cost nothing."""
+    g = torch.Generator().manual_seed(3)
+    logits = torch.randn(4, 12, 32, generator=g)
+    data = {"input_ids": torch.randint(32, (4, 12), generator=g), "token_mask": torch.ones(4, 12)}
+    data |= {"sample_mask": torch.ones(4), "advantages": torch.ones(4, 12)}
+    data["prev_logprobs"] = token_logprobs(logits, data).roll(-1, 1)
+    shifted = {name: x.roll(-1, 1) if x.dim() == 2 else x for name, x in data.items()}
+    shifted["shift_labels"] = shifted.pop("input_ids")
+    shifted["token_mask"] = shifted["token_mask"] * (torch.arange(12) < 11)
+    parts = {"policy": {"loss": {"name": "policy", "options": {"surrogate": {"name": "ppo"}}}}}
+    counts = count_valid(data)
+    cures = []
+    for call in (
+        lambda loss_fn: loss_fn(logits, data, *counts),
+        lambda loss_fn: loss_fn(logits, shifted, *counts),
+        lambda loss_fn: loss_fn.from_logprobs(
+            token_logprobs(logits, data), data=data, global_valid_seqs=4, global_valid_toks=44
+        ),
+        lambda _: (each := ComponentsLossFn({"components": parts}))(logits, data, *counts, statistics=each.count(data)),
+    ):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            call(PolicyLossFn({"surrogate": {"name": "ppo"}}))
+        cures.append([str(each.message) for each in said])
+    assert [text.split(" looks ")[0] for texts in cures for text in texts] == ["prev_logprobs"] * 3 + [
+        "policy/prev_logprobs"
+    ]
+    assert all("give prev_logprobs.roll(1, 1)" in text for texts in cures for text in texts)
+    loss_fn = PolicyLossFn({"surrogate": {"name": "ppo"}})
+    right = {**data, "prev_logprobs": token_logprobs(logits, data)}
+    for _ in range(20):
+        loss_fn(logits, right, *counts)
+    assert loss_fn.recorded_check.left == 0
