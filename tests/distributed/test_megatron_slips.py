@@ -126,7 +126,7 @@ def bare(rank: int, groups: ParallelGroups) -> dict[str, Callable[[], object]]:
 
     def from_logprobs() -> object:
         data = {name: field[:, rank * S // 2 :][:, : S // 2] for name, field in rows().items() if field.dim() > 1}
-        data |= {"sample_mask": torch.ones(2)}
+        data |= {"sample_mask": torch.ones(2), "response_mask": data.pop("token_mask")}
         return PolicyLossFn().from_logprobs(
             data["prev_logprobs"], data=data, global_valid_seqs=2, global_valid_toks=30 + rank,  # type: ignore[arg-type]
             context_parallel_group=dist.group.WORLD,
@@ -190,7 +190,9 @@ def of_tensor_ranks(rank: int, groups: ParallelGroups) -> dict[str, Callable[[],
         config, columns = build(wraps=False).config, 768
         g = torch.Generator().manual_seed(rank)
         batch, loss_fn = rows(), NLLLoss(vocab_size=vocab_size)
-        function = M.megatron_loss_func(loss_fn, batch, *count_valid(batch), config=config, num_microbatches=1)
+        function = M.megatron_loss_func(
+            loss_fn, batch, *count_valid(batch), config=config, num_microbatches=1, ddp=False
+        )
         return function(torch.randn(2, S, columns // 2, generator=g))
 
     return {

@@ -144,7 +144,7 @@ def test_patterns(tmp_path: Path) -> None:
 def test_parquet_without_pyarrow_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_parquet(tmp_path / "a.parquet", [1], 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r'pip install "parallel-rl\[data\]"'):
+    with pytest.raises(ValueError, match="pip install pyarrow"):
         find_files(str(tmp_path / "a.parquet"), "data.train")
 
 
