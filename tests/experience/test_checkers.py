@@ -63,7 +63,7 @@ def test_math(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_math_that_is_not_installed_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r'pip install "parallel-rl\[math\]"'):
+    with pytest.raises(ValueError, match="pip install math-verify"):
         reward_function("math")
 
 
