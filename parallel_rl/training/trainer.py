@@ -125,9 +125,8 @@ class _Run:
     def run(self, began: float) -> bool:
         """Run every step that is left; False if the run was asked to stop before the last."""
         random_state = self._load_start()
-        ready = f"ready after {time.monotonic() - began:.0f} s"
-        for line in (layout_text(self.config, self.engine), *self.data.describe(), ready):
-            self.log.say(line)
+        self.log.say("\n".join([layout_text(self.config, self.engine), *self.data.describe()]))
+        self.log.say(f"ready after {time.monotonic() - began:.0f} s")
         for phase in self.phases[self.phases.index(self._phase()) :]:
             if self.progress.step == 0:
                 self._begin(phase)

@@ -24,10 +24,10 @@ def preference_step(session: Session, config: PreferenceConfig, at: TrainProgres
     """The next `pairs` pairs or `answers` answers, each as the rows that its loss reads."""
     policy, first = session.policy, at.next(config.source)
     if config.source == "answers":
-        made = _answer_rows(_answers(session, config, first), session)
+        rows = _answer_rows(_answers(session, config, first), session)
     else:
-        made = (_paired if config.rows == 2 else _labelled)(_pairs(session, first, config.records), session)
-    rows, _ = policy.balance(made, together=config.rows)
+        rows = (_paired if config.rows == 2 else _labelled)(_pairs(session, first, config.records), session)
+    rows, _ = policy.balance(rows, together=config.rows)
     if session.reference is not None:
         # in the same micro-batches as the policy: as long as both are the same model, their log-probs are the same bits
         logprobs = policy.log_probs(rows, session.reference, together=config.rows)
@@ -83,5 +83,5 @@ def _answer_rows(answers: Sequence[tuple[Answer, Answer | None]], session: Sessi
         )
     ]
     labels = torch.tensor([label for _, _, label in rows], dtype=session.engine.float_dtype)
-    made = target_rows([prompt for prompt, _, _ in rows], [target for _, target, _ in rows])
-    return made.with_fields(**{LABELS: labels})
+    samples = target_rows([prompt for prompt, _, _ in rows], [target for _, target, _ in rows])
+    return samples.with_fields(**{LABELS: labels})

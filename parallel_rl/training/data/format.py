@@ -89,8 +89,8 @@ def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[di
 
 def _needed(known: Sequence[str], fields: Row) -> list[str]:
     """The fields that are read by their own names beside `data.columns`; any other column of a field's name is foreign."""
-    asked = () if not fields.keys().isdisjoint(_ASKED) else ("prompt",)
-    return [name for name in (*asked, "answer", "chosen", "rejected") if name in known]
+    prompt = () if not fields.keys().isdisjoint(_ASKED) else ("prompt",)
+    return [name for name in (*prompt, "answer", "chosen", "rejected") if name in known]
 
 
 def field_of(fields: Row, key: str, row: Row | None = None) -> object:
