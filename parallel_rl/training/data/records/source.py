@@ -84,7 +84,7 @@ class Records(Generic[RecordT]):
 
         Args:
             block: its number.
-            unfit: gets (block, row, error) of a record that does not fit, and the record is left out; None: the error is raised.
+            unfit: gets (block, row, error) of a record that does not fit, and leaves it out; None: the error is raised.
         """
         place, held, gone = self.first_of(block), self._block(block), {*self._left_out.get(block, ())}
         for start in range(0, int(self._rows[block]), AT_ONCE):
