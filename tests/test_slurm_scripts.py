@@ -93,6 +93,28 @@ def test_the_environment_comes_from_the_job_and_the_site(tmp_path: Path) -> None
     assert container == f"--container-image=image.sqsh --no-container-mount-home --container-workdir={ROOT} {mounts}"
 
 
+def test_a_job_says_where_its_ranks_meet_if_it_did_not_choose(tmp_path: Path) -> None:
+    """A MASTER_ADDR that the shell of sbatch happens to have costs GATE_SECONDS."""
+    warning, settings = _environment(tmp_path, 1, MASTER_ADDR="host7").splitlines()
+    assert "the ranks meet at MASTER_ADDR = host7, which the shell of sbatch" in warning
+    assert settings.startswith("host7 ")
+    assert len(_environment(tmp_path, 1, MASTER_ADDR="node9").splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("log", "end"),
+    [
+        ("0: [default0]:nothing is left to do: run/checkpoints/step_000003 has all 3 steps\n", "completed: nothing is"),
+        ("0: [default0]:3 s; wrote metrics.jsonl\n", "completed\n"),
+    ],
+)
+def test_a_job_that_had_nothing_to_do_says_so(tmp_path: Path, log: str, end: str) -> None:
+    """A real job's end takes a cluster; this is its choice of words."""
+    (tmp_path / "node-0.log").write_text(log)
+    code = f'source slurm/job.sh; folder={tmp_path} log=.log; echo "completed$(nothing)"'
+    assert _in_job(tmp_path, ["-c", code], 7).stdout.startswith(end)
+
+
 def test_nodes_with_fewer_cores_and_an_environment_that_was_left_out(tmp_path: Path) -> None:
     """srun refuses a task of more cores than one of the nodes has; after `sbatch --export=NONE` its tasks have no PATH."""
     assert _environment(tmp_path, 1, SLURM_JOB_CPUS_PER_NODE="96(x2),64(x3),128").split()[3] == "64"

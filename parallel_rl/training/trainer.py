@@ -126,6 +126,8 @@ class _Run:
         random_state = self._load_start()
         for line in (layout_text(self.config, self.engine), *self.data.describe()):
             self.log.say(line)
+        if self.latest is not None and self._steps_done() == sum(phase.steps for phase in self.phases):
+            self.log.say(f"nothing is left to do: {self.latest[0]} has all {self._steps_done()} steps")
         for phase in self.phases[self.phases.index(self._phase()) :]:
             if self.progress.step == 0:
                 self._begin(phase)
