@@ -35,7 +35,8 @@ def main() -> None:
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         how = f"ended with exit code {first.exitcode}" if first.exitcode > 0 else f"was killed by {first.signal_name()}"
-        sys.exit(f"parallel-rl: error ({where}): rank {rank} {how}")
+        print(f"parallel-rl: error ({where}): rank {rank} {how}", file=sys.stderr, flush=True)
+        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
 
 
 main()

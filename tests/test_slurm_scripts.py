@@ -101,18 +101,53 @@ def test_a_job_says_where_its_ranks_meet_if_it_did_not_choose(tmp_path: Path) ->
     assert len(_environment(tmp_path, 1, MASTER_ADDR="node9").splitlines()) == 1
 
 
+FAILED_THERE = "1: [default0]:parallel-rl: error (rank 1): --import mine failed: RuntimeError: x"
+
+
 @pytest.mark.parametrize(
-    ("log", "end"),
+    ("check", "log", "srun", "status", "end"),
     [
-        ("0: [default0]:nothing is left to do: run/checkpoints/step_000003 has all 3 steps\n", "completed: nothing is"),
-        ("0: [default0]:3 s; wrote metrics.jsonl\n", "completed\n"),
+        pytest.param("", "0: [default0]:3 s; wrote x", 0, 0, "completed", id="done"),
+        pytest.param(
+            *("", "0: [default0]:nothing is left to do: run/step_000003 has all 3 steps", 0, 0),
+            "completed: nothing is left to do: run/step_000003 has all 3 steps",
+            id="nothing to do",
+        ),
+        pytest.param(
+            "",
+            "0: parallel-rl: error (node 0, node9): rank 0 was killed by SIGTERM\n"
+            f"{FAILED_THERE}\n1: parallel-rl: error (node 1, node10): rank 1 ended with exit code 2",
+            *(143, 2, f"failed with status 2: {FAILED_THERE}"),
+            id="a rank fails, and the other node is ended",
+        ),
+        pytest.param(
+            "srun: unrecognized option '--container-image=x'",
+            *("", 255, 1),
+            "failed: the check before the start of the ranks (status 255): srun: unrecognized option '--container-image=x' "
+            "(CONTAINER_IMAGE needs the pyxis plugin of Slurm)",
+            id="no pyxis",
+        ),
     ],
 )
-def test_a_job_that_had_nothing_to_do_says_so(tmp_path: Path, log: str, end: str) -> None:
-    """A real job's end takes a cluster; this is its choice of words."""
-    (tmp_path / "node-0.log").write_text(log)
-    code = f'source slurm/job.sh; folder={tmp_path} log=.log; echo "completed$(nothing)"'
-    assert _in_job(tmp_path, ["-c", code], 7).stdout.startswith(end)
+def test_the_last_line_and_the_status_of_a_job(
+    check: str, log: str, srun: int, status: int, end: str, tmp_path: Path
+) -> None:
+    """The whole script; a stand-in for srun leaves logs as a job has, and srun's status."""
+    (tmp_path / "log").write_text(log + "\n")
+    (tmp_path / "srun").write_text(
+        f"""#!/bin/bash
+if [[ " $* " = *" check "* ]]; then {f'echo "{check}" >&2; exit {srun}' if check else "exit 0"}; fi
+touch "$PARALLEL_RL_JOB_DIR"/up/{{0,1}}
+cp "{tmp_path}/log" "$PARALLEL_RL_JOB_DIR/node-0.log"
+exit {srun}
+"""
+    )
+    (tmp_path / "srun").chmod(0o755)
+    done = _in_job(
+        tmp_path, ["slurm/train.sbatch", CONFIG], 7, SLURM_JOB_NUM_NODES="2", SLURM_JOB_END_TIME="4102444800"
+    )
+    assert done.stdout.splitlines()[-1] == f"parallel-rl: job 7 {end}", done.stdout + done.stderr
+    assert done.returncode == status
 
 
 def test_nodes_with_fewer_cores_and_an_environment_that_was_left_out(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from parallel_rl.cluster import submit_checks
 _FILES = Path(__file__).parents[1] / "slurm"
 _SCRIPT = "train.sbatch"
 _BESIDE = "with_server.sbatch"
-_RECORDED = (_SCRIPT, _BESIDE, "env.sh", "job.sh", "server.sh", "site.conf", "torchrun.py")
+_RECORDED = (_SCRIPT, _BESIDE, "cause.sh", "env.sh", "job.sh", "server.sh", "site.conf", "torchrun.py")
 # of sbatch's options, those that the nodes of servers have too
 _SHARED = ("account", "partition", "qos", "reservation", "constraint", "cpus-per-task", "gpus-per-node", "time")
 # what env.sh takes from the shell, ${NAME:-...}, and what sbatch and the libraries of the ranks do

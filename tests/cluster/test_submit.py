@@ -279,7 +279,17 @@ def test_the_record_of_a_job_is_there_before_the_job_is(
     assert main(given) == 2
     assert "sbatch refuses: no such account" in capsys.readouterr().err
     assert sorted(path.name for path in seen.rglob("*.*")) == [
-        *("command.sh", "config.yaml", "env.sh", "job.sh", "server.sh", "site.conf", "torchrun.py", "train.sbatch"),
+        *(
+            "cause.sh",
+            "command.sh",
+            "config.yaml",
+            "env.sh",
+            "job.sh",
+            "server.sh",
+            "site.conf",
+            "torchrun.py",
+            "train.sbatch",
+        ),
         "with_server.sbatch",
     ]
     assert not (tmp_path / "runs").exists()
