@@ -109,8 +109,8 @@ FAILED_THERE = "1: [default0]:parallel-rl: error (rank 1): --import mine failed:
     [
         pytest.param("", "0: [default0]:3 s; wrote x", 0, 0, "completed", id="done"),
         pytest.param(
-            *("", "0: [default0]:nothing is left to do: run/step_000003 has all 3 steps", 0, 0),
-            "completed: nothing is left to do: run/step_000003 has all 3 steps",
+            *("", "0: [default0]:nothing is left to do: run/step_000003 has all steps (rl step 3)", 0, 0),
+            "completed: nothing is left to do: run/step_000003 has all steps (rl step 3)",
             id="nothing to do",
         ),
         pytest.param(
