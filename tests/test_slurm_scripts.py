@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,33 @@ exit {srun}
     )
     assert done.stdout.splitlines()[-1] == f"parallel-rl: job 7 {end}", done.stdout + done.stderr
     assert done.returncode == status
+
+
+def test_the_script_of_ones_own_on_the_page_is_queued_again(tmp_path: Path) -> None:
+    """At USR1 the script leaves STOP and waits on; it ends with the step's status, not with 138."""
+    text = (ROOT / "slurm" / "README.md").read_text()
+    [script] = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", text, re.DOTALL)
+    assert lint(script, ROOT) == []
+    (tmp_path / "job.sbatch").write_text(script)
+    for name, does in {
+        "srun": 'touch up; until [ -e "$PARALLEL_RL_JOB_DIR/STOP" ]; do sleep 0.05; done; sleep 0.3\n'
+        'touch "$PARALLEL_RL_JOB_DIR/REQUEUE"; exit 3',
+        "scontrol": 'case $1 in requeue) echo "$2" > requeued ;; *) echo node1 ;; esac',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n",
+        "SLURM_CPUS_ON_NODE": "1",
+    }
+    job = subprocess.Popen(["bash", "job.sbatch"], cwd=tmp_path, env=env)
+    while not (tmp_path / "up").exists():
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=20) == 3
+    assert (tmp_path / "requeued").read_text() == "7\n"
 
 
 def test_nodes_with_fewer_cores_and_an_environment_that_was_left_out(tmp_path: Path) -> None:
