@@ -26,6 +26,8 @@ export GATE_SECONDS=${GATE_SECONDS:-300} # for what is left to do once the last 
 # that the system gives out by itself
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export PARALLEL_RL_HOSTS="${hosts[*]}" # names for ranks that do not come up
+[ "${MASTER_ADDR:-${hosts[0]}}" = "${hosts[0]}" ] || echo "parallel-rl: warning: the ranks meet at MASTER_ADDR = $MASTER_ADDR, which the\
+ shell of sbatch or $site sets, and not at the first node, ${hosts[0]}; unset it unless you mean it"
 export MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}}
 export MASTER_PORT=${MASTER_PORT:-$((20000 + (SLURM_JOB_ID + 997 * ${SLURM_RESTART_COUNT:-0}) % 12000))}
 gpus=${SLURM_GPUS_ON_NODE:-0}

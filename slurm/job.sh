@@ -27,6 +27,11 @@ shown() { # ends that, once the last lines are through
   sleep 1 || :
   kill "$shows" 2>/dev/null || :
 }
+nothing() { # where the run had all its steps before, says so
+  local line
+  line=$(grep -m 1 -o 'nothing is left to do: .*' "$folder/node-0$log" 2>/dev/null) || return 0
+  echo ": $line"
+}
 too_soon() { # what to add where the time limit is nearer than Slurm's notice of it
   local end left
   end=${SLURM_JOB_END_TIME:-$(squeue -h -j "$job" -o %e | head -n 1 | date -f - +%s 2>/dev/null)} || return 0 # no limit

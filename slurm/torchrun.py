@@ -30,11 +30,13 @@ def main() -> None:
             os.environ.setdefault("TRITON_CACHE_DIR", cache)  # what it holds is run: nobody else may write there
             run.main([*binding, *sys.argv[1:]])
     except DistError as error:
-        sys.exit(f"parallel-rl: error ({where}): the nodes did not meet: {str(error).splitlines()[0]}")
+        meeting = f"at MASTER_ADDR = {os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+        sys.exit(f"parallel-rl: error ({where}): the nodes did not meet {meeting}: {str(error).splitlines()[0]}")
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         how = f"ended with exit code {first.exitcode}" if first.exitcode > 0 else f"was killed by {first.signal_name()}"
-        sys.exit(f"parallel-rl: error ({where}): rank {rank} {how}")
+        print(f"parallel-rl: error ({where}): rank {rank} {how}", file=sys.stderr, flush=True)
+        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
 
 
 main()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,90 @@ def test_the_environment_comes_from_the_job_and_the_site(tmp_path: Path) -> None
     container = _environment(tmp_path, 1, SITE_CONF=str(site)).split(" ", 4)[4]
     mounts = f"--container-mounts={ROOT}:{ROOT},/data:/data"
     assert container == f"--container-image=image.sqsh --no-container-mount-home --container-workdir={ROOT} {mounts}"
+
+
+def test_a_job_says_where_its_ranks_meet_if_it_did_not_choose(tmp_path: Path) -> None:
+    """A MASTER_ADDR that the shell of sbatch happens to have costs GATE_SECONDS."""
+    warning, settings = _environment(tmp_path, 1, MASTER_ADDR="host7").splitlines()
+    assert "the ranks meet at MASTER_ADDR = host7, which the shell of sbatch" in warning
+    assert settings.startswith("host7 ")
+    assert len(_environment(tmp_path, 1, MASTER_ADDR="node9").splitlines()) == 1
+
+
+FAILED_THERE = "1: [default0]:parallel-rl: error (rank 1): --import mine failed: RuntimeError: x"
+
+
+@pytest.mark.parametrize(
+    ("check", "log", "srun", "status", "end"),
+    [
+        pytest.param("", "0: [default0]:3 s; wrote x", 0, 0, "completed", id="done"),
+        pytest.param(
+            *("", "0: [default0]:nothing is left to do: run/step_000003 has all steps (rl step 3)", 0, 0),
+            "completed: nothing is left to do: run/step_000003 has all steps (rl step 3)",
+            id="nothing to do",
+        ),
+        pytest.param(
+            "",
+            "0: parallel-rl: error (node 0, node9): rank 0 was killed by SIGTERM\n"
+            f"{FAILED_THERE}\n1: parallel-rl: error (node 1, node10): rank 1 ended with exit code 2",
+            *(143, 2, f"failed with status 2: {FAILED_THERE}"),
+            id="a rank fails, and the other node is ended",
+        ),
+        pytest.param(
+            "srun: unrecognized option '--container-image=x'",
+            *("", 255, 1),
+            "failed: the check before the start of the ranks (status 255): srun: unrecognized option '--container-image=x' "
+            "(CONTAINER_IMAGE needs the pyxis plugin of Slurm)",
+            id="no pyxis",
+        ),
+    ],
+)
+def test_the_last_line_and_the_status_of_a_job(
+    check: str, log: str, srun: int, status: int, end: str, tmp_path: Path
+) -> None:
+    """The whole script; a stand-in for srun leaves logs as a job has, and srun's status."""
+    (tmp_path / "log").write_text(log + "\n")
+    (tmp_path / "srun").write_text(
+        f"""#!/bin/bash
+if [[ " $* " = *" check "* ]]; then {f'echo "{check}" >&2; exit {srun}' if check else "exit 0"}; fi
+touch "$PARALLEL_RL_JOB_DIR"/up/{{0,1}}
+cp "{tmp_path}/log" "$PARALLEL_RL_JOB_DIR/node-0.log"
+exit {srun}
+"""
+    )
+    (tmp_path / "srun").chmod(0o755)
+    done = _in_job(
+        tmp_path, ["slurm/train.sbatch", CONFIG], 7, SLURM_JOB_NUM_NODES="2", SLURM_JOB_END_TIME="4102444800"
+    )
+    assert done.stdout.splitlines()[-1] == f"parallel-rl: job 7 {end}", done.stdout + done.stderr
+    assert done.returncode == status
+
+
+def test_the_script_of_ones_own_on_the_page_is_queued_again(tmp_path: Path) -> None:
+    """At USR1 the script leaves STOP and waits on; it ends with the step's status, not with 138."""
+    text = (ROOT / "slurm" / "README.md").read_text()
+    [script] = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", text, re.DOTALL)
+    assert lint(script, ROOT) == []
+    (tmp_path / "job.sbatch").write_text(script)
+    for name, does in {
+        "srun": 'touch up; until [ -e "$PARALLEL_RL_JOB_DIR/STOP" ]; do sleep 0.05; done; sleep 0.3\n'
+        'touch "$PARALLEL_RL_JOB_DIR/REQUEUE"; exit 3',
+        "scontrol": 'case $1 in requeue) echo "$2" > requeued ;; *) echo node1 ;; esac',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n",
+        "SLURM_CPUS_ON_NODE": "1",
+    }
+    job = subprocess.Popen(["bash", "job.sbatch"], cwd=tmp_path, env=env)
+    while not (tmp_path / "up").exists():
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(timeout=20) == 3
+    assert (tmp_path / "requeued").read_text() == "7\n"
 
 
 def test_nodes_with_fewer_cores_and_an_environment_that_was_left_out(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -74,6 +75,7 @@ def joined(words: Sequence[str]) -> list[str]:
 
 def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
     from parallel_rl.cluster import submit as cluster
+    from parallel_rl.cluster.submit_checks import check_shared
 
     more = {name: value for name in _SBATCH if (value := getattr(known, name.replace("-", "_"))) is not None}
     try:
@@ -92,12 +94,16 @@ def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
             print(f"ok: {script}, {ranks}", flush=True)
         elif status := check(known.recipe, job.world, ranks, one, known.modules, "submit", known.dump_step):
             return status
+        else:
+            with left_to_ranks(known.modules):
+                folder, texts = _record(*source(known.recipe, one, "submit"))
+        shared = {"LOG_DIR": job.log_dir} | ({} if known.script is not None else {"run.dir": str(folder)})
+        local = [check_shared(name, path, known.nodes) for name, path in shared.items()]
+        for warning in (*job.warnings, *filter(None, local)):
+            print(f"parallel-rl: warning: {warning}", file=sys.stderr, flush=True)
         print(job, flush=True)
         if known.dry_run:
             return 0
-        if known.script is None:
-            with left_to_ranks(known.modules):
-                folder, texts = _record(*source(known.recipe, one, "submit"))
         print(cluster.submit(job, folder, texts))
     except ValueError as error:
         return refuse(error)

@@ -13,17 +13,21 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from parallel_rl.cluster import submit_checks
+
 # In a checkout a link to /slurm, in a wheel a copy of it.
 _FILES = Path(__file__).parents[1] / "slurm"
 _SCRIPT = "train.sbatch"
 _BESIDE = "with_server.sbatch"
-_RECORDED = (_SCRIPT, _BESIDE, "env.sh", "job.sh", "server.sh", "site.conf", "torchrun.py")
+_RECORDED = (_SCRIPT, _BESIDE, "cause.sh", "env.sh", "job.sh", "server.sh", "site.conf", "torchrun.py")
 # of sbatch's options, those that the nodes of servers have too
 _SHARED = ("account", "partition", "qos", "reservation", "constraint", "cpus-per-task", "gpus-per-node", "time")
 # what env.sh takes from the shell, ${NAME:-...}, and what sbatch and the libraries of the ranks do
 _SETTING = re.compile(r"\$\{([A-Z_]+):?[-+]")
 _LIBRARIES = ("SBATCH_", "NCCL_", "GLOO_", "TORCH_NCCL_")
 _GRES = re.compile(r"^--gres=(?:.*,)?gpu(?::[A-Za-z]\w*)?(?::(\d+))?(?:,|$)")
+# what `submit` reads itself, by each name that sbatch has for it
+_READ = ("nodes", "N", "time", "t", "gpus-per-node", "signal", "output", "o", "job-name", "J", "array", "a")
 _SHORT = 40 * 60  # seconds: below, the script's ten minutes would be more than a quarter of the limit
 _TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?(?::(\d+))?)")
 
@@ -66,12 +70,14 @@ class Resources:
             raise ValueError(
                 "--array is incompatible with --server-nodes: Slurm has no arrays of jobs with two kinds of nodes"
             )
-        names = {word.lstrip("-").partition("=")[0] for word in self.words if word.startswith("-")}
+        names = {
+            word[2:].partition("=")[0] if word[:2] == "--" else word[1:2] for word in self.words if word[:1] == "-"
+        }
         if self.words and not self.words[0].startswith("-"):
             raise ValueError(
                 f"--sbatch {shlex.join(self.words)} must begin with an option of sbatch, such as --gres=gpu:8"
             )
-        for name in ("nodes", "N", "time", "t", "gpus-per-node", *self.options):
+        for name in (*_READ, *self.options):
             if name in names:
                 raise ValueError(f"--sbatch has {name}, which `submit` reads itself; give it beside --sbatch, and once")
 
@@ -86,12 +92,23 @@ class Resources:
 
 @dataclass(frozen=True)
 class Job:
-    """A job to submit: sbatch's arguments, the settings of its environment, how many ranks it has, and where its logs come."""
+    """A job to submit.
+
+    Attributes:
+        command: sbatch and its arguments.
+        environment: the settings that the job reads.
+        world: its number of ranks.
+        logs: where its logs come.
+        log_dir: the folder of the ranks' logs.
+        warnings: what is likely to fail on its nodes.
+    """
 
     command: tuple[str, ...]
     environment: Mapping[str, str]
     world: int
     logs: str
+    log_dir: str
+    warnings: tuple[str, ...]
 
     def __str__(self) -> str:
         """Render it as one would type it."""
@@ -104,7 +121,8 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
 
     Raises:
         ValueError: site settings that cannot be read, or that would win over what was asked for; a time limit that sbatch
-            would not take; nodes without GPUs for which nobody says how many ranks they have; more ranks than GPUs.
+            would not take; nodes without GPUs for which nobody says how many ranks they have; more ranks than GPUs; what
+            `submit_checks` refuses.
     """
     here = Path("slurm")
     files = here if (here / _SCRIPT).is_file() and (here / _SCRIPT).samefile(_FILES / _SCRIPT) else _FILES
@@ -126,8 +144,10 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
     limit = seconds(resources.time or site.get("SBATCH_TIMELIMIT") or "24:00:00")
     if limit is not None and limit < _SHORT and "signal" not in flags and "SBATCH_SIGNAL" not in site:
         flags["signal"] = f"B:USR1@{limit // 4}"
-    if notice := re.search(r"@(\d+)$", flags.get("signal") or site.get("SBATCH_SIGNAL", "")):
-        given["NOTICE_SECONDS"] = notice[1]
+    elif signal := flags.get("signal") or site.get("SBATCH_SIGNAL"):
+        submit_checks.check_signal(signal, limit)
+    if signal := flags.get("signal") or site.get("SBATCH_SIGNAL"):
+        given["NOTICE_SECONDS"] = str(submit_checks.notice_of(signal))
     options_of_sbatch = (*(f"--{name}={value}" for name, value in flags.items()), *resources.words)
     if bool(resources.servers) != bool(site.get("SERVER_COMMAND")):
         raise ValueError(
@@ -139,7 +159,11 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
     script = _BESIDE if resources.servers else _SCRIPT
     command = ("sbatch", *options_of_sbatch, *beside, str(files / script), *arguments)
     environment = given | {name: value for name, value in site.items() if name.startswith("SBATCH_")}
-    return Job(command, environment, resources.nodes * _ranks(resources, site, path), _logs(flags, site))
+    world = resources.nodes * _ranks(resources, site, path)
+    submit_checks.check_requeue(resources.words, site)
+    submit_checks.check_output(flags.get("output") or site.get("SBATCH_OUTPUT"), _name(flags, site))
+    warnings = submit_checks.check_site(resources.nodes, bool(resources.servers), site)
+    return Job(command, environment, world, _logs(flags, site), site.get("LOG_DIR") or "runs/slurm", warnings)
 
 
 def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
@@ -228,9 +252,12 @@ def _settings() -> dict[str, str]:
 
 def _logs(flags: Mapping[str, str], site: Mapping[str, str]) -> str:
     """Say where the logs of job %j come."""
-    name = flags.get("job-name") or site.get("SBATCH_JOB_NAME") or "parallel-rl"
-    batch = flags.get("output") or site.get("SBATCH_OUTPUT") or f"slurm-{name}-%j.out"
+    batch = flags.get("output") or site.get("SBATCH_OUTPUT") or f"slurm-{_name(flags, site)}-%j.out"
     return f"its log comes to {batch}, those of the ranks to {site.get('LOG_DIR') or 'runs/slurm'}/%j"
+
+
+def _name(flags: Mapping[str, str], site: Mapping[str, str]) -> str:
+    return flags.get("job-name") or site.get("SBATCH_JOB_NAME") or "parallel-rl"
 
 
 def _ranks(resources: Resources, site: Mapping[str, str], path: Path) -> int:

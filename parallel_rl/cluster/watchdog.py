@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from parallel_rl.cluster import heartbeat, preemption, stack_trace
-from parallel_rl.cluster.watchdog_report import NAMED, Kind, Post, name_of, post_of, report, where
+from parallel_rl.cluster.watchdog_report import ENDED, NAMED, Kind, Post, name_of, post_of, report, where
 
 FRACTION = 0.9  # of the groups' timeout: the alarm comes before the collectives fail one by one
 _LOOK = 1.0  # seconds between looks
@@ -155,7 +155,7 @@ class _Watch:
             self._tell(self._post("failed", self._agent_gone()))
             self._end(f"parallel-rl: error{name_of(self._rank, heartbeat.step_name())}: {self._agent_gone()}\n")
         elif self._stuck(now) and not self._store.check([self._key("alarm")]):
-            self._tell(self._post("failed", f"stuck at {self._place} as SIGTERM came"))
+            self._tell(self._post("failed", f"stuck at {self._place} as {ENDED} came", ENDED))
             self._end(f"parallel-rl: error{name_of(self._rank, heartbeat.step_name())}: {self._stuck(now)}\n")
         elif self._store.check([self._key("alarm")]):
             self._answer()

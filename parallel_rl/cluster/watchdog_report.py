@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 NAMED = 16  # ranks, of a thousand that may be missing
+ENDED = "SIGTERM"  # of torchrun or Slurm, because another rank failed
 Kind = Literal["waits", "busy", "failed"]
 
 
@@ -19,7 +20,7 @@ class Post:
         kind: it waits in a collective, is busy with something else, or failed.
         what: the collective and the line, the line, or the cause.
         step: "rl step 7", empty before the first. doing: what it began last, `age` seconds ago.
-        reason: why the collective failed.
+        reason: why the collective failed; ENDED where others ended the rank.
     """
 
     kind: Kind
@@ -55,6 +56,7 @@ def report(mine: Post, posts: Mapping[int, Post], heard: Mapping[int, tuple[Post
     """
     lines = [f"parallel-rl: error{name_of(mine.rank, mine.step)}: {_headline(mine)}"]
     failed = [post for post in posts.values() if post.kind == "failed"]
+    failed.sort(key=lambda post: post.reason == ENDED)  # the first is read as the cause
     busy = [post for post in posts.values() if post.kind == "busy"]
     missing = [rank for rank in range(world) if rank not in posts]
     lines += [f"rank {post.rank} on {post.host} FAILED in {post.at}: {post.what}" for post in failed[:NAMED]]

@@ -31,6 +31,7 @@ from parallel_rl.training.data.datasets import Datasets, find_data
 from parallel_rl.training.data.reading import read_datasets
 from parallel_rl.training.models.engine import build_engine, load_first_weights, start_world
 from parallel_rl.training.models.step_dump import StepDump
+from parallel_rl.training.preflight.run_folder import check_on_every_node
 from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary, layout_text, length_check
 from parallel_rl.training.progress import TrainProgress
 from parallel_rl.training.reporting.config_history import write_config
@@ -70,6 +71,7 @@ def train(config: TrainConfig, dump_step: int | None = None) -> Result:
     for reward in config.rewards.values():
         reward_function(reward)
     start_world(config)
+    check_on_every_node(Path(config.run.dir))
     check_layout(config, dist.get_world_size())
     config = settle_alphabet(config, files)
     tokenizer = raise_on_all_ranks(config.tokenizer.build)
@@ -150,8 +152,7 @@ class _Run:
         if self.config.evaluation is not None:
             if self.after is None:
                 self.after = self._evaluate().reward
-            # the run may have begun without an evaluation
-            before = "" if self.before is None else f"{self._started}: {self.before:.3f}, "
+            before = "" if self.before is None else f"{self._started}: {self.before:.3f}, "  # a run may begin without
             self.log.say(f"held-out reward {before}after {self.config.objective}: {self.after:.3f}")
         if self.rows:
             self._save()

@@ -6,12 +6,14 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from parallel_rl.cli import main
 from parallel_rl.cluster.submit import Resources, plan, seconds
+from parallel_rl.cluster.submit_checks import check_shared
 
 ROOT = Path(__file__).parents[2]
 CONFIG = "configs/grpo_arithmetic.yaml"
@@ -114,6 +116,20 @@ def test_anything_of_sbatch_is_handed_on(words: str, capsys: pytest.CaptureFixtu
         ([CONFIG, "--nodes", "1", "--gres", "x"], "--gres is not an option .* did you mean '--gpus-per-node'"),
         ([CONFIG, "-p", "x"], "-p is not an option .* did you mean '--partition'"),
         ([CONFIG, "--nodes", "1", "--sbatch", "--nodes=3"], "--sbatch has nodes, which `submit` reads itself"),
+        ([CONFIG, "--nodes", "1", "--sbatch", "-N3"], "--sbatch has N, which `submit` reads itself"),
+        ([CONFIG, "--nodes", "1", "--sbatch", "--signal=B:USR1@9"], "--sbatch has signal, which `submit` reads itself"),
+        ([CONFIG, "--nodes", "1", "--sbatch", "--no-requeue"], "--no-requeue .* end with steps left.* MAX_RESTARTS=0"),
+        ([CONFIG, "--nodes", "1", "--signal", "B:TERM@60"], "B:TERM@60 sends TERM: .* write --signal B:USR1@60"),
+        ([CONFIG, "--nodes", "1", "--signal", "B:INT"], "B:INT sends INT: .* write --signal B:USR1@60"),
+        ([CONFIG, "--nodes", "1", "--signal", "USR1@90"], "USR1@90 has no B:, .* write --signal B:USR1@90"),
+        ([CONFIG, "--nodes", "1", "--signal", "B:USR1@1m"], "B:USR1@1m is not valid; write"),
+        (
+            [CONFIG, "--nodes", "1", "--time", "10", "--signal", "B:USR1@600"],
+            "asked to stop as soon as it starts.*@150",
+        ),
+        ([CONFIG, "--nodes", "1", "--output", "none/%j.out"], "the folder none does not exist.* mkdir -p none"),
+        ([CONFIG, "--nodes", "1", "--output", "slurm/%j/out"], "its folder depends on the job.* 0:53"),
+        ([CONFIG, "--nodes", "1", "--output", "no-%x/out"], "the folder no-parallel-rl does not exist"),
         ([CONFIG, "--nodes", "1", "--sbatch", "gres=gpu:8"], "--sbatch gres=gpu:8 must begin with an option of sbatch"),
         ([CONFIG, "--nodes", "1", "--sbatch", "--comment='x"], "No closing quotation"),
         (["--script", "none.py", "--nodes", "1"], "--script none.py cannot be run: .*No such file"),
@@ -138,6 +154,48 @@ def test_submit_refuses_before_it_submits(
     monkeypatch.setenv("PATH", bash)
     assert main(["submit", *given]) == 2
     assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.usefixtures("shell")
+def test_settings_of_the_shell_that_would_fail_on_the_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused, or warned of where the nodes may differ from the host of `submit`."""
+
+    def said(nodes: int, **settings: str) -> str:
+        with monkeypatch.context() as shell:
+            for name, value in {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin", **settings}.items():
+                shell.setenv(name, value)
+            sizes = ["--nodes", str(nodes), "--gpus-per-node", "0", "--ranks-per-node", "1"]
+            folder = settings.get("RUN", str(ROOT / "runs/none"))
+            status = main(["submit", CONFIG, *sizes, "--parallel={}", f"--run.dir={folder}", "--dry-run"])
+        error = capsys.readouterr().err
+        assert status == (2 if "parallel-rl: error" in error else 0)
+        return error
+
+    assert said(1) == ""
+    assert check_shared("run.dir", "/home/me/run", 2) is None and check_shared("run.dir", "/tmpx/run", 2) is None
+    for address in ("localhost", "127.0.1.1", "::1"):
+        assert f"error: MASTER_ADDR = {address} (of your shell): each of 2 nodes" in said(2, MASTER_ADDR=address)
+    assert "warning: MASTER_ADDR = host7 (of your shell): the ranks meet there" in said(2, MASTER_ADDR="host7")
+    site = tmp_path / "site.conf"
+    site.write_text("MASTER_PORT=29500\n")
+    assert "warning: MASTER_PORT = 29500 (of the site's file)" in said(1, SITE_CONF=str(site))
+    for python in (str(tmp_path), str(site), "no-such-python"):
+        assert f"error: PYTHON = {python} (of your shell) is not a program" in said(1, PYTHON=python)
+    for local in ("/tmp/run", "/dev/shm/a/run"):
+        assert f"warning: run.dir = {local} is below {'/tmp' if 'tmp' in local else '/dev/shm'}, " in said(2, RUN=local)
+        assert said(1, RUN=local) == ""
+    assert "warning: LOG_DIR = /tmp/logs is below /tmp" in said(2, LOG_DIR="/tmp/logs")
+    assert "error: SBATCH_NO_REQUEUE is incompatible" in said(1, SBATCH_NO_REQUEUE="1")
+    path, image = f"{tmp_path}:/usr/bin:/bin", "CONTAINER_IMAGE"
+    (tmp_path / "srun").write_text("#!/bin/sh\necho --container=path\n")
+    (tmp_path / "srun").chmod(0o755)
+    assert "warning: CONTAINER_IMAGE = x.sqsh, and srun on this host has no --container-image" in said(
+        1, PATH=path, CONTAINER_IMAGE="x.sqsh"
+    )
+    (tmp_path / "srun").write_text("#!/bin/sh\necho '--container-image=[USER@][REGISTRY#]IMAGE'\n")
+    assert said(1, PATH=path, **{image: "x.sqsh"}, PYTHON="python") == ""
 
 
 @pytest.mark.usefixtures("shell")
@@ -221,7 +279,17 @@ def test_the_record_of_a_job_is_there_before_the_job_is(
     assert main(given) == 2
     assert "sbatch refuses: no such account" in capsys.readouterr().err
     assert sorted(path.name for path in seen.rglob("*.*")) == [
-        *("command.sh", "config.yaml", "env.sh", "job.sh", "server.sh", "site.conf", "torchrun.py", "train.sbatch"),
+        *(
+            "cause.sh",
+            "command.sh",
+            "config.yaml",
+            "env.sh",
+            "job.sh",
+            "server.sh",
+            "site.conf",
+            "torchrun.py",
+            "train.sbatch",
+        ),
         "with_server.sbatch",
     ]
     assert not (tmp_path / "runs").exists()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from parallel_rl.cluster import heartbeat, preemption, stack_trace
 from parallel_rl.cluster import watchdog as watch_module
 from parallel_rl.cluster.watchdog import _Watch, lost_peer
-from parallel_rl.cluster.watchdog_report import Post, post_of, report
+from parallel_rl.cluster.watchdog_report import ENDED, Post, post_of, report
 from parallel_rl.testing.pool import run_world
 
 WAITS = Post("waits", 0, "a", "all_reduce (session.py:131 total)", "rl step 7", "training", 540.0)
@@ -53,6 +53,10 @@ def test_a_failed_rank_is_named_with_its_cause() -> None:
     text = report(WAITS, {0: WAITS, 1: failed}, {}, 2)
     assert "rank 1 on b FAILED in rl step 7, asking for rewards: OSError: [Errno 28] No space left" in text
     assert "MISSING" not in text
+    # a rank that was ended because of it stands behind it, though its number is lower
+    ended = replace(failed, rank=1, what="stuck at x.py:1 as SIGTERM came", reason=ENDED)
+    text = report(WAITS, {0: WAITS, 1: ended, 2: replace(failed, rank=2)}, {}, 3)
+    assert text.index("rank 2 on b FAILED") < text.index("rank 1 on b FAILED")
 
 
 def test_ranks_that_wait_for_different_things() -> None:

@@ -78,7 +78,7 @@ def find_start(
         config: the run.
         phases: each with its steps, in order.
         data: what it reads.
-        say: gets a line for each file that was cleared up or set aside.
+        say: gets a line for each file that was cleared up or set aside, and one where no step is left.
 
     Raises:
         ValueError: on all ranks: a checkpoint of another model or other data, none that is whole, rows that cannot be read.
@@ -96,6 +96,11 @@ def find_start(
             data.check_metadata(metadata.values, path)
 
         latest = newest_whole(folder / "checkpoints", check, say)
+        if latest is not None:
+            path, progress = latest[0], latest[1].progress
+            last, steps = list(phases.items())[-1]
+            if (progress.phase, progress.step) == (last, steps):
+                say(f"nothing is left to do: {path} has all steps ({last} step {steps})")
     verify_sources(config, begins=latest is None)
     return over, latest
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from parallel_rl.experience.rewards import reward_function
@@ -14,6 +13,7 @@ from parallel_rl.training.data.datasets import Files, find_data
 from parallel_rl.training.data.parsers import parsers
 from parallel_rl.training.data.records.index import stretch
 from parallel_rl.training.data.records.source import Records
+from parallel_rl.training.preflight.run_folder import check_writable
 from parallel_rl.training.preflight.sizes import check_layout, check_vocabulary, length_check
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
@@ -43,29 +43,6 @@ def check_run(config: TrainConfig, world_size: int) -> str:
     sizes, data = config.parallel, data_parallel_size(config.parallel, world_size)
     layout = f"TP {sizes.tensor} × CP {sizes.context} × PP {sizes.pipeline} × DP {data}"
     return f"{layout}, {config.run.dtype}, writes to {config.run.dir}"
-
-
-def check_writable(folder: Path) -> None:
-    """Refuse a run's folder that cannot be made or written.
-
-    Raises:
-        ValueError: it, or the nearest folder above it that exists, is not a folder that this user may write to.
-    """
-    there = folder.absolute()
-    try:
-        while not there.exists() and there != there.parent:
-            if there.is_symlink():  # of a name that is not there, or of itself
-                raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {there} is a link to nothing")
-            there = there.parent
-    except OSError as error:  # a name that is too long
-        raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {error.strerror}") from None
-    if not there.is_dir():
-        raise ValueError(f"run.dir = {str(folder)!r} cannot be made: {there} is not a folder")
-    try:
-        with tempfile.TemporaryFile(dir=there):
-            pass
-    except OSError as error:
-        raise ValueError(f"run.dir = {str(folder)!r} cannot be written: {there}: {error.strerror}") from None
 
 
 def check_first_records(config: TrainConfig, tokenizer: Tokenizer, files: Files) -> None:

@@ -226,6 +226,7 @@ def test_another_config_is_said_and_the_old_one_kept(tmp_path: Path) -> None:
     given = [[*one, "--evaluation=null", "--data.held_out=null", "--data.examples=null"] for one in given]
     said, other = run_world(2, _said, given[:4])
     assert not any("config has changed" in text for text in [*other, *said[:2]])
+    assert ["nothing is left to do: " in text for text in said] == [False, True, False, True]
     for words in (
         "the old one is kept as config.8.yaml",
         "rl.optimizer.lr: 0.003 -> 0.0001",
