@@ -276,8 +276,7 @@ class _Run:
         tick("saving a checkpoint")
         on_first_rank(self.log.sync, f"the rows of {self.folder / 'metrics.jsonl'} could not be written")
         rewards = zip(_HELD_OUT, (self.before, self.after), strict=True)
-        values: dict[str, float | int | str] = {name: value for name, value in rewards if value is not None}
-        values |= self.data.metadata()
+        values: dict[str, float | int | str] = {**{x: y for x, y in rewards if y is not None}, **self.data.metadata()}
         metadata = checkpoint_metadata(self.config, self.progress, values)
         keep = Retention(self.config.run.keep_checkpoints, self.config.run.keep_every)
         path = checkpoint.save(self.folder / "checkpoints", self._steps_done(), self._contents(), metadata, keep)
