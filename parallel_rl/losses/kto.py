@@ -89,7 +89,6 @@ class KTOLossFn(LossFn[KTOLossConfig]):
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         cfg, sides, ratios = self.config, _sides(batch), _log_ratios(batch)
         good, bad = sides["desirable"], sides["undesirable"]
-        assert batch.statistics is not None
         labelled = batch.statistics["desirable_rows"] + batch.statistics["undesirable_rows"]
         z_good, z_bad = self._baselines(batch.statistics)
         losses = torch.where(
