@@ -129,7 +129,7 @@ def test_the_example_of_a_checker_runs(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:
-    module, call, _ = blocks("python")
+    module, _, _, call, _ = blocks("python")
     [recipe] = blocks("yaml")
     assert module.startswith("# my_losses.py\n") and "`configs/recipes/awr.yaml`:" in PAGE.read_text(encoding="utf-8")
     (tmp_path / "my_losses.py").write_text(module)
@@ -141,6 +141,25 @@ def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:
     [rows] = run_world(1, run_the_example, str(tmp_path), call)
     main = [row for row in rows if row["phase"] == "rl"]
     assert len(main) == 2 and all(row["loss"] > 0 and row["grad_norm"] > 0 for row in main)
+
+
+def test_the_example_of_a_field_per_sequence_obeys_the_law(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own comparison by hand, and every layout: a row's field, `count=` and `collect=` together."""
+    from parallel_rl.losses import registry
+
+    _, module, call, *_ = blocks("python")
+    assert module.startswith("# step_losses.py\n")
+    (tmp_path / "step_losses.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        exec(compile(call, "docs/adding_a_loss.md", "exec"), {})
+        registry._LOSSES.pop("above_mean")
+        made: dict[str, Any] = {}
+        exec(compile(module, "step_losses.py", "exec"), made)
+        check_law(made["AboveMean"], worlds=[1, 2]).raise_if_broken()
+    finally:
+        registry._LOSSES.pop("above_mean", None)
+        sys.modules.pop("step_losses", None)
 
 
 def f_dpo_by_hand(logits: Tensor, data: dict[str, Tensor]) -> Tensor:

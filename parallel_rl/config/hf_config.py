@@ -7,68 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from parallel_rl.config.architecture import FAMILIES, OTHER_CONVERTERS, Architecture, Experts, RopeScaling
+from parallel_rl.config.architecture import FAMILIES, OTHER_CONVERTERS, Architecture, Experts
+from parallel_rl.config.hf_attention import read_rope, window_obstacles
+from parallel_rl.config.hf_keys import Keys, agreed
 from parallel_rl.config.strict import nearest
 
 CONFIG = "config.json"
-_WINDOW, _QWEN3_HEAD_DIM = 4096, 128  # what transformers assumes where config.json names none
-
-
-class Keys:
-    """Typed look-ups that say which file lacks a key, or holds what in it; `asked` are the keys looked up so far."""
-
-    def __init__(self, tree: Mapping[str, object], where: str) -> None:
-        self.tree, self.where = tree, where
-        self.asked: set[str] = set()
-
-    def _get(self, name: str) -> object:
-        self.asked.add(name)
-        return self.tree.get(name)
-
-    def integer(self, *names: str, default: int | None = None) -> int:
-        """The integer under the first of `names` that is there and not null."""
-        for name, value in [(name, self._get(name)) for name in names]:
-            if value is not None:
-                if isinstance(value, bool) or not isinstance(value, int):
-                    raise ValueError(f"{self.where}: {name} = {value!r} must be an integer")
-                return value
-        if default is None:
-            raise ValueError(f"{self.where} lacks {names[0]}")
-        return default
-
-    def number(self, name: str, default: float) -> float:
-        """The number under `name`."""
-        value = self._get(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError(f"{self.where}: {name} = {value!r} must be a number")
-        return float(value)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """The boolean under `name`."""
-        value = self._get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise ValueError(f"{self.where}: {name} = {value!r} must be true or false")
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        """The text under `name`."""
-        value = self._get(name)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise ValueError(f"{self.where}: {name} = {value!r} must be a text")
-        return value
-
-    def mapping(self, name: str) -> Mapping[str, object]:
-        """The mapping under `name`, empty where it is not there."""
-        value = self._get(name)
-        if value is not None and not isinstance(value, Mapping):
-            raise ValueError(f"{self.where}: {name} = {value!r} must be a mapping")
-        return value or {}
+_QWEN3_HEAD_DIM = 128  # what transformers assumes where config.json names none
+_MAX_POSITIONS = {"llama": 2048, "mistral": 131072}  # of the others: 32768
+_QUANTISED = ("quantization_config", "quantization", "compression_config")  # the two others are MLX's and older
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -127,7 +74,7 @@ def read_architecture(tree: Mapping[str, object], where: str = "config.json") ->
     ("rope_type = 'yarn'",)
 
     Raises:
-        ValueError: a family that is not known, a key that is missing or of another kind.
+        ValueError: a family that is not known, a key that is missing or of another kind, two spellings of a key that differ.
     """
     keys = Keys(tree, where)
     family = str(tree.get("model_type"))
@@ -136,12 +83,13 @@ def read_architecture(tree: Mapping[str, object], where: str = "config.json") ->
             f"{where}: model_type = {family!r} is not known; {nearest(family, FAMILIES)}; {OTHER_CONVERTERS}"
         )
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    head_dim = _QWEN3_HEAD_DIM if family.startswith("qwen3") else hidden // max(heads, 1)
-    theta, scaling, rope_obstacles = _rope(keys)
-    max_positions = keys.integer("max_position_embeddings", default=2048)
+    head_dim = _QWEN3_HEAD_DIM if family == "qwen3" else hidden // max(heads, 1)
+    layers = keys.integer("num_hidden_layers")
+    max_positions = keys.integer("max_position_embeddings", default=_MAX_POSITIONS.get(family, 32768))
+    rope = read_rope(keys, max_positions)
     return Architecture(
         family,
-        layers=keys.integer("num_hidden_layers"),
+        layers=layers,
         hidden=hidden,
         heads=heads,
         groups=keys.integer("num_key_value_heads", default=heads),
@@ -151,51 +99,14 @@ def read_architecture(tree: Mapping[str, object], where: str = "config.json") ->
         tied=keys.flag("tie_word_embeddings"),
         norm_epsilon=keys.number("rms_norm_eps", 1e-6),
         max_positions=max_positions,
-        rope_theta=theta,
-        rope_scaling=scaling,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
         qkv_bias=family == "qwen2" or keys.flag("attention_bias"),
         qk_norm=family.startswith("qwen3"),
         experts=_experts(keys) if family == "qwen3_moe" else None,
         aux_loss=keys.number("router_aux_loss_coef", 0.001) if family == "qwen3_moe" else 0.0,
-        obstacles=(*rope_obstacles, *_windows(keys, family, max_positions), *_others(keys, family)),
+        obstacles=(*rope.obstacles, *window_obstacles(keys, family, layers, max_positions), *_others(keys, family)),
     )
-
-
-def _rope(keys: Keys) -> tuple[float, RopeScaling | None, list[str]]:
-    """Base, scaling and obstacles; transformers 5 keeps all under rope_parameters, 4 has two keys and once wrote `type`."""
-    rope = keys.mapping("rope_parameters") or keys.mapping("rope_scaling")
-    inside, outside = Keys(rope, f"{keys.where}: rope"), keys.number("rope_theta", 10000.0)
-    theta = inside.number("rope_theta", outside)
-    kind = rope.get("rope_type", rope.get("type")) or "default"
-    obstacles = []
-    for name, part in (("partial_rotary_factor", inside), ("partial_rotary_factor", keys)):
-        if part.number(name, 1.0) != 1.0:
-            obstacles.append(f"{name} = {part.tree[name]}")
-    if kind == "default":
-        return theta, None, obstacles
-    if kind != "llama3":
-        return theta, None, [*obstacles, f"rope_type = {kind!r}"]
-    scaling = RopeScaling(
-        factor=inside.number("factor", 8.0),
-        low_freq_factor=inside.number("low_freq_factor", 1.0),
-        high_freq_factor=inside.number("high_freq_factor", 4.0),
-        original_max_position_embeddings=inside.integer("original_max_position_embeddings", default=8192),
-    )
-    return theta, scaling, obstacles
-
-
-def _windows(keys: Keys, family: str, max_positions: int) -> list[str]:
-    """Sliding windows that hide a token from another."""
-    kinds = keys.tree.get("layer_types") or ()
-    mixed = [kind for kind in kinds if kind != "full_attention"] if isinstance(kinds, list) else []
-    active = family == "mistral" or (
-        keys.flag("use_sliding_window")
-        and keys.integer("max_window_layers", default=0) < keys.integer("num_hidden_layers")
-    )
-    window = keys.tree.get("sliding_window", _WINDOW) if active else None
-    if window is not None and not (isinstance(window, int) and window >= max_positions):
-        return [f"sliding_window = {window} below max_position_embeddings = {max_positions}"]
-    return [f"layer_types with {mixed[0]!r}"] if mixed and not active else []
 
 
 def _others(keys: Keys, family: str) -> list[str]:
@@ -203,8 +114,9 @@ def _others(keys: Keys, family: str) -> list[str]:
     act = keys.tree.get("hidden_act", "silu")
     if act != "silu":
         found.append(f"hidden_act = {act!r}")
-    if keys.tree.get("quantization_config") is not None:
-        found.append("quantization_config")
+    found += [name for name in _QUANTISED if keys.tree.get(name) is not None]
+    if keys.mapping("per_layer_config"):
+        found.append("per_layer_config")
     if family == "qwen3_moe" and (
         keys.integer("decoder_sparse_step", default=1) != 1 or keys.tree.get("mlp_only_layers")
     ):
@@ -213,8 +125,10 @@ def _others(keys: Keys, family: str) -> list[str]:
 
 
 def _experts(keys: Keys) -> Experts:
+    spellings = ("num_experts", "num_local_experts")
+    agreed(keys.where, {name: keys.tree.get(name) for name in spellings})
     return Experts(
-        keys.integer("num_experts", "num_local_experts"),
+        keys.integer(*spellings),
         keys.integer("moe_intermediate_size"),
         keys.integer("num_experts_per_tok"),
         keys.flag("norm_topk_prob"),

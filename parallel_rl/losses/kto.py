@@ -91,7 +91,6 @@ class KTOLossFn(LossFn[KTOLossConfig]):
         cfg, sides = self.config, _sides(batch)
         ratios, overflow = _log_ratios(batch)
         good, bad = sides["desirable"], sides["undesirable"]
-        assert batch.statistics is not None
         labelled = batch.statistics["desirable_rows"] + batch.statistics["undesirable_rows"]
         z_good, z_bad = self._baselines(batch.statistics)
         losses = torch.where(

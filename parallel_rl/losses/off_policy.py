@@ -54,7 +54,6 @@ def passed_rules(batch: TokenBatch, prev: Tensor, config: RejectionConfig) -> di
     """[T_local] bool: the tokens that pass each rule, by the rule in words; rules on the whole step read its samples."""
     passed = _passed_locally(batch, prev, config)
     for name, rule in config.of_step.items():
-        assert batch.statistics is not None
         if name not in (samples := batch.statistics.samples):
             raise ValueError(
                 f"statistics hold the samples {sorted(samples)}, not {name!r}: they are of another loss or configuration"

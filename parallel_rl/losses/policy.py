@@ -151,7 +151,6 @@ class PolicyLoss(AccountedLoss[ConfigT]):
             name: Metric("share", x, per=per) for name, x in zip(parts, sums, strict=True) if name != "entropy_bonus"
         }
         if cfg.positive_nll_weight:
-            assert batch.statistics is not None
             count = batch.statistics["positive_tokens"].clamp(min=1)
             nll = batch.weighted_sum(-batch.logprobs, (batch.per_sequence("rewards") > 0) / count)
             shares["positive_nll_loss"] = cfg.positive_nll_weight * nll
@@ -195,7 +194,7 @@ class PolicyLoss(AccountedLoss[ConfigT]):
             batch["advantages"],
             sequence_mean=lambda x: batch.expand(batch.segment_mean(x)),
             sequence_sum=lambda x: batch.expand(batch.segment_sum(x)),
-            samples={} if batch.statistics is None else batch.statistics.samples,
+            samples={} if batch.local.statistics is None else batch.local.statistics.samples,
             random=None if (seed := cfg.surrogate.draw_seed) is None else batch.random(seed),
             overflow=overflow,
         )
@@ -210,7 +209,7 @@ class PolicyLoss(AccountedLoss[ConfigT]):
 
     def _masked(self, batch: TokenBatch, surrogate: Tensor, terms: PolicyTerms, kept: Tensor) -> MaskedSurrogate:
         """The surrogate after weights and masks beyond `kept`, which the caller applies."""
-        cfg, statistics, omega = self.policy, batch.statistics, None
+        cfg, statistics, omega = self.policy, batch.local.statistics, None
         metrics: dict[str, Metric] = {}
         passed: dict[str, Tensor] = {}
         overflow = terms.overflow

@@ -102,7 +102,6 @@ class PRMLossFn(LossFn[PRMLossConfig]):
         return Statistics({"steps": count_true(batch, batch.local.valid).value})
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        assert batch.statistics is not None
         steps, labels = batch.statistics["steps"].clamp(min=1), batch["reward_labels"]
         if self.config.reward_token_ids is None:
             losses, correct = -batch.logprobs, batch.head == labels

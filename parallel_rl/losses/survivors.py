@@ -36,7 +36,7 @@ def count_survivors(batch: TokenBatch, prev: Tensor, config: PolicyLossConfig) -
 
 def policy_weights(batch: TokenBatch, kept: Tensor, config: PolicyLossConfig) -> Tensor:
     """[T_local] weights of the tokens, by the counts of all valid ones, or of those that are `kept`."""
-    statistics, rejection = batch.statistics, config.rejection
+    statistics, rejection = batch.local.statistics, config.rejection
     if rejection is None or not config.counts_kept:
         return aggregation_weights(batch, config.aggregation, config.max_length)
     if config.aggregation in UNIT_FIELDS:

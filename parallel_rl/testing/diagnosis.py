@@ -71,11 +71,12 @@ def of_layouts(trial: Trial, seen: Sequence[Observation], tolerance: float) -> l
     found: list[Finding] = []
     explained: set[str] = set()
     broken = [one for one in seen if one.broken(tolerance)]
+    by_positions = any(one.layout.axes == {"packing"} and _of_positions(trial, one) for one in broken)
     for one in sorted(broken, key=lambda one: len(one.layout.axes)):
         if explained & one.layout.axes or any(f.axis == "one process" and f.fault is not F.METRIC for f in found):
             continue
         axis = " × ".join(sorted(_blamed(one, seen, broken))) or "one process"
-        fault, text = _fault(trial, one, tolerance)
+        fault, text = (by_positions and _of_positions(trial, one)) or _fault(trial, one, tolerance)
         if fault is F.CONTEXT_MISSING and any(f.fault is F.LOCAL_STATISTIC for f in found):
             fault = F.LOCAL_STATISTIC
         where = [other.layout.name for other in broken if one.layout.axes <= other.layout.axes]
@@ -161,6 +162,19 @@ def _of_tensor_ranks(one: Observation) -> tuple[Fault, str] | None:
     if one.residual <= _CLOSE and _close(one.gradient_factor, one.layout.tp, 1 / one.layout.tp):
         return F.TENSOR_SUMMED, f"{_numbers(one)}."
     return None
+
+
+def _of_positions(trial: Trial, one: Observation) -> tuple[Fault, str] | None:
+    """Name a mean over the positions that the call holds; a packed row has fewer of them than padded rows."""
+    total = trial.batch.rows * trial.batch.width
+    known = [part for part in one.parts if part.tokens and math.isfinite(part.factor)]
+    if not known or not _close_all([part.factor for part in known], [total / part.positions for part in known]):
+        return None
+    text = f"{total} positions of the padded batch / {known[0].positions} of its own, masked ones included"
+    return (
+        F.LOCAL_DENOMINATOR,
+        f"a micro-batch's gradient is {known[0].factor:.6g} times what it should be on {one.layout.name}: {text}.",
+    )
 
 
 def _of_parts(one: Observation) -> tuple[Fault, str] | None:

@@ -22,12 +22,14 @@ class Part:
     Attributes:
         rows: of the batch.
         sequences, tokens: valid ones; of tokens those that this context rank predicts.
+        positions: of the logits on this context rank, masked ones and padding included.
         factor: g·g* / |g*|² of its positions; NaN without a true gradient.
     """
 
     rows: list[int]
     sequences: int
     tokens: int
+    positions: int
     factor: float
 
 
@@ -143,5 +145,5 @@ def _parts(trial: Trial, layout: Layout, dot: Tensor, truth: Tensor) -> tuple[Pa
             own = at_rows[there], at_columns[there]
             norm = float(truth[own].sum())
             factor = float(dot[own].sum()) / norm if norm else math.nan
-            found.append(Part(rows, int(sample_mask[rows].sum()), int(carries[own].sum()), factor))
+            found.append(Part(rows, int(sample_mask[rows].sum()), int(carries[own].sum()), len(there), factor))
     return tuple(found)

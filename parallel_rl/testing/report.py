@@ -63,6 +63,13 @@ class Report:
         """Whether the law holds."""
         return not self.findings and bool(self.rows)
 
+    @property
+    def verdict(self) -> str:
+        """ "ok", or the name of the first fault."""
+        if self.ok:
+            return "ok"
+        return self.findings[0].fault.name if self.findings else "no layout"
+
     def raise_if_broken(self) -> None:
         """Raise the diagnosis.
 

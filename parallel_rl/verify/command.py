@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
         subjects = [through_host(arguments.through, subject) for subject in subjects]
     limits, quiet = Limits(timeout=arguments.timeout), arguments.json == "-"
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        reports = in_job(subjects, layouts, limits, way, lambda found: _write(arguments, found))
+        reports = in_job(subjects, layouts, limits, way, lambda found: _write(arguments, found), lines=not quiet)
     else:
         reports = on_this_machine(subjects, layouts, limits, way, show=not quiet)
         _write(arguments, reports)

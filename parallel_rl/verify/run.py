@@ -88,7 +88,7 @@ def find_way(through: str) -> Way:
 def on_this_machine(
     subjects: Sequence[Subject], chosen: Sequence[Layout] | None, limits: Limits, way: Way, show: bool = True
 ) -> list[Report]:
-    """Check each loss on gloo ranks that are started here and ended again.
+    """Check each loss on gloo ranks that are started here and ended again; `show` a bar, and a line as each one ends.
 
     Raises:
         ValueError: a layout of more ranks than this machine starts, or that a loss cannot be run on.
@@ -100,17 +100,27 @@ def on_this_machine(
             f"a layout of {most} ranks: this machine starts {MAX_WORLD} at most; run it under torchrun or srun for more"
         )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    reports = []
+    console, terminal = Console(stderr=True), sys.stdout.isatty()  # a bar would take lines off a pipe
+    drawn = show and console.is_terminal
+    reports: list[Report] = []
     try:
-        with Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as bar:
+        with Progress(*columns, console=console, transient=True, disable=not drawn, redirect_stdout=terminal) as bar:
             bar.add_task("starting ranks", total=len(subjects))
             for subject, plan in zip(subjects, plans, strict=True):
                 reports.append(check_subject(subject, plan, _Shown(way.pool(limits.timeout), bar), limits))
+                if show:
+                    show_ended(reports, len(subjects))
                 bar.advance(bar.task_ids[0])
     finally:
         close()
     return reports
+
+
+def show_ended(reports: Sequence[Report], total: int) -> None:
+    """Print a line on the last of several losses, at once."""
+    last = reports[-1]
+    if total > 1:
+        print(f"{len(reports)}/{total} {last.name}: {last.verdict} ({last.seconds:.1f} s)", flush=True)
 
 
 def _plan(subject: Subject, chosen: Sequence[Layout] | None, way: Way) -> dict[int, list[Layout]]:
@@ -164,10 +174,12 @@ def in_job(
     limits: Limits,
     way: Way,
     show: Callable[[Sequence[Report]], None],
+    lines: bool = True,
 ) -> list[Report]:
     """Check each loss on the ranks of torchrun's or srun's job, all of them on NCCL where there are GPUs.
 
-    Rank 0 shows the reports before any rank returns: a launcher ends all of them with the first that fails.
+    Rank 0 shows the reports before any rank returns: a launcher ends all of them with the first that fails. With `lines` it
+    prints one as each loss ends.
 
     Raises:
         ValueError: a layout of another number of ranks than the job's; `job_backend` refuses this machine.
@@ -183,10 +195,11 @@ def in_job(
     try:
         runner = _Bounded(way.in_job(limits.timeout), limits.timeout)
         plan = [[one for one in mine if runs_on(subject, one)] for subject in subjects]
-        reports = [
-            check_subject(subject, {world: of_this}, runner, limits)
-            for subject, of_this in zip(subjects, plan, strict=True)
-        ]
+        reports: list[Report] = []
+        for subject, of_this in zip(subjects, plan, strict=True):
+            reports.append(check_subject(subject, {world: of_this}, runner, limits))
+            if lines and dist.get_rank() == 0:
+                show_ended(reports, len(subjects))
         if dist.get_rank() == 0:
             show(reports)
         dist.barrier()

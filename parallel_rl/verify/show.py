@@ -52,17 +52,12 @@ def table(reports: Sequence[Report]) -> None:
 def _worst(report: Report) -> Row:
     """One line for a loss: its largest errors, and its first verdict that is not ok."""
     if not report.rows:
-        return Row("", math.nan, math.nan, math.nan, _named(report))
-    verdict = "ok" if report.ok else _named(report)
+        return Row("", math.nan, math.nan, math.nan, report.verdict)
     loss, gradient, metrics = (
         max(values, key=lambda x: math.inf if math.isnan(x) else x)
         for values in zip(*((row.loss, row.gradient, row.metrics) for row in report.rows), strict=True)
     )
-    return Row("", loss, gradient, metrics, verdict)
-
-
-def _named(report: Report) -> str:
-    return report.findings[0].fault.name if report.findings else "no layout"
+    return Row("", loss, gradient, metrics, report.verdict)
 
 
 def _number(value: float) -> str:

@@ -146,7 +146,6 @@ def test_a_users_objective_counts() -> None:
         count=lambda batch: Statistics({"sum": batch.per_sequence("rewards").sum()}),
     )
     def Centred(logprobs: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        assert batch.statistics is not None
         return -logprobs * batch.expand(batch.per_sequence("rewards") - batch.statistics["sum"] / batch.counts.seqs)
 
     logits, data, _ = make_batch(3, False, "nll", torch.float64)

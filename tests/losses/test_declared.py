@@ -19,21 +19,42 @@ from tests.losses.test_registry import make, run
         (
             "field",
             lambda batch: batch["prev_logprobs"],
-            "'prev_logprobs', which it does not declare (declared: advantages)",
+            "'prev_logprobs', which it does not declare (declared: advantages, row_weight)",
         ),
-        ("typo", lambda batch: batch["advantage"], "'advantage', which it does not declare (declared: advantages)"),
+        (
+            "typo",
+            lambda batch: batch["advantage"],
+            "'advantage', which it does not declare (declared: advantages, row_weight)",
+        ),
         ("recorded", lambda batch: batch.recorded("values"), "add it to token_fields [B, S] or sequence_fields [B]"),
         ("row", lambda batch: batch.expand(batch.per_sequence("rewards")), "'rewards', which it does not declare"),
+        (
+            "per_row",
+            lambda batch: batch["row_weight"],
+            "'row_weight' has one value per sequence, [B]; read it by batch.per_seq",
+        ),
+        (
+            "per_token",
+            lambda batch: batch.expand(batch.per_sequence("advantages")),
+            "values per token, [B, S]; read it by b",
+        ),
+        ("sample_mask", lambda batch: batch["sample_mask"], "batch.per_sequence('sample_mask')"),
+        (
+            "statistics",
+            lambda batch: batch.statistics["sum"],
+            "declares none; declare count= (from the data alone) or collect=",
+        ),
         ("turn", lambda batch: batch.turn_sum(batch.logprobs), "'segment_ids', which it does not declare"),
     ],
 )
 def test_what_is_read_is_declared(name: str, reads: Callable[[TokenBatch], Tensor], says: str) -> None:
     """The data may have it all the same, so `verify` would pass what a trainer, who asks the requirements, does not make."""
 
-    @register_objective(f"doc_undeclared_{name}", token_fields=("advantages",))
+    @register_objective(f"doc_undeclared_{name}", token_fields=("advantages",), sequence_fields=("row_weight",))
     def undeclared(logprobs: Tensor, batch: TokenBatch) -> Tensor:
         return -reads(batch) * batch["token_mask"]
 
     logits, data = make()
+    data["row_weight"] = data["rewards"]
     with pytest.raises(ValueError, match=re.escape(says)):
         run(undeclared(), logits, data)

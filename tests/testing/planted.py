@@ -59,6 +59,13 @@ class LocalSequences(Planted):
         return batch.local.masked(per_token, None).sum() / batch.sequence_mask.sum().clamp(min=1)
 
 
+class LocalPositions(Planted):
+    """`x.mean()`: masked places count too, and a packed row has fewer of them."""
+
+    def total(self, batch: TokenBatch) -> Tensor:
+        return batch.local.masked(self.terms(batch), None).mean()
+
+
 class MeanOfMeans(Planted):
     def total(self, batch: TokenBatch) -> Tensor:
         mean = batch.local.masked(self.terms(batch), None).sum() / batch.local.valid.sum().clamp(min=1)
@@ -272,6 +279,7 @@ PLANTED: dict[str, tuple[Subject, Fault, str]] = {
     "local tokens": (subject_of(LocalTokens), faults.LOCAL_DENOMINATOR, "micro-batches"),
     "local tokens of the shard": (subject_of(LocalShardTokens), faults.LOCAL_DENOMINATOR, "context"),
     "local sequences": (subject_of(LocalSequences), faults.LOCAL_DENOMINATOR, "data"),
+    "local positions": (subject_of(LocalPositions), faults.LOCAL_DENOMINATOR, "packing"),
     "mean of means": (subject_of(MeanOfMeans), faults.MEAN_OF_MEANS, "micro-batches"),
     "1/cp": (subject_of(ContextAveraged), faults.CONTEXT_AVERAGED, "context"),
     "sequence term on every rank": (subject_of(ContextSummed), faults.CONTEXT_SUMMED, "context"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ def test_a_right_loss_passes_and_a_wrong_one_does_not(tmp_path: Path, capsys: py
     assert main(["verify", *losses, *LAYOUTS, "--json", str(file), "--html", str(page)]) == 1
     said = capsys.readouterr().out
     assert "1 of 2 losses obey the law" in said and "data: local denominator" in said
+    assert re.findall(r"^(\d/2 .*) \(\d+\.\d s\)$", said, re.M) == ["1/2 nll: ok", "2/2 LocalTokens: local denominator"]
     assert "divide a sum by the global count" in said
     found = json.loads(file.read_text())
     assert [one["ok"] for one in found["losses"]] == [True, False] and not found["ok"]
@@ -206,3 +208,15 @@ def test_hosts_that_cannot_be_fed(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main(["verify", *arguments]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_line_comes_as_each_loss_ends() -> None:
+    """Through a pipe, long before the table: a bare `verify` was silent for 40 s."""
+    words = ["verify", "--loss", "nll", "--loss", "tests.testing.planted:LocalTokens", *LAYOUTS]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "parallel_rl.cli", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    line, running = process.stdout.readline(), process.poll() is None
+    assert re.match(r"1/2 nll: ok \(", line) and running and process.stdout.readline().startswith("2/2 LocalTokens: ")
+    process.communicate()

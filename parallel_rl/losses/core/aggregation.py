@@ -88,7 +88,6 @@ def count_units(batch: TokenBatch, aggregation: Aggregation | None, kept: Tensor
 
 def unit_weights(batch: TokenBatch, aggregation: Aggregation, kept: Tensor | None = None) -> Tensor:
     """[T_local] float64, 1/(N_units · tokens of the token's unit); args as in `count_units`, of the whole step."""
-    assert batch.statistics is not None
     if aggregation == "turn-mean":
         tokens = batch.local.turns.tokens if kept is None else batch.turn_sum(kept.double())
         return 1 / (batch.statistics["turns"].clamp(min=1) * tokens.clamp(min=1).double())

@@ -84,8 +84,17 @@ class TokenBatch:
         return self.local.counts
 
     @property
-    def statistics(self) -> Statistics | None:
-        """Statistics of the whole step, for a loss that counts or collects some."""
+    def statistics(self) -> Statistics:
+        """Statistics of the whole step, for a loss that counts or collects some.
+
+        Raises:
+            ValueError: the loss declares none.
+        """
+        if self.local.statistics is None:
+            raise ValueError(
+                "the loss reads batch.statistics and declares none; declare count= (from the data alone) or collect= (from the "
+                "log-probs too) of register_objective, or counted= or collected= of Requirements"
+            )
         return self.local.statistics
 
     @property
@@ -135,14 +144,14 @@ class TokenBatch:
         """[T_local] a [B, S] field ([B, S, K]: [T_local, K]), 0 at masked places.
 
         Raises:
-            ValueError: a field that the loss does not declare, which no check and no trainer then knows of.
+            ValueError: a field that the loss does not declare, or one with a value per sequence.
         """
-        self.local.check_declared(name)
+        self.local.check_declared(name, per="token")
         return self.local.field(name, self.output.dtype)
 
     def recorded(self, name: str) -> Tensor:
         """[T_local] float64 of a field [B, S], 0 at masked places, not rounded to the dtype of the logits."""
-        self.local.check_declared(name)
+        self.local.check_declared(name, per="token")
         return self.local.field(name, torch.promote_types(self.local.data[name].dtype, self.output.dtype)).double()
 
     def has(self, name: str) -> bool:
@@ -151,7 +160,7 @@ class TokenBatch:
 
     def per_sequence(self, name: str) -> Tensor:
         """[B] a field of the data with one value per sequence, 0 where the sequence is masked."""
-        self.local.check_declared(name)
+        self.local.check_declared(name, per="sequence")
         return torch.where(self.sequence_mask, in_dtype(self.local.data[name], self.output.dtype), 0)
 
     def random(self, seed: int) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from dataclasses import field as made_by
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -129,11 +129,14 @@ class LocalBatch:
         """[T_local] of each token's sample; 1 where the sample is masked."""
         return self.layout.expand(torch.where(self.sequence_mask, self.data["temperature"], 1.0))
 
-    def check_declared(self, name: str) -> None:
+    def check_declared(self, name: str, per: Literal["token", "sequence"] | None = None) -> None:
         """Refuse a field that the loss does not declare: nothing would check it, and a trainer would not make it.
 
+        Args:
+            per: how the loss reads it; None: by itself.
+
         Raises:
-            ValueError: names the field, and how one is declared.
+            ValueError: names the field, and how one is declared or read.
         """
         if name not in self.requirements.names and name not in _OF_ALL:
             declared = ", ".join(self.requirements.names) or "none"
@@ -141,6 +144,14 @@ class LocalBatch:
                 f"the loss reads the field {name!r}, which it does not declare (declared: {declared}); add it to token_fields "
                 "[B, S] or sequence_fields [B] of register_objective, or to the fields of Requirements"
             )
+        sequence = name == "sample_mask" or self.requirements.field(name).per == "sequence"
+        if per == "token" and sequence:
+            raise ValueError(
+                f"the field {name!r} has one value per sequence, [B]; read it by batch.per_sequence({name!r}), which "
+                "batch.expand(...) repeats at each token"
+            )
+        if per == "sequence" and not sequence:
+            raise ValueError(f"the field {name!r} has values per token, [B, S]; read it by batch[{name!r}]")
 
     def row_sum(self, x: Tensor) -> Tensor:
         """[B, S] of the data to [B]: sums over whole sequences."""

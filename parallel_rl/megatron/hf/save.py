@@ -162,7 +162,10 @@ def _config(chunk: GPTModel) -> dict[str, object]:
     if scalar_head:
         config |= {name: own[name] for name in ("id2label", "label2id")}
     dtype = str(chunk.config.params_dtype).removeprefix("torch.")
-    return {**config, "dtype" if "dtype" in config else "torch_dtype": dtype}
+    name = (
+        "dtype" if "dtype" in config else "torch_dtype"
+    )  # one of the two: versions of transformers prefer another one
+    return {**{key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}, name: dtype}
 
 
 def _finish(

@@ -1,25 +1,31 @@
-"""Chat templates of Hugging Face folders: Jinja, in a sandbox, with nothing in it that a resumed run could not repeat."""
+"""Chat templates of Hugging Face folders: Jinja in a sandbox, in a bounded process of its own."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import importlib.util
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
 
 from parallel_rl.training.tokenizer.protocol import Message, Tools
 
-if TYPE_CHECKING:
-    from jinja2.nodes import Node, Template
-    from jinja2.parser import Parser
-    from jinja2.runtime import Context
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    from parallel_rl.training.tokenizer.bounds import Bounds
-
 # what `render` gives a template itself
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+LARGEST = 1 << 24  # characters of a rendering
+MEMORY = 512 << 20  # bytes
+SECONDS = 10.0  # a real template takes a thousandth
+_TOO_LARGE = f"makes a text of more than {LARGEST:,} characters, or needs more than {MEMORY >> 20} MB"
+# in the order of template_worker's states: OK, SYNTAX, SANDBOX, REFUSED, FAILED, TOO_LARGE
+_WORDS = ("", "is no Jinja template", "tries what the sandbox forbids", "refuses the conversation", "fails", "")
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,10 @@ class ChatOptions:
 
 
 class ChatTemplate:
-    """A compiled template.
+    """A template, compiled and rendered by a process of its own, which the kernel bounds.
+
+    A rendering may have 16 million characters, 512 MB and ten seconds. The process starts with the template, again after a fork
+    and after it was ended, and ends with the template.
 
     >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", "this example")
     >>> template.render([{"role": "user", "content": "hi"}], answered=True)
@@ -51,7 +60,7 @@ class ChatTemplate:
         options: the run's.
 
     Raises:
-        ValueError: it is no template.
+        ValueError: it is no template, or takes too much to compile.
     """
 
     def __init__(
@@ -61,109 +70,75 @@ class ChatTemplate:
         variables: Mapping[str, object] | None = None,
         options: ChatOptions | None = None,
     ) -> None:
-        from jinja2 import TemplateError
-
+        if importlib.util.find_spec("jinja2") is None:
+            raise ValueError("chat templates need jinja2, which is not installed: pip install jinja2")
         options = ChatOptions() if options is None else options
         self.where = f"the chat template of {where}"
-        self._variables = {**(variables or {}), **options.variables}
-        try:
-            environment, self._bounds = _environment(options.today)
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            line = getattr(error, "lineno", None)
-            raise ValueError(
-                f"{self.where} is no Jinja template: {error}" + (f" (line {line})" if line else "")
-            ) from None
+        variables = {**(variables or {}), **options.variables}
+        self._first = pickle.dumps((source, options.today, variables, LARGEST, MEMORY, SECONDS))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        with self._lock:
+            self._worker()
 
     def render(self, messages: Sequence[Message], *, answered: bool, tools: Tools = None) -> str:
-        """The text of a conversation; unless it is answered, up to where the answer begins.
+        """Return the text of a conversation; unless it is answered, up to where the answer begins.
 
         Raises:
-            ValueError: the template refuses the conversation, fails, reaches out of the sandbox, or grows without end.
+            ValueError: the template refuses the conversation, fails, reaches out of the sandbox, or passes a bound.
         """
-        from jinja2 import TemplateError
-        from jinja2.exceptions import SecurityError
+        return self.render_all([(messages, answered)], tools)[0]
 
-        try:
-            self._bounds.begin()
-            return self._bounds.whole(
-                self._template.generate(
-                    messages=list(messages),
-                    tools=tools,
-                    documents=None,
-                    add_generation_prompt=not answered,
-                    **self._variables,
-                )
+    def render_all(self, conversations: Sequence[tuple[Sequence[Message], bool]], tools: Tools = None) -> list[str]:
+        """Render several (messages, answered), under one bound; see `render`."""
+        request = pickle.dumps([(list(messages), not answered, tools) for messages, answered in conversations])
+        if os.getpid() != self._pid:  # after a fork; the parent reads the replies of its own process
+            self._process, self._pid, self._lock = None, os.getpid(), threading.Lock()
+        with self._lock:
+            process = self._worker()
+            text = self._ask(process, request)
+            return [text, *(self._reply(process) for _ in conversations[1:])]
+
+    def _worker(self) -> subprocess.Popen[bytes]:
+        """Return the process, with the template compiled."""
+        if self._process is None or self._process.poll() is not None:
+            script = str(Path(__file__).with_name("template_worker.py"))
+            self._process = subprocess.Popen(  # nosec B603 # fixed words
+                [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
-        except SecurityError as error:
-            raise ValueError(f"{self.where} tries what the sandbox forbids: {error}") from None
-        except TemplateError as error:
-            raise ValueError(f"{self.where} refuses the conversation: {error}") from None
-        except Exception as error:  # whatever foreign code does
-            raise ValueError(f"{self.where} fails: {type(error).__name__}: {error}") from None
+            weakref.finalize(self, _end, self._process, os.getpid())
+            self._ask(self._process, self._first)
+        return self._process
+
+    def _ask(self, process: subprocess.Popen[bytes], request: bytes) -> str:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended: there is no reply
+            process.stdin.write(request)
+            process.stdin.flush()
+        return self._reply(process)
+
+    def _reply(self, process: subprocess.Popen[bytes]) -> str:
+        assert process.stdout is not None
+        head = process.stdout.read(9)
+        if len(head) < 9:
+            raise ValueError(f"{self.where} {_ended(process.wait())}")
+        text = process.stdout.read(int.from_bytes(head[1:], "big")).decode("utf-8", "surrogatepass")
+        if head[0] == 0:
+            return text
+        raise ValueError(f"{self.where} {_WORDS[head[0]]}: {text}" if text else f"{self.where} {_TOO_LARGE}")
 
 
-def _environment(today: date | None) -> tuple[ImmutableSandboxedEnvironment, Bounds]:
-    from jinja2 import TemplateError
-    from jinja2.exceptions import SecurityError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.nodes import Scope
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+def _ended(status: int) -> str:
+    """Say why a process ended."""
+    if status == -signal.SIGALRM:
+        return f"takes more than {SECONDS:g} seconds"
+    if status == -signal.SIGPROF:
+        return "takes more than a second to compile"
+    return f"{_TOO_LARGE} (its process ended with status {status})"
 
-    from parallel_rl.training.tokenizer.bounds import LARGEST, Bounds
 
-    class Sandbox(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**", "+"})
-
-        def _parse(self, source: str, name: str | None, filename: str | None) -> Template:
-            return bounds.bounded(super()._parse(source, name, filename))
-
-        def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-            many = [isinstance(side, (str, list, tuple)) for side in (left, right)]
-            if operator != "+":
-                sizes = [len(side) if counted else abs(side) for side, counted in zip((left, right), many, strict=True)]
-                if operator == "**" or sizes[0] * sizes[1] > LARGEST:
-                    raise SecurityError(f"a {operator} that may fill the memory")
-            elif all(many):
-                bounds.check_size(len(left) + len(right))
-            return super().call_binop(context, operator, left, right)
-
-        def unsafe_undefined(self, obj: object, attribute: str) -> NoReturn:
-            raise SecurityError(f"the attribute {attribute!r} of a {type(obj).__name__}")
-
-    class Generation(Extension):
-        """{% generation %} … {% endgeneration %}, which marks what the policy says: its body."""
-
-        tags = {"generation"}  # noqa: RUF012  # jinja2's own way
-
-        def parse(self, parser: Parser) -> Node:
-            line = next(parser.stream).lineno
-            return Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def strftime_now(form: str) -> str:
-        if today is None:
-            raise TemplateError(
-                "it reads the date, which would change the prompts from one day to the next; set tokenizer.date"
-            )
-        return today.strftime(form)
-
-    def tojson(
-        value: object,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        """Without the escapes that jinja2's own filter has for HTML."""
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    bounds = Bounds(environment)
-    environment.extensions[Bounds.identifier] = bounds  # a compiled template finds it by this name
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    del environment.filters["random"], environment.globals["lipsum"]  # every rank must render the same
-    return environment, bounds
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """End a process, if this is the one that started it and not a fork of it."""
+    if owner == os.getpid():
+        process.kill()
+        process.communicate()

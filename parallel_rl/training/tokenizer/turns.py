@@ -26,14 +26,16 @@ def turns(
         ValueError: a template that writes a conversation in another way when it goes on, or refuses it.
     """
     conversation = [*messages, *answers]
-    whole = template.render(conversation, answered=True, tools=tools)
+    places = [place for place, one in enumerate(conversation) if place >= len(messages) and one["role"] == "assistant"]
+    prefixes = [
+        (conversation[: place + said], bool(said))
+        for place in places
+        for said in (0, 1)
+        if not said or place < len(conversation) - 1
+    ]
+    whole, *texts = template.render_all([(conversation, True), *prefixes], tools)
     found: list[tuple[int, int]] = []
-    for place, message in enumerate(conversation):
-        if place < len(messages) or message["role"] != "assistant":
-            continue
-        asked = template.render(conversation[:place], answered=False, tools=tools)
-        last = place == len(conversation) - 1
-        said = whole if last else template.render(conversation[: place + 1], answered=True, tools=tools)
+    for place, asked, said in zip(places, texts[::2], [*texts[1::2], whole], strict=False):
         if not said.startswith(asked):
             raise ValueError(
                 f"{template.where} does not write an answer behind its own prompt: {_end_of(asked)} is not where the answer "

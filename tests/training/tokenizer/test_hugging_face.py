@@ -18,7 +18,6 @@ from parallel_rl.training.tokenizer.protocol import Message, Tokenizer
 from tests.training.tokenizer.folders import ANSWER, CONVERSATIONS, ENDS, write_tokenizer
 
 GOLDEN: dict[str, Any] = json.loads(Path(__file__).with_name("chat_golden.json").read_text())
-LOOP, END = "{% for i in range(100000) %}", "{% endfor %}"
 USER = [{"role": "user", "content": "How many?"}]
 
 
@@ -112,33 +111,15 @@ def test_one_of_several_templates(folders: dict[str, Path], tmp_path: Path) -> N
         ("{{ raise_exception.__globals__ }}", "tries what the sandbox forbids"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "tries what the sandbox forbids"),
         ("{% for i in range(1000000000) %}{% endfor %}", "fails: OverflowError"),
-        ("{{ 'a' * 100000000000 }}", "tries what the sandbox forbids: a \\* that may fill the memory"),
-        ("{{ 9 ** 9 ** 9 }}", "tries what the sandbox forbids: a \\*\\* that may"),
         ("{% include '/etc/passwd' %}", "fails: TypeError"),
         ("{{ messages | random }}", "is no Jinja template: No filter named 'random'"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "fails: RecursionError"),
-        (f"{LOOP}{LOOP}{END}{END}", "tries what the sandbox forbids: a rendering of more than 0.2 seconds"),
-        (f"{LOOP}x{LOOP}y{END}{END}", "tries what the sandbox forbids: a rendering of more than"),
-        (
-            "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n else '' }}{% endmacro %}{{ f(90) }}",
-            "tries .*: a rendering of more",
-        ),
-        (
-            "{% set n = namespace(x='ab') %}" + LOOP + "{% set n.x = n.x ~ n.x %}" + END,
-            "tries .* a text or a list of 33,554,432",
-        ),
-        (
-            "{% set n = namespace(x='ab') %}" + LOOP + "{% set n.x = n.x + n.x %}" + END,
-            "tries .* a text or a list of 33,554,432",
-        ),
-        (LOOP + "{{ 'a' * 1000 }}" + END, "tries .* a text or a list of 16,778,000"),
+        ("{% if 1 %}" * 5000 + "{% endif %}" * 5000, "is no Jinja template: it nests deeper than Python compiles"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "is no Jinja template: it nests deeper than Python compiles"),
+        ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "is no Jinja template: Python does not compile it"),
     ],
 )
-def test_a_template_that_fails_or_breaks_out_is_an_error(
-    source: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = "a rendering of more" in message  # or a busy machine would be the reason
-    monkeypatch.setattr("parallel_rl.training.tokenizer.bounds.SECONDS", 0.2 if late else 60.0)
+def test_a_template_that_fails_or_breaks_out_is_an_error(source: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"the chat template of here {message}"):
         ChatTemplate(source, "here").render(USER, answered=False)
 
