@@ -121,7 +121,7 @@ _DENOMINATOR = "denominator"
 _NEUTRAL = {"min": torch.inf, "max": -torch.inf}  # of a rank without the metric; of sums it is 0
 
 
-def reduce_metrics(metrics: Sequence[Metrics], groups: ParallelGroups | None = None) -> dict[str, Tensor]:
+def reduce_metrics(metrics: Metrics | Sequence[Metrics], groups: ParallelGroups | None = None) -> dict[str, Tensor]:
     """Combine metrics to the numbers that one process with the whole global batch would log.
 
     >>> part = Metrics({"loss": Metric("share", torch.tensor(0.25)), "ratio_max": Metric("max", torch.tensor(1.5))})
@@ -134,8 +134,8 @@ def reduce_metrics(metrics: Sequence[Metrics], groups: ParallelGroups | None = N
     `gather_named`).
 
     Args:
-        metrics: one entry a micro-batch, all with the same names. A rank without a micro-batch passes an empty list, and gets
-            the same numbers as the others.
+        metrics: those of one call, or a list with an entry for each micro-batch, all with the same names. A rank without a
+            micro-batch passes an empty list, and gets the same numbers as the others.
         groups: context and data groups; None is one process.
 
     Returns:
@@ -145,7 +145,7 @@ def reduce_metrics(metrics: Sequence[Metrics], groups: ParallelGroups | None = N
         ValueError: an empty list on every rank; micro-batches, or ranks where values are checked, with different names or
             kinds.
     """
-    columns, row = _of_rank(metrics)
+    columns, row = _of_rank([metrics] if isinstance(metrics, Metrics) else metrics)
     groups = groups or ParallelGroups()
     for group in [groups.data_context] if groups.data_context is not None else [groups.context, groups.data]:
         if group_size(group) > 1:

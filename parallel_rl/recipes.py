@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parallel_rl.config.strict import configure, nearest
+from parallel_rl.config.strict import closest, configure
 from parallel_rl.config.yaml_files import read_tree
 
 if TYPE_CHECKING:
@@ -38,7 +38,9 @@ def find_recipe(name: str) -> Path:
     """
     found = {_plain(stem): path for stem, path in recipes().items()}
     if _plain(name) not in found:
-        raise ValueError(f"there is no recipe {name!r}; {nearest(name.lower().replace('-', '_'), recipes())}")
+        near = closest(name.lower().replace("-", "_"), recipes(), cutoff=0.6)
+        hint = "`parallel-rl recipes` lists them" if near is None else f"did you mean {near!r}?"
+        raise ValueError(f"there is no recipe {name!r}; {hint}")
     return found[_plain(name)]
 
 

@@ -94,7 +94,7 @@ def checked(*arguments: str) -> list[str]:
         (checked(GRPO, "--data.train=/dev/null"), "data.train: /dev/null is not a file"),  # "does not exist"
         (
             checked(str(CONFIGS / "sft_arithmetic.yaml"), "--data.examples=mine.jsonl"),
-            "mine.jsonl, line 1: unknown field 'completion'; valid: answer",  # "did you mean 'prompt'?", which is there
+            "mine.jsonl, line 1: unknown field 'completion'; valid: prompt",  # "did you mean 'prompt'?", which is there
         ),
     ],
 )  # fmt: skip

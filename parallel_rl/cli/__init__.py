@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from typing import cast
 
 from parallel_rl import __version__
 from parallel_rl.cli import explain, export, runs, sample, submit, tools
+from parallel_rl.cli.words import Parser, check_options, options_of, surplus
 from parallel_rl.cluster import preemption
 from parallel_rl.cluster.exit import leave
 from parallel_rl.config.names import ENVIRONMENT, modules_of_user
@@ -18,13 +20,17 @@ from parallel_rl.port import command as port_command
 from parallel_rl.verify import command as verify_command
 
 _NEVER_IMPORT = ("check", "submit")  # they run on a host that is not the job's, for a config that nobody has read yet
+_OF_RUNS = ("train", "check", "data", "sample", "export")  # they take keys of a config
 _ABOUT = "Losses for RL post-training, and a reference trainer on Megatron-core."
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("parallel-rl", description=_ABOUT, allow_abbrev=False)
+def _parser() -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
+    """Make the parser, and those of its commands."""
+    parser = Parser("parallel-rl", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"parallel-rl {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = cast(
+        "argparse._SubParsersAction[argparse.ArgumentParser]", parser.add_subparsers(dest="command", required=True)
+    )
     runs.add_parsers(commands)
     submit.add_parser(commands)
     export.add_parser(commands)
@@ -47,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
                 f"{ENVIRONMENT} lists more, separated by commas)",
             )
     commands.add_parser("recipes", help="list the recipes")
-    return parser
+    return parser, commands.choices
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,8 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str], own_process: bool) -> int:
-    known, rest = _parser().parse_known_args(submit.joined(arguments))
+    parser, commands = _parser()
+    known, rest = parser.parse_known_args(submit.joined(arguments))
+    options = options_of(commands[known.command])
     try:
+        if known.command in _OF_RUNS:
+            check_options(rest, options, known.command)
         if hasattr(known, "modules") and getattr(known, "script", None) is None:  # a loop imports what it needs
             known.modules = modules_of_user(known.modules)
             if known.command not in _NEVER_IMPORT:
@@ -72,7 +82,7 @@ def _run(arguments: Sequence[str], own_process: bool) -> int:
         return runs.refuse(error)
     of_run = known.command in ("doctor", "verify") and known.config  # which only the trainer reads
     if known.command in tools.TOOLS and (not of_run or _has_megatron()):
-        return tools.run_tool(known, rest)
+        return tools.run_tool(known, rest, options)
     if known.command != "recipes" and not _has_megatron():
         return runs.refuse(
             ValueError(
@@ -96,7 +106,7 @@ def _run(arguments: Sequence[str], own_process: bool) -> int:
     if known.command == "data":
         return runs.data(known.recipe, known.steps, rest)
     if rest:
-        return runs.refuse(ValueError(f"{rest[0]!r} is not an argument of `parallel-rl recipes`"))
+        return runs.refuse(ValueError(surplus(rest[0], "recipes", options)))
     return runs.recipes()
 
 

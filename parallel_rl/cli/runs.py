@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel_rl.config.names import left_to_ranks
+from parallel_rl.config.strict import closest
 
 if TYPE_CHECKING:
     from parallel_rl.training.config.sections import ParallelConfig
@@ -187,8 +188,8 @@ def source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, 
         raise ValueError(
             f"there is no config: write parallel-rl {command} CONFIG, or parallel-rl {command} --recipe NAME"
         )
-    if rest[0] in recipes() and not os.path.exists(rest[0]):
-        raise ValueError(f"the config file {rest[0]} does not exist; for the recipe write --recipe {rest[0]}")
+    if "." not in rest[0] and not os.path.exists(rest[0]) and (near := closest(rest[0], recipes())):
+        raise ValueError(f"the config file {rest[0]} does not exist; for the recipe write --recipe {near}")
     return rest[0], rest[1:]
 
 

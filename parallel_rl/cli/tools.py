@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from parallel_rl.cli import explain
 from parallel_rl.cli.runs import discard_output, quiet, refuse, show
+from parallel_rl.cli.words import surplus
 
 if TYPE_CHECKING:
     from parallel_rl.doctor.command import OfConfig
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 _SIGPIPE = 141  # the exit status of a program that it ends, by the shell
 
 
-def run_tool(known: argparse.Namespace, rest: Sequence[str]) -> int:
+def run_tool(known: argparse.Namespace, rest: Sequence[str], options: Sequence[str]) -> int:
     """Run the command of these arguments, none of which may be left over, and return its exit status."""
     try:
         if rest:
-            raise ValueError(f"{rest[0]!r} is not an argument of `parallel-rl {known.command}`")
+            raise ValueError(surplus(rest[0], known.command, options))
         status = TOOLS[known.command](known)
         sys.stdout.flush()
         return status
