@@ -74,7 +74,9 @@ def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[di
                 meant = difflib.get_close_matches(
                     key, row.keys() & {*known}, n=1, cutoff=0.8
                 )  # a slip, not another word
-                near = nearest(key, meant or known)
+                near = nearest(key, meant or [name for name in known if name not in row] or known)
+                if not near.startswith("did"):
+                    near = f"valid: {', '.join(known)}"
                 raise ValueError(
                     f"unknown field {key!r}; {near}. The record has {', '.join(row)}: data.columns gives fields other names, "
                     "data.form names another framework's form"
