@@ -205,9 +205,21 @@ def check_masks(*batches: Mapping[str, Tensor]) -> None:
             if not isinstance(data[name], torch.Tensor) or data[name].dim() != dims:
                 got = list(data[name].shape) if isinstance(data[name], torch.Tensor) else type(data[name]).__name__
                 raise ValueError(f"{name} must be a tensor {shape}, got {got}")
+            check_mask_dtype(name, data[name])
         rows, seqs = data["token_mask"].shape[0], data["sample_mask"].shape[0]
         if rows != seqs:
             raise ValueError(f"sample_mask has {seqs} rows, token_mask {rows}; their numbers must be equal")
+
+
+def check_mask_dtype(name: str, mask: Tensor) -> None:
+    """Refuse a mask that is complex, or requires a gradient.
+
+    Raises:
+        ValueError: it does.
+    """
+    if mask.is_complex() or mask.requires_grad:
+        gradient = " that requires a gradient" if mask.requires_grad else ""
+        raise ValueError(f"{name} must hold 0 and 1, as bools, integers or floats; got {mask.dtype}{gradient}")
 
 
 def check_zeros_and_ones(*batches: Mapping[str, Tensor], names: Sequence[str] = ("token_mask", "sample_mask")) -> None:

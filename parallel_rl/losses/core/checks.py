@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.agreement import raise_on_all_ranks
-from parallel_rl.counts import check_zeros_and_ones, own_counts
+from parallel_rl.counts import check_mask_dtype, check_zeros_and_ones, own_counts
 from parallel_rl.labels import IGNORED, SHIFT_LABELS, is_shifted
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.aggregation import UNIT_FIELDS, check_unit_ids
@@ -151,6 +151,7 @@ def check_data(
     if needs.paired:
         check_pairs(rows)
     for name in ("token_mask", "sample_mask"):
+        check_mask_dtype(name, data[name])
         _check_shape(data[name], Field(name, "token" if name == "token_mask" else "sequence"), (rows, width), output)
     for field in needs.fields:
         _check_shape(data[field.name], field, (rows, width), output)
@@ -160,7 +161,7 @@ def check_data(
 
 def check_field(field: Field, value: Tensor) -> None:
     """Raises ValueError for a field of another dtype, or one that requires a gradient."""
-    if value.is_floating_point() != (field.dtype == "float"):
+    if value.is_complex() or value.is_floating_point() != (field.dtype == "float"):
         wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
         raise ValueError(f"{field.name} must {wanted}, got {value.dtype}")
     if value.requires_grad:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from parallel_rl.counts import check_mask_dtype
 from parallel_rl.groups import group_size
 from parallel_rl.losses.core.checks import check_field
 from parallel_rl.losses.core.data_view import IN_ROW
@@ -103,6 +104,11 @@ def check_reads(loss: str, needs: Requirements, options: VocabOptions, call: Log
         )
 
 
+def _each(values: Values) -> list[Tensor]:
+    """The tensors of a field, padded or listed; what is none is refused with the shapes."""
+    return [x for x in ([values] if isinstance(values, Tensor) else values) if isinstance(x, Tensor)]
+
+
 def rows_and_data(call: LogProbCall, needs: Requirements, options: VocabOptions) -> tuple[Rows, dict[str, Tensor]]:
     """The form of a call, and its data as rows.
 
@@ -115,6 +121,9 @@ def rows_and_data(call: LogProbCall, needs: Requirements, options: VocabOptions)
             "data must have one mask: token_mask, of whole sequences, or response_mask, of responses alone; it has "
             f"{' and '.join(masks) or 'neither'}"
         )
+    for name in (masks[0], "sample_mask"):
+        for mask in _each(call.data.get(name, ())):
+            check_mask_dtype(name, mask)
     check_plain("logprobs", call.like)
     if not call.like.is_floating_point():
         raise ValueError(f"log-probs must be floating point, got {call.like.dtype}")
@@ -135,9 +144,8 @@ def rows_and_data(call: LogProbCall, needs: Requirements, options: VocabOptions)
         per_row = field.per == "sequence"
         value = call.data[name]
         if name in needs.names:
-            for each in [value] if isinstance(value, Tensor) else value:
-                if isinstance(each, Tensor):  # anything else is refused with the shapes
-                    check_field(field, each)
+            for each in _each(value):
+                check_field(field, each)
         found = _per_row(name, value, rows, call) if per_row else field_rows(name, value, rows, call, field)
         data["token_mask" if name == masks[0] else name] = found
     given = call.logprobs
