@@ -263,8 +263,10 @@ def _distillation(root: Reader, name: str) -> Tree:
         run.note("num_prompts_per_step", "unsupported", "distillation.batch_size", "a step is one update here")
     teacher = root.below("teacher").get("model_name", ours="distillation.teacher")
     section: Tree = {
-        "rows": "examples" if between else "policy",
+        **({} if between else {"rows": "policy"}),
         **{key: size for key, size in sizes.items() if isinstance(size, int)},
     }
     section |= {"teacher": teacher} if isinstance(teacher, str) else {}
-    return section if between else section | {"loss": {"name": "distillation", "options": given}}
+    if between:
+        return section | ({"loss": {"name": "distillation"}} if "top_k" in section else {})
+    return section | {"loss": {"name": "distillation", "options": given}}

@@ -36,11 +36,14 @@ def advantages_of(run: Reader, name: str) -> Tree:
         out["name"] = "reinforce_plus_plus_baseline"
     elif kind == "gae":
         out |= _gae(estimator)
-    elif kind not in ("gdpo", "reinforce_plus_plus"):
+    elif kind == "gdpo":
+        estimator.leave(
+            "name", "a sample has one reward in this trainer, of which gdpo reads the parts", f"{ours}.name"
+        )
+        out["name"] = "grpo"
+    elif kind != "reinforce_plus_plus":
         estimator.leave("name", "no such estimator here")
         out["name"] = "grpo"
-    if kind == "gdpo" and estimator.get("reward_weights") is not None:
-        out["weights"] = estimator.get("reward_weights", ours=f"{ours}.weights")
     return out
 
 

@@ -13,7 +13,8 @@ _GROUPS = (
     ("", "no_effect", "", "a mark of its config files", "*._override_"),
     ("", "no_effect", "", _WHERE, "cluster"),
     ("", "no_effect", "", "the way data takes between its processes", "data_plane"),
-    ("", "unsupported", "", "several teachers, or one of another tokenizer", "teachers on_policy_distillation"),
+    ("", "unsupported", "", "teachers of agents", "on_policy_distillation"),
+    ("", "yours", "distillation.teacher", "one teacher, of the student's tokenizer", "teachers"),
     ("", "unsupported", "", "rollouts are drawn in step with the training, or by rl.server", "async_rl"),
     ("", "yours", "reward", "a checker by name or a server; see docs/rewards.md", "env"),
     ("", "unsupported", "", _NO_COUNTERPART, "reward_penalties.penalize_duplicated_reasoning "

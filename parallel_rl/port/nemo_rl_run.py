@@ -195,9 +195,10 @@ def run_of(root: Reader, name: str, objective: str) -> Tree:
         made["dtype"] = _DTYPES[str(precision)]
     elif precision is not None:
         policy.leave("precision", "bfloat16 or float32", "run.dtype")
-    ours: Tree = {"run": made} if made else {}
-    held_out = objective in ("rl", "distillation") and _evaluation(run, root.below("logger"), ours)
-    return ours | _data(root.below("data"), objective, held_out)
+    sections: Tree = {"run": made} if made else {}
+    held_out = objective in ("rl", "distillation") and _evaluation(run, root.below("logger"), sections)
+    source = "sft" if objective == "distillation" and "teachers" in root.section else objective
+    return sections | _data(root.below("data"), source, held_out)
 
 
 def steps_of(run: Reader, objective: str) -> Tree:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parallel_rl.config.json_text import brief
-from parallel_rl.port.report import Fate, Ledger, Row, Table, summary
+from parallel_rl.port.report import Fate, Ledger, Row, Table, holds, summary
 
 Tree = dict[str, object]
 
@@ -123,9 +123,28 @@ def reader_of(config: Mapping[str, object]) -> Reader:
 def ported(framework: str, config: Mapping[str, object], ours: Tree, root: Reader, table: Table) -> Ported:
     """Account for every key of `config`, and collect the remarks."""
     said = {kind: tuple(lines) for kind, lines in root.said.items()}
-    return Ported(
-        framework, ours, **said, unknown=root.ledger.unknown(config, table), rows=root.ledger.rows(config, ours, table)
-    )
+    rows = root.ledger.rows(config, ours, table)
+    yours = {row.ours for row in rows if row.kind == "yours"}
+    missing = [key for key in _needs(ours) if not holds(ours, key) and key not in yours]
+    rows += tuple(Row("", None, "yours", key, "a run needs it, and the config has nothing for it") for key in missing)
+    return Ported(framework, ours, **said, unknown=root.ledger.unknown(config, table), rows=rows)
+
+
+def _needs(ours: Tree) -> list[str]:
+    """Keys that `check` asks for, in a config with these sections."""
+    sizes = {
+        "rl": ("prompts", "group_size"), "preference": ("pairs",), "sft": ("batch_size",),
+        "distillation": ("batch_size", "teacher"),
+    }  # fmt: skip
+    objective = next((name for name in sizes if name in ours), None)
+    if objective is None:
+        return []
+    drawn = objective == "rl" or holds(ours, "distillation.rows")
+    source = {"preference": "pairs", "sft": "examples"}.get(objective, "train" if drawn else "examples")
+    needs = ["run.dir", "tokenizer.hf", "model.hf", f"data.{source}"]
+    needs += [f"{objective}.{key}" for key in ("steps", "optimizer.lr", *sizes[objective])]
+    needs += ["data.held_out"] if "evaluation" in ours else []
+    return needs + ([f"{objective}.server"] if drawn and holds(ours, "parallel.expert") else [])
 
 
 def number(value: object) -> float | int | None:

@@ -134,7 +134,7 @@ class _Account:
             return Fate("no_effect", why=off)
         fate = self.ledger.read.get(path)
         if fate is not None:
-            lost = fate.kind == "carried" and _at(self.ours, fate.ours) is _MISSING
+            lost = fate.kind == "carried" and not holds(self.ours, fate.ours)
             return Fate("equal", fate.ours, "our default") if lost else fate
         found, alias = self.table.find(path), self._alias(path)
         if found is not None:
@@ -200,6 +200,15 @@ def _at(tree: Mapping[str, object], path: str) -> object:
         if isinstance(below, Mapping):
             return _at(below, ".".join(parts[end:]))
     return _MISSING
+
+
+def holds(tree: Mapping[str, object], path: str) -> bool:
+    """Whether a config has a dotted key.
+
+    >>> holds({"rl": {"prompts": 8}}, "rl.prompts"), holds({"rl": {}}, "rl.prompts")
+    (True, False)
+    """
+    return _at(tree, path) is not _MISSING
 
 
 def _is_off(value: object) -> bool:

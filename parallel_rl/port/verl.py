@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.config.strict import configure
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.port import verl_keys
@@ -37,7 +38,11 @@ def from_verl(config: Mapping[str, object]) -> Ported:
     rl |= kl_in_reward(algorithm, advantages)
     prompts, group = data.get("train_batch_size", 1024, "rl.prompts"), rollout.get("n", 1, "rl.group_size")
     rl |= {"prompts": prompts, "group_size": group}
-    if group == 1 and "n" in rollout.section and advantages["name"] in ("grpo", "dr_grpo"):
+    if (
+        group == 1
+        and "n" in rollout.section
+        and hasattr(AdvantageEstimator.variants[str(advantages["name"])], "singleton")
+    ):
         advantages["singleton"] = "reward"  # as verl has it
     mini, updates = actor.get("ppo_mini_batch_size", 256, "rl.updates"), 1
     if isinstance(prompts, int) and isinstance(mini, int) and mini and prompts % mini == 0:

@@ -39,6 +39,11 @@ def advantages_of(algorithm: Reader) -> Tree:
     elif name == _OTB:
         out["handle_zero_tail"] = True
         algorithm.differ(f"{name}: none where the longest answer is alone (handle_zero_tail); ours has one there")
+    elif name == "gdpo":
+        algorithm.leave(
+            "adv_estimator", "a sample has one reward in this trainer, of which gdpo reads the parts", f"{ours}.name"
+        )
+        out["name"] = "grpo"
     if name in _WHITENED:
         out["whiten"] = "unbiased"
         default = "not at all" if name == "gae" else "by the population's deviation"
