@@ -129,8 +129,8 @@ def _rl(root: Reader, name: str) -> Tree:
     penalty = options.get("reference_policy_kl_penalty", _CLIPPED["reference_policy_kl_penalty"])
     rl["advantages"] = advantages
     if advantages["name"] == "gae":
-        updates = rl.get("updates", 1)
-        rl["critic"] = _critic(root, run, updates if isinstance(updates, int) else 1)
+        ticks = rl.get("updates", 1)
+        rl["critic"] = _critic(root, run, ticks if isinstance(ticks, int) else 1)
     run.note("ppo_epochs", "equal", why="one")
     if run.get("ppo_epochs", 1) != 1:
         run.leave("ppo_epochs", "the samples of a step are read once here")
@@ -260,7 +260,8 @@ def _distillation(root: Reader, name: str) -> Tree:
         run.leave("num_generations_per_prompt", "each prompt is completed once here")
     run.note("num_prompts_per_step", "equal", "distillation.batch_size", "as policy.train_global_batch_size")
     if run.get("num_prompts_per_step", rows) != rows:
-        run.note("num_prompts_per_step", "unsupported", "distillation.batch_size", "a step is one update here")
+        why = "a step is one update here, on batch_size prompts: there are more of them"
+        run.note("num_prompts_per_step", "yours", "distillation.steps", why)
     teacher = root.below("teacher").get("model_name", ours="distillation.teacher")
     section: Tree = {
         **({} if between else {"rows": "policy"}),

@@ -114,8 +114,7 @@ _GROUPS = (
      "train.allowed_problem_types validation.allowed_problem_types validation.repeat train.characters_per_sample "
      "train.data_files train.env_name train.processor train.prompt_file train.system_prompt_file train.subset "
      "validation.subset repeat"),
-    ("data", "yours", "data.train", "write its text into the records", "default"),
-    ("data", "yours", "data.train", "filter longer records beforehand", "max_input_seq_length"),
+    ("data", "yours", "data.held_out", "filter longer records beforehand", "max_input_seq_length"),
     ("data", "unsupported", "", "all but held_out is shuffled", "shuffle=True"),
     ("data", "unsupported", "", _NO_COUNTERPART, "use_multiple_dataloader custom_dataloader"),
     ("data", "no_effect", "", _SPEED, "num_workers"),
@@ -127,8 +126,9 @@ _RUN = (
     ("unsupported", "", "a run has all its steps", "stop_at_validation_metric stop_at_validation_threshold val_start_at=-1"),
     ("yours", "data.held_out", "all of it is evaluated", "max_val_samples"),
     ("no_effect", "", _SPEED, "val_batch_size calculate_advantages_on_gpu deduplicate_multimodal_data"),
-    ("no_effect", "", "an evaluation here is of rewards, in RL and distillation", "val_global_batch_size val_micro_batch_size "
-     "val_batches val_period val_at_start val_at_end val_num_generations_per_prompt"),
+    ("no_effect", "", "of a validation that this objective does not have here", "val_global_batch_size val_micro_batch_size "
+     "val_batches val_num_generations_per_prompt"),
+    ("unsupported", "", "an evaluation here is of rewards, in RL and distillation", "val_period=0 val_at_start val_at_end"),
     ("no_effect", "", "the reference's log-probs are computed if the loss or the reward reads them",
      "skip_reference_policy_logprobs_calculation"),
     ("no_effect", "", "of its reports", "debug_payload_metrics"),

@@ -225,6 +225,7 @@ def _evaluation(run: Reader, logger: Reader, ours: Tree) -> bool:
         ours["evaluation"] = {"every": max(int(every), 0)} | ({"samples": samples} if samples != 1 else {})
         ours["evaluation"] |= {"show": shown} if shown else {}  # type: ignore[operator]
     else:
+        run.note("max_val_samples", "no_effect", why="without an evaluation")
         run.note("val_num_generations_per_prompt", "no_effect", why="without an evaluation")
         logger.note("num_val_samples_to_print", "no_effect", why="without an evaluation")
     return on
@@ -233,7 +234,11 @@ def _evaluation(run: Reader, logger: Reader, ours: Tree) -> bool:
 def _data(data: Reader, objective: str, held_out: bool) -> Tree:
     """Take the paths of files; named data sets are the user's to bring."""
     files: Tree = {}
-    for source, target in (("train", _OF_DATA.get(objective, "data.train")), ("validation", "data.held_out")):
+    records = _OF_DATA.get(objective, "data.train")
+    data.note("max_input_seq_length", "yours", records, "filter longer records beforehand")
+    for key in data.below("default").section:
+        data.below("default").note(str(key), "yours", records, "write its text into the records")
+    for source, target in (("train", records), ("validation", "data.held_out")):
         if isinstance(data.section.get(source), list):
             data.note(source, "yours", target, "a file of JSONL or Parquet for each; see docs/data.md")
             continue
@@ -241,11 +246,12 @@ def _data(data: Reader, objective: str, held_out: bool) -> Tree:
         if source == "validation" and not held_out:
             given.off("an evaluation here is of rewards, in RL and distillation, if it is on")
         path, name = given.get("data_path"), given.get("dataset_name")
+        given.note("dataset_name", "yours", target, "a file of JSONL or Parquet; see docs/data.md")
         if isinstance(path, str) and "${" not in path and name != "NemoGymDataset":
+            given.note("dataset_name", "no_effect", why="data_path has it")
             given.note("data_path", "carried", target, "columns with other names: data.columns")
             if source == "train" or held_out:
                 files[target.removeprefix("data.")] = path
         else:
             given.note("data_path", "yours", target, "a file of JSONL or Parquet; see docs/data.md")
-        given.note("dataset_name", "yours", target, "a file of JSONL or Parquet; see docs/data.md")
     return {"data": files} if files else {}

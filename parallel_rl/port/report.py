@@ -110,7 +110,7 @@ class Ledger:
         """Keys that neither the port nor the table has, with the nearest one."""
         account = _Account(self, config, {}, table)
         keys = dict.fromkeys(account.unknown_at(path) for path, _ in _leaves("", config) if not account.knows(path))
-        return tuple(f"{key} = {_at(config, key)!r} ({account.near(key)})" for key in keys)
+        return tuple(f"{key} = {brief(_at(config, key))} ({account.near(key)})" for key in keys)
 
 
 @dataclass(frozen=True)

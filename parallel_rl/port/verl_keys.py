@@ -24,7 +24,8 @@ _GROUPS = (
     ("", "no_effect", "", "the way data takes between its processes", "transfer_queue"),
     ("", "yours", "reward", "a checker by name or a server; see docs/rewards.md", "custom_reward_function reward reward_model "
      "reward_manager sandbox_fusion data.reward_fn_key"),
-    ("", "unsupported", "", _NO_COUNTERPART, "distillation skip algorithm.pf_ppo algorithm.use_pf_ppo"),
+    ("", "unsupported", "", _NO_COUNTERPART, "distillation skip algorithm.pf_ppo algorithm.use_pf_ppo "
+     "algorithm.gdpo_reward_keys"),
     ("algorithm.rollout_correction", "no_effect", "", "without rollout_rs", "rollout_rs_threshold"),
     ("algorithm.rollout_correction", "unsupported", "", _NO_COUNTERPART, "loss_type=ppo_clip bypass_mode rollout_rs"),
     ("algorithm.filter_groups", "no_effect", "", "prompts stay by the mean of their rewards", "metric "
@@ -33,8 +34,9 @@ _GROUPS = (
     # the actor
     (_ACTOR, "no_effect", "", _SPEED, "use_torch_compile entropy_from_logits_with_chunking entropy_from_logits_chunk_size "
      "entropy_checkpointing use_prefix_grouper pad_to_length load_weight calculate_entropy calculate_sum_pi_squared "
-     "sum_pi_squared_checkpointing log_prob_micro_batch_size engine veomni torchtitan global_batch_info model_config "
-     "forward_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu"),
+     "sum_pi_squared_checkpointing log_prob_micro_batch_size engine global_batch_info model_config "
+     "model_engine forward_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu"),
+    (_ACTOR, "yours", "parallel", "the layout of another program", "veomni torchtitan"),
     (_ACTOR, "no_effect", "", "actor_rollout_ref.model or rollout has it", "rollout_n use_remove_padding "
      "use_fused_kernels mtp"),
     (_ACTOR, "no_effect", "", "the samples of a step are split by prompts, in their order", "shuffle data_loader_seed"),
@@ -46,23 +48,40 @@ _GROUPS = (
     (_ACTOR, "no_effect", "", "without router_replay.mode", "router_replay.record_file router_replay.replay_file"),
     (f"{_ACTOR}.policy_loss", "no_effect", "", "of another loss_mode", "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio "
      "ppo_kl_coef dro_beta rollout_correction"),
+    (f"{_ACTOR}.policy_loss", "no_effect", "", "verl reads those of the actor", "tau_pos tau_neg"),
     (f"{_ACTOR}.optim", "no_effect", "", "the number of steps is rl.steps", "total_training_steps"),
-    (f"{_ACTOR}.optim", "equal", "", "AdamW", "optimizer optimizer_impl"),
+    (f"{_ACTOR}.optim", "equal", "", "AdamW", "optimizer_impl name"),
+    (f"{_ACTOR}.optim", "no_effect", "", "of Muon", "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec "
+     "muon_match_adamw_update_rms muon_momentum muon_nesterov muon_num_ns_steps muon_scalar_optimizer muon_scale_mode "
+     "muon_split_qkv muon_tp_mode use_layer_wise_distributed_optimizer"),
+    (f"{_ACTOR}.optim", "unsupported", "", "moments and master weights are float32", "exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32 "
+     "main_grads_dtype=fp32 main_params_dtype=fp32"),
+    (f"{_ACTOR}.optim", "no_effect", "", _SPEED, "use_precision_aware_optimizer"),
+    (f"{_ACTOR}.optim", "no_effect", "", "the warm-up begins at lr / steps", "zero_indexed_step"),
     (f"{_ACTOR}.optim", "no_effect", "", "with a schedule that is not WSD", "lr_wsd_decay_style lr_wsd_decay_steps"),
     (f"{_ACTOR}.optim", "unsupported", "", "the weight decay is constant", "weight_decay_incr_style=constant"),
     (f"{_ACTOR}.optim", "unsupported", "rl.optimizer", "what it changes is not looked at", "override_optimizer_config"),
     (f"{_ACTOR}.optim", "no_effect", "", "a resumed run goes on with its own schedule", "use_checkpoint_opt_param_scheduler"),
-    (f"{_ACTOR}.optim", "unsupported", "", _NO_COUNTERPART, "lr_min lr_start lr_decay_ratio=1.0"),
+    (f"{_ACTOR}.optim", "unsupported", "", _NO_COUNTERPART, "lr_min lr_start lr_decay_ratio=1.0 "
+     "decay_type=constant min_lr_factor"),
     (f"{_ACTOR}.fsdp_config", "no_effect", "", _SPEED, "wrap_policy param_offload optimizer_offload offload_policy "
      "reshard_after_forward fsdp_size forward_prefetch use_orig_params entropy_from_logits_with_chunking use_torch_compile "
-     "entropy_checkpointing entropy_from_logits_chunk_size forward_only strategy grad_offload qat mixed_precision"),
+     "entropy_checkpointing entropy_from_logits_chunk_size forward_only strategy grad_offload mixed_precision "
+     "pad_to_length pad_to_length_bucket turbo_config"),
+    (f"{_ACTOR}.fsdp_config", "unsupported", "", "weights are bfloat16 or float32", "qat"),
+    (f"{_ACTOR}.megatron", "unsupported", "", "weights are bfloat16 or float32", "qat"),
+    (f"{_ACTOR}.megatron", "unsupported", "", _NO_COUNTERPART, "router_replay.mode"),
+    (f"{_ACTOR}.megatron", "no_effect", "", "without router_replay.mode", "router_replay.record_file "
+     "router_replay.replay_file"),
     (f"{_ACTOR}.fsdp_config", "no_effect", "", "master weights are float32", "model_dtype"),
     (f"{_ACTOR}.fsdp_config", "equal", "", "the numbers do not depend on the layout", "full_determinism"),
     (f"{_ACTOR}.fsdp_config", "no_effect", "parallel.context", "actor.ulysses_sequence_parallel_size has it",
      "ulysses_sequence_parallel_size"),
     (f"{_ACTOR}.megatron", "no_effect", "", _SPEED, "param_offload grad_offload optimizer_offload use_dist_checkpointing "
      "dist_checkpointing_path dist_checkpointing_prefix use_mbridge vanilla_mbridge use_remove_padding forward_only "
-     "override_ddp_config dynamic_context_parallel max_seqlen_per_dp_cp_rank use_megatron_fsdp"),
+     "override_ddp_config dynamic_context_parallel max_seqlen_per_dp_cp_rank use_megatron_fsdp "
+     "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient entropy_from_logits_chunk_size "
+     "entropy_from_logits_with_chunking pad_bshd_to_minibatch_max pad_to_length pad_to_length_bucket"),
     (f"{_ACTOR}.megatron", "unsupported", "", "stages have equally many layers", "virtual_pipeline_model_parallel_size=1"),
     (f"{_ACTOR}.megatron", "unsupported", "", "the model is as its folder says", "override_mcore_model_config "
      "override_transformer_config"),
@@ -86,7 +105,8 @@ _GROUPS = (
      "scheduling_policy load_format disable_log_stats multi_stage_wake_up engine_kwargs checkpoint_engine trace "
      "skip_rollout skip_dump_dir skip_tokenizer_init prometheus layer_name_map n_gpus_per_node nnodes disaggregation "
      "over_sample_rate layered_summon limit_images full_determinism router_config_path moe_load_balance_metrics_interval "
-     "quantization_config_file seed do_sample skip agent update_weights_bucket_megabytes enable_sleep_mode"),
+     "moe_tensor_parallel_size quantization_config_file seed do_sample skip agent "
+     "update_weights_bucket_megabytes enable_sleep_mode"),
     (_ROLLOUT, "no_effect", "", "data has it", "prompt_length response_length"),
     (_ROLLOUT, "no_effect", "", _SPEED, "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
      "log_prob_max_token_len_per_gpu"),
@@ -124,6 +144,7 @@ _GROUPS = (
 TABLE = Table.of(
     _GROUPS,
     {
+        "critic.fsdp": (f"{_ACTOR}.fsdp_config", "the critic has the policy's layout and batches here"),
         "critic.model": (_MODEL, "a critic starts as a copy of the policy's trunk"),
         "critic": (_ACTOR, "the critic has the policy's layout and batches here"),
         f"{_JOINT}.ref": (_ACTOR, "the reference runs on the policy's layout here"),

@@ -152,8 +152,11 @@ def optimizer_of(owner: Reader, ours: str, updates: int, steps: object, rate: fl
     """Make an optimizer's section of the actor's or the critic's; a tick of the schedule is a step of the run."""
     given = owner.below("optim")
     by_megatron = owner.get("strategy") == "megatron"
+    given.note("optimizer", "equal", why="AdamW")
+    if not str(given.get("optimizer", "adam")).lower().startswith("adam"):
+        given.leave("optimizer", "AdamW")
     made: Tree = {"lr": rate, "weight_decay": 0.01, "clip": 1.0, "betas": [0.9, 0.999]}
-    made |= optimizer(given, ours, {"lr": "lr", "weight_decay": "weight_decay", "clip": "clip_grad"})
+    made |= optimizer(given, ours, {"lr": "lr", "weight_decay": "weight_decay", "clip": "clip_grad", "eps": "eps"})
     if "grad_clip" in owner.section and not by_megatron:
         made |= {"clip": number(owner.get("grad_clip", ours=f"{ours}.clip")) or None}
         given.note("clip_grad", "no_effect", why="grad_clip has it")
