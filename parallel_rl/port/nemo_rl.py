@@ -53,7 +53,7 @@ def from_nemo_rl(config: Mapping[str, object]) -> Ported:
 
 
 def _objective(root: Reader) -> tuple[str, str]:
-    """The section there that drives the run, and our main section; "" where this port has none."""
+    """Find the section there that drives the run, and our main section; "" for an evaluation."""
     config, loss = root.section, root.below("loss_fn").section
     if "dpo" in config or "rm" in config:
         return ("dpo" if "dpo" in config else "rm"), "preference"
@@ -155,7 +155,7 @@ def _rl(root: Reader, name: str) -> Tree:
 
 
 def _overlong(shaping: Reader) -> Tree:
-    """What becomes of the rewards of long completions."""
+    """Read the penalty of long completions."""
     names = {
         "buffer": "overlong_buffer_length",
         "max_length": "max_response_length",
@@ -221,7 +221,7 @@ def _sft(root: Reader, name: str) -> Tree:
 
 
 def _preference(root: Reader, name: str) -> Tree:
-    """DPO, or a reward model of pairs (Bradley-Terry)."""
+    """Make the section of DPO, or of a reward model of pairs (Bradley-Terry)."""
     pairs = root.below("policy").get("train_global_batch_size", ours="preference.pairs")
     sizes: Tree = {"pairs": pairs} if isinstance(pairs, int) else {}
     if name == "rm":

@@ -1,4 +1,4 @@
-"""Keys of a config of NeMo-RL (its source and recipes of August 2026) that a port does not read, and what becomes of them."""
+"""Keys of a config of NeMo-RL (its source and recipes of August 2026) that a port does not read, and their fates."""
 
 from parallel_rl.port.report import Table
 

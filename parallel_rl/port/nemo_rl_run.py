@@ -146,7 +146,7 @@ def _tokenizer(given: Reader) -> Tree:
 
 
 def _sharing(root: Reader, megatron: Reader, layout: Tree) -> Tree:
-    """What data and context ranks share, if the cluster leaves more than one of them."""
+    """Turn on what data and context ranks share, if the cluster leaves more than one of them."""
     cluster, colocated = root.below("cluster"), root.below("policy").below("generation").below("colocated")
     ranks = number(cluster.get("num_nodes", 1)), number(cluster.get("gpus_per_node"))
     size = int((ranks[0] or 1) * (ranks[1] or 1))

@@ -32,7 +32,7 @@ class Ported:
         differs: where our default is another than the value that the other's config means, and what that does to the gradient.
         left: options whose counterpart this trainer lacks.
         unknown: keys that the other framework's release, as it was read, does not have.
-        rows: what becomes of each key, these remarks included.
+        rows: the fate of each key, these remarks included.
     """
 
     framework: str
@@ -61,7 +61,7 @@ class Reader:
         where: dotted path of the section.
         section: its mapping.
         said: remarks by their kind, shared by the sections of a config.
-        ledger: what becomes of each key, shared as well.
+        ledger: the fate of each key, shared as well.
     """
 
     where: str
@@ -94,7 +94,7 @@ class Reader:
         return f"{self.where}.{key}" if self.where else key
 
     def note(self, key: str, kind: str, ours: str = "", why: str = "") -> None:
-        """Record what becomes of a key; see `report.KINDS`."""
+        """Record the fate of a key; see `report.KINDS`."""
         self.ledger.read[self.path(key)] = Fate(kind, ours, why)
 
     def off(self, why: str) -> None:
@@ -131,7 +131,7 @@ def ported(framework: str, config: Mapping[str, object], ours: Tree, root: Reade
 
 
 def _needs(ours: Tree) -> list[str]:
-    """Keys that `check` asks for, in a config with these sections."""
+    """List the keys that a run with these sections needs."""
     sizes = {
         "rl": ("prompts", "group_size"), "preference": ("pairs",), "sft": ("batch_size",),
         "distillation": ("batch_size", "teacher"),
@@ -189,7 +189,7 @@ def layout_of(section: Reader, names: Mapping[str, str] = MEGATRON_SIZES) -> Tre
 
 
 def room(tokens: int, layout: Tree, packing: bool) -> int:
-    """Positions that a sequence of so many tokens takes, the layout's padding included.
+    """Count the positions that a sequence of so many tokens takes, the layout's padding included.
 
     >>> room(100, {"tensor": 2, "context": 2, "sequence_parallel": True}, True)
     108
@@ -217,6 +217,6 @@ def optimizer(section: Reader, ours: str, names: Mapping[str, str]) -> Tree:
 
 
 def cosine(least: float, rate: object) -> Tree:
-    """The schedule that falls to the rate `least`."""
+    """Return the schedule that falls to the rate `least`."""
     share = least / rate if isinstance(rate, int | float) and rate else 0.0
     return {"schedule": "cosine", "final_fraction": min(max(share, 0.0), 1.0)}

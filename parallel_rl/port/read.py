@@ -106,7 +106,7 @@ def _within(text: str, tree: Tree, place: tuple[str, ...], known: Known) -> obje
 
 
 def _keys(reference: str, place: tuple[str, ...]) -> list[str]:
-    """The absolute keys of a reference from `place`: one dot is the section that it stands in, each further one above."""
+    """Return the absolute keys of a reference from `place`: a dot is its section, each further one above."""
     name = reference.lstrip(".")
     dots = len(reference) - len(name)
     return [*(place[: len(place) - dots] if dots else ()), *name.split(".")]

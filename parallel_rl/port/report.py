@@ -1,4 +1,4 @@
-"""What becomes of every key of another framework's config."""
+"""Report of a port: the fate of every key of another framework's config."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OFF = (None, False, "none", "disabled")
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of a key.
+    """Fate of a key.
 
     Attributes:
         kind: one of `KINDS`.
@@ -83,7 +83,7 @@ class Table:
         return Table(fates, like)
 
     def find(self, path: str) -> tuple[str, Fate] | None:
-        """The prefix of a key that has a fate, and that fate."""
+        """Find the longest prefix of a key that has a fate, and that fate."""
         parts = path.split(".")
         ends = range(len(parts), 0, -1)
         names = [(end, ".".join(parts[:end])) for end in ends] + [(end, f"*.{parts[end - 1]}") for end in ends]
@@ -103,11 +103,11 @@ class Ledger:
     off: dict[str, str] = field(default_factory=dict)
 
     def rows(self, config: Mapping[str, object], ours: Mapping[str, object], table: Table) -> tuple[Row, ...]:
-        """One row for each key; whole sections where their keys share a fate."""
+        """Make a row for each key, or for a section whose keys share a fate."""
         return tuple(_collapsed("", config, _Account(self, config, ours, table)))
 
     def unknown(self, config: Mapping[str, object], table: Table) -> tuple[str, ...]:
-        """Keys that neither the port nor the table has, with the nearest one."""
+        """List the keys that neither the port nor the table has, each with the nearest known one."""
         account = _Account(self, config, {}, table)
         keys = dict.fromkeys(account.unknown_at(path) for path, _ in _leaves("", config) if not account.knows(path))
         return tuple(f"{key} = {brief(_at(config, key))} ({account.near(key)})" for key in keys)
@@ -162,17 +162,17 @@ class _Account:
         return None
 
     def _is_section(self, path: str) -> bool:
-        """Whether known keys lie below; then what stands there is an empty section."""
+        """Whether known keys lie below, so that a leaf there is an empty section."""
         return any(key.startswith(f"{path}.") for key in (*self.ledger.read, *self.table.fates))
 
     def unknown_at(self, path: str) -> str:
-        """The highest section of an unknown key that is unknown itself."""
+        """Find the highest section of an unknown key that is unknown itself."""
         parts = path.split(".")
         prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
         return next((prefix for prefix in prefixes if not self.knows(prefix)), path)
 
     def near(self, path: str) -> str:
-        """The known key of the same section that is most alike."""
+        """Name the known key of the same section that is most alike."""
         section, _, name = path.rpartition(".")
         alias = self._alias(path)
         above = f"{section}." if section else ""
@@ -191,7 +191,7 @@ _MISSING = object()
 
 
 def _at(tree: Mapping[str, object], path: str) -> object:
-    """The value at a dotted key, whose names may have dots themselves; _MISSING where there is none."""
+    """Return the value at a dotted key, whose names may have dots themselves, or _MISSING."""
     if path in tree:
         return tree[path]
     parts = path.split(".")

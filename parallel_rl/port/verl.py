@@ -263,6 +263,6 @@ def _critic(critic: Reader, actor: Reader, data: Reader) -> Tree:
 
 
 def _given(section: Reader, names: Mapping[str, str], where: str) -> Tree:
-    """Options of ours for keys that are there."""
+    """Return our options for the keys that are there."""
     read = {key: section.get(theirs, ours=f"{where}.{key}") for key, theirs in names.items()}
     return {key: value for key, value in read.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Names of verl (0.9.1), its keys that a port does not read, and what becomes of them."""
+"""Names of verl (0.9.1), its keys that a port does not read, and their fates."""
 
 from parallel_rl.port.report import Table
 

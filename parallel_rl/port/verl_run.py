@@ -126,7 +126,7 @@ def _sampling(rollout: Reader, data: Reader) -> Tree:
 
 
 def _sharing(trainer: Reader, megatron: Reader, layout: Tree) -> Tree:
-    """The distributed optimizer, if there is more than one data × context rank."""
+    """Turn on the distributed optimizer, if there is more than one data × context rank."""
     name = "use_distributed_optimizer"
     size = int((number(trainer.get("nnodes", 1)) or 1) * (number(trainer.get("n_gpus_per_node", 1)) or 1))
     for key in ("tensor", "pipeline"):

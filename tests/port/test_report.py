@@ -1,4 +1,4 @@
-"""What becomes of every key of another framework's config: nothing is left out, each is named once."""
+"""Reports of ports: nothing is left out, and each key is named once."""
 
 from __future__ import annotations
 
