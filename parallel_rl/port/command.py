@@ -13,8 +13,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "port",
         help="translate a config of NeMo-RL or verl into our keys",
         description="Writes our YAML to standard output or to a file, and reports on standard error which defaults differ "
-        "and what that does to the gradient, which options had no effect, and which keys are unknown. Exit status: 0, or 2 for "
-        "bad input.",
+        "and what that does to the gradient, and what becomes of every key. Exit status: 0, or 2 for bad input.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -23,6 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="a YAML file of NeMo-RL, or the config of verl that Hydra joins (.hydra/config.yaml)",
     )
     parser.add_argument("--out", metavar="FILE", help="write our YAML to this file")
+    parser.add_argument("--report", metavar="FILE", help="write what becomes of every key to this file, as JSON lines")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,6 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from parallel_rl.port.options import options_of
     from parallel_rl.port.read import read_host_config
+    from parallel_rl.port.report import write
 
     ported = options_of(read_host_config(Path(arguments.config)))
     text = f"# From {ported.framework}: {Path(arguments.config).name}\n" + yaml.safe_dump(
@@ -42,6 +43,8 @@ def run(arguments: argparse.Namespace) -> int:
     )
     for line in ported.lines():
         print(line, file=sys.stderr)
+    if arguments.report is not None:
+        write(ported.rows, Path(arguments.report))
     if arguments.out is None:
         print(text, end="")
     else:

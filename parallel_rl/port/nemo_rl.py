@@ -9,8 +9,11 @@ from parallel_rl.config.strict import configure
 from parallel_rl.losses.clipped_pg_config import ClippedPGLossConfig
 from parallel_rl.losses.distillation import DistillationLossConfig
 from parallel_rl.losses.preference import DPOLossConfig
-from parallel_rl.port import nemo_rl_keys
-from parallel_rl.port.ported import OF_DIFFERENT_REWARDS, Ported, Reader, Tree, layout_of
+from parallel_rl.port.nemo_rl_advantages import advantages_of
+from parallel_rl.port.nemo_rl_keys import TABLE
+from parallel_rl.port.nemo_rl_optimizer import optimizer_of
+from parallel_rl.port.nemo_rl_run import run_of, shape_of, steps_of
+from parallel_rl.port.ported import OF_DIFFERENT_REWARDS, Ported, Reader, Tree, ported, reader_of
 
 _CLIPPED = {field.name: field.default for field in fields(ClippedPGLossConfig)}
 _TIS = "truncated_importance_sampling_"
@@ -31,44 +34,49 @@ def from_nemo_rl(config: Mapping[str, object]) -> Ported:
     >>> from_nemo_rl({"loss_fn": loss}).config["rl"]["loss"]["options"]["force_on_policy_ratio"]
     True
     """
-    said: dict[str, list[str]] = {"dropped": [], "differs": [], "left": [], "unknown": []}
-    root = Reader("", config, said)
-    ours: Tree = {}
-    loss = root.below("loss_fn").section
-    if "dpo" in config:
-        ours["preference"] = _preference(root.below("dpo"), root)
-    elif "gold_loss" in loss or not (loss or config.keys() & {"grpo", "ppo", "sft", "distillation"}):
-        root.leave("loss_fn" if loss else "rm", "this port carries over RL, DPO, SFT and top-k distillation")
-    elif "distillation" in config or "kl_type" in loss:
-        ours["distillation"] = _distillation(root)
-    elif loss or "sft" not in config:
-        ours["rl"] = _rl(root)
-    else:
-        rows = root.below("policy").get("train_global_batch_size")
-        ours["sft"] = {"loss": {"name": "nll"}, **({"batch_size": rows} if isinstance(rows, int) else {})}
-    ours |= _shape(root)
-    for name, known in (
-        ("sft", nemo_rl_keys.RUN),
-        ("rm", nemo_rl_keys.RUN),
-        ("distillation", nemo_rl_keys.DISTILLATION),
-    ):
-        run = root.below(name)
-        if run.flag("only_unmask_final"):
-            run.leave("only_unmask_final", "set data.mask_history: true, which learns the last answer alone, too")
-        run.close(known)
-    root.close(nemo_rl_keys.ROOT)
-    return Ported("NeMo-RL", ours, **{kind: tuple(lines) for kind, lines in said.items()})
+    root = reader_of(config)
+    name, objective = _objective(root)
+    if not objective:
+        return ported("NeMo-RL", config, {}, root, TABLE)
+    section = {"rl": _rl, "preference": _preference, "sft": _sft, "distillation": _distillation}[objective](root, name)
+    updates = section.get("updates", 1)
+    section |= steps_of(root.below(name), objective)
+    rates = optimizer_of(root.below("policy"), f"{objective}.optimizer", updates if isinstance(updates, int) else 1)
+    ours: Tree = {objective: section | ({"optimizer": rates} if rates else {})}
+    ours |= shape_of(root, objective) | run_of(root, name, objective)
+    run = root.below("sft")
+    run.note("only_unmask_final", "equal", "data.mask_history", "every answer is learned")
+    if run.flag("only_unmask_final"):
+        why = "set data.mask_history: true, which learns the last answer alone, too"
+        run.leave("only_unmask_final", why, "data.mask_history")
+    return ported("NeMo-RL", config, ours, root, TABLE)
+
+
+def _objective(root: Reader) -> tuple[str, str]:
+    """Find the section there that drives the run, and our main section; "" for an evaluation."""
+    config, loss = root.section, root.below("loss_fn").section
+    if "dpo" in config or "rm" in config:
+        return ("dpo" if "dpo" in config else "rm"), "preference"
+    if "eval" in config:
+        return "eval", ""
+    if "distillation" in config or "kl_type" in loss or "gold_loss" in loss:
+        return "distillation", "distillation"
+    if loss or "sft" not in config:
+        return next((name for name in ("grpo", "ppo") if name in config), "grpo"), "rl"
+    return "sft", "sft"
 
 
 def clipped_pg(loss: Reader) -> Tree:
     """Options of our clipped_pg, without those that the others leave without effect."""
-    given = {name: loss.get(name) for name in _CLIPPED if name in loss.section}
-    loss.close(tuple(_CLIPPED))
+    read = {name: loss.get(name, ours=f"rl.loss.options.{name}") for name in _CLIPPED}
+    given = {name: value for name, value in read.items() if name in loss.section}
 
     def drop(names: tuple[str, ...], why: str) -> None:
         for name in names:
             if name in given and given[name] not in (_CLIPPED[name], None, False):
                 loss.drop(name, why)
+            elif name in given:
+                loss.note(name, "no_effect", why=why)
             given.pop(name, None)
 
     def on(name: str) -> bool:
@@ -98,16 +106,16 @@ def clipped_pg(loss: Reader) -> Tree:
     return options
 
 
-def _rl(root: Reader) -> Tree:
+def _rl(root: Reader, name: str) -> Tree:
     loss = root.below("loss_fn")
-    name = next((name for name in ("grpo", "ppo") if name in root.section), "grpo")
     run, policy = root.below(name), root.below("policy")
     options = clipped_pg(loss)
     rl: Tree = {"loss": {"name": "clipped_pg", "options": options}}
-    prompts, group = run.get("num_prompts_per_step"), run.get("num_generations_per_prompt")
+    prompts = run.get("num_prompts_per_step", ours="rl.prompts")
+    group = run.get("num_generations_per_prompt", ours="rl.group_size")
     if isinstance(prompts, int) and isinstance(group, int):
         rl |= {"prompts": prompts, "group_size": group}
-        batch = policy.get("train_global_batch_size")
+        batch = policy.get("train_global_batch_size", ours="rl.updates")
         if isinstance(batch, int) and 0 < batch < prompts * group and prompts * group % batch == 0:
             updates = prompts * group // batch
             if prompts % updates == 0:
@@ -115,39 +123,28 @@ def _rl(root: Reader) -> Tree:
             else:
                 why = f"{updates} updates of {prompts} prompts; here each has whole prompts"
                 policy.leave("train_global_batch_size", why)
-    advantages = _advantages(run, name)
+    advantages = advantages_of(run, name)
     if options.get("use_kl_in_reward"):
         rl |= _kl_in_reward(loss, options, advantages)
     penalty = options.get("reference_policy_kl_penalty", _CLIPPED["reference_policy_kl_penalty"])
     rl["advantages"] = advantages
     if advantages["name"] == "gae":
-        rl["critic"] = _critic(root, run)
+        ticks = rl.get("updates", 1)
+        rl["critic"] = _critic(root, run, ticks if isinstance(ticks, int) else 1)
+    run.note("ppo_epochs", "equal", why="one")
     if run.get("ppo_epochs", 1) != 1:
         run.leave("ppo_epochs", "the samples of a step are read once here")
-    if run.flag("use_dynamic_sampling"):
-        rl["dynamic_sampling"] = {"max_rounds": max(int(str(run.get("dynamic_sampling_max_gen_batches", 10))), 2)}
+    rounds = run.get("dynamic_sampling_max_gen_batches", 10, "rl.dynamic_sampling.max_rounds")
+    if run.flag("use_dynamic_sampling", "rl.dynamic_sampling"):
+        rl["dynamic_sampling"] = {"max_rounds": max(int(str(rounds)), 2)}
         run.differ(OF_DIFFERENT_REWARDS.format("use_dynamic_sampling"))
-    shaping = run.below("reward_shaping")
-    on, coefficient = shaping.flag("enabled"), shaping.get("stop_properly_penalty_coef")
-    if on and coefficient is not None:
-        rl["overlong"] = {"name": "stop_properly", "coefficient": coefficient}
-        for key in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"):
-            if shaping.get(key) is not None:
-                shaping.drop(key, "with stop_properly_penalty_coef")
-    elif on and shaping.get("overlong_buffer_length"):
-        rl["overlong"] = {
-            "name": "dapo", "max_length": shaping.get("max_response_length"), "bounded": False,
-            "buffer": shaping.get("overlong_buffer_length"), "factor": shaping.get("overlong_buffer_penalty", 1.0),
-        }  # fmt: skip
-        root.differ(
-            f"{shaping.where}: its penalty goes on growing beyond the longest response (bounded: false); ours stops"
-        )
-    shaping.close(nemo_rl_keys.SHAPING)
+    else:
+        run.note("dynamic_sampling_max_gen_batches", "no_effect", why="without use_dynamic_sampling")
+    rl |= _overlong(run.below("reward_shaping"))
     for key in _NOT_HERE:
         value = run.get(key)
         if value not in (None, False, 1) and not (isinstance(value, Mapping) and not value.get("enabled")):
             run.leave(key)
-    run.close(nemo_rl_keys.RUN)
     if penalty and not options.get("use_kl_in_reward"):
         options["reference_policy_kl_penalty"] = penalty  # the default of both, to be seen and changed
         root.differ(
@@ -155,6 +152,31 @@ def _rl(root: Reader) -> Tree:
             "loss policy of our recipes has no KL by default"
         )
     return rl
+
+
+def _overlong(shaping: Reader) -> Tree:
+    """Read the penalty of long completions."""
+    names = {
+        "buffer": "overlong_buffer_length",
+        "max_length": "max_response_length",
+        "factor": "overlong_buffer_penalty",
+    }
+    given = {name: shaping.get(key, ours=f"rl.overlong.{name}") for name, key in names.items()}
+    on = shaping.flag("enabled", "rl.overlong")
+    coefficient = shaping.get("stop_properly_penalty_coef", ours="rl.overlong.coefficient")
+    if not on or (coefficient is None and not given["buffer"]):
+        shaping.off("without reward_shaping.enabled")
+        return {}
+    if coefficient is not None:
+        for key in names.values():
+            if shaping.get(key) is not None:
+                shaping.drop(key, "with stop_properly_penalty_coef")
+        return {"overlong": {"name": "stop_properly", "coefficient": coefficient}}
+    shaping.differ(
+        f"{shaping.where}: its penalty goes on growing beyond the longest response (bounded: false); ours stops"
+    )
+    given["factor"] = 1.0 if given["factor"] is None else given["factor"]
+    return {"overlong": {"name": "dapo", "bounded": False, **given}}
 
 
 def _kl_in_reward(loss: Reader, options: Tree, advantages: Tree) -> Tree:
@@ -177,68 +199,35 @@ def _kl_in_reward(loss: Reader, options: Tree, advantages: Tree) -> Tree:
     return {"reward_kl": "low_var_kl" if kind == "k3" else kind}
 
 
-def _advantages(run: Reader, name: str) -> Tree:
-    """The estimator by its name there."""
-    estimator = run.below("adv_estimator")
-    kind = str(estimator.get("name", "gae" if name == "ppo" else "grpo"))
-    bounds = {side: run.get(f"advantage_clip_{side}") for side in ("low", "high")}
-    out: Tree = {"name": kind, **{f"clip_{side}": bound for side, bound in bounds.items() if bound is not None}}
-    if kind == "grpo":
-        normalize = estimator.get("normalize_rewards", run.get("normalize_rewards", True))
-        others = estimator.get("use_leave_one_out_baseline", run.get("use_leave_one_out_baseline", True))
-        out |= {"normalize": "leave_one_out" if normalize and others else "std" if normalize else "none"}
-        out["baseline"] = "leave_one_out" if others else "mean"
-        if others:
-            run.differ(
-                "use_leave_one_out_baseline: mean and deviation without the sample itself; ours take the group's, which makes "
-                "each advantage smaller by (n − 1)/n"
-            )
-    elif kind == "reinforce_plus_plus" and estimator.get("minus_baseline", True):
-        out["name"] = "reinforce_plus_plus_baseline"
-    elif kind == "gae":
-        out |= _gae(estimator)
-    elif kind not in ("gdpo", "reinforce_plus_plus"):
-        estimator.leave("name", "no such estimator here")
-        out["name"] = "grpo"
-    if kind == "gdpo" and estimator.get("reward_weights") is not None:
-        out["weights"] = estimator.get("reward_weights")
-    estimator.close(nemo_rl_keys.ADVANTAGES)
-    return out
-
-
-def _gae(estimator: Reader) -> Tree:
-    """Its options; λ of the values and of the policy apart, as VAPO has them."""
-    lam, values = estimator.get("gae_lambda", 0.95), estimator.get("gae_lambda_value")
-    policy, by_length = estimator.get("gae_lambda_policy"), estimator.get("length_adaptive_alpha", 0.0)
-    out: Tree = {"gamma": estimator.get("gae_gamma", 1.0)}
-    out |= {"length_adaptive": by_length} if by_length else {"lam": lam if policy is None else policy}
-    if by_length or policy is not None or values is not None:
-        out["value_lam"] = lam if values is None else values
-    if estimator.get("normalize_advantages", True):
-        out["whiten"] = "unbiased"
-        estimator.differ("gae: advantages are whitened over the step (whiten: unbiased); ours by default are not")
-    return out
-
-
-def _critic(root: Reader, run: Reader) -> Tree:
+def _critic(root: Reader, run: Reader, updates: int) -> Tree:
     """The value function of gae."""
     value, loss = root.below("value"), root.below("value_loss_fn")
-    of_megatron = value.below("megatron_cfg")
-    rate = of_megatron.below("optimizer").get("lr") if of_megatron.flag("enabled") else None
-    rate = value.below("optimizer").below("kwargs").get("lr", 1e-5) if rate is None else rate
-    given = {"scale": loss.get("scale"), "cliprange": loss.get("cliprange") or None}  # 0 is off there
+    given = {
+        "scale": loss.get("scale", ours="rl.critic.loss.options.scale"),
+        "cliprange": loss.get("cliprange", ours="rl.critic.loss.options.cliprange") or None,  # 0 is off there
+    }
     options = {key: x for key, x in given.items() if x is not None}
-    loss.close()
-    value.close(nemo_rl_keys.POLICY)
-    of_megatron.close(nemo_rl_keys.MEGATRON)
-    critic: Tree = {"loss": {"name": "value", "options": options}, "optimizer": {"lr": rate}}
-    warmup = run.get("policy_training_start_step", 0)
+    rates = optimizer_of(value, "rl.critic.optimizer", updates)
+    if value.get("model_name") not in (None, root.below("policy").get("model_name")):
+        value.leave("model_name", "a critic starts as a copy of the policy's trunk")
+    critic: Tree = {"loss": {"name": "value", "options": options}, "optimizer": rates or {"lr": 1e-5}}
+    warmup = run.get("policy_training_start_step", 0, "rl.critic.warmup_steps")
     return critic | ({"warmup_steps": warmup} if warmup else {})
 
 
-def _preference(dpo: Reader, root: Reader) -> Tree:
-    given = {name: dpo.get(name, default) for name, default in _DPO.items()}
-    dpo.close(nemo_rl_keys.RUN)
+def _sft(root: Reader, name: str) -> Tree:
+    rows = root.below("policy").get("train_global_batch_size", ours="sft.batch_size")
+    return {"loss": {"name": "nll"}, **({"batch_size": rows} if isinstance(rows, int) else {})}
+
+
+def _preference(root: Reader, name: str) -> Tree:
+    """Make the section of DPO, or of a reward model of pairs (Bradley-Terry)."""
+    pairs = root.below("policy").get("train_global_batch_size", ours="preference.pairs")
+    sizes: Tree = {"pairs": pairs} if isinstance(pairs, int) else {}
+    if name == "rm":
+        return {"loss": {"name": "preference"}, **sizes}
+    dpo = root.below("dpo")
+    given = {key: dpo.get(key, default, f"preference.loss.options.{key}") for key, default in _DPO.items()}
     if given["sft_average_log_probs"] and not given["sft_loss_weight"]:
         dpo.drop("sft_average_log_probs", "with sft_loss_weight = 0")
         given["sft_average_log_probs"] = False
@@ -247,54 +236,38 @@ def _preference(dpo: Reader, root: Reader) -> Tree:
         given |= {"preference_loss_weight": 0.0, "reference_policy_kl_penalty": _DPO["reference_policy_kl_penalty"]}
     options = {name: value for name, value in given.items() if value != _DPO[name]}
     configure(DPOLossConfig, options, dpo.where)
-    section: Tree = {"loss": {"name": "dpo", "options": options}}
-    pairs = root.below("policy").get("train_global_batch_size")
-    return section | ({"pairs": pairs} if isinstance(pairs, int) else {})
+    return {"loss": {"name": "dpo", "options": options}, **sizes}
 
 
-def _distillation(root: Reader) -> Tree:
+def _distillation(root: Reader, name: str) -> Tree:
     """Top-k distillation, of completions that the student draws itself."""
     loss, run = root.below("loss_fn"), root.below("distillation")
+    between = "gold_loss" in loss.section
+    if between:
+        root.leave(
+            "loss_fn", "a loss between tokenizers; set one of this trainer, and a teacher of the student's tokenizer"
+        )
     names = ("kl_type", "mixed_kl_weight", "zero_outside_topk")
-    given = {name: loss.get(name) for name in names if name in loss.section}
-    loss.close(names)
+    read = {key: loss.get(key, ours=f"distillation.loss.options.{key}") for key in names}
+    given = {key: value for key, value in read.items() if key in loss.section}
     if given.get("kl_type", "mixed") != "mixed" and given.pop("mixed_kl_weight", None) is not None:
         loss.drop("mixed_kl_weight", f"with kl_type = {given['kl_type']!r}")
     configure(DistillationLossConfig, given, loss.where)
-    sizes = {"top_k": run.get("topk_logits_k"), "batch_size": root.below("policy").get("train_global_batch_size")}
+    rows = root.below("policy").get("train_global_batch_size", ours="distillation.batch_size")
+    sizes = {"top_k": run.get("topk_logits_k", ours="distillation.top_k"), "batch_size": rows}
+    run.note("num_generations_per_prompt", "equal", why="one")
     if run.get("num_generations_per_prompt", 1) != 1:
         run.leave("num_generations_per_prompt", "each prompt is completed once here")
-    section: Tree = {"rows": "policy", **{name: size for name, size in sizes.items() if isinstance(size, int)}}
+    run.note("num_prompts_per_step", "equal", "distillation.batch_size", "as policy.train_global_batch_size")
+    if run.get("num_prompts_per_step", rows) != rows:
+        why = "a step is one update here, on batch_size prompts: there are more of them"
+        run.note("num_prompts_per_step", "yours", "distillation.steps", why)
+    teacher = root.below("teacher").get("model_name", ours="distillation.teacher")
+    section: Tree = {
+        **({} if between else {"rows": "policy"}),
+        **{key: size for key, size in sizes.items() if isinstance(size, int)},
+    }
+    section |= {"teacher": teacher} if isinstance(teacher, str) else {}
+    if between:
+        return section | ({"loss": {"name": "distillation"}} if "top_k" in section else {})
     return section | {"loss": {"name": "distillation", "options": given}}
-
-
-def _shape(root: Reader) -> Tree:
-    """Model, layout, batch and sampling."""
-    policy = root.below("policy")
-    megatron, generation = policy.below("megatron_cfg"), policy.below("generation")
-    ours: Tree = {}
-    if policy.get("model_name"):
-        ours["model"] = {"hf": policy.get("model_name")}
-    if megatron.flag("enabled"):
-        ours["parallel"] = layout_of(megatron)
-    packing = policy.below("sequence_packing")
-    batch: Tree = {"packing": True} if packing.flag("enabled") else {}
-    if batch and isinstance(packing.get("train_mb_tokens"), int):
-        batch["tokens"] = packing.get("train_mb_tokens")
-    rows = policy.get("train_micro_batch_size")
-    ours["batch"] = batch | ({"micro_batch_size": rows} if isinstance(rows, int) and not batch else {})
-    asked = ("max_new_tokens", "temperature", "top_k", "top_p")
-    sampling = {key: generation.get(key) for key in asked if generation.get(key) is not None}
-    if sampling.get("top_p") == 1.0:
-        sampling.pop("top_p")
-    for key in ("stop_strings", "stop_token_ids"):
-        if generation.get(key):
-            generation.leave(key, "an answer ends on the tokenizer's end tokens alone")
-    if sampling:
-        ours["sampling"] = sampling
-    for section, known in (
-        (policy, nemo_rl_keys.POLICY), (megatron, nemo_rl_keys.MEGATRON), (generation, nemo_rl_keys.GENERATION),
-        (packing, nemo_rl_keys.PACKING),
-    ):  # fmt: skip
-        section.close(known)
-    return ours

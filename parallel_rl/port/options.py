@@ -27,7 +27,11 @@ def options_of(host_config: Mapping[str, object]) -> Ported:
         raise ValueError(f"a config must be a mapping, got {type(host_config).__name__}")
     if "actor_rollout_ref" in host_config:
         return from_verl(host_config)
-    if "loss_fn" in host_config or ("policy" in host_config and any(name in host_config for name in _NEMO_RL)):
+    if (
+        "loss_fn" in host_config
+        or {"eval", "generation"} <= host_config.keys()
+        or ("policy" in host_config and any(name in host_config for name in _NEMO_RL))
+    ):
         return from_nemo_rl(host_config)
     raise ValueError(
         f"the config has the sections {', '.join(map(str, host_config)) or 'none'}, which are of no framework known here; "

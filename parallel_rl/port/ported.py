@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parallel_rl.config.json_text import brief
-from parallel_rl.config.strict import nearest
+from parallel_rl.port.report import Fate, Ledger, Row, Table, holds, summary
 
 Tree = dict[str, object]
 
@@ -31,6 +32,7 @@ class Ported:
         differs: where our default is another than the value that the other's config means, and what that does to the gradient.
         left: options whose counterpart this trainer lacks.
         unknown: keys that the other framework's release, as it was read, does not have.
+        rows: the fate of each key, these remarks included.
     """
 
     framework: str
@@ -39,88 +41,182 @@ class Ported:
     differs: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
+    rows: tuple[Row, ...] = ()
 
     def lines(self) -> list[str]:
-        """One line of text for each remark."""
+        """Return a line for each remark, one for each other key or section, and the count of all keys."""
         remarks = {"dropped": self.dropped, "differs": self.differs, "left": self.left}
-        said = [f"{kind:<9} {text}" for kind, texts in remarks.items() for text in texts]
-        return said + [f"{'unknown':<9} {key}: not read by this port" for key in self.unknown]
+        lines = [f"{kind:<9} {text}" for kind, texts in remarks.items() for text in texts]
+        lines += [f"{'unknown':<9} {key}: not read by this port" for key in self.unknown]
+        named = {text.split(" = ")[0] for text in (*self.dropped, *self.left, *self.unknown)}
+        lines += [row.line() for row in self.rows if row.key not in named]
+        return [*lines, summary(self.rows)] if self.rows else lines
 
 
 @dataclass
 class Reader:
-    """Keys of one section of another framework's config; what is never asked for is unknown.
+    """Keys of one section of another framework's config.
 
     Attributes:
         where: dotted path of the section.
         section: its mapping.
         said: remarks by their kind, shared by the sections of a config.
+        ledger: the fate of each key, shared as well.
     """
 
     where: str
     section: Mapping[str, object]
     said: dict[str, list[str]]
-    seen: set[str] = field(default_factory=set)
+    ledger: Ledger = field(default_factory=Ledger)
 
-    def get(self, key: str, default: object = None) -> object:
-        """The value of a key."""
-        self.seen.add(key)
+    def get(self, key: str, default: object = None, ours: str = "") -> object:
+        """Return the value of a key, which goes to our key `ours`."""
+        if ours:
+            self.note(key, "carried", ours)
         return self.section.get(key, default)
 
-    def flag(self, key: str) -> bool:
-        """The value of a key that is true or false, by default false."""
-        return bool(self.get(key, False))
+    def flag(self, key: str, ours: str = "") -> bool:
+        """Return the value of a key that is true or false, by default false."""
+        return bool(self.get(key, False, ours))
 
     def below(self, key: str) -> Reader:
-        """A section in this one; empty where it is not there, or null.
+        """Return the reader of a section in this one; empty if it is missing or null.
 
         Raises:
             ValueError: anything else but a mapping.
         """
-        value = self.get(key)
+        value = self.section.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise ValueError(f"{self.path(key)} = {brief(value)} must be a mapping of its keys")
-        return Reader(self.path(key), value or {}, self.said)
+        return Reader(self.path(key), value or {}, self.said, self.ledger)
 
     def path(self, key: str) -> str:
         return f"{self.where}.{key}" if self.where else key
 
+    def note(self, key: str, kind: str, ours: str = "", why: str = "") -> None:
+        """Record the fate of a key; see `report.KINDS`."""
+        self.ledger.read[self.path(key)] = Fate(kind, ours, why)
+
+    def off(self, why: str) -> None:
+        """Record that no key of this section has an effect."""
+        self.ledger.off[self.where] = why
+
     def drop(self, key: str, why: str) -> None:
-        """Say that an option has no effect."""
-        self.seen.add(key)
+        """Remark that an option has no effect."""
+        self.note(key, "no_effect", why=why)
         self.said["dropped"].append(f"{self.path(key)} = {self.section.get(key)!r} has no effect {why}")
 
-    def leave(self, key: str, why: str = "this trainer has no counterpart") -> None:
-        """Say that an option that does something is not carried over."""
-        self.said["left"].append(f"{self.path(key)} = {self.get(key)!r}: {why}")
+    def leave(self, key: str, why: str = "this trainer has no counterpart", ours: str = "") -> None:
+        """Remark that an option is not carried over; with `ours`, that the user may set our key."""
+        self.note(key, "yours" if ours else "unsupported", ours, why)
+        self.said["left"].append(f"{self.path(key)} = {self.section.get(key)!r}: {why}")
 
     def differ(self, text: str) -> None:
         self.said["differs"].append(text)
 
-    def close(self, also: tuple[str, ...] = ()) -> None:
-        """Say which keys nobody asked for; `also` are known and concern no number of the loss."""
-        for key in self.section:
-            if key not in self.seen and key not in also:
-                near = nearest(str(key), sorted(self.seen | set(also)))
-                self.said["unknown"].append(f"{self.path(str(key))} = {self.section[key]!r} ({near})")
+
+def reader_of(config: Mapping[str, object]) -> Reader:
+    """Return the reader of a whole config, without remarks."""
+    return Reader("", config, {"dropped": [], "differs": [], "left": []})
 
 
-def layout_of(megatron: Reader) -> Tree:
-    """Our section `parallel`, from Megatron's names of its sizes.
+def ported(framework: str, config: Mapping[str, object], ours: Tree, root: Reader, table: Table) -> Ported:
+    """Account for every key of `config`, and collect the remarks."""
+    said = {kind: tuple(lines) for kind, lines in root.said.items()}
+    rows = root.ledger.rows(config, ours, table)
+    yours = {row.ours for row in rows if row.kind == "yours"}
+    missing = [key for key in _needs(ours) if not holds(ours, key) and key not in yours]
+    rows += tuple(Row("", None, "yours", key, "a run needs it, and the config has nothing for it") for key in missing)
+    return Ported(framework, ours, **said, unknown=root.ledger.unknown(config, table), rows=rows)
+
+
+def _needs(ours: Tree) -> list[str]:
+    """List the keys that a run with these sections needs."""
+    sizes = {
+        "rl": ("prompts", "group_size"), "preference": ("pairs",), "sft": ("batch_size",),
+        "distillation": ("batch_size", "teacher"),
+    }  # fmt: skip
+    objective = next((name for name in sizes if name in ours), None)
+    if objective is None:
+        return []
+    drawn = objective == "rl" or holds(ours, "distillation.rows")
+    source = {"preference": "pairs", "sft": "examples"}.get(objective, "train" if drawn else "examples")
+    needs = ["run.dir", "tokenizer.hf", "model.hf", f"data.{source}"]
+    needs += [f"{objective}.{key}" for key in ("steps", "optimizer.lr", *sizes[objective])]
+    needs += ["data.held_out"] if "evaluation" in ours else []
+    return needs + ([f"{objective}.server"] if drawn and holds(ours, "parallel.expert") else [])
+
+
+def number(value: object) -> float | int | None:
+    """Read a number; YAML takes 1e-8, without a point, for text.
+
+    >>> number("1e-8"), number(2), number(None)
+    (1e-08, 2, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return None
+
+
+MEGATRON_SIZES = {name: f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert")} | {
+    "context": "context_parallel_size"
+}
+
+
+def layout_of(section: Reader, names: Mapping[str, str] = MEGATRON_SIZES) -> Tree:
+    """Make our section `parallel` from a section whose names of the sizes are `names`.
 
     >>> layout_of(Reader("megatron", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}))
     {'tensor': 2, 'sequence_parallel': True}
     """
-    names = {name: f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert")}
-    given = {name: megatron.get(key) for name, key in {**names, "context": "context_parallel_size"}.items()}
+    given = {name: section.get(key, ours=f"parallel.{name}") for name, key in names.items()}
     sizes = {name: size for name, size in given.items() if isinstance(size, int)}
-    of_experts = megatron.get("expert_tensor_parallel_size")
-    found: Tree = {name: sizes[name] for name in ("tensor", "context", "pipeline") if name in sizes}
+    of_experts = section.get("expert_tensor_parallel_size", ours="parallel.expert_tensor")
+    layout: Tree = {name: sizes[name] for name in ("tensor", "context", "pipeline") if name in sizes}
     if sizes.get("expert", 1) > 1:  # files of models without experts have both sizes as well
-        found["expert"] = sizes["expert"]
-        found |= {"expert_tensor": of_experts} if isinstance(of_experts, int) else {}
-    if megatron.flag("sequence_parallel") and sizes.get("tensor", 1) > 1:
-        found["sequence_parallel"] = True
-    elif megatron.flag("sequence_parallel"):
-        megatron.drop("sequence_parallel", "on one tensor rank")
-    return found
+        layout["expert"] = sizes["expert"]
+        layout |= {"expert_tensor": of_experts} if isinstance(of_experts, int) else {}
+    elif of_experts is not None:
+        section.note("expert_tensor_parallel_size", "no_effect", why="without expert parallelism")
+    if section.flag("sequence_parallel", "parallel.sequence_parallel") and sizes.get("tensor", 1) > 1:
+        layout["sequence_parallel"] = True
+    elif section.flag("sequence_parallel"):
+        section.drop("sequence_parallel", "on one tensor rank")
+    return layout
+
+
+def room(tokens: int, layout: Tree, packing: bool) -> int:
+    """Count the positions that a sequence of so many tokens takes, the layout's padding included.
+
+    >>> room(100, {"tensor": 2, "context": 2, "sequence_parallel": True}, True)
+    108
+    """
+    tensor, context = (size if isinstance(size := layout.get(name, 1), int) else 1 for name in ("tensor", "context"))
+    chunks = 2 * context if context > 1 else 1
+    unit = math.lcm(chunks, context * tensor) if layout.get("sequence_parallel") else chunks
+    return -(-tokens // unit) * unit + (unit * tensor if packing else 0)
+
+
+def optimizer(section: Reader, ours: str, names: Mapping[str, str]) -> Tree:
+    """Take AdamW's numbers; `names` are theirs by ours. Empty if there is no rate.
+
+    >>> optimizer(Reader("optim", {"lr": "1e-6", "clip_grad": 0.0}, {}), "rl.optimizer", {"lr": "lr", "clip": "clip_grad"})
+    {'lr': 1e-06, 'clip': None}
+    """
+    made: Tree = {}
+    for key, theirs in names.items():
+        value = number(section.get(theirs, ours=f"{ours}.{key}"))
+        if key == "clip" and theirs in section.section:
+            made[key] = value or None  # 0 is off there
+        elif value is not None:
+            made[key] = value
+    return made if made.get("lr") else {}
+
+
+def cosine(least: float, rate: object) -> Tree:
+    """Return the schedule that falls to the rate `least`."""
+    share = least / rate if isinstance(rate, int | float) and rate else 0.0
+    return {"schedule": "cosine", "final_fraction": min(max(share, 0.0), 1.0)}

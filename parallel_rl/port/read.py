@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from parallel_rl.config.yaml_files import parsed
 from parallel_rl.port.ported import Tree
 
 _REFERENCE = re.compile(r"\$\{([.A-Za-z_][\w.]*)\}")
-_SELECTED = re.compile(r"\$\{oc\.select:([A-Za-z_][\w.]*)(?:,([^{}]*))?\}")  # a key, or else the value after it
+_SELECTED = re.compile(r"\$\{oc\.select:([A-Za-z_][\w.]*)(?:,([^{}]*|\{\}))?\}")  # a key, or else the value after it
+_INNER = re.compile(r"\$\{(?:(add|mul|div|max):)?([^{}:]*)\}")
+_CALLS: Mapping[str, Callable[[float, float], float]] = {
+    "add": operator.add, "mul": operator.mul, "div": operator.truediv, "max": max
+}  # fmt: skip
 # what each reference names, resolved; None while that is under way
 Known = dict[tuple[str, ...], tuple[object] | None]
 
@@ -18,7 +23,8 @@ Known = dict[tuple[str, ...], tuple[object] | None]
 def read_host_config(path: Path) -> Tree:
     """Read a YAML file on top of those that its key `defaults` names (NeMo-RL's way), with its references resolved.
 
-    They are ${a.b}, ${..b} and ${oc.select:a.b,c}; what another resolver would compute (${mul:...}) stays the text that it is.
+    They are ${a.b}, ${..b} and ${oc.select:a.b,c}, and of two numbers ${add:a,b}, ${mul:a,b}, ${div:a,b} and ${max:a,b}. A text
+    with any other (${oc.env:HOME}) stays as it is.
     Of verl, whose groups of files Hydra joins, the joined config is wanted, which a run writes to .hydra/config.yaml.
 
     Raises:
@@ -75,7 +81,43 @@ def _resolved(value: object, tree: Tree, place: tuple[str, ...], known: Known) -
     if selected is not None and not _holds(tree, selected[1].split(".")):
         return None if selected[2] is None else parsed(selected[2])
     whole = _REFERENCE.fullmatch(value) or selected
-    return value if whole is None else _followed(whole[1], tree, place, known)
+    return _within(value, tree, place, known) if whole is None else _followed(whole[1], tree, place, known)
+
+
+def _within(text: str, tree: Tree, place: tuple[str, ...], known: Known) -> object:
+    """Resolve a text that holds references and calls, innermost first; it stays as it is if one of them is unknown."""
+    whole, rest = text.startswith("${"), text
+    while (inner := _INNER.search(rest)) is not None:
+        if inner[1]:
+            numbers = [_number(part) for part in inner[2].split(",")]
+            operands = [x for x in numbers if x is not None]
+            if len(operands) != 2 or len(numbers) != 2 or (inner[1] == "div" and operands[1] == 0):
+                return text
+            value: object = _CALLS[inner[1]](*operands)
+        elif _REFERENCE.fullmatch(inner[0]) and _holds(tree, _keys(inner[2], place)):
+            value = _followed(inner[2], tree, place, known)
+        else:
+            return text
+        if isinstance(value, Mapping | list):
+            return text
+        rest = f"{rest[: inner.start()]}{value}{rest[inner.end() :]}"
+    number = _number(rest) if whole else None
+    return rest if number is None else number
+
+
+def _keys(reference: str, place: tuple[str, ...]) -> list[str]:
+    """Return the absolute keys of a reference from `place`: a dot is its section, each further one above."""
+    name = reference.lstrip(".")
+    dots = len(reference) - len(name)
+    return [*(place[: len(place) - dots] if dots else ()), *name.split(".")]
+
+
+def _number(text: str) -> int | float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return int(value) if value.is_integer() else value
 
 
 def _holds(tree: Tree, keys: list[str]) -> bool:
@@ -88,10 +130,8 @@ def _holds(tree: Tree, keys: list[str]) -> bool:
 
 
 def _followed(reference: str, tree: Tree, place: tuple[str, ...], known: Known) -> object:
-    """The value that ${reference} names from `place`: one dot is the section that it stands in, each further one above."""
-    name = reference.lstrip(".")
-    dots = len(reference) - len(name)
-    keys = (*(place[: len(place) - dots] if dots else ()), *name.split("."))
+    """Return the value that ${reference} names from `place`."""
+    keys = tuple(_keys(reference, place))
     at: object = tree
     for key in keys:
         if not isinstance(at, Mapping) or key not in at:

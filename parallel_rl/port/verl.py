@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from parallel_rl.advantages import AdvantageEstimator
 from parallel_rl.config.strict import configure
 from parallel_rl.losses.policy_config import PolicyLossConfig
 from parallel_rl.port import verl_keys
-from parallel_rl.port.ported import Ported, Reader, Tree, layout_of
+from parallel_rl.port.ported import Ported, Reader, Tree, ported, reader_of
 from parallel_rl.port.verl_advantages import advantages_of, dynamic_sampling, kl_in_reward, weigh_baseline
+from parallel_rl.port.verl_keys import TABLE
+from parallel_rl.port.verl_run import optimizer_of, run_of, steps_of
 
 _SEQUENCE_MEAN = ("sapo", "geo_mean")
 # gspo bounds the sum of its exponent from above alone; the others leave the log-ratio
@@ -22,8 +25,7 @@ def from_verl(config: Mapping[str, object]) -> Ported:
     >>> ported.config["rl"]["loss"]["options"]["surrogate"]
     {'name': 'ppo', 'clip_low': 0.2, 'clip_high': 0.28, 'dual_clip': 3.0}
     """
-    said: dict[str, list[str]] = {"dropped": [], "differs": [], "left": [], "unknown": []}
-    root = Reader("", config, said)
+    root = reader_of(config)
     joint = root.below("actor_rollout_ref")
     actor, rollout, data = joint.below("actor"), joint.below("rollout"), root.below("data")
     algorithm = root.below("algorithm")
@@ -34,59 +36,75 @@ def from_verl(config: Mapping[str, object]) -> Ported:
     weigh_baseline(advantages, options.get("importance"), algorithm)
     rl: Tree = {"loss": {"name": "policy", "options": options}, "advantages": advantages}
     rl |= kl_in_reward(algorithm, advantages)
-    if advantages["name"] == "gae":
-        rl["critic"] = _critic(root.below("critic"), actor, data) | _given(
-            root.below("trainer"), {"warmup_steps": "critic_warmup"}
-        )
-    prompts, group = data.get("train_batch_size", 1024), rollout.get("n", 1)
+    prompts, group = data.get("train_batch_size", 1024, "rl.prompts"), rollout.get("n", 1, "rl.group_size")
     rl |= {"prompts": prompts, "group_size": group}
-    mini = actor.get("ppo_mini_batch_size", 256)
+    if (
+        group == 1
+        and "n" in rollout.section
+        and hasattr(AdvantageEstimator.variants[str(advantages["name"])], "singleton")
+    ):
+        advantages["singleton"] = "reward"  # as verl has it
+    mini, updates = actor.get("ppo_mini_batch_size", 256, "rl.updates"), 1
     if isinstance(prompts, int) and isinstance(mini, int) and mini and prompts % mini == 0:
-        rl["updates"] = prompts // mini
+        updates = prompts // mini
+        rl["updates"] = updates
+    elif "ppo_mini_batch_size" in actor.section:
+        actor.leave("ppo_mini_batch_size", f"{prompts} prompts are no multiple of it", "rl.updates")
+    trainer = root.below("trainer")
+    rl |= steps_of(trainer)
+    rl["optimizer"] = optimizer_of(actor, "rl.optimizer", updates, rl.get("steps"))
+    _critic_of(root, rl, updates)
+    actor.note("ppo_epochs", "equal", why="one")
     if actor.get("ppo_epochs", 1) != 1:
         actor.leave("ppo_epochs", "the samples of a step are read once here")
     for section, key in ((root.below("distillation"), "enabled"), (algorithm, "use_pf_ppo")):
         if section.flag(key):
             section.leave(key, "not carried over by this port")
     rl |= dynamic_sampling(algorithm)
-    ours: Tree = {"rl": rl}
-    if joint.below("model").get("path"):
-        ours["model"] = {"hf": joint.below("model").get("path")}
-    layout = layout_of(actor.below("megatron")) if actor.get("strategy") == "megatron" else {}
-    if layout:
-        ours["parallel"] = layout
-    if actor.flag("use_dynamic_bsz"):
-        of_a_rank, ranks = actor.get("ppo_max_token_len_per_gpu", 16384), layout.get("context", 1)
-        tokens = of_a_rank * ranks if isinstance(of_a_rank, int) and isinstance(ranks, int) else of_a_rank
-        ours["batch"] = {"packing": True, "tokens": tokens}
-    elif actor.get("ppo_micro_batch_size_per_gpu"):
-        ours["batch"] = {"micro_batch_size": actor.get("ppo_micro_batch_size_per_gpu")}
-    actor.seen |= {"ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"}
-    sampling: Tree = {
-        "max_new_tokens": data.get("max_response_length", 512),
-        "temperature": rollout.get("temperature", 1.0),
-    }
-    if rollout.get("top_k", -1) not in (None, -1, 0):
-        sampling["top_k"] = rollout.get("top_k")
-    if rollout.get("top_p", 1) not in (None, 1):
-        sampling["top_p"] = rollout.get("top_p")
-    ours["sampling"] = sampling
-    for section, known in (
-        (root, verl_keys.ROOT), (joint, verl_keys.JOINT), (actor, verl_keys.ACTOR), (rollout, verl_keys.ROLLOUT),
-        (data, verl_keys.DATA), (algorithm, verl_keys.ALGORITHM),
-    ):  # fmt: skip
-        section.close(known)
-    return Ported("verl", ours, **{kind: tuple(lines) for kind, lines in said.items()})
+    return ported("verl", config, {"rl": rl} | run_of(root), root, TABLE)
+
+
+def _critic_of(root: Reader, rl: Tree, updates: int) -> None:
+    """Add the value function of gae."""
+    joint, trainer = root.below("actor_rollout_ref"), root.below("trainer")
+    warmup, advantages = trainer.get("critic_warmup", ours="rl.critic.warmup_steps"), rl["advantages"]
+    root.below("critic").get("cliprange_value", ours="rl.critic.loss.options.cliprange")
+    if not isinstance(advantages, Mapping) or advantages["name"] != "gae":
+        for section in (root.below("critic"), root.below("critic").below("optim")):
+            section.off("without adv_estimator = 'gae'")
+        trainer.note("critic_warmup", "no_effect", why="without a critic")
+        return
+    critic = _critic(root.below("critic"), joint.below("actor"), root.below("data"))
+    critic["optimizer"] = optimizer_of(root.below("critic"), "rl.critic.optimizer", updates, rl.get("steps"), 1e-5)
+    rl["critic"] = critic | ({"warmup_steps": warmup} if warmup is not None else {})
 
 
 def _loss(actor: Reader, data: Reader) -> Tree:
     policy = actor.below("policy_loss")
-    mode = str(policy.get("loss_mode", "vanilla"))
+    ours = "rl.loss.options.surrogate"
+    mode = str(policy.get("loss_mode", "vanilla", f"{ours}.name"))
     clip = actor.get("clip_ratio", 0.2)
-    low, high = (clip if actor.get(key) is None else actor.get(key) for key in ("clip_ratio_low", "clip_ratio_high"))
-    dual, bounds = actor.get("clip_ratio_c", 3.0), {"clip_low": low, "clip_high": high}
+    bounds = {f"clip_{side}": actor.get(f"clip_ratio_{side}", ours=f"{ours}.clip_{side}") for side in ("low", "high")}
+    actor.note("clip_ratio", "no_effect", why="with clip_ratio_low and clip_ratio_high")
+    if None in bounds.values():
+        actor.note("clip_ratio", "carried", f"{ours}.clip_low")
+    bounds = {side: clip if bound is None else bound for side, bound in bounds.items()}
+    low, high, dual = bounds["clip_low"], bounds["clip_high"], actor.get("clip_ratio_c", 3.0, f"{ours}.dual_clip")
     options: Tree = {"surrogate": {"name": "ppo", **bounds}}
-    tau = {ours: actor.get(ours, default) for ours, default in (("tau_pos", 1.0), ("tau_neg", 1.05))}
+    tau = {key: actor.get(key, default, f"{ours}.{key}") for key, default in (("tau_pos", 1.0), ("tau_neg", 1.05))}
+    if mode != "sapo":
+        for key in tau:
+            actor.note(key, "no_effect", why=f"with loss_mode = {mode!r}")
+    if mode in ("gpg", "sapo", "dro", "dppo_tv", "dppo_kl", "kl_cov"):
+        targets = {"low": "low", "high": "high"} if mode.startswith("dppo") else {}
+        for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+            target = targets.get(key.rpartition("_")[2])
+            actor.note(
+                key,
+                "carried" if target else "no_effect",
+                f"{ours}.{target}" if target else "",
+                "" if target else f"with {mode}",
+            )
     if mode == "vanilla":
         options["surrogate"] = {"name": "ppo", **bounds, "dual_clip": dual}
         actor.differ(
@@ -110,16 +128,17 @@ def _loss(actor: Reader, data: Reader) -> Tree:
         )
     elif mode == "clip_cov":
         names = {"fraction": "clip_cov_ratio", "low": "clip_cov_lb", "high": "clip_cov_ub"}
-        options["surrogate"] = {"name": "clip_cov", **bounds, **_given(policy, names)}
+        options["surrogate"] = {"name": "clip_cov", **bounds, **_given(policy, names, ours)}
     elif mode == "kl_cov":
         options["surrogate"] = {
             "name": "kl_cov",
-            **_given(policy, {"fraction": "kl_cov_ratio", "coefficient": "ppo_kl_coef"}),
+            **_given(policy, {"fraction": "kl_cov_ratio", "coefficient": "ppo_kl_coef"}, ours),
         }
     elif mode in ("dppo_tv", "dppo_kl"):
         divergence = "tv" if mode == "dppo_tv" else "binary_kl"
         region = {"divergence": divergence, "low": low, "high": high, "ratio_max": dual, "detached": True}
         options["surrogate"] = {"name": "dppo", **region}
+        actor.note("clip_ratio_c", "carried", f"{ours}.ratio_max")
         actor.differ(
             f"{mode}: clip_ratio bounds a divergence and clip_ratio_c = {dual} the ratio (ratio_max, off here by default)"
         )
@@ -131,7 +150,7 @@ def _loss(actor: Reader, data: Reader) -> Tree:
             )
         options["surrogate"] = {"name": "reinforce"}
         penalty = {"estimator": "k2", "gradient": "plain", "against": "prev"}
-        options["kl"] = {"coefficient": policy.get("dro_beta"), **penalty}
+        options["kl"] = {"coefficient": policy.get("dro_beta", ours="rl.loss.options.kl.coefficient"), **penalty}
     else:
         raise ValueError(
             f"{policy.where}.loss_mode = {mode!r} is not carried over; supported are vanilla, gspo, sapo, gpg, cispo, "
@@ -144,14 +163,13 @@ def _loss(actor: Reader, data: Reader) -> Tree:
         )
     if mode not in ("vanilla", "dppo_tv", "dppo_kl") and "clip_ratio_c" in actor.section:
         actor.drop("clip_ratio_c", f"with loss_mode = {mode!r}")
-    for key in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta", "_target_"):
-        policy.get(key)
-    policy.close(("rollout_correction",))
     return options | _averaged(actor, data, mode) | _entropy_and_kl(actor)
 
 
 def _averaged(actor: Reader, data: Reader, mode: str) -> Tree:
-    given, factor = str(actor.get("loss_agg_mode", "token-mean")), actor.get("loss_scale_factor")
+    ours = "rl.critic.loss.options" if actor.where == "critic" else "rl.loss.options"
+    given = str(actor.get("loss_agg_mode", "token-mean", f"{ours}.aggregation"))
+    factor = actor.get("loss_scale_factor", ours=f"{ours}.max_length")
     if mode in _SEQUENCE_MEAN:
         if given != "seq-mean-token-mean" and (actor.flag("use_kl_loss") or actor.get("entropy_coeff")):
             actor.leave(
@@ -173,10 +191,14 @@ def _averaged(actor: Reader, data: Reader, mode: str) -> Tree:
 
 def _entropy_and_kl(actor: Reader) -> Tree:
     out: Tree = {}
-    if actor.get("entropy_coeff", 0):
+    ours = "rl.loss.options.kl"
+    if actor.get("entropy_coeff", 0, "rl.loss.options.entropy_bonus"):
         out["entropy_bonus"] = actor.get("entropy_coeff")
-    kind, coefficient = str(actor.get("kl_loss_type", "low_var_kl")), actor.get("kl_loss_coef", 0.001)
-    if not actor.flag("use_kl_loss"):
+    kind = str(actor.get("kl_loss_type", "low_var_kl", f"{ours}.estimator"))
+    coefficient = actor.get("kl_loss_coef", 0.001, f"{ours}.coefficient")
+    if not actor.flag("use_kl_loss", ours):
+        for key in ("kl_loss_type", "kl_loss_coef"):
+            actor.note(key, "no_effect", why="without use_kl_loss")
         return out
     estimator = verl_keys.KL.get(kind.removesuffix("+"))
     if estimator is None:
@@ -185,6 +207,7 @@ def _entropy_and_kl(actor: Reader) -> Tree:
         )
     if not coefficient:
         actor.drop("use_kl_loss", "with kl_loss_coef = 0")
+        actor.note("kl_loss_type", "no_effect", why="with kl_loss_coef = 0")
         return out
     gradient = "straight-through" if kind.endswith("+") and estimator != "k2" else "plain"
     actor.differ(
@@ -196,7 +219,10 @@ def _entropy_and_kl(actor: Reader) -> Tree:
 
 def _correction(given: Reader, options: Tree) -> None:
     """rollout_is and rollout_rs of verl's rollout correction."""
-    weights, high = given.get("rollout_is"), given.get("rollout_is_threshold", 2.0)
+    ours = "rl.loss.options.importance"
+    weights = given.get("rollout_is", ours=f"{ours}.level")
+    high = given.get("rollout_is_threshold", 2.0, f"{ours}.high")
+    normalized = given.flag("rollout_is_batch_normalize", f"{ours}.normalize")
     if weights in ("token", "sequence"):
         level = "token" if weights == "token" else "sequence-sum"
         try:
@@ -207,7 +233,7 @@ def _correction(given: Reader, options: Tree) -> None:
             ) from None
         bounds: Tree = {"mode": "icepop", "low": low[0]} if low else {"mode": "tis"}
         options["importance"] = {"level": level, **bounds, "high": most}
-        if given.flag("rollout_is_batch_normalize"):
+        if normalized:
             options["importance"]["normalize"] = True  # type: ignore[index]
             if weights == "sequence":
                 given.differ(
@@ -217,27 +243,26 @@ def _correction(given: Reader, options: Tree) -> None:
         given.differ(
             f"{given.where}.rollout_is = {weights}: an importance weight of trainer and sampler, off here by default"
         )
-    for key in ("rollout_rs", "bypass_mode"):
-        if given.get(key):
-            given.leave(key, "write it as rejection.rules by hand" if key == "rollout_rs" else "no counterpart")
-    for key in ("rollout_rs_threshold", "loss_type", "rollout_is_batch_normalize"):
-        given.get(key)
-    given.close(("_target_",))
+    else:
+        for key in ("rollout_is_threshold", "rollout_is_batch_normalize"):
+            given.note(key, "no_effect", why="without rollout_is")
+    if given.get("rollout_rs"):
+        given.leave("rollout_rs", "write it as rejection.rules by hand", "rl.loss.options.rejection.rules")
+    if given.get("bypass_mode"):
+        given.leave("bypass_mode", "no counterpart")
 
 
 def _critic(critic: Reader, actor: Reader, data: Reader) -> Tree:
-    """The value function of gae; what averages the policy's loss averages its own, unless it says otherwise."""
-    rates = critic.below("optim")
-    clip = critic.get("cliprange_value", 0.5)
+    """The loss of the value function; the policy's aggregation is its own, unless it says otherwise."""
+    clip = critic.get("cliprange_value", 0.5, "rl.critic.loss.options.cliprange")
     averaged = _averaged(critic if "loss_agg_mode" in critic.section else actor, data, "vanilla")
     critic.differ(
         f"critic.cliprange_value = {clip}: on in verl, off here by default: bounds how far a value moves in a step"
     )
-    critic.close(verl_keys.CRITIC)
-    optimizer = {"lr": rates.get("lr", 1e-5), "weight_decay": rates.get("weight_decay", 0.01)}
-    return {"loss": {"name": "value", "options": {"cliprange": clip, **averaged}}, "optimizer": optimizer}
+    return {"loss": {"name": "value", "options": {"cliprange": clip, **averaged}}}
 
 
-def _given(section: Reader, names: Mapping[str, str]) -> Tree:
-    """Options of ours for keys that are there."""
-    return {ours: section.get(theirs) for ours, theirs in names.items() if section.get(theirs) is not None}
+def _given(section: Reader, names: Mapping[str, str], where: str) -> Tree:
+    """Return our options for the keys that are there."""
+    read = {key: section.get(theirs, ours=f"{where}.{key}") for key, theirs in names.items()}
+    return {key: value for key, value in read.items() if value is not None}

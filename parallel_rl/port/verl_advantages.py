@@ -16,13 +16,17 @@ _WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 def advantages_of(algorithm: Reader) -> Tree:
     """The estimator, with its options."""
-    name = str(algorithm.get("adv_estimator", "gae"))
+    ours = "rl.advantages"
+    name = str(algorithm.get("adv_estimator", "gae", f"{ours}.name"))
     if name not in _ESTIMATORS:
         raise ValueError(
             f"algorithm.adv_estimator = {name!r} is not carried over; supported are {', '.join(_ESTIMATORS)}"
         )
     out: Tree = {"name": name}
-    gamma, lam = algorithm.get("gamma", 1.0), algorithm.get("lam", 1.0)
+    gamma, lam = algorithm.get("gamma", 1.0, f"{ours}.gamma"), algorithm.get("lam", 1.0, f"{ours}.lam")
+    for key, readers in (("gamma", ("gae", "reinforce_plus_plus")), ("lam", ("gae",))):
+        if name not in readers:
+            algorithm.note(key, "no_effect", why=f"with adv_estimator = {name!r}")
     if name == "gae":
         out |= {"gamma": gamma, "lam": lam}
     elif name == "reinforce_plus_plus":
@@ -35,15 +39,24 @@ def advantages_of(algorithm: Reader) -> Tree:
     elif name == _OTB:
         out["handle_zero_tail"] = True
         algorithm.differ(f"{name}: none where the longest answer is alone (handle_zero_tail); ours has one there")
+    elif name == "gdpo":
+        algorithm.leave(
+            "adv_estimator", "a sample has one reward in this trainer, of which gdpo reads the parts", f"{ours}.name"
+        )
+        out["name"] = "grpo"
     if name in _WHITENED:
         out["whiten"] = "unbiased"
         default = "not at all" if name == "gae" else "by the population's deviation"
         algorithm.differ(
             f"{name}: whitened over the step by the unbiased deviation (whiten); ours by default {default}"
         )
+    algorithm.note(
+        "norm_adv_by_std_in_grpo", "equal" if name == "grpo" else "no_effect", f"{ours}.name", f"{name} has its own"
+    )
     if not algorithm.get("norm_adv_by_std_in_grpo", True):
         if name == "grpo":
             out["name"] = "dr_grpo"
+            algorithm.note("norm_adv_by_std_in_grpo", "carried", f"{ours}.name")
         else:
             algorithm.drop("norm_adv_by_std_in_grpo", f"with adv_estimator = {name!r}")
     if name == "grpo":
@@ -64,9 +77,10 @@ def weigh_baseline(advantages: Tree, weights: object, algorithm: Reader) -> None
 def dynamic_sampling(algorithm: Reader) -> Tree:
     """DAPO's, which is filter_groups there."""
     filters = algorithm.below("filter_groups")
-    on, rounds = filters.flag("enable"), filters.get("max_num_gen_batches", 0)
-    filters.close(("_target_", "metric", "max_inflight_gen_batches"))
+    on = filters.flag("enable", "rl.dynamic_sampling")
+    rounds = filters.get("max_num_gen_batches", 0, "rl.dynamic_sampling.max_rounds")
     if not on:
+        filters.off("without filter_groups.enable")
         return {}
     algorithm.differ(OF_DIFFERENT_REWARDS.format("filter_groups"))
     return {"dynamic_sampling": {"max_rounds": max(rounds, 2)} if isinstance(rounds, int) and rounds > 0 else {}}
@@ -74,10 +88,20 @@ def dynamic_sampling(algorithm: Reader) -> Tree:
 
 def kl_in_reward(algorithm: Reader, advantages: Tree) -> Tree:
     """Options of the section rl; the coefficient joins the estimator's."""
-    control, kind = algorithm.below("kl_ctrl"), str(algorithm.get("kl_penalty", "kl"))
-    coefficient, adaptive = control.get("kl_coef", 0.001), control.get("type", "fixed") == "adaptive"
-    led = {"target": control.get("target_kl", 0.1), "horizon": control.get("horizon", 10000)}
-    control.close(("_target_",))
+    control, kind = algorithm.below("kl_ctrl"), str(algorithm.get("kl_penalty", "kl", "rl.reward_kl"))
+    coefficient = control.get("kl_coef", 0.001, "rl.advantages.kl_coefficient")
+    adaptive = control.get("type", "fixed", "rl.kl_controller") == "adaptive"
+    target = "rl.kl_controller"
+    led = {
+        "target": control.get("target_kl", 0.1, f"{target}.target"),
+        "horizon": control.get("horizon", 10000, f"{target}.horizon"),
+    }
+    if not adaptive:
+        for key in ("target_kl", "horizon"):
+            control.note(key, "no_effect", why="with kl_ctrl.type = 'fixed'")
+    if not algorithm.flag("use_kl_in_reward", "rl.reward_kl") or not coefficient:
+        control.off("without a KL in the reward")
+        algorithm.note("kl_penalty", "no_effect", why="without a KL in the reward")
     if not algorithm.flag("use_kl_in_reward"):
         return {}
     if not coefficient:

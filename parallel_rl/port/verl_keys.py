@@ -1,4 +1,6 @@
-"""Keys of a config of verl (0.9.1) that a port knows and reads no number of the loss from."""
+"""Names of verl (0.9.1), its keys that a port does not read, and their fates."""
+
+from parallel_rl.port.report import Table
 
 # loss_agg_mode, and our aggregation
 AGGREGATIONS = {
@@ -7,43 +9,144 @@ AGGREGATIONS = {
 }  # fmt: skip
 # kl_loss_type and kl_penalty, and our estimator
 KL = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
-ROOT = (
-    "critic", "custom_reward_function", "distillation", "global_profiler", "ray_kwargs", "reward", "reward_model",
-    "sandbox_fusion", "skip", "trainer", "transfer_queue",
+_JOINT = "actor_rollout_ref"
+_ACTOR, _MODEL, _ROLLOUT = f"{_JOINT}.actor", f"{_JOINT}.model", f"{_JOINT}.rollout"
+_SPEED = "speed and memory alone, in another program"
+_SAMPLER = "of its generation engine"
+_NO_COUNTERPART = "no counterpart in this trainer"
+_WEIGHTS = "all weights are trained"
+_FILTER = "filter or cut the records beforehand"
+# (section, kind, our key, why, names); a name "a=1" is what this trainer does anyway where its value is 1
+_GROUPS = (
+    ("", "no_effect", "", "a class of its program", "*._target_"),
+    ("", "no_effect", "", "of its profilers", "*.profiler global_profiler"),
+    ("", "no_effect", "", "torchrun or Slurm starts the ranks", "ray_kwargs *.nccl_timeout"),
+    ("", "no_effect", "", "the way data takes between its processes", "transfer_queue"),
+    ("", "yours", "reward", "a checker by name or a server; see docs/rewards.md", "custom_reward_function reward reward_model "
+     "reward_manager sandbox_fusion data.reward_fn_key"),
+    ("", "unsupported", "", _NO_COUNTERPART, "distillation skip algorithm.pf_ppo algorithm.use_pf_ppo "
+     "algorithm.gdpo_reward_keys"),
+    ("algorithm.rollout_correction", "no_effect", "", "without rollout_rs", "rollout_rs_threshold"),
+    ("algorithm.rollout_correction", "unsupported", "", _NO_COUNTERPART, "loss_type=ppo_clip bypass_mode rollout_rs"),
+    ("algorithm.filter_groups", "no_effect", "", "prompts stay by the mean of their rewards", "metric "
+     "max_inflight_gen_batches"),
+    (_JOINT, "no_effect", "", _SPEED, "hybrid_engine"),
+    # the actor
+    (_ACTOR, "no_effect", "", _SPEED, "use_torch_compile entropy_from_logits_with_chunking entropy_from_logits_chunk_size "
+     "entropy_checkpointing use_prefix_grouper pad_to_length load_weight calculate_entropy calculate_sum_pi_squared "
+     "sum_pi_squared_checkpointing log_prob_micro_batch_size engine global_batch_info model_config "
+     "model_engine forward_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu"),
+    (_ACTOR, "yours", "parallel", "the layout of another program", "veomni torchtitan"),
+    (_ACTOR, "no_effect", "", "actor_rollout_ref.model or rollout has it", "rollout_n use_remove_padding "
+     "use_fused_kernels mtp"),
+    (_ACTOR, "no_effect", "", "the samples of a step are split by prompts, in their order", "shuffle data_loader_seed"),
+    (_ACTOR, "no_effect", "", "a checkpoint has all that a run needs to go on", "checkpoint"),
+    (_ACTOR, "unsupported", "batch.micro_batch_size", "per GPU here", "ppo_micro_batch_size"),
+    (_ACTOR, "unsupported", "", _WEIGHTS, "freeze_vision_tower"),
+    (_ACTOR, "unsupported", "", _NO_COUNTERPART, "qat router_replay.mode use_rollout_log_probs recompute_old_log_prob=True "
+     "kl_reference"),
+    (_ACTOR, "no_effect", "", "without router_replay.mode", "router_replay.record_file router_replay.replay_file"),
+    (f"{_ACTOR}.policy_loss", "no_effect", "", "of another loss_mode", "clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio "
+     "ppo_kl_coef dro_beta rollout_correction"),
+    (f"{_ACTOR}.policy_loss", "no_effect", "", "verl reads those of the actor", "tau_pos tau_neg"),
+    (f"{_ACTOR}.optim", "no_effect", "", "the number of steps is rl.steps", "total_training_steps"),
+    (f"{_ACTOR}.optim", "equal", "", "AdamW", "optimizer_impl name"),
+    (f"{_ACTOR}.optim", "no_effect", "", "of Muon", "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec "
+     "muon_match_adamw_update_rms muon_momentum muon_nesterov muon_num_ns_steps muon_scalar_optimizer muon_scale_mode "
+     "muon_split_qkv muon_tp_mode use_layer_wise_distributed_optimizer"),
+    (f"{_ACTOR}.optim", "unsupported", "", "moments and master weights are float32", "exp_avg_dtype=fp32 exp_avg_sq_dtype=fp32 "
+     "main_grads_dtype=fp32 main_params_dtype=fp32"),
+    (f"{_ACTOR}.optim", "no_effect", "", _SPEED, "use_precision_aware_optimizer"),
+    (f"{_ACTOR}.optim", "no_effect", "", "the warm-up begins at lr / steps", "zero_indexed_step"),
+    (f"{_ACTOR}.optim", "no_effect", "", "with a schedule that is not WSD", "lr_wsd_decay_style lr_wsd_decay_steps"),
+    (f"{_ACTOR}.optim", "unsupported", "", "the weight decay is constant", "weight_decay_incr_style=constant"),
+    (f"{_ACTOR}.optim", "unsupported", "rl.optimizer", "what it changes is not looked at", "override_optimizer_config"),
+    (f"{_ACTOR}.optim", "no_effect", "", "a resumed run goes on with its own schedule", "use_checkpoint_opt_param_scheduler"),
+    (f"{_ACTOR}.optim", "unsupported", "", _NO_COUNTERPART, "lr_min lr_start lr_decay_ratio=1.0 "
+     "decay_type=constant min_lr_factor"),
+    (f"{_ACTOR}.fsdp_config", "no_effect", "", _SPEED, "wrap_policy param_offload optimizer_offload offload_policy "
+     "reshard_after_forward fsdp_size forward_prefetch use_orig_params entropy_from_logits_with_chunking use_torch_compile "
+     "entropy_checkpointing entropy_from_logits_chunk_size forward_only strategy grad_offload mixed_precision "
+     "pad_to_length pad_to_length_bucket turbo_config"),
+    (f"{_ACTOR}.fsdp_config", "unsupported", "", "weights are bfloat16 or float32", "qat"),
+    (f"{_ACTOR}.megatron", "unsupported", "", "weights are bfloat16 or float32", "qat"),
+    (f"{_ACTOR}.megatron", "unsupported", "", _NO_COUNTERPART, "router_replay.mode"),
+    (f"{_ACTOR}.megatron", "no_effect", "", "without router_replay.mode", "router_replay.record_file "
+     "router_replay.replay_file"),
+    (f"{_ACTOR}.fsdp_config", "no_effect", "", "master weights are float32", "model_dtype"),
+    (f"{_ACTOR}.fsdp_config", "equal", "", "the numbers do not depend on the layout", "full_determinism"),
+    (f"{_ACTOR}.fsdp_config", "no_effect", "parallel.context", "actor.ulysses_sequence_parallel_size has it",
+     "ulysses_sequence_parallel_size"),
+    (f"{_ACTOR}.megatron", "no_effect", "", _SPEED, "param_offload grad_offload optimizer_offload use_dist_checkpointing "
+     "dist_checkpointing_path dist_checkpointing_prefix use_mbridge vanilla_mbridge use_remove_padding forward_only "
+     "override_ddp_config dynamic_context_parallel max_seqlen_per_dp_cp_rank use_megatron_fsdp "
+     "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient entropy_from_logits_chunk_size "
+     "entropy_from_logits_with_chunking pad_bshd_to_minibatch_max pad_to_length pad_to_length_bucket"),
+    (f"{_ACTOR}.megatron", "unsupported", "", "stages have equally many layers", "virtual_pipeline_model_parallel_size=1"),
+    (f"{_ACTOR}.megatron", "unsupported", "", "the model is as its folder says", "override_mcore_model_config "
+     "override_transformer_config"),
+    (f"{_ACTOR}.megatron", "no_effect", "", _SPEED, "override_transformer_config.attention_backend"),
+    # the model
+    (_MODEL, "no_effect", "", _SPEED, "use_shm enable_activation_offload use_liger fused_kernel_options tiled_mlp"),
+    (_MODEL, "unsupported", "", _WEIGHTS, "lora_rank lora_adapter_path lora.rank lora.adapter_path"),
+    (_MODEL, "no_effect", "", "without an adapter's rank", "lora_alpha target_modules exclude_modules lora"),
+    (_MODEL, "no_effect", "", "as run.dtype", "torch_dtype"),
+    (_MODEL, "unsupported", "model.hf", "the folder has its own code and config", "trust_remote_code hf_config_path "
+     "external_lib"),
+    (_MODEL, "yours", "tokenizer.hf", "write it to the folder's chat_template.jinja", "custom_chat_template"),
+    (_MODEL, "unsupported", "model.hf", "write it into the folder's config.json", "override_config.model_config "
+     "override_config.attn_implementation override_config.moe_config.freeze_moe_router override_config"),
+    (_MODEL, "unsupported", "", "no multi-token prediction", "mtp"),
+    # rollouts
+    (_ROLLOUT, "yours", "rl.server", "the trainer samples itself, or from servers: docs/rollout_server.md", "name"),
+    (_ROLLOUT, "no_effect", "", _SAMPLER, "mode dtype gpu_memory_utilization enforce_eager cudagraph_capture_sizes "
+     "free_cache_engine tensor_model_parallel_size data_parallel_size expert_parallel_size pipeline_model_parallel_size "
+     "max_num_batched_tokens max_model_len max_num_seqs enable_chunked_prefill enable_prefix_caching logprobs_mode "
+     "scheduling_policy load_format disable_log_stats multi_stage_wake_up engine_kwargs checkpoint_engine trace "
+     "skip_rollout skip_dump_dir skip_tokenizer_init prometheus layer_name_map n_gpus_per_node nnodes disaggregation "
+     "over_sample_rate layered_summon limit_images full_determinism router_config_path moe_load_balance_metrics_interval "
+     "moe_tensor_parallel_size quantization_config_file seed do_sample skip agent "
+     "update_weights_bucket_megabytes enable_sleep_mode"),
+    (_ROLLOUT, "no_effect", "", "data has it", "prompt_length response_length"),
+    (_ROLLOUT, "no_effect", "", _SPEED, "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz "
+     "log_prob_max_token_len_per_gpu"),
+    (_ROLLOUT, "equal", "", "recorded where the loss reads them", "calculate_log_probs"),
+    (_ROLLOUT, "unsupported", "", _NO_COUNTERPART, "multi_turn ignore_eos enable_rollout_routing_replay quantization qat mtp"),
+    # data
+    ("data", "yours", "data.train", _FILTER, "train_max_samples=-1 filter_overlong_prompts truncation=error"),
+    ("data", "yours", "data.held_out", _FILTER, "val_max_samples=-1"),
+    ("data", "no_effect", "", _SPEED, "use_shm dataloader_num_workers filter_overlong_prompts_workers val_batch_size "
+     "gen_batch_size return_raw_input_ids return_raw_chat return_full_prompt"),
+    ("data", "no_effect", "run.seed", "one seed for all", "seed"),
+    ("data", "unsupported", "", "all but held_out is shuffled", "shuffle=True validation_shuffle"),
+    ("data", "no_effect", "", "of images, videos and sounds", "image_patch_size image_key video_key audio_key "
+     "return_multi_modal_inputs mm_processor_kwargs"),
+    ("data", "unsupported", "", "no tools", "tool_config_path function_tool_path"),
+    ("data", "unsupported", "", _NO_COUNTERPART, "custom_cls sampler datagen.path trust_remote_code tokenizer"),
+    ("data", "no_effect", "", "without datagen.path", "datagen.name"),
+    # trainer
+    ("trainer", "no_effect", "", "torchrun or Slurm starts the ranks", "nnodes n_gpus_per_node device "
+     "ray_wait_register_center_timeout use_legacy_worker_impl use_v1 v1"),
+    ("trainer", "no_effect", "", "data ranks get equally many tokens with batch.tokens", "balance_batch"),
+    ("trainer", "no_effect", "", "named by run.dir", "project_name experiment_name default_hdfs_dir"),
+    ("trainer", "yours", "run.loggers", "a tracker's package must be installed", "logger"),
+    ("trainer", "no_effect", "", "Slurm's notice before the time limit makes a run save: docs/slurm.md", "esi_redundant_time"),
+    ("trainer", "unsupported", "run.init_from", "a folder of weights to begin with", "resume_from_path"),
+    ("trainer", "no_effect", "", "checkpoints stay in run.dir", "del_local_ckpt_after_load max_critic_ckpt_to_keep"),
+    ("trainer", "yours", "rl.record", "writes each step's samples", "rollout_data_dir"),
+    ("trainer", "unsupported", "", _NO_COUNTERPART, "validation_data_dir val_only npu_profile"),
+    ("critic", "equal", "", "on with adv_estimator = 'gae'", "enable"),
+    ("critic", "no_effect", "", "the critic has the policy's tokenizer", "model.tokenizer_path model.fsdp_config"),
+    (f"{_JOINT}.ref", "no_effect", "", _SPEED, "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu "
+     "log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu fsdp_config megatron use_torch_compile"),
+    (f"{_JOINT}.ref", "unsupported", "", "the reference is the policy that the run begins with", "model"),
 )  # fmt: skip
-JOINT = ("hybrid_engine", "nccl_timeout", "ref")
-ACTOR = (
-    "_target_", "rollout_n", "strategy", "ppo_micro_batch_size", "freeze_vision_tower", "use_prefix_grouper",
-    "use_torch_compile", "shuffle", "data_loader_seed", "checkpoint", "optim", "use_fused_kernels", "profiler", "router_replay",
-    "fsdp_config", "megatron", "grad_clip", "ulysses_sequence_parallel_size", "entropy_from_logits_with_chunking",
-    "entropy_from_logits_chunk_size", "entropy_checkpointing", "use_remove_padding", "pad_to_length", "load_weight", "qat",
-    "veomni", "torchtitan", "mtp", "calculate_entropy", "calculate_sum_pi_squared", "sum_pi_squared_checkpointing", "engine",
-    "recompute_old_log_prob", "global_batch_info", "use_rollout_log_probs", "log_prob_micro_batch_size", "model_config",
-    "nccl_timeout", "kl_reference",
-)  # fmt: skip
-CRITIC = (
-    *ACTOR, "enable", "fsdp", "model", "forward_max_token_len_per_gpu", "forward_micro_batch_size",
-    "forward_micro_batch_size_per_gpu", "ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu",
-    "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "loss_agg_mode", "loss_scale_factor",
-)  # fmt: skip
-ALGORITHM = ("_target_", "pf_ppo")
-ROLLOUT = (
-    "_target_", "agent", "calculate_log_probs", "checkpoint_engine", "cudagraph_capture_sizes", "data_parallel_size",
-    "disable_log_stats", "disaggregation", "do_sample", "dtype", "enable_chunked_prefill", "enable_prefix_caching",
-    "enable_rollout_routing_replay", "enforce_eager", "engine_kwargs", "expert_parallel_size", "free_cache_engine",
-    "full_determinism", "gpu_memory_utilization", "ignore_eos", "layered_summon", "limit_images", "load_format",
-    "log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu",
-    "log_prob_use_dynamic_bsz", "logprobs_mode", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "mode",
-    "moe_load_balance_metrics_interval", "mtp", "multi_stage_wake_up", "multi_turn", "n_gpus_per_node", "name", "nnodes",
-    "over_sample_rate", "pipeline_model_parallel_size", "profiler", "prometheus", "prompt_length", "qat", "quantization",
-    "quantization_config_file", "response_length", "router_config_path", "scheduling_policy", "seed", "skip_tokenizer_init",
-    "tensor_model_parallel_size", "trace", "val_kwargs",
-)  # fmt: skip
-DATA = (
-    "apply_chat_template_kwargs", "audio_key", "custom_cls", "dataloader_num_workers", "filter_overlong_prompts",
-    "filter_overlong_prompts_workers", "function_tool_path", "gen_batch_size", "image_key", "image_patch_size",
-    "max_prompt_length", "mm_processor_kwargs", "prompt_key", "return_full_prompt", "return_multi_modal_inputs",
-    "return_raw_chat", "return_raw_input_ids", "reward_fn_key", "sampler", "datagen", "seed", "shuffle", "tokenizer",
-    "tool_config_path", "train_files", "train_max_samples", "truncation", "trust_remote_code", "use_shm", "val_batch_size",
-    "val_files", "val_max_samples", "validation_shuffle", "video_key",
-)  # fmt: skip
+TABLE = Table.of(
+    _GROUPS,
+    {
+        "critic.fsdp": (f"{_ACTOR}.fsdp_config", "the critic has the policy's layout and batches here"),
+        "critic.model": (_MODEL, "a critic starts as a copy of the policy's trunk"),
+        "critic": (_ACTOR, "the critic has the policy's layout and batches here"),
+        f"{_JOINT}.ref": (_ACTOR, "the reference runs on the policy's layout here"),
+    },
+)

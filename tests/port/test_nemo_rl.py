@@ -177,7 +177,10 @@ def test_what_is_sampled_and_where_it_runs() -> None:
     ours = ported.config
     assert configure(SamplingConfig, ours["sampling"]).max_new_tokens == 512  # type: ignore[arg-type]
     assert ours["parallel"] == {"tensor": 2, "expert": 4, "expert_tensor": 1}
-    assert configure(BatchConfig, ours["batch"]).tokens == 4096  # type: ignore[arg-type]
+    assert ours["batch"] == {"packing": True}  # a run refuses tokens with experts
+    packed = {"generation": {"max_new_tokens": 512}, "sequence_packing": packing}
+    batch = options_of({"grpo": {}, "policy": packed}).config["batch"]
+    assert configure(BatchConfig, batch).tokens == 4096  # type: ignore[arg-type]
     dense = {**sizes, "expert_model_parallel_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": True}
     ported = options_of({"grpo": {}, "policy": {"megatron_cfg": {"enabled": True, **dense}}})
     assert configure(ParallelConfig, ported.config["parallel"]) == ParallelConfig()  # type: ignore[arg-type]

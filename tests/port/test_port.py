@@ -227,10 +227,19 @@ def test_unknown_keys_of_verl_in_any_section() -> None:
 def test_files_defaults_and_references(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("policy: {rows: 4, size: 2}\nloss_fn: {ratio_clip_min: 0.1}\n")
     (tmp_path / "run.yaml").write_text(
-        "defaults: base.yaml\npolicy: {size: 8, twice: '${.size}', whole: '${policy.twice}', mul: '${mul:2, 3}'}\n"
+        "defaults: base.yaml\npolicy: {size: 8, twice: '${.size}', whole: '${policy.twice}', mul: '${mul:2, ${.twice}}', "
+        "text: 'at-${.size}', gone: '${oc.env:HOME}'}\n"
     )
     tree = read_host_config(tmp_path / "run.yaml")
-    assert tree["policy"] == {"rows": 4, "size": 8, "twice": 8, "whole": 8, "mul": "${mul:2, 3}"}
+    assert tree["policy"] == {
+        "rows": 4,
+        "size": 8,
+        "twice": 8,
+        "whole": 8,
+        "mul": 16,
+        "text": "at-8",
+        "gone": "${oc.env:HOME}",
+    }
 
 
 def test_references_with_another_value_as_verl_writes_them(tmp_path: Path) -> None:

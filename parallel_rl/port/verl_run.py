@@ -1,0 +1,267 @@
+"""The run around the loss of a config of verl in our keys: model, layout, batch, sampling, optimizer, checkpoints, data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from parallel_rl.port.ported import Reader, Tree, cosine, layout_of, number, optimizer, room
+
+_RECOMPUTE = {"granularity", "method", "num_layers", "modules"}
+_NO_STEPS = "epochs × records / rl.prompts, if no number of steps is given"
+
+
+def run_of(root: Reader) -> Tree:
+    """Make every section but rl."""
+    joint, data = root.below("actor_rollout_ref"), root.below("data")
+    actor, model, trainer = joint.below("actor"), joint.below("model"), root.below("trainer")
+    megatron, fsdp = actor.below("megatron"), actor.below("fsdp_config")
+    by_megatron = actor.get("strategy", ours="parallel") == "megatron"
+    of_megatron, context = layout_of(megatron), actor.get("ulysses_sequence_parallel_size", 1, "parallel.context")
+    if by_megatron:
+        layout = of_megatron
+        fsdp.off("with strategy = 'megatron'")
+    else:
+        layout = {"context": context} if context not in (None, 1) else {}
+        megatron.off("without strategy = 'megatron'")
+    ours: Tree = {}
+    weights = _model(model, megatron, by_megatron)
+    batch = _batch(root, layout)
+    sizes = [data.get(f"max_{part}_length", ours="model.max_positions") for part in ("prompt", "response")]
+    if sizes[0] is not None and all(isinstance(size, int) for size in sizes):
+        weights["max_positions"] = room(sum(sizes), layout, "packing" in batch)  # type: ignore[arg-type]
+        data.note(
+            "max_prompt_length", "carried", "model.max_positions", "longer prompts are an error; filter them beforehand"
+        )
+    if weights:
+        ours["model"] = weights
+    tokenizer = _tokenizer(model, data, weights.get("hf"))
+    if tokenizer["hf"]:
+        ours["tokenizer"] = tokenizer
+    sharing = _sharing(trainer, megatron, layout)
+    if layout or by_megatron:
+        ours["parallel"] = layout | (sharing if by_megatron else {})
+    if batch:
+        ours["batch"] = batch
+    ours["sampling"] = _sampling(joint.below("rollout"), data)
+    run = _run(trainer)
+    for engine, read in ((megatron, by_megatron), (fsdp, not by_megatron)):
+        seed, dtype = engine.get("seed", ours="run.seed"), engine.get("dtype", ours="run.dtype")
+        if read and isinstance(seed, int):
+            run["seed"] = seed
+        if read and dtype in ("bfloat16", "float32"):
+            run["dtype"] = dtype
+        elif read and dtype is not None:
+            engine.leave("dtype", "bfloat16 or float32", "run.dtype")
+    if run:
+        ours["run"] = run
+    return ours | _evaluation(trainer, joint.below("rollout").below("val_kwargs")) | _data(data, trainer)
+
+
+def _model(model: Reader, megatron: Reader, by_megatron: bool) -> Tree:
+    made: Tree = {}
+    if model.get("path", ours="model.hf"):
+        made["hf"] = model.get("path")
+        model.note("path", "carried", "model.hf", "a folder with the weights, which you download beforehand")
+    given = megatron.below("override_transformer_config")
+    again = {name: given.get(f"recompute_{name}", ours=f"model.recompute.{name}") for name in sorted(_RECOMPUTE)}
+    if model.flag("enable_gradient_checkpointing", "model.recompute") and not by_megatron:
+        made["recompute"] = {"granularity": "full"}
+    if by_megatron:
+        model.note("enable_gradient_checkpointing", "no_effect", why="with strategy = 'megatron'")
+    if again["granularity"] is None:
+        for name in _RECOMPUTE - {"granularity"}:
+            given.note(f"recompute_{name}", "no_effect", why="without recompute_granularity")
+    elif by_megatron:
+        others = ("method", "num_layers") if again["granularity"] == "full" else ("modules",)
+        for name in _RECOMPUTE - {"granularity", *others}:
+            given.note(f"recompute_{name}", "no_effect", why=f"with recompute_granularity = {again['granularity']!r}")
+        made["recompute"] = {name: again[name] for name in ("granularity", *others) if again[name] is not None}
+    if model.flag("use_fused_kernels", "model.fused_head"):
+        made["fused_head"] = True
+    return made
+
+
+def _tokenizer(model: Reader, data: Reader, folder: object) -> Tree:
+    path = model.get("tokenizer_path", ours="tokenizer.hf")
+    made: Tree = {"hf": folder if path is None else path}
+    variables = data.get("apply_chat_template_kwargs", ours="tokenizer.variables")
+    if isinstance(variables, Mapping) and variables:
+        made["variables"] = dict(variables)
+        for key in variables:
+            data.below("apply_chat_template_kwargs").note(str(key), "carried", f"tokenizer.variables.{key}")
+    return made
+
+
+def _batch(root: Reader, layout: Tree) -> Tree:
+    joint, data = root.below("actor_rollout_ref"), root.below("data")
+    actor, packed = joint.below("actor"), joint.below("model").flag("use_remove_padding", "batch.packing")
+    rows = actor.get("ppo_micro_batch_size_per_gpu", ours="batch.micro_batch_size")
+    of_a_rank, ranks = actor.get("ppo_max_token_len_per_gpu", 16384, "batch.tokens"), layout.get("context", 1)
+    if not actor.flag("use_dynamic_bsz", "batch.packing"):
+        actor.note("ppo_max_token_len_per_gpu", "no_effect", why="without use_dynamic_bsz")
+        batch: Tree = {"packing": True} if packed else {}
+        return batch | ({"micro_batch_size": rows} if rows else {})
+    tokens = of_a_rank * ranks if isinstance(of_a_rank, int) and isinstance(ranks, int) else of_a_rank
+    sizes = [number(data.get(f"max_{part}_length")) or 0 for part in ("prompt", "response")]
+    fits = not isinstance(tokens, int) or tokens >= room(int(sum(sizes)), layout, True)
+    if fits and "expert" not in layout:
+        actor.note("ppo_micro_batch_size_per_gpu", "no_effect", why="with use_dynamic_bsz")
+        return {"packing": True, "tokens": tokens}
+    why = "data ranks under expert parallelism" if "expert" in layout else "the longest prompt and answer"
+    actor.note("ppo_max_token_len_per_gpu", "yours", "batch.tokens", f"packed by sequences here: no room for {why}")
+    actor.note("ppo_micro_batch_size_per_gpu", "carried", "batch.micro_batch_size")
+    return {"packing": True, "micro_batch_size": rows or 1}
+
+
+def _sampling(rollout: Reader, data: Reader) -> Tree:
+    sampling: Tree = {
+        "max_new_tokens": data.get("max_response_length", 512, "sampling.max_new_tokens"),
+        "temperature": rollout.get("temperature", 1.0, "sampling.temperature"),
+    }
+    if rollout.get("top_k", -1, "sampling.top_k") not in (None, -1, 0):
+        sampling["top_k"] = rollout.get("top_k")
+    if rollout.get("top_p", 1, "sampling.top_p") not in (None, 1):
+        sampling["top_p"] = rollout.get("top_p")
+    return sampling
+
+
+def _sharing(trainer: Reader, megatron: Reader, layout: Tree) -> Tree:
+    """Turn on the distributed optimizer, if there is more than one data × context rank."""
+    name = "use_distributed_optimizer"
+    size = int((number(trainer.get("nnodes", 1)) or 1) * (number(trainer.get("n_gpus_per_node", 1)) or 1))
+    for key in ("tensor", "pipeline"):
+        part = layout.get(key, 1)
+        size //= part if isinstance(part, int) else 1
+    if megatron.flag(name, f"parallel.{name}") and size > 1:
+        return {name: True}
+    if megatron.flag(name):
+        megatron.note(name, "no_effect", f"parallel.{name}", "one data × context rank, or their number is unknown")
+    return {}
+
+
+def steps_of(trainer: Reader) -> Tree:
+    """Return the steps of the section rl."""
+    steps = trainer.get("total_training_steps", ours="rl.steps")
+    trainer.note("total_epochs", "no_effect" if isinstance(steps, int) else "yours", "rl.steps", _NO_STEPS)
+    if not isinstance(steps, int):
+        trainer.note("total_training_steps", "yours", "rl.steps", "none is given")
+    return {"steps": steps} if isinstance(steps, int) else {}
+
+
+def optimizer_of(owner: Reader, ours: str, updates: int, steps: object, rate: float = 1e-6) -> Tree:
+    """Make an optimizer's section of the actor's or the critic's; a tick of the schedule is a step of the run."""
+    given = owner.below("optim")
+    by_megatron = owner.get("strategy") == "megatron"
+    given.note("optimizer", "equal", why="AdamW")
+    if not str(given.get("optimizer", "adam")).lower().startswith("adam"):
+        given.leave("optimizer", "AdamW")
+    made: Tree = {"lr": rate, "weight_decay": 0.01, "clip": 1.0, "betas": [0.9, 0.999]}
+    made |= optimizer(given, ours, {"lr": "lr", "weight_decay": "weight_decay", "clip": "clip_grad", "eps": "eps"})
+    if "grad_clip" in owner.section and not by_megatron:
+        made |= {"clip": number(owner.get("grad_clip", ours=f"{ours}.clip")) or None}
+        given.note("clip_grad", "no_effect", why="grad_clip has it")
+    elif by_megatron:
+        owner.note("grad_clip", "no_effect", why="optim.clip_grad has it")
+    betas = given.get("betas", ours=f"{ours}.betas")
+    if isinstance(betas, list):
+        made["betas"] = [number(beta) for beta in betas]
+    return made | _warmup(given, ours, updates, steps) | _decay(given, ours, made["lr"])
+
+
+def _warmup(given: Reader, ours: str, updates: int, steps: object) -> Tree:
+    warmup, share = number(given.get("lr_warmup_steps")), number(given.get("lr_warmup_steps_ratio")) or 0.0
+    first = number(given.get("lr_warmup_init")) or 0.0
+    given.note("lr_warmup_init", "unsupported" if first else "equal", why="the warm-up begins at lr / steps")
+    by_steps, by_share = "lr_warmup_steps", "lr_warmup_steps_ratio"
+    if warmup is not None and warmup > 0:
+        given.note(by_steps, "carried", f"{ours}.warmup_steps")
+        given.note(by_share, "no_effect", why="with lr_warmup_steps")
+        return {"warmup_steps": int(warmup) * updates}
+    given.note(by_steps, "equal", f"{ours}.warmup_steps", "lr_warmup_steps_ratio has it")
+    if not share:
+        given.note(by_share, "equal", f"{ours}.warmup_steps", "no warm-up")
+    elif isinstance(steps, int):
+        given.note(by_share, "carried", f"{ours}.warmup_steps")
+        return {"warmup_steps": int(share * steps) * updates}
+    else:
+        given.leave(by_share, "this share of rl.steps × rl.updates", f"{ours}.warmup_steps")
+    return {}
+
+
+def _decay(given: Reader, ours: str, rate: object) -> Tree:
+    names = ("lr_scheduler_type", "lr_decay_style", "warmup_style")
+    style = next((str(given.get(name)) for name in names if given.get(name) is not None), "constant")
+    floors = number(given.get("min_lr_ratio")) or 0.0, number(given.get("min_lr")) or 0.0
+    for name in names:
+        given.note(name, "equal", f"{ours}.schedule", "constant" if given.get(name) else "not given")
+        if given.get(name) == "cosine":
+            given.note(name, "carried", f"{ours}.schedule", "it ends with the run")
+        elif given.get(name) not in (None, "constant"):
+            given.leave(name, "the rate is constant or a cosine here", f"{ours}.schedule")
+    for name in ("min_lr_ratio", "min_lr", "num_cycles", "lr_decay_steps"):
+        given.note(name, "no_effect", why="with a constant rate")
+    if style != "cosine":
+        return {}
+    for name in ("min_lr_ratio", "min_lr"):
+        given.note(name, "carried", f"{ours}.final_fraction")
+    given.note("num_cycles", "equal" if given.get("num_cycles") in (None, 0.5) else "unsupported", why="half a cosine")
+    given.note("lr_decay_steps", "yours", "rl.steps", "the cosine here ends with the run")
+    return cosine(floors[0] * rate if floors[0] and isinstance(rate, int | float) else floors[1], rate)
+
+
+def _run(trainer: Reader) -> Tree:
+    made: Tree = {}
+    folder, every = (
+        trainer.get("default_local_dir", ours="run.dir"),
+        trainer.get("save_freq", ours="run.checkpoint_every"),
+    )
+    kept, resume = trainer.get("max_actor_ckpt_to_keep"), trainer.get("resume_mode", "auto", "run.resume")
+    if isinstance(folder, str):
+        made["dir"] = folder
+    if isinstance(every, int) and every > 0:
+        made["checkpoint_every"] = every
+    trainer.note("max_actor_ckpt_to_keep", "yours", "run.keep_checkpoints", "all of them there, the newest two here")
+    if isinstance(kept, int):
+        made["keep_checkpoints"] = kept
+        trainer.note("max_actor_ckpt_to_keep", "carried", "run.keep_checkpoints")
+    if resume == "disable":
+        made["resume"] = "never"
+    elif resume not in (None, "auto"):
+        trainer.leave("resume_mode", "a folder of weights to begin with", "run.init_from")
+    return made
+
+
+def _evaluation(trainer: Reader, sampled: Reader) -> Tree:
+    every = number(trainer.get("test_freq", ours="evaluation.every")) or 0
+    samples, shown = (
+        sampled.get("n", 1, "evaluation.samples"),
+        trainer.get("log_val_generations", ours="evaluation.show"),
+    )
+    before = trainer.flag("val_before_train")
+    on = every > 0 or before or trainer.flag("val_only")
+    trainer.note(
+        "val_before_train", "equal" if before or not on else "unsupported", "evaluation", "before the run and after"
+    )
+    for key in ("temperature", "top_k", "top_p", "do_sample"):
+        sampled.note(key, "unsupported", "sampling", "an evaluation samples as the training does")
+    if not on:
+        sampled.off("without an evaluation")
+        trainer.note("log_val_generations", "no_effect", why="without an evaluation")
+        return {}
+    made: Tree = {"every": max(int(every), 0)} | ({"samples": samples} if samples != 1 else {})
+    return {"evaluation": made | ({"show": shown} if shown else {})}
+
+
+def _data(data: Reader, trainer: Reader) -> Tree:
+    on = (number(trainer.get("test_freq")) or 0) > 0 or trainer.flag("val_before_train")
+    files: Tree = {}
+    for key, target in (("train_files", "train"), ("val_files", "held_out")):
+        value = data.get(key, ours=f"data.{target}")
+        if value and (target == "train" or on):
+            files[target] = value
+        elif value:
+            data.note(key, "no_effect", why="without an evaluation")
+    prompt = data.get("prompt_key", "prompt", "data.columns.prompt")
+    if files:
+        files["columns"] = {"prompt": prompt, "answer": "reward_model.ground_truth"}
+    return {"data": files} if files else {}
