@@ -234,7 +234,17 @@ def _cut(batch: Mapping[str, Any], rank: int, ranks: int) -> tuple[list[list[_Pi
 
 
 def _masks(batch: Mapping[str, Any], pieces: Sequence[list[_Piece]]) -> list[Tensor]:
-    """The masks of whole responses, cut as their log-probs are."""
+    """The masks of whole responses, cut as their log-probs are.
+
+    Raises:
+        ValueError: a mask of another length than its response.
+    """
+    for index, (mask, length) in enumerate(zip(batch["loss_masks"], batch["response_lengths"], strict=True)):
+        if len(mask) != length:
+            raise ValueError(
+                f"loss_masks[{index}] has {len(mask)} values, its response {length} tokens (response_lengths); give the "
+                "mask of the response alone"
+            )
     return [
         torch.cat([mask[piece.response : piece.response + len(piece.positions)] for piece in of_sample])
         for mask, of_sample in zip(batch["loss_masks"], pieces, strict=True)

@@ -216,6 +216,11 @@ def grpo_options(trainer: object) -> dict[str, object]:
     kind = args.loss_type
     if kind not in _AGGREGATIONS:
         raise ValueError(f"loss_type = {kind!r} is not supported here; supported are {', '.join(_AGGREGATIONS)}")
+    if args.importance_sampling_level not in ("token", "sequence"):
+        raise ValueError(
+            f"importance_sampling_level = {args.importance_sampling_level!r} is not supported here; supported are token and "
+            "sequence"
+        )
     high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     surrogate: dict[str, object] = {"name": "ppo", "clip_low": args.epsilon, "clip_high": high, "dual_clip": args.delta}
     if kind == "cispo":

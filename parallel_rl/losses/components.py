@@ -26,7 +26,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 @dataclass(frozen=True)
 class ComponentConfig:
-    """One component of a loss: a registered loss, its weight, and the tokens and fields that it sees.
+    """A component: a registered loss with its weight, and the tokens and fields that it sees.
 
     loss: {name: ..., options: {...}}; its aggregation and token weights are among its options.
     coefficient: λ, a number, or a `CoefficientScheduleConfig`.

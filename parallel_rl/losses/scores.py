@@ -185,7 +185,7 @@ def token_scores(
         if isinstance(temperature, torch.Tensor):
             shard = replace(shard, temperature=of.expand(_of_samples(temperature, valid)))
         that_count = torch.where(valid, ids, IGNORE_INDEX)
-        check_targets(that_count, shard.vocab_size)
+        check_targets(torch.where(valid, ids, 0), shard.vocab_size, ignore_index=None)
         if kept_sets:
             check_kept_ids(data["kept_ids"], valid, shard.vocab_size)
         bounded = head is not None and head.rows is not None

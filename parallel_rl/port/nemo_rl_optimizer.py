@@ -16,6 +16,7 @@ def optimizer_of(owner: Reader, ours: str, updates: int) -> Tree:
         for key in ("optimizer", "scheduler", "max_grad_norm"):
             owner.note(key, "no_effect", why="with megatron_cfg.enabled")
         return of_megatron
+    megatron.off("without megatron_cfg.enabled")
     return of_torch
 
 

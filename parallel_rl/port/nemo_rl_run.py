@@ -28,7 +28,7 @@ def shape_of(root: Reader, objective: str) -> Tree:
     dtensor.flag("enabled", "parallel")
     if not by_megatron:
         megatron.off("without policy.megatron_cfg.enabled")
-        layout = {name: size for name, size in layout.items() if size != 1}
+        layout = {name: size for name, size in layout.items() if size is True or size != 1}  # 1 is True
     if by_megatron or not dtensor.flag("enabled"):
         dtensor.off("without policy.dtensor_cfg.enabled")
     recomputed = _recompute(megatron, True), _recompute(dtensor, False)

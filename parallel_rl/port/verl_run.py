@@ -100,6 +100,13 @@ def _batch(root: Reader, layout: Tree) -> Tree:
     if not actor.flag("use_dynamic_bsz", "batch.packing"):
         actor.note("ppo_max_token_len_per_gpu", "no_effect", why="without use_dynamic_bsz")
         batch: Tree = {"packing": True} if packed else {}
+        if not rows:
+            actor.note(
+                "ppo_micro_batch_size_per_gpu",
+                "yours",
+                "batch.micro_batch_size",
+                "verl's null takes another key's size",
+            )
         return batch | ({"micro_batch_size": rows} if rows else {})
     tokens = of_a_rank * ranks if isinstance(of_a_rank, int) and isinstance(ranks, int) else of_a_rank
     sizes = [number(data.get(f"max_{part}_length")) or 0 for part in ("prompt", "response")]

@@ -135,6 +135,16 @@ def test_a_token_outside_the_vocabulary_is_an_error_on_every_context_rank() -> N
     assert told[0] == told[1] and told[0].startswith("rank 1: target 7 at ")
 
 
+def test_masks_are_of_the_response_alone() -> None:
+    """Masks of whole sequences were cut to their first values, without a word."""
+    logits, batch = rollouts()
+    batch["loss_masks"] = [torch.ones(total) for total in batch["total_lengths"]]
+    args = SimpleNamespace(calculate_per_token_loss=True)
+    loss = custom_loss(PolicyLossFn({"surrogate": PPO, "aggregation": "token-mean"}))
+    with pytest.raises(ValueError, match=r"loss_masks\[0\] has 5 values, its response 3 tokens"):
+        loss(args, batch, torch.cat(logits)[None], None)
+
+
 def test_on_policy_without_recorded_log_probs() -> None:
     logits, batch = rollouts()
     args = SimpleNamespace(calculate_per_token_loss=True)

@@ -174,3 +174,7 @@ def test_kinds_that_are_not_there() -> None:
         dpo_loss(data["new"], data["mask"], data["ref"].sum(1), {"aot": 1.0}, beta=0.1)
     with pytest.raises(ValueError, match="loss_type = 'dg' is not supported here; supported are grpo"):
         grpo_options(arguments("dg"))
+    with pytest.raises(
+        ValueError, match="importance_sampling_level = 'sequenc' is not supported here; supported are token"
+    ):
+        grpo_options(arguments("grpo", importance_sampling_level="sequenc"))

@@ -134,6 +134,17 @@ def test_grpo_of_nemo_rl(tmp_path: Path) -> None:
     )
 
 
+def test_sequence_parallelism_without_megatron() -> None:
+    """Its truth was taken for a size of 1, which is left out."""
+    config = copy.deepcopy(GRPO)
+    policy = {**POLICY, **TORCH, "dtensor_cfg": {"enabled": True, "tensor_parallel_size": 2, "sequence_parallel": True}}
+    config["policy"] = {**policy, "megatron_cfg": {**MEGATRON, "enabled": False}}
+    ported = options_of(config)
+    assert ported.config["parallel"] == {"tensor": 2, "sequence_parallel": True}
+    kinds = {row.key: row.kind for row in ported.rows}
+    assert kinds["policy.megatron_cfg"] == "no_effect"
+
+
 def test_answers_that_fill_the_whole_length() -> None:
     """A row of so many tokens has no room for a prompt and such an answer: `check` refused it."""
     config = copy.deepcopy(GRPO)

@@ -148,6 +148,8 @@ def rows_and_data(call: LogProbCall, needs: Requirements, options: VocabOptions)
                 check_field(field, each)
         found = _per_row(name, value, rows, call) if per_row else field_rows(name, value, rows, call, field)
         data["token_mask" if name == masks[0] else name] = found
+    if masks[0] in needs.names:  # a component names it
+        data[masks[0]] = data["token_mask"]
     given = call.logprobs
     places = torch.ones_like(given) if isinstance(given, Tensor) else [torch.ones_like(x) for x in given]
     data[IN_ROW] = rows.take(places).bool()

@@ -11,6 +11,7 @@ from parallel_rl.training.batching.micro_batches import local_share, target_rows
 from parallel_rl.training.config.fields import LABELS
 from parallel_rl.training.config.preference import PreferenceConfig
 from parallel_rl.training.data.examples import Answer, Pair
+from parallel_rl.training.data.fit import begin_of
 from parallel_rl.training.data.records.order import permutation
 from parallel_rl.training.models.learner import combine_updates
 from parallel_rl.training.models.train_step import StepMetrics
@@ -65,21 +66,27 @@ def _paired(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
 
 
 def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
-    """(chosen, +1), (rejected, −1) and the mismatched row (prompt, chosen of the next pair; 0) of each pair."""
+    """(chosen, +1), (rejected, −1) and the mismatched row (prompt, chosen of the next pair, cut to fit; 0) of each pair."""
     prompts = [pair.prompt for pair, _ in pairs for _ in range(3)]
-    targets = [side for pair, following in pairs for side in (pair.chosen, pair.rejected, following.chosen)]
+    limit = session.data.limit
+    targets = [
+        side
+        for pair, following in pairs
+        for side in (pair.chosen, pair.rejected, begin_of(following.chosen, limit - len(pair.prompt)))
+    ]
     labels = torch.tensor([1.0, -1.0, 0.0], dtype=session.engine.float_dtype).repeat(len(pairs))
     return target_rows(prompts, targets).with_fields(**{LABELS: labels})
 
 
 def _answer_rows(answers: Sequence[tuple[Answer, Answer | None]], session: Session) -> Samples:
-    """(answer, ±1) of each record, and its mismatched row (prompt, the other record's answer; 0)."""
+    """(answer, ±1) of each record, and its mismatched row (prompt, the other record's answer, cut to fit; 0)."""
+    limit = session.data.limit
     rows = [
         row
         for answer, other in answers
         for row in (
             (answer.prompt, answer.target, 1.0 if answer.desirable else -1.0),
-            *([] if other is None else [(answer.prompt, other.target, 0.0)]),
+            *([] if other is None else [(answer.prompt, begin_of(other.target, limit - len(answer.prompt)), 0.0)]),
         )
     ]
     labels = torch.tensor([label for _, _, label in rows], dtype=session.engine.float_dtype)

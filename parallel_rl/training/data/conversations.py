@@ -44,7 +44,10 @@ def tools_of(fields: Row) -> Tools:
     """
     tools = fields.get("tools")
     if isinstance(tools, str) and tools:
-        tools = parse_json(tools)
+        try:
+            tools = parse_json(tools)
+        except ValueError as error:
+            raise ValueError(f"'tools' = {brief(tools)} is no JSON: {error}") from None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -25,6 +25,7 @@ class Datasets:
     Attributes:
         seed: of the order of the records.
         longest: tokens of the longest sequence that a run can make of the records that were checked.
+        limit: tokens that a sequence has room for.
         checked: the part of each source that was.
         notes: lines about a source: the form of its records, those that were dropped or cut, the labels of answers.
     """
@@ -37,6 +38,7 @@ class Datasets:
     rollouts: Records[Rollout] = field(default_factory=Records)
     seed: int = 0
     longest: int = 0
+    limit: int = 0
     checked: Mapping[str, float] = field(default_factory=dict)
     notes: Mapping[str, Sequence[str]] = field(default_factory=dict)
 

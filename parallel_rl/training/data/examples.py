@@ -20,7 +20,7 @@ from parallel_rl.training.data.conversations import (
     without_nulls,
 )
 from parallel_rl.training.data.format import Format, Row, UnfitRecord, field_of, pick, text_of
-from parallel_rl.training.tokenizer.protocol import Target
+from parallel_rl.training.tokenizer.protocol import Message, Target
 
 _ROLLOUT = ("tokens", "logprobs", "mask", "group", "reward", "advantage", "staleness", "run", "segments")
 
@@ -131,8 +131,7 @@ def parse_example(row: Row, form: Format) -> Example:
         asked, answers = split_turns(asked, form.mask_history)
     else:
         answers = answers_of(field_of(fields, "answer", row), "answer", asked)
-    if all(answer.get("weight") == 0 for answer in answers if answer["role"] == "assistant"):
-        raise ValueError("no answer is learned: each has weight 0")
+    _check_weights(answers)
     tools = tools_of(fields)
     return Example(tuple(form.tokenizer.render(asked, tools)), form.tokenizer.target(asked, answers, tools))
 
@@ -157,8 +156,12 @@ def parse_pair(row: Row, form: Format) -> Pair:
     asked = conversation(fields, form.system, row)
     sides = [answers_of(value, key, asked) for key, value in (("chosen", chosen), ("rejected", rejected))]
     tools = tools_of(fields)
-    targets = (form.tokenizer.target(asked, answers, tools) for answers in sides)
-    return Pair(tuple(form.tokenizer.render(asked, tools)), *targets)
+    for side in sides:
+        _check_weights(side)
+    first, second = (form.tokenizer.target(asked, answers, tools) for answers in sides)
+    if first == second:
+        raise UnfitRecord(f"'chosen' and 'rejected' have the same tokens, of {brief(chosen)}", "invalid")
+    return Pair(tuple(form.tokenizer.render(asked, tools)), first, second)
 
 
 def parse_answer(row: Row, form: Format) -> Answer:
@@ -176,8 +179,15 @@ def parse_answer(row: Row, form: Format) -> Answer:
     if is_empty(answer):
         raise UnfitRecord(f"'answer' = {brief(answer)} is empty", "invalid")
     tools = tools_of(fields)
-    target = form.tokenizer.target(asked, answers_of(answer, "answer", asked), tools)
+    answers = answers_of(answer, "answer", asked)
+    _check_weights(answers)
+    target = form.tokenizer.target(asked, answers, tools)
     return Answer(tuple(form.tokenizer.render(asked, tools)), target, label == 1)
+
+
+def _check_weights(answers: Sequence[Message]) -> None:
+    if all(answer.get("weight") == 0 for answer in answers if answer["role"] == "assistant"):
+        raise ValueError("no answer is learned: each has weight 0")
 
 
 def parse_rollout(row: Row, vocab_size: int) -> Rollout:

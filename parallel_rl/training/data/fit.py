@@ -78,7 +78,7 @@ def shorten(record: RecordT, limit: int, new: int) -> RecordT:
     if needed >= limit:
         raise ValueError(f"{limit} tokens leave no room for a prompt before the first learned token, place {needed}")
     prompt = record.prompt[-(limit - needed) :]
-    cut = [_begin_of(target, limit - len(prompt)) for target in targets]
+    cut = [begin_of(target, limit - len(prompt)) for target in targets]
     if isinstance(record, Example | Answer):
         return replace(record, prompt=prompt, target=cut[0])
     return replace(record, prompt=prompt, chosen=cut[0], rejected=cut[1])
@@ -89,5 +89,6 @@ def _first_learned(target: Target) -> int:
     return 1 if target.mask is None else target.mask.index(1) + 1
 
 
-def _begin_of(target: Target, count: int) -> Target:
+def begin_of(target: Target, count: int) -> Target:
+    """Cut a target to its first `count` tokens."""
     return Target(target.tokens[:count], None if target.mask is None else target.mask[:count])

@@ -6,26 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import takewhile
 
-from parallel_rl.config.json_text import brief
 from parallel_rl.training.config.data import FIELDS, FORM_NAMES, DataConfig
-from parallel_rl.training.data.format import Row, text_of
+from parallel_rl.training.data.conversions import alpaca, dialogues, ranked, renamed, sharegpt, texts_alone, verl
+from parallel_rl.training.data.format import Fields, Row
 from parallel_rl.training.data.records.index import stretch
 from parallel_rl.training.data.records.paths import DataFile
-
-Fields = dict[str, object]
-
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-}
-_HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 
 @dataclass(frozen=True)
@@ -62,8 +48,8 @@ class RecordForm:
         if missing or (unknown := self.unknown(row)):
             fault = f"the column {missing[0]!r} is missing" if missing else f"the column {unknown[0]!r} is unknown"
             raise ValueError(
-                f"the record is not of {self.title} form, as the first one is: {fault}; it has {', '.join(row)}. "
-                "data.form: NAME reads what that form needs and leaves other columns aside"
+                f"the record is not of {self.title} form, that of the source: {fault}; it has {', '.join(row)}. With data.form "
+                "set, columns that a form does not read are left aside"
             )
         return self.convert(row), {key: value for key, value in row.items() if key not in (*self.needs, *self.may)}
 
@@ -126,13 +112,19 @@ def _choose(config: DataConfig, source: str, row: Row, file: DataFile) -> Record
     for form in forms:
         if form.matches(row):
             return form
-    begun = [form.name for form in forms if form.begins(row) and form.fits(row)]
-    if len(begun) > 1 and not row.keys() <= {*FIELDS[source]}:
+    begun = [form for form in forms if form.begins(row) and form.fits(row)]
+    if not begun or row.keys() <= {*FIELDS[source]}:
+        return None
+    if len(begun) > 1:
         raise ValueError(
-            f"{file.path}: the first record has the columns of several forms, {', '.join(begun)}: {', '.join(row)}; set "
-            "data.form to one of them, or data.columns"
+            f"{file.path}: the first record has the columns of several forms, {', '.join(form.name for form in begun)}: "
+            f"{', '.join(row)}; set data.form to one of them, or data.columns"
         )
-    return None
+    [form] = begun
+    raise ValueError(
+        f"{file.path}: the first record has the columns of {form.title} form, and the unknown column "
+        f"{form.unknown(row)[0]!r}; correct its name, or set data.form: {form.name}, which leaves it aside"
+    )
 
 
 def _first(file: DataFile) -> Row | None:
@@ -143,105 +135,6 @@ def _first(file: DataFile) -> Row | None:
         return file.read(*index[["start", "size", "crc"]][0].item()).row(0) if len(index) else None
     except ValueError:
         return None
-
-
-def _alpaca(row: Row) -> Fields:
-    """Join the instruction and its input by a line break."""
-    context = row.get("input")
-    if context is not None and not isinstance(context, str):
-        raise ValueError(f"'input' = {brief(context)} is not valid; a text is needed")
-    prompt = text_of(row, "instruction") + (f"\n{context}" if context else "")
-    return {"prompt": prompt, "answer": row["output"], **_kept(row, "system")}
-
-
-def _sharegpt(row: Row) -> Fields:
-    """Turns of {from, value} as messages."""
-    turns = row["conversations"]
-    if not isinstance(turns, list) or not turns:
-        raise ValueError(f"'conversations' = {brief(turns)} is not valid; a list of {{from, value}} is needed")
-    messages = []
-    for index, turn in enumerate(turns):
-        role = _SHAREGPT_ROLES.get(str(turn.get("from"))) if isinstance(turn, Mapping) else None
-        if role is None:
-            raise ValueError(
-                f"conversations[{index}] = {brief(turn)} is not valid; {{from, value}} with from one of "
-                f"{', '.join(_SHAREGPT_ROLES)} is needed"
-            )
-        messages.append({"role": role, "content": turn.get("value")})
-    return {"messages": messages, **_kept(row, "system", "tools")}
-
-
-def _renamed(names: Mapping[str, str], row: Row) -> Fields:
-    return {ours: row[theirs] for theirs, ours in names.items() if theirs in row}
-
-
-def _kept(row: Row, *names: str) -> Fields:
-    return {name: row[name] for name in names if name in row}
-
-
-def _texts_alone(row: Row) -> bool:
-    return "prompt" not in row and isinstance(row["chosen"], str) and isinstance(row["rejected"], str)
-
-
-def _dialogues(row: Row) -> Fields:
-    """Two dialogues as texts: their turns where both have Anthropic's marks, otherwise the beginning that they share.
-
-    The shared beginning is TRL's: up to the first character that differs, without a space before it.
-    """
-    chosen, rejected = text_of(row, "chosen"), text_of(row, "rejected")
-    both = [_turns(chosen), _turns(rejected)]
-    if both[0] and both[1]:
-        return {"chosen": both[0], "rejected": both[1], **_kept(row, "system")}
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
-    if 0 < shared < min(len(chosen), len(rejected)) and chosen[shared - 1] == " ":
-        shared -= 1
-    if shared == 0:
-        raise ValueError(
-            "'chosen' and 'rejected' begin with different texts; without a 'prompt' both begin with the same"
-        )
-    return {
-        "prompt": chosen[:shared],
-        "chosen": chosen[shared:],
-        "rejected": rejected[shared:],
-        **_kept(row, "system"),
-    }
-
-
-def _turns(text: str) -> list[dict[str, str]]:
-    """The messages of a dialogue of "Human:" and "Assistant:"; none of another text."""
-    text = text if text.startswith("\n\n") else f"\n\n{text}"
-    messages: list[dict[str, str]] = []
-    if not text.startswith(_HUMAN):
-        return []
-    for part in text.split(_HUMAN)[1:]:
-        asked, *answers = part.split(_ASSISTANT)
-        messages.append({"role": "user", "content": asked.strip()})
-        messages += [{"role": "assistant", "content": answer.strip()} for answer in answers]
-    return messages
-
-
-def _ranked(row: Row) -> Fields:
-    """NeMo-RL's preferences: the completion of the lower rank is preferred."""
-    completions = row["completions"]
-    ranks = (
-        [one.get("rank") for one in completions if isinstance(one, Mapping)] if isinstance(completions, list) else []
-    )
-    if not isinstance(completions, list) or len(ranks) != 2 or len(completions) != 2:
-        raise ValueError(f"'completions' = {brief(completions)} is not valid; two of {{rank, completion}} are needed")
-    if not all(isinstance(rank, int) for rank in ranks) or ranks[0] == ranks[1]:
-        raise ValueError(
-            f"'completions' has the ranks {ranks}; two different integers are needed, the lower is preferred"
-        )
-    best, worst = sorted(completions, key=lambda one: one["rank"])
-    return {"prompt": row["context"], "chosen": best.get("completion"), "rejected": worst.get("completion")}
-
-
-def _verl(row: Row) -> Fields:
-    """verl's rows for rewards by rules: the conversation, the ground truth, and the source that chooses the reward."""
-    truth = row["reward_model"]
-    if not isinstance(truth, Mapping) or truth.get("ground_truth") is None:
-        raise ValueError(f"'reward_model' = {brief(truth)} is not valid; {{ground_truth: ...}} is needed")
-    return {"prompt": row["prompt"], "answer": truth["ground_truth"], "source": row["data_source"]}
 
 
 _PROMPTS = ("train", "held_out")
@@ -255,7 +148,7 @@ FORMS = (
         ("answers",),
         ("prompt", "completion", "label"),
         partial(
-            _renamed,
+            renamed,
             {"prompt": "prompt", "completion": "answer", "label": "label", "system": "system", "tools": "tools"},
         ),
         ("system", "tools"),
@@ -265,21 +158,21 @@ FORMS = (
         "TRL's prompt and completion",
         ("examples",),
         ("prompt", "completion"),
-        partial(_renamed, {"prompt": "prompt", "completion": "answer", "system": "system", "tools": "tools"}),
+        partial(renamed, {"prompt": "prompt", "completion": "answer", "system": "system", "tools": "tools"}),
         ("system", "tools"),
     ),
     RecordForm(
-        "alpaca", "Alpaca's", ("examples",), ("instruction", "output"), _alpaca, ("input", "system"), ("text", "id")
+        "alpaca", "Alpaca's", ("examples",), ("instruction", "output"), alpaca, ("input", "system"), ("text", "id")
     ),
     RecordForm(
-        "sharegpt", "ShareGPT's", ("examples",), ("conversations",), _sharegpt, ("system", "tools"), ("id", "source")
+        "sharegpt", "ShareGPT's", ("examples",), ("conversations",), sharegpt, ("system", "tools"), ("id", "source")
     ),
     RecordForm(
         "ultrafeedback",
         "UltraFeedback's",
         ("pairs",),
         _ULTRAFEEDBACK,
-        partial(_renamed, dict(zip(_ULTRAFEEDBACK, _ULTRAFEEDBACK, strict=True)) | {"system": "system"}),
+        partial(renamed, dict(zip(_ULTRAFEEDBACK, _ULTRAFEEDBACK, strict=True)) | {"system": "system"}),
         ("system",),
         _RATED,
         lambda row: any(key not in (*_ULTRAFEEDBACK, "system") for key in row),
@@ -289,17 +182,17 @@ FORMS = (
         "HH's dialogues as texts",
         ("pairs",),
         ("chosen", "rejected"),
-        _dialogues,
+        dialogues,
         ("system",),
         (),
-        _texts_alone,
+        texts_alone,
     ),
     RecordForm(
         "nemo_rl_preference",
         "NeMo-RL's preference",
         ("pairs",),
         ("context", "completions"),
-        _ranked,
+        ranked,
         (),
         ("task_name", "dataset"),
     ),
@@ -308,7 +201,7 @@ FORMS = (
         "verl's",
         _PROMPTS,
         ("data_source", "prompt", "reward_model"),
-        _verl,
+        verl,
         (),
         ("ability", "extra_info", "agent_name"),
     ),

@@ -67,7 +67,7 @@ def read_datasets(
         rollouts=reader.rollouts(parse.rollouts),
         seed=config.run.seed,
     )
-    return replace(data, longest=reader.longest, checked=reader.checked, notes=reader.notes)
+    return replace(data, longest=reader.longest, limit=reader.limit, checked=reader.checked, notes=reader.notes)
 
 
 class _Reader:
@@ -77,6 +77,7 @@ class _Reader:
         self.longest, self.checked, self.notes = 0, dict[str, float](), defaultdict[str, list[str]](list)
         self._cut = list[int]()  # tokens of this rank's sequences that were shortened
         self._config, self._files, self._room = config, files, room
+        self.limit = longest_that_fits(room, config.model.max_positions)
 
     def source(self, name: str, parse: Callable[[Row], RecordT]) -> Records[RecordT]:
         records = self._open(name, parse)
@@ -134,9 +135,8 @@ class _Reader:
             return Records()
         files, window = self._files[name], self._config.data.buffer_megabytes << 20
 
-        new, most = self._config.sampling.max_new_tokens, self._config.model.max_positions
+        new, limit = self._config.sampling.max_new_tokens, self.limit
         too_long = "error" if name == "rollouts" else self._config.data.too_long
-        limit = longest_that_fits(self._room, most) if too_long == "truncate" else 0
 
         def fitting(row: Row) -> RecordT:
             record = parse(row)
@@ -221,7 +221,9 @@ def label_note(good: int, bad: int, options: Mapping[str, object]) -> str:
     """
     counts = f"{good:,} desirable, {bad:,} undesirable"
     weights = [options.get(f"{side}_weight", 1.0) for side in ("desirable", "undesirable")]
-    if not good or not bad or not all(isinstance(weight, int | float) and weight > 0 for weight in weights):
+    if not good or not bad:
+        return f"warning: {counts}; KTO learns from both"
+    if not all(isinstance(weight, int | float) and weight > 0 for weight in weights):
         return counts
     weight_good, weight_bad = map(float, map(str, weights))
     ratio = weight_good * good / (weight_bad * bad)

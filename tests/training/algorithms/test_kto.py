@@ -64,6 +64,27 @@ def test_answers_give_the_same_rows_on_every_layout(tmp_path: Path) -> None:
     assert rows[0]["num_mismatched"] == 0 and rows[0]["loss"] == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("source", ["answers", "pairs"])
+def test_mismatched_rows_fit(source: str, tmp_path: Path) -> None:
+    """A long prompt meets a long answer, which each record alone does not: the answer is cut, and the model has room."""
+    path = tmp_path / "rows.jsonl"
+    long, short = "1+" * 20, "2"
+    if source == "answers":
+        rows = [{"prompt": long, "answer": short, "label": 1}, {"prompt": short, "answer": long, "label": 0}]
+    else:
+        rows = [{"prompt": long, "chosen": short, "rejected": "3"}, {"prompt": short, "chosen": long, "rejected": "3"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = "pairs" if source == "answers" else "answers"
+    more = {
+        f"data__{source}": path,
+        f"data__{other}": "null",
+        f"preference__{source}": 2,
+        f"preference__{other}": "null",
+    }
+    [rows] = run_world(1, train_rows, kto(tmp_path / "run", "null", **{**more, "model__max_positions": 44}))
+    assert rows[0]["num_mismatched"] == 2
+
+
 def test_the_labels_suggest_weights(tmp_path: Path) -> None:
     path = write(tmp_path)
     given = kto(tmp_path, path, preference__loss="{name: kto}")

@@ -115,6 +115,28 @@ CASES: dict[str, tuple[str, Row, Row, str]] = {
         {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
         "UltraFeedback's form: prompt, chosen, rejected; prompt_id, messages, score_chosen, score_rejected left aside",
     ),
+    "a weight of ShareGPT's": (
+        "examples",
+        {
+            "conversations": [
+                {"from": "human", "value": ASKED},
+                {"from": "gpt", "value": GOOD, "weight": 0},
+                {"from": "human", "value": ASKED},
+                {"from": "gpt", "value": BAD},
+            ]
+        },
+        {"messages": [*talk(ASKED), {"role": "assistant", "content": GOOD, "weight": 0}, *talk(ASKED, BAD)]},
+        "ShareGPT's form: conversations",
+    ),
+    "HH with CRLF and a text before": (
+        "pairs",
+        {
+            "chosen": "Be kind." + dialogue(ASKED, GOOD).replace("\n", "\r\n"),
+            "rejected": "Be kind." + dialogue(ASKED, BAD),
+        },
+        {"prompt": ASKED, "system": "Be kind.", "chosen": GOOD, "rejected": BAD},
+        "HH's dialogues as texts form: chosen, rejected",
+    ),
     "HH": (
         "pairs",
         {"chosen": dialogue("Hi", "Yes?", ASKED, GOOD), "rejected": dialogue("Hi", "Yes?", ASKED, BAD)},
@@ -225,7 +247,7 @@ def test_tools_go_to_the_chat_template(tokenizer: Tokenizer) -> None:
     [
         ("examples", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "answer": "b"}], {}, "line 2: the record is not of"),
         ("examples", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "label": 1}], {},
-         "line 2: .*the column 'label' is unknown; it has prompt, completion, label. data.form"),
+         "line 2: .*the column 'label' is unknown; it has prompt, completion, label. With data.form"),
         ("examples", [{"prompt": "a", "completion": "b", "instruction": "a", "output": "b"}], {},
          "columns of several forms, prompt_completion, alpaca"),
         ("examples", [{"conversations": [{"from": "alien", "value": "b"}]}], {}, r"conversations\[0\] = .*alien.*from one of"),
@@ -236,7 +258,14 @@ def test_tools_go_to_the_chat_template(tokenizer: Tokenizer) -> None:
         ("examples", [{"instruction": "a", "outptu": "b"}], {}, "unknown field 'instruction'.*has instruction, outptu"),
         ("pairs", [{"context": talk("a"), "completions": [{"rank": 0, "completion": "a"}]}], {}, "two of {rank, completion}"),
         ("pairs", [{"chosen": "abc", "rejected": "xbc"}], {}, "begin with different texts"),
-        ("pairs", [{"prompt": "a", "chosen": "b", "rejected": "c", "scroe_chosen": 1}], {}, "unknown field 'scroe_chosen'"),
+        ("pairs", [{"prompt": "a", "chosen": "b", "rejected": "c", "scroe_chosen": 1}], {},
+         "UltraFeedback's form, and the unknown column 'scroe_chosen'; correct its name, or set data.form: ultrafeedback"),
+        ("examples", [{"instruction": "a", "output": "b", "history": []}], {}, "and the unknown column 'history'"),
+        ("pairs", [{"chosen": dialogue("a", "b"), "rejected": "b"}], {}, "one of 'chosen' and 'rejected' has the marks"),
+        ("pairs", [{"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "c", "weight": 0}]}], {},
+         "line 1: no answer is learned: each has weight 0"),
+        ("pairs", [{"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "b"}]}], {}, "the same tokens"),
+        ("examples", [{"prompt": "a", "answer": "b", "tools": "notjson"}], {}, "'tools' = 'notjson' is no JSON"),
         ("pairs", [{"prompt": "a", "chosen": "b", "rejected": "c"}], {"form": "alpaca"},
          "data.form = 'alpaca' has no effect; only data.examples can have it"),
         ("pairs", [{"prompt": "a", "chosen": "b", "rejected": "c"}], {"form": "ultrafedback"}, "did you mean 'ultrafeedback'"),
@@ -261,7 +290,8 @@ def test_a_record_of_no_form_is_named(
 def test_a_form_that_is_named_leaves_other_columns_aside(tokenizer: Tokenizer, tmp_path: Path) -> None:
     row = {**CASES["UltraFeedback"][1], "annotator": "x"}
     config = written(tmp_path, "pairs", row)
-    assert not find_forms(config, find_data(config))
+    with pytest.raises(ValueError, match="the unknown column 'annotator'"):
+        find_forms(config, find_data(config))
     config = configure(DataConfig, {"pairs": config.pairs, "form": "ultrafeedback"}, "data")
     forms = find_forms(config, find_data(config))
     assert "annotator left aside" in forms["pairs"][1]

@@ -139,7 +139,7 @@ def _object(line: bytes) -> Row:
     if not text.strip():
         raise ValueError("the line is empty; a JSON object is needed")
     try:
-        row = parse_json(text)
+        row = parse_json(text.rstrip())
     except json.JSONDecodeError as error:
         raise ValueError(f"no JSON ({error.msg} at column {error.colno}): {text.strip()[:80]!r}") from None
     except ValueError as error:
