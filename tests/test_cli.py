@@ -170,10 +170,15 @@ def test_a_file_that_may_not_be_read_is_said_in_one_line(name: str, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_world_that_does_not_match_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    done = command("train", GRPO, "--run.dir", str(tmp_path), ranks=2)
-    assert done.returncode != 0
-    for rank in range(2):
-        assert f"parallel-rl: error (rank {rank}): the world has 2 ranks; parallel.tensor 2 × context 2" in done.stderr
+    wanted = [
+        f"parallel-rl: error (rank {rank}): the world has 2 ranks; parallel.tensor 2 × context 2" for rank in range(2)
+    ]
+    for _ in range(3):  # on a busy machine torchrun may end one rank before it has printed, since the other has failed
+        done = command("train", GRPO, "--run.dir", str(tmp_path), ranks=2)
+        assert done.returncode != 0
+        if all(text in done.stderr for text in wanted):
+            break
+    assert all(text in done.stderr for text in wanted), done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
