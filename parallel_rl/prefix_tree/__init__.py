@@ -5,8 +5,7 @@ sequences that share a prefix have several flat tokens at one row position.
 """
 
 from parallel_rl.prefix_tree.build import build_tree
-from parallel_rl.prefix_tree.layout import tree_layout
 from parallel_rl.prefix_tree.nodes import from_nodes
 from parallel_rl.prefix_tree.tree import PrefixTree
 
-__all__ = ["PrefixTree", "build_tree", "from_nodes", "tree_layout"]
+__all__ = ["PrefixTree", "build_tree", "from_nodes"]

@@ -1,12 +1,20 @@
-"""The tree itself: the row position of each flat token."""
+"""The tree itself: the row position of each flat token, and the layout of its row.
+
+A token is the target of one row, that of the token before it on its path. An *edge* is such a pair of a row and a target:
+several flat tokens may be one edge, and a row where the tree branches has several edges.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+
+from parallel_rl.layout import CPLayout, SequenceLayout
+from parallel_rl.segments import Groups, SharedRows
+from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,6 +43,7 @@ class PrefixTree:
     shared: Tensor
     bounds: Tensor
     scored: Tensor | None = None
+    _layouts: dict[tuple[object, ...], SequenceLayout] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def row_length(self) -> int:
@@ -74,6 +83,51 @@ class PrefixTree:
         empty = torch.full((self.row_length,), -1)
         return empty.index_put((self.where[self.real],), previous[self.real])
 
+    def layout(
+        self,
+        *,
+        cp_size: int = 1,
+        cp_rank: int = 0,
+        cp_layout: CPLayout = "zigzag",
+        device: torch.device | str | None = None,
+    ) -> SequenceLayout:
+        """Lay out the flat tokens of a context rank, whose logits are [1, T/cp, V/tp]; computed once.
+
+        A flat token is local where its row is. Zigzag cuts every tree into 2·cp chunks, contiguous the whole row into cp parts.
+
+        Raises:
+            ValueError: a row or a tree that does not divide.
+        """
+        key = (cp_size, cp_rank, cp_layout, None if device is None else torch.device(device))
+        if key not in self._layouts:
+            self._layouts[key] = _layout(self, cp_size, cp_rank, cp_layout, device)
+        return self._layouts[key]
+
+    def check_data(self, input_ids: Tensor, scored: Tensor) -> None:
+        """Check that data [B, S] are those of the tree, where values are checked.
+
+        Args:
+            scored: [B, S] bool, the tokens that carry loss.
+
+        Raises:
+            ValueError: other tokens, a scored token that the tree leaves out.
+        """
+        if not checks_values(input_ids):
+            return
+        wrong = (input_ids.cpu() != self.input_ids) & self.real
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"input_ids[{row}, {column}] is {int(input_ids[row, column])}, the tree was built with "
+                f"{int(self.input_ids[row, column])}; build it from the same data"
+            )
+        if self.scored is not None and bool((left_out := scored.cpu() & ~self.scored).any()):
+            row, column = left_out.nonzero()[0].tolist()
+            raise ValueError(
+                f"the token at [{row}, {column}] carries loss, but the tree was built with token_mask 0 there; build it with "
+                "the mask of the data, or without one"
+            )
+
     def row(self, field: Tensor, fill: float | int = 0) -> Tensor:
         """Put a field [B, S] that shared tokens agree in into the order of the row: [T], `fill` at padding.
 
@@ -98,3 +152,82 @@ def scored_tokens(token_mask: Tensor | None, input_ids: Tensor) -> Tensor | None
     if token_mask.shape != input_ids.shape:
         raise ValueError(f"token_mask must be [B, S] = {list(input_ids.shape)}, got {list(token_mask.shape)}")
     return token_mask.cpu().bool()
+
+
+def _layout(
+    tree: PrefixTree, cp_size: int, cp_rank: int, cp_layout: CPLayout, device: torch.device | str | None
+) -> SequenceLayout:
+    owner = torch.empty(tree.row_length, dtype=torch.int64)
+    local = torch.empty(tree.row_length, dtype=torch.int64)
+    for rank in range(cp_size):
+        row = SequenceLayout.packed(
+            tree.bounds,
+            seq_len=tree.row_length,
+            total=tree.row_length,
+            cp_size=cp_size,
+            cp_rank=rank,
+            cp_layout=cp_layout,
+        )
+        places = tree.bounds[row.sequence_ids] + row.positions
+        owner[places], local[places] = rank, torch.arange(len(places))
+    width = tree.where.shape[1]
+    owners = torch.where(tree.real, owner[tree.where], -1)
+    here = (owners == cp_rank) & _read(tree)
+    sequences, positions = here.nonzero().unbind(1)
+    rows = local[tree.where[here]]
+    count = tree.row_length // cp_size
+    edges, targets, branches = _edges(tree, sequences, positions, rows, count)
+    chunk = torch.nn.functional.pad(owners[:, 1:] != owners[:, :-1], (1, 0)).cumsum(1)
+    chunk = torch.where(tree.real, chunk, 0)
+    where = tree.where.device if device is None else device
+
+    def move(x: Tensor) -> Tensor:
+        return x.to(where, non_blocking=True)
+
+    lengths = move(tree.lengths)
+    return SequenceLayout(
+        shape=(len(tree.where), width),
+        sequence_ids=move(sequences),
+        positions=move(positions),
+        offsets=move(torch.nn.functional.pad(here.sum(1).cumsum(0), (1, 0))),
+        lengths=lengths,
+        local_shape=(1, count),
+        chunks=(torch.zeros_like(lengths), torch.ones_like(lengths)),
+        cp_size=cp_size,
+        tree=SharedRows(
+            Groups.of(rows, count).to(where),
+            edges.to(where),
+            move(targets),
+            move(branches),
+            move(chunk),
+            int(chunk.max()),
+        ),
+    )
+
+
+def _read(tree: PrefixTree) -> Tensor:
+    """[B, S] bool: places whose token, or whose next token, may carry loss."""
+    if tree.scored is None:
+        return tree.real
+    scored = tree.scored & tree.real
+    return scored | torch.nn.functional.pad(scored[:, 1:], (0, 1))
+
+
+def _edges(
+    tree: PrefixTree, sequences: Tensor, positions: Tensor, rows: Tensor, count: int
+) -> tuple[Groups, Tensor, Tensor]:
+    """Find the edges of the flat tokens: their places, a flat token of each, and the rows of the further ones."""
+    flat = torch.arange(len(rows))
+    scored = positions + 1 < tree.lengths[sequences]
+    target = tree.input_ids[sequences, (positions + 1).clamp(max=tree.where.shape[1] - 1)]
+    target = target - target.min() if len(target) else target
+    span = int(target.max()) + 1 if len(target) else 1
+    keys, edge = torch.unique(rows[scored] * span + target[scored], return_inverse=True)
+    row_of_edge = keys // span
+    first = torch.full((len(keys),), len(rows)).scatter_reduce(0, edge, flat[scored], "amin")
+    branching = torch.bincount(row_of_edge, minlength=count)[row_of_edge] > 1
+    slot = torch.where(branching, count - 1 + branching.cumsum(0), row_of_edge)
+    targets = torch.full((count + int(branching.sum()),), -1).index_put((slot,), first)
+    index = rows.clone()  # where nothing is predicted any slot of the row serves
+    index[scored] = slot[edge]
+    return Groups.of(index, len(targets)), targets, row_of_edge[branching]

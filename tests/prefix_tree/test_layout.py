@@ -7,24 +7,10 @@ import torch
 
 from parallel_rl import build_tree
 from parallel_rl.layout import CPLayout
-from parallel_rl.prefix_tree import PrefixTree, tree_layout
+from tests.prefix_tree.cuts import held_rows
 from tests.prefix_tree.trees import padded, random_sequences
 
 CUTS: list[tuple[int, CPLayout]] = [(1, "zigzag"), (2, "zigzag"), (4, "zigzag"), (2, "contiguous"), (4, "contiguous")]
-
-
-def held_rows(tree: PrefixTree, cp: int, rank: int, cp_layout: CPLayout) -> list[int]:
-    """The row positions of a context rank in the order of its logits, cut with Python lists."""
-    row = list(range(tree.row_length))
-    if cp_layout == "contiguous" or cp == 1:
-        part = len(row) // cp
-        return row[rank * part : (rank + 1) * part]
-    held = []
-    for first, last in zip(tree.bounds.tolist(), tree.bounds.tolist()[1:], strict=False):
-        part = (last - first) // (2 * cp)
-        chunks = [row[first + k * part : first + (k + 1) * part] for k in range(2 * cp)]
-        held += chunks[rank] + chunks[2 * cp - 1 - rank]
-    return held
 
 
 @pytest.mark.parametrize(("cp", "cp_layout"), CUTS)
@@ -35,7 +21,7 @@ def test_each_flat_token_reads_its_own_row(seed: int, cp: int, cp_layout: CPLayo
     flat = []
     for rank in range(cp):
         held = held_rows(tree, cp, rank, cp_layout)
-        layout = tree_layout(tree, cp_size=cp, cp_rank=rank, cp_layout=cp_layout)
+        layout = tree.layout(cp_size=cp, cp_rank=rank, cp_layout=cp_layout)
         shared = layout.tree
         assert shared is not None
         assert layout.local_shape == (1, len(held))
@@ -59,7 +45,7 @@ def test_each_flat_token_reads_its_own_row(seed: int, cp: int, cp_layout: CPLayo
 
 def test_branching_rows_alone_have_further_edges() -> None:
     tree = build_tree(*padded([[1, 2, 3, 4], [1, 2, 5, 6], [1, 2, 3, 7], [1, 2]]))
-    shared = tree_layout(tree).tree
+    shared = tree.layout().tree
     assert shared is not None
     assert shared.branches.tolist() == [1, 1, 2, 2]
     assert (shared.targets < 0).sum() == 2 + 3  # those two rows, and the three leaves
@@ -71,7 +57,7 @@ def test_tokens_without_loss_are_left_out() -> None:
     ids, lengths = padded(rows)
     mask = torch.zeros_like(ids)
     mask[:, 4:] = 1
-    layout = tree_layout(build_tree(ids, lengths, token_mask=mask))
+    layout = build_tree(ids, lengths, token_mask=mask).layout()
     assert len(layout.positions) == 16 * 3
     assert layout.shard(mask).sum() == 16 * 2
 
@@ -80,7 +66,7 @@ def test_chunks_count_the_passages_between_ranks() -> None:
     tree = build_tree(*padded([[1, 2, 3, 4], [1, 2, 5, 6]]), multiple_of=2)
     assert tree.row_length == 6
     for rank in range(2):
-        shared = tree_layout(tree, cp_size=2, cp_rank=rank, cp_layout="contiguous").tree
+        shared = tree.layout(cp_size=2, cp_rank=rank, cp_layout="contiguous").tree
         assert shared is not None
         assert shared.chunk.tolist() == [[0, 0, 0, 1], [0, 0, 1, 1]]
         assert shared.cuts == 1
@@ -89,7 +75,7 @@ def test_chunks_count_the_passages_between_ranks() -> None:
 def test_a_tree_that_does_not_divide_is_refused() -> None:
     tree = build_tree(*padded([[1, 2, 3]]))
     with pytest.raises(ValueError, match="3 positions, which is not divisible by cp = 2"):
-        tree_layout(tree, cp_size=2)
+        tree.layout(cp_size=2)
     tree = build_tree(*padded([[1, 2, 3, 4, 5]]), multiple_of=2)
     with pytest.raises(ValueError, match="not divisible by 4"):
-        tree_layout(tree, cp_size=2)
+        tree.layout(cp_size=2)

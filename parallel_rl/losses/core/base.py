@@ -35,6 +35,7 @@ from parallel_rl.losses.core.dtensor_call import on_shard
 from parallel_rl.losses.core.from_hidden_states import check_lm_head, project
 from parallel_rl.losses.core.from_logprobs import LogProbLossFunction
 from parallel_rl.losses.core.local_batch import LocalBatch
+from parallel_rl.losses.core.one_row import check_tree, for_each_token, head_of_tokens, read_stats, rows_of_tokens
 from parallel_rl.losses.core.options import Temperature, VocabOptions
 from parallel_rl.losses.core.recorded import RecordedCheck
 from parallel_rl.losses.core.requirements import WEIGHTS, Requirements
@@ -47,7 +48,7 @@ from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import is_dtensor
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.logits import whole_logits
-from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
+from parallel_rl.vocab.stats import check_logits, check_targets
 from parallel_rl.vocab.truncated_stats import check_kept_ids
 from parallel_rl.vocab.truncation import Truncation
 
@@ -218,10 +219,11 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         counts = ValidCounts.of(call.global_valid_seqs, call.global_valid_toks, logits.device)
         statistics = None if call.statistics is None else call.statistics.to(logits.device)
         local = LocalBatch(call.data, layout, counts, call.context_group, needs, statistics, heads=call.heads)
-        local = self._narrowed(local)
-        if head is None:
-            return self._read_output(local, logits, group), None
-        return self._read_head(local, head, group)
+        local = self._narrowed(for_each_token(local, group))
+        if head is not None:
+            return self._read_head(local, head_of_tokens(head, layout, group), group)
+        by_edges = needs.reads == "log-probs" and self.options.one_policy
+        return self._read_output(local, logits if by_edges else rows_of_tokens(logits, layout), group), None
 
     def _with_options(self, options: VocabOptions) -> Self:
         """The same loss, and the same state, on another shard of the vocabulary."""
@@ -255,7 +257,9 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
             check_lengths(self._scored(call.data), layout)
         check_counts(call.global_valid_seqs, call.global_valid_toks, call.data)
         self._check_output(logits, call.data, group)
-        if head is not None:
+        if call.tree is not None:
+            check_tree(call.tree, call.data, self._scored(call.data))
+        if head is not None and call.tree is None:
             head.check_rows(layout.shard(self._scored(call.data), needs.shift, fill=False), group)
         return layout
 
@@ -312,5 +316,5 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         if options.truncation:
             return read_truncated_policy(local, logits, tensor_group, options)
         shard = options.shard(logits.shape[-1], tensor_group, entropy=self.requirements.entropy)
-        targets = local.layout.take(local.data["input_ids"], local.requirements.shift)
-        return TokenBatch(local, ModelOutput(stats_of_shard(logits.flatten(0, -2), targets, local.mask, shard)))
+        shared = local.layout.tree if options.one_policy else None
+        return TokenBatch(local, ModelOutput(read_stats(local, logits, shard, shared)))

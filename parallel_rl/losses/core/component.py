@@ -20,11 +20,11 @@ from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.data_view import DataView
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.measures import count_true
+from parallel_rl.losses.core.one_row import read_stats
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.truncated_policy import masked_stats
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
-from parallel_rl.vocab.stats import stats_of_shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -268,10 +268,7 @@ class ComponentsLoss(AccountedLoss[ConfigT]):
         shard = replace(self.options.for_batch(local), consume_logits=False).shard(
             logits.shape[-1], tensor_group, entropy=self.requirements.entropy
         )
-        targets = local.layout.take(local.data["input_ids"], local.requirements.shift)
-        return TokenBatch(
-            local, ModelOutput(stats_of_shard(logits.flatten(0, -2), targets, local.mask, shard), parts=parts)
-        )
+        return TokenBatch(local, ModelOutput(read_stats(local, logits, shard), parts=parts))
 
 
 def _under(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
