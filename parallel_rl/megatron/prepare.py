@@ -21,7 +21,7 @@ from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.losses.core.counted import masked_data
 from parallel_rl.losses.nll import NLLLoss
 from parallel_rl.megatron.arguments import fault_of
-from parallel_rl.megatron.auxiliary import check_auxiliary_losses
+from parallel_rl.megatron.auxiliary import check_auxiliary_losses, has_auxiliary_loss
 from parallel_rl.megatron.capabilities import heads_take_packed_rows
 from parallel_rl.megatron.fp8 import check_positions, compares_data_ranks, positions_unit
 from parallel_rl.megatron.lm_head import FusedHead, is_fused
@@ -29,6 +29,7 @@ from parallel_rl.megatron.loop_checks import check_fields, check_step
 from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
 from parallel_rl.megatron.model import unwrap
 from parallel_rl.megatron.model_config import CUT
+from parallel_rl.megatron.tree_model import check_tree_model
 from parallel_rl.replicated import Replicated
 from parallel_rl.validation import get_validation
 
@@ -86,6 +87,9 @@ def prepare(
         _check_heads(models, mtp_loss)
         if mtp_loss is not None and any(batch.packed for batch in prepared) and not heads_take_packed_rows():
             raise ValueError("mtp_loss with packed rows: heads of this megatron-core take padded ones only; use 0.16")
+        if any(batch.input.tree for batch in prepared):
+            inner = [unwrap(model) for model in models]
+            check_tree_model(inner, trains_heads=mtp_loss is not None, balances=has_auxiliary_loss(config))
         check_auxiliary_losses(config, groups.cp_size)
         check_positions(config, [batch.input.tokens for batch in prepared])
         _check_context(models, loss_fn, prepared, groups)

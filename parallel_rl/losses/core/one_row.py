@@ -87,7 +87,8 @@ def stats_of_tree(logits: Tensor, targets: Tensor, mask: Tensor, shard: VocabSha
         targets: [F] token ids.
         mask: [F] bool, tokens that count; the statistics of the others are 0.
     """
-    of_edges = torch.where(shared.targets >= 0, targets[shared.targets.clamp(min=0)], -1)
+    known = targets if len(targets) else targets.new_zeros(1)  # a context rank may hold padding alone
+    of_edges = torch.where(shared.targets >= 0, known[shared.targets.clamp(min=0)], -1)
     stats = stats_of_edges(logits, of_edges, shared.rows.any(mask), shard, shared.branches)
     zero = torch.zeros((), dtype=stats.lse.dtype, device=mask.device)
     per_row = (
