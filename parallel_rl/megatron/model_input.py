@@ -112,6 +112,10 @@ def packed_input(
 def tree_input(tree: PrefixTree, context: Context | None = None, device: torch.device | None = None) -> ModelInput:
     """Take the row of a prefix tree, with depths for positions; for layers of `layer_spec`, whose attention follows the paths.
 
+    >>> from parallel_rl import build_tree
+    >>> tree_input(build_tree(torch.tensor([[1, 2, 3], [1, 2, 4]]), torch.tensor([3, 3]))).positions
+    tensor([[0, 1, 2, 2]])
+
     Args:
         tree: see `build_tree`; its `multiple_of` is what the layout needs.
         context: see `padded_input`.

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 class PrefixTree:
     """Sequences in one row that holds each shared prefix once; made by `build_tree` or `from_nodes`.
 
+    >>> from parallel_rl.prefix_tree import build_tree
+    >>> tree = build_tree(torch.tensor([[7, 8, 1], [7, 8, 2]]), torch.tensor([3, 3]))
+    >>> tree.where.tolist(), tree.depth.tolist(), tree.before.tolist()
+    ([[0, 1, 2], [0, 1, 3]], [0, 1, 2, 2], [-1, 0, 1, 1])
+
     All tensors are int64 on the host. Several trees stand one after the other in the row.
 
     Attributes:
