@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -276,13 +276,24 @@ def _call(
 
 
 def _reduced(of_batches: Sequence[Metrics], groups: ParallelGroups) -> dict[str, Tensor]:
-    """The metrics, known to the last stage, on every stage."""
-    metrics = reduce_metrics(of_batches, groups) if is_last_stage() else {}
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return metrics
-    names = [list(metrics)]
-    source = parallel_state.get_pipeline_model_parallel_last_rank()
-    dist.broadcast_object_list(names, src=source, group=parallel_state.get_pipeline_model_parallel_group())
-    values = torch.stack(list(metrics.values())) if metrics else None
-    shared = broadcast_from_last_stage(values, shape=(len(names[0]),), dtype=torch.float64)
-    return dict(zip(names[0], shared.unbind(), strict=True))
+    """Return the last stage's metrics, or raise its fault, on every stage."""
+    metrics: dict[str, Tensor] = {}
+    fault: ValueError | None = None
+    if is_last_stage():
+        try:
+            metrics = reduce_metrics(of_batches, groups)
+        except ValueError as error:
+            cure = f"batches is empty on this data rank, and {error}; give the step a micro-batch on one data rank"
+            fault = error if of_batches else ValueError(cure)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        common: list[object] = [list(metrics), fault]
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(common, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+        names, fault = cast("tuple[list[str], ValueError | None]", common)
+        if fault is None:
+            values = torch.stack(list(metrics.values())) if metrics else None
+            shared = broadcast_from_last_stage(values, shape=(len(names),), dtype=torch.float64)
+            metrics = dict(zip(names, shared.unbind(), strict=True))
+    if fault is not None:
+        raise fault
+    return metrics

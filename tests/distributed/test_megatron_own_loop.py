@@ -232,11 +232,11 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         "hidden_dropout = 0.1: this loss compares the policy with reference_policy_logprobs",
     ),
     "dropout in a step": ({"tp": 2}, lambda: _step(_pg(), case=Case(tp=2), fields=DROPS), "allow_dropout=True"),
-    "no field": ({}, lambda: _own(_wrapped(), _pg(), _lacking("advantages")), "data lacks the fields ['advantages']"),
+    "no field": ({}, lambda: _own(_wrapped(), _pg(), _lacking("advantages")), "data lacks the field 'advantages'"),
     "no field over stages": (
         {"pp": 2},
         lambda: _own(_wrapped(Case(pp=2)), _pg(), _lacking("prev_logprobs")),
-        "data lacks the fields ['prev_logprobs']",
+        "data lacks the field 'prev_logprobs'",
     ),
     "no mask over stages": (
         {"pp": 2},

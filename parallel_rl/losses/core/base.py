@@ -15,7 +15,7 @@ from torch import Tensor
 from parallel_rl.config.strict import configure
 from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import check_rank
-from parallel_rl.labels import check_labels, is_shifted, with_labels
+from parallel_rl.labels import is_shifted, with_labels
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.core.aggregation import count_units
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
@@ -207,10 +207,6 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         """Check the call and read the model's output; an exact 0 carries a gradient that was computed on the way."""
         call = replace(call, data=with_labels(call.data))
         needs, group = self._needs(call.data), call.tensor_group
-        if self.options.truncation.kept_sets:
-            needs = needs.with_kept_ids()
-        if self.options.per_sample:
-            needs = needs.with_temperature()
         head, logits = split_output(call.output, group)
         call = replace(call, data=self._complete(logits, call.data))
         layout = check_on_all_ranks(lambda: self._check(call, needs, head, logits), call, needs, logits, self.options)
@@ -230,17 +226,25 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         return loss
 
     def _needs(self, data: Mapping[str, object]) -> Requirements:
-        """The requirements, with the optional fields that the data has; nothing shifts where its labels are shifted already."""
+        """The requirements, with the options' fields and the optional ones of the data; unshifted if its labels are shifted."""
         needs = self.requirements.given(data)
-        return needs.on_rows() if is_shifted(data) else needs
+        needs = needs.on_rows() if is_shifted(data) else needs
+        needs = needs.with_kept_ids() if self.options.truncation.kept_sets else needs
+        return needs.with_temperature() if self.options.per_sample else needs
+
+    def check_data(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:
+        check_predicts(type(self).__name__, self.requirements, data)
+        data, needs = self._complete(None, with_labels(data)), self._needs(data)
+        check_data(data, needs)
+        if values and checks_values(data["input_ids"]):
+            self._check_values(data, needs)
+            check_temperature(data, needs)
 
     def _check(self, call: LossCall, needs: Requirements, head: LMHeadInput | None, logits: Tensor) -> SequenceLayout:
         name, group = type(self).__name__, call.tensor_group
         if head is not None:
             check_lm_head(name, needs, self.options, head, group)
-        check_labels(call.data)
-        if is_shifted(call.data):
-            check_predicts(name, self.requirements)
+        check_predicts(name, self.requirements, call.data)
         read = ("input_ids", "token_mask", "sample_mask", *needs.names)
         self._check_heads(head, {field: call.heads[field] for field in read if field in call.heads}, group)
         check_statistics(name, needs, call.statistics)
@@ -248,8 +252,7 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         rows, width = check_data(call.data, needs, logits)
         if checks_values(call.data["input_ids"]):
             self._check_values(call.data, needs)
-            if self.options.per_sample:
-                check_temperature(call.data)
+            check_temperature(call.data, needs)
         layout = self._layout(call, logits, rows, width)
         if call.packed_sequences is not None and checks_values(call.data["token_mask"]):
             check_lengths(self._scored(call.data), layout)
@@ -259,8 +262,8 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
             head.check_rows(layout.shard(self._scored(call.data), needs.shift, fill=False), group)
         return layout
 
-    def _complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The data with fields that this loss can do without."""
+    def _complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The data with fields that this loss can do without; no logits yet: those that it may do without."""
         return data
 
     def _narrowed(self, local: LocalBatch) -> LocalBatch:

@@ -54,10 +54,12 @@ class PooledHeadLoss(ScalarHeadLoss[ConfigT]):
     no input_ids and no token_mask.
     """
 
-    def _complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if logits.dim() == 3 or "sample_mask" not in data:
+    def _complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if (logits is not None and logits.dim() == 3) or "sample_mask" not in data:
             return data
         rows = data["sample_mask"].new_ones(data["sample_mask"].numel(), 1)  # nothing of the tokens is read
+        rows = data.get("token_mask", data.get("input_ids", rows))
+        rows = torch.ones_like(rows)
         return {"input_ids": rows.to(torch.int64), "token_mask": rows, **data}
 
     def _layout(self, call: LossCall, logits: Tensor, rows: int, width: int) -> SequenceLayout:
