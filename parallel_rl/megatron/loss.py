@@ -21,9 +21,9 @@ from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses,
 from parallel_rl.megatron.callbacks import callbacks_of
 from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.megatron.forward_only import is_last_stage
-from parallel_rl.megatron.loop_checks import is_checked, warn_of_factor, warn_of_left_gradient, watch_optimizers
+from parallel_rl.megatron.loop_checks import is_checked, warn, warn_of_factor, warn_of_left_gradient, watch_optimizers
 from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
-from parallel_rl.megatron.row_checks import check_ids, warn_of_padding, warn_of_prompts
+from parallel_rl.megatron.row_checks import check_ids, warn_of_cut, warn_of_padding, warn_of_prompts
 from parallel_rl.megatron.settings import check_finalizing, check_heads, check_settings, check_sizes
 from parallel_rl.metrics import Metrics
 from parallel_rl.packing import SequencePackingLossWrapper
@@ -75,11 +75,12 @@ def megatron_loss_func(
     >>> loss_func(torch.zeros(2, 4, 8))[-1]["loss"]  # log 8
     tensor(2.0794)
 
-    Each call checks settings and fields, on the host. The first three steps of a config (each one with
-    `set_validation("always")`) also exchange faults over the ranks of a pipeline stage, compare the data ranks' numbers of
-    micro-batches under expert parallelism, and compare the counts with those of the step's micro-batches, for which the host
-    waits. Pipeline stages raise a fault once as many micro-batches have begun as stages follow; they warn of wrong counts,
-    and raise them in the next step. Without gradients (`torch.no_grad()`) only the call itself is checked.
+    Each call checks settings, and the shapes and dtypes of fields, on the host. The first three steps of a config (each one
+    with `set_validation("always")`) also look at the values of fields, exchange faults over the ranks of a pipeline stage,
+    compare the data ranks' numbers of micro-batches under expert parallelism, and compare the counts with those of the step's
+    micro-batches, for which the host waits. In backward they warn of a gradient that a function around the callback scaled.
+    Pipeline stages raise a fault once as many micro-batches have begun as stages follow; they warn of wrong counts, and raise
+    them in the next step. Without gradients (`torch.no_grad()`) only the call itself is checked.
 
     Before each step call both `model.zero_grad_buffer()` and `optimizer.zero_grad()`: DDP adds what is left in `grad` to the
     next step's gradient, of which the second and third step warn.
@@ -106,9 +107,9 @@ def megatron_loss_func(
 
     Raises:
         ValueError: num_microbatches below 1; `ddp` that contradicts `config.finalize_model_grads_func`; dropout beside a loss
-            that reads recorded log-probs; data without a mask or a field that the loss reads; missing statistics; counts of
-            other micro-batches than the step's; auxiliary losses without DDP, or without `routed` where it is needed; see
-            `check_auxiliary_losses`.
+            that reads recorded log-probs; a field that is missing or of another shape, dtype or value; missing statistics;
+            counts of other micro-batches than the step's; auxiliary losses without DDP, or without `routed` where it is needed;
+            see `check_auxiliary_losses`.
     """
     where = groups or ParallelGroups.from_megatron()
     counts = (global_valid_seqs, global_valid_toks)
@@ -127,6 +128,8 @@ def megatron_loss_func(
         if trains:
             check_finalizing(config, ddp)
             check_settings(config, needs, allow_dropout=allow_dropout, trains_heads=mtp_loss is not None, first=first)
+        if first and where.cp_size > 1:
+            warn_of_cut(config, whole)
         if needs is not None:
             statistics = loss_fn.keywords.get("statistics") if isinstance(loss_fn, partial) else None
             check_statistics(type(whole).__name__, needs, statistics)
@@ -182,7 +185,11 @@ def megatron_loss_func(
         share, config=config, num_microbatches=num_microbatches, ddp=ddp, groups=where, routed=routed
     )
 
+    calls = iter(range(2))
+
     def watched(output: Tensor) -> LossResult:
+        if next(calls, None) == 1:
+            warn("a callback was called twice: it has the data of one micro-batch, so make one in each forward step")
         result = scaled(output)
         warn_of_factor(result[0], 1 if len(result) > 2 else where.cp_size / num_microbatches, config)
         return result

@@ -26,7 +26,7 @@ from parallel_rl.megatron.loop_checks import is_checked, steps_of
 from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
 from parallel_rl.megatron.model import unwrap
 from parallel_rl.megatron.model_config import CUT
-from parallel_rl.megatron.row_checks import check_ids, warn_of_padding, warn_of_prompts
+from parallel_rl.megatron.row_checks import check_columns, check_ids, warn_of_padding, warn_of_prompts
 from parallel_rl.megatron.settings import check_model, check_rows
 from parallel_rl.replicated import Replicated
 
@@ -76,6 +76,8 @@ def prepare(
             batch if isinstance(batch, MicroBatch) else padded_batch(batch, device=like.device, cp_layout=cut)
             for batch in batches or _masked(models, loss_fn, groups)
         ]
+        if columns is not None and loss_fn.requirements.reads != "scalar":
+            check_columns(columns, loss_fn)
         for fields in data:
             check_ids(fields, columns, loss_fn)
         check_model(models, loss_fn.requirements, head, allow_dropout=allow_dropout, trains_heads=mtp_loss is not None)

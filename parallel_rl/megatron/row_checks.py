@@ -10,10 +10,12 @@ import torch
 
 from parallel_rl.layout import valid_tokens
 from parallel_rl.megatron.loop_checks import warn
+from parallel_rl.megatron.model_config import CUT
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.stats import check_targets
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import Tensor
 
     from parallel_rl.losses.core.requirements import Requirements
@@ -52,6 +54,17 @@ def check_ids(data: Mapping[str, Tensor], columns: int | None, loss_fn: object) 
         check_targets(torch.where(valid_tokens(data), ids, 0), tokens, ignore_index=None)
 
 
+def check_columns(columns: int, loss_fn: object) -> None:
+    """Refuse a loss for more tokens than the model has columns, which the last pipeline stage alone would see.
+
+    Raises:
+        ValueError: names both.
+    """
+    tokens = _vocab_size(loss_fn)
+    if tokens is not None and tokens > columns:
+        raise ValueError(f"the loss has vocab_size = {tokens}, the model's vocabulary only {columns} columns")
+
+
 def check_right_padded(data: Mapping[str, Tensor]) -> None:
     """Refuse rows that begin with padding or hold several sequences, which `attention_mask` and `position_ids` show.
 
@@ -86,6 +99,16 @@ def warn_of_prompts(batches: Sequence[Mapping[str, object]], needs: Requirements
         )
 
 
+def warn_of_cut(config: TransformerConfig, loss_fn: object) -> None:
+    """Warn of a loss that cuts rows over context ranks otherwise than the model."""
+    model, loss = getattr(config, CUT, "zigzag"), getattr(_options(loss_fn), "cp_layout", None)
+    if loss not in (None, model):
+        warn(
+            f"the loss has cp_layout = {loss!r}, the model's config {CUT} = {model!r}: the loss would take a position's logits "
+            f"for another's; give the loss cp_layout={model!r}, or say in the config how the model's rows are cut"
+        )
+
+
 def warn_of_padding(loss_fn: object, columns: int, tp: int, true: int | None = None) -> None:
     """Warn once of padding in every softmax: the model has more columns than tokens, and the loss does not know how many.
 
@@ -94,7 +117,7 @@ def warn_of_padding(loss_fn: object, columns: int, tp: int, true: int | None = N
         true: V, if it is known; None: Megatron's padding is presumed where `columns` are a multiple of what it pads to.
     """
     size = _vocab_size(loss_fn)
-    if not hasattr(_loss_of(loss_fn), "options") or (columns, size) in _WARNED:
+    if _options(loss_fn) is None or (columns, size) in _WARNED:
         return
     if true is not None and true != (columns if size is None else size):
         known, wanted = f"{true} of which are tokens", str(true)
@@ -110,11 +133,11 @@ def warn_of_padding(loss_fn: object, columns: int, tp: int, true: int | None = N
     )
 
 
-def _loss_of(loss_fn: object) -> object:
-    """Return the loss within a functools.partial, and within the wrapper of packed rows."""
+def _options(loss_fn: object) -> object:
+    """Return the options of the loss within a functools.partial, and within the wrapper of packed rows."""
     loss_fn = getattr(loss_fn, "func", loss_fn)
-    return getattr(loss_fn, "loss_fn", loss_fn)
+    return getattr(getattr(loss_fn, "loss_fn", loss_fn), "options", None)
 
 
 def _vocab_size(loss_fn: object) -> int | None:
-    return getattr(getattr(_loss_of(loss_fn), "options", None), "vocab_size", None)
+    return getattr(_options(loss_fn), "vocab_size", None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel_rl import ClippedPGLossFn
 from parallel_rl.testing.pool import preload, run_world
 from tests.distributed.megatron_cases import VOCAB, Case, make_data, make_loss, make_model, split
 
@@ -133,6 +134,8 @@ def _of_steps(rank: int, sizes: dict[str, int]) -> dict[str, str]:
     outcomes["a head of another kind"] = _outcome(lambda: step(_rows(), head=object()))  # type: ignore[arg-type]
     outcomes["the head of another model"] = _outcome(lambda: step(_rows(), head=other))
     outcomes["nothing"] = _outcome(lambda: step([]))
+    many = ClippedPGLossFn(vocab_size=64)
+    outcomes["more tokens than columns"] = _outcome(lambda: M.forward_backward(model, many, _rows()))
     outcomes["right"] = _outcome(lambda: step(_rows()))
     ones, zeros = ([batch | change(batch) for batch in _rows()] for change in (
         _with("token_mask", torch.ones_like), _with("prev_logprobs", torch.zeros_like)
@@ -154,6 +157,7 @@ def test_a_step_names_what_it_cannot_read_on_every_rank(sizes: dict[str, int]) -
     wanted = {name: message for name, (_, message) in (FIELDS | INPUTS).items()} | {
         "a head of another kind": "head must be what `fuse_head` returned for this model, got object",
         "the head of another model": "head is the fused head of another model",
+        "more tokens than columns": "the loss has vocab_size = 64, the model's vocabulary only 3",
         "nothing": "batches is empty on this data rank, and",
     }
     for name, message in wanted.items():
