@@ -19,6 +19,7 @@ from parallel_rl.losses.core.one_row import PackedSequences
 from parallel_rl.megatron.context import Context
 from parallel_rl.megatron.lm_head import FusedHead
 from parallel_rl.megatron.model_input import ModelInput, packed_bounds, packed_input, padded_input, tree_input
+from parallel_rl.megatron.row_checks import check_right_padded
 from parallel_rl.prefix_tree import build_tree
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
@@ -191,7 +192,10 @@ def _micro_batch(
     if ids is None or ids.shape != data["token_mask"].shape:
         got = "none" if ids is None else list(ids.shape)
         raise ValueError(f"input_ids must be [B, S] as token_mask {list(data['token_mask'].shape)}, got {got}")
+    if not ids.numel():
+        raise ValueError(f"input_ids is {list(ids.shape)}; leave an empty micro-batch out, data ranks may have fewer")
     home = ids.device if device is None else device
+    check_right_padded(data)
     moved = {name: field.to(home) for name, field in data.items()}
     model_input = make_input(moved["input_ids"])
     carries = None

@@ -113,14 +113,10 @@ class LossCall:
             raise ValueError(f"cu_seqlens describes {layout.shape[0]} sequences, the data has {rows} rows")
         if tuple(logits.shape[:2]) != layout.local_shape:
             looks_packed = self.packed_sequences is None and self.tree is None and logits.shape[0] == 1 < rows
+            cure = "; for a packed row wrap the loss: SequencePackingLossWrapper(loss_fn, cu_seqlens)"
             raise ValueError(
                 f"the logits have leading shape {list(logits.shape[:2])}; data of shape {[rows, width]} over cp = {cp_size} "
-                f"needs {list(layout.local_shape)}"
-                + (
-                    "; for a packed row wrap the loss: SequencePackingLossWrapper(loss_fn, cu_seqlens)"
-                    if looks_packed
-                    else ""
-                )
+                f"needs {list(layout.local_shape)}{cure if looks_packed else ''}"
             )
         return layout
 
@@ -142,6 +138,9 @@ class LossFunction(ABC):
     @abstractmethod
     def requirements(self) -> Requirements:
         """Requirements on the caller."""
+
+    def check_inputs(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:  # noqa: B027
+        """Refuse whole data whose fields, or `values`, the call would refuse, before there is any output; on this rank."""
 
     @abstractmethod
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
@@ -251,6 +250,9 @@ class LossWrapper(LossFunction):
     @property
     def requirements(self) -> Requirements:
         return self.loss_fn.requirements
+
+    def check_inputs(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:
+        self.loss_fn.check_inputs(data, values=values)
 
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
         return self.loss_fn.run(call)

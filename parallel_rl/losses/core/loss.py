@@ -206,8 +206,12 @@ class Reader(ABC):
         for name in heads:
             raise ValueError(f"{name} must be a tensor, got LMHeadInput")
 
-    def complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Add fields to the data that the loss can do without; a reader of whole rows overrides it."""
+    def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Add fields to the data that the loss can do without; a reader of whole rows overrides it.
+
+        Args:
+            logits: None where there are none yet.
+        """
         return data
 
     def layout(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import check_rank
-from parallel_rl.labels import check_labels, is_shifted, with_labels
+from parallel_rl.labels import is_shifted, with_labels
 from parallel_rl.losses.core.call import LossCall, share_of
 from parallel_rl.losses.core.checks import (
     check_counts,
@@ -73,6 +73,21 @@ def read(loss: Loss, call: LossCall) -> TokenBatch:
     return _read(*_on_shard(loss, call))[0]
 
 
+def check_inputs(loss: Loss, data: Mapping[str, Tensor], *, values: bool) -> None:
+    """Check whole data on this rank, before there is any output.
+
+    Raises:
+        ValueError: fields, or `values`, that `run` refuses.
+    """
+    check_predicts(type(loss).__name__, loss.requirements, data)
+    data = loss.reader.complete(None, with_labels(data))
+    needs = _needs(loss, data)
+    check_data(data, needs)
+    if values and checks_values(data["input_ids"]):
+        loss.check_data(data, needs)
+        check_temperature(data, needs)
+
+
 def _on_shard(loss: Loss, call: LossCall) -> tuple[Loss, LossCall]:
     """Take this rank's shard of logits that are a DTensor."""
     if not is_dtensor(call.output):
@@ -116,9 +131,7 @@ def _check(
     name, group = type(loss).__name__, call.tensor_group
     if head is not None:
         check_lm_head(name, needs, loss.options, head, group)
-    check_labels(call.data)
-    if is_shifted(call.data):
-        check_predicts(name, loss.requirements)
+    check_predicts(name, loss.requirements, call.data)
     names = ("input_ids", "token_mask", "sample_mask", *needs.names)
     reader.check_heads(head, {field: call.heads[field] for field in names if field in call.heads}, group)
     check_statistics(name, needs, call.statistics)
@@ -126,8 +139,7 @@ def _check(
     rows, width = check_data(call.data, needs, logits)
     if checks_values(call.data["input_ids"]):
         loss.check_data(call.data, needs)
-        if loss.options.per_sample:
-            check_temperature(call.data)
+        check_temperature(call.data, needs)
     layout = reader.layout(logits, rows, width, call.context_group)
     layout = call.layout(logits, rows, width, loss.options.cp_layout) if layout is None else layout
     if call.packed_sequences is not None and checks_values(call.data["token_mask"]):
