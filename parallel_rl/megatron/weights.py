@@ -40,7 +40,6 @@ def global_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, 
     >>> next(global_parameters([model]))[0]
     'embedding.word_embeddings.weight'
     """
-    mark_sinks(models)
     for model in models:
         module = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
         layers = {
@@ -95,6 +94,7 @@ def spelled_locally(name: str) -> str:
 
 def mark_parameters(model: torch.nn.Module) -> None:
     """Say on the parameters of a new model how they are cut, where Megatron does not."""
+    mark_sinks([model])
     config = get_attr_wrapped_model(model, "config")
     # Megatron takes experts that no expert rank splits for dense parameters, and sums over no tensor ranks that hold replicas
     replicas = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
@@ -222,6 +222,7 @@ def initialize_weights(models: Sequence[torch.nn.Module], seed: int, vocab_size:
 
     >>> initialize_weights([model], seed=0, vocab_size=8)
     """
+    mark_sinks(models)
     for model in models:
         config = get_attr_wrapped_model(model, "config")
         for name, parameter in global_parameters([model]):
