@@ -10,6 +10,7 @@ import torch
 from parallel_rl.testing.whole_step.causes import Facts, diagnose
 from parallel_rl.testing.whole_step.compare import Compared
 from parallel_rl.testing.whole_step.layouts import StepLayout, check_layout, default_layouts
+from parallel_rl.testing.whole_step.ranks import Ranks
 from parallel_rl.testing.whole_step.report import WholeStepReport
 from parallel_rl.testing.whole_step.shrink import VOCABULARY, layers_for
 from parallel_rl.testing.whole_step.subject import StepSubject
@@ -18,8 +19,8 @@ from parallel_rl.testing.whole_step.worlds import BOUNDS, ModelFacts, Worlds, lo
 
 def check_subject(
     subject: StepSubject,
+    ranks: Ranks,
     layouts: Sequence[StepLayout] | None = None,
-    timeout: float = 120.0,
     show: Callable[[str], None] | None = None,
 ) -> WholeStepReport:
     """Run the check of `check_step`.
@@ -32,11 +33,11 @@ def check_subject(
     for layout in layouts or ():
         check_layout(layout)
     start = time.monotonic()
-    model = look(subject, timeout)
+    model = look(subject, ranks)
     chosen = list(layouts) if layouts is not None else default_layouts(model.experts, model.balanced)
     if subject.is_script:
         chosen = _for_script(chosen, model, subject.forward_step is not None)
-    worlds, notes = _worlds(subject, chosen, model, timeout)
+    worlds, notes = _worlds(subject, chosen, model, ranks)
     vocabulary = next(iter(worlds.truths.values())).vocabulary
     if vocabulary > VOCABULARY:
         notes.append(f"the vocabulary stays at {vocabulary}: the provider takes no vocab_size")
@@ -70,16 +71,16 @@ def _for_script(layouts: Sequence[StepLayout], model: ModelFacts, padded: bool) 
 
 
 def _worlds(
-    subject: StepSubject, layouts: Sequence[StepLayout], model: ModelFacts, timeout: float
+    subject: StepSubject, layouts: Sequence[StepLayout], model: ModelFacts, ranks: Ranks
 ) -> tuple[Worlds, list[str]]:
     """Find the precision in which one process runs the step: float64, or float32 where the model's parts refuse that."""
     notes, layers = list(model.notes), layers_for(list(layouts))
-    worlds = Worlds(subject, layers, torch.float64, timeout)
+    worlds = Worlds(subject, layers, torch.float64, ranks)
     key = layouts[0].truth(model.balanced)
     try:
         worlds.truth(key)
     except ValueError as error:
-        worlds = Worlds(subject, layers, torch.float32, timeout)
+        worlds = Worlds(subject, layers, torch.float32, ranks)
         try:
             worlds.truth(key)
         except ValueError:

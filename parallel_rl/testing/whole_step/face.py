@@ -50,7 +50,8 @@ def check_step(
             shrink, sizes that do not divide each other, a step that one process cannot run.
     """
     from parallel_rl.testing.whole_step.check import check_subject
+    from parallel_rl.testing.whole_step.ranks import PoolRanks
     from parallel_rl.testing.whole_step.subject import StepSubject
 
     subject = StepSubject(provider, config, forward_step, loss_callback, setup)
-    return check_subject(subject, layouts, timeout, show)
+    return check_subject(subject, PoolRanks(timeout), layouts, show)

@@ -35,7 +35,7 @@ def micro_batches(rows: Rows, layout: StepLayout, data_rank: int) -> list[Rows]:
     """Return a data rank's micro-batches: every dp-th of the step's."""
     size = ROWS // layout.micro
     cuts = [{name: field[i * size : (i + 1) * size] for name, field in rows.items()} for i in range(layout.micro)]
-    return cuts[data_rank :: layout.dp]
+    return cuts[data_rank % layout.dp :: layout.dp]  # in a job, data ranks of one process's run hold the same rows
 
 
 def packed_width(rows: int) -> int:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel_rl.agreement import describe
-from parallel_rl.testing.pool import WorldError, preload, run_world
+from parallel_rl.testing.pool import WorldError, preload
 from parallel_rl.testing.whole_step.compare import Compared, compare
 from parallel_rl.testing.whole_step.layouts import StepLayout
 from parallel_rl.testing.whole_step.parts import token_parts, weigh
 from parallel_rl.testing.whole_step.provider import config_of
+from parallel_rl.testing.whole_step.ranks import Ranks
 from parallel_rl.testing.whole_step.rows import make_rows
 from parallel_rl.testing.whole_step.run import run_layout, run_truth
 from parallel_rl.testing.whole_step.shrink import adds_balance, shrink
@@ -35,26 +38,21 @@ class ModelFacts(NamedTuple):
     notes: tuple[str, ...]
 
 
-def look(subject: StepSubject, timeout: float) -> ModelFacts:
+def look(subject: StepSubject, ranks: Ranks) -> ModelFacts:
     """Read the subject's config on a rank.
 
     Raises:
         ValueError: it is none, or cannot shrink.
     """
-    return alone(_look, subject, timeout=timeout)
+    return _alone(ranks, _look, subject)
 
 
-def alone(work: Callable[..., ResultT], *args: object, timeout: float) -> ResultT:
-    """Run `work(rank, *args)` on one rank, where an error is one of the caller's input.
-
-    Raises:
-        ValueError: the error, or that no answer came.
-    """
+def _alone(ranks: Ranks, work: Callable[..., ResultT], *args: object) -> ResultT:
+    """Run the work of one process, where an error is one of the caller's input."""
     try:
-        [result] = run_world(1, work, *args, timeout=timeout)
+        return ranks.alone(work, *args)
     except WorldError as error:
-        raise ValueError("; ".join(error.errors.values()) or str(error).splitlines()[0]) from error
-    return result
+        raise ValueError("; ".join(dict.fromkeys(error.errors.values())) or str(error).splitlines()[0]) from error
 
 
 def _look(rank: int, subject: StepSubject) -> ModelFacts:
@@ -76,7 +74,7 @@ class Worlds:
     subject: StepSubject
     layers: int
     dtype: torch.dtype
-    timeout: float
+    ranks: Ranks
     truths: dict[StepLayout, Truth] = field(default_factory=dict)
     weighed: int = 0
 
@@ -87,16 +85,16 @@ class Worlds:
             ValueError: it cannot be run.
         """
         if key not in self.truths:
-            args = self.subject, key, self.layers, self.dtype, self.timeout
-            self.truths[key] = alone(_truth, *args, timeout=self.timeout)
+            args = self.subject, key, self.layers, self.dtype, self.ranks.timeout
+            self.truths[key] = _alone(self.ranks, _truth, *args)
         return self.truths[key]
 
     def compared(self, layout: StepLayout, key: StepLayout) -> Compared:
         """Run a layout, and compare it with the one process of `key`."""
         truth, bound = self.truth(key), BOUNDS[self.dtype]
-        args = self.subject, layout, self.layers, truth, self.dtype, self.timeout
+        args = self.subject, layout, self.layers, truth, self.dtype, self.ranks.timeout
         try:
-            results = run_world(layout.world, _rank, *args, timeout=self.timeout)
+            results = self.ranks.run(layout.world, _rank, *args)
         except WorldError as error:
             return _failed(layout, error)
         except (ValueError, RuntimeError) as error:
@@ -112,9 +110,9 @@ class Worlds:
         parts = token_parts(make_rows(truth.vocabulary), seen.layout)
         total = sum(part.number for part in parts)
         single = key._replace(micro=1, packed=False)
-        args = self.subject, single, self.layers, self.dtype, self.timeout
+        args = self.subject, single, self.layers, self.dtype, self.ranks.timeout
         try:
-            of_parts = alone(_parts, *args, [part.tokens for part in parts], timeout=self.timeout)
+            of_parts = _alone(self.ranks, _parts, *args, [part.tokens for part in parts])
             whole = self.truth(single).gradients
         except ValueError:
             return seen  # the script divides by what such a mask leaves nothing of
@@ -127,7 +125,7 @@ class Worlds:
 
 
 def _truth(rank: int, subject: StepSubject, key: StepLayout, layers: int, dtype: torch.dtype, timeout: float) -> Truth:
-    config, _ = shrink(config_of(subject.provider, subject.config), layers)
+    config = _shrunk(subject, layers)
     return run_truth(subject, config, key, dtype, timeout)
 
 
@@ -140,7 +138,7 @@ def _parts(
     timeout: float,
     tokens: Sequence[torch.Tensor],
 ) -> list[dict[str, torch.Tensor]]:
-    config, _ = shrink(config_of(subject.provider, subject.config), layers)
+    config = _shrunk(subject, layers)
     return [dict(run_truth(subject, config, key, dtype, timeout, chosen).gradients) for chosen in tokens]
 
 
@@ -153,8 +151,14 @@ def _rank(
     dtype: torch.dtype,
     timeout: float,
 ) -> RankResult:
-    config, _ = shrink(config_of(subject.provider, subject.config), layers)
+    config = _shrunk(subject, layers)
     return run_layout(subject, config, layout, truth, dtype, timeout)
+
+
+def _shrunk(subject: StepSubject, layers: int) -> TransformerConfig:
+    """Return the config at test size, in a process that shows no more warnings: a user cannot tell which layout has them."""
+    warnings.simplefilter("ignore")
+    return shrink(config_of(subject.provider, subject.config), layers)[0]
 
 
 def _failed(layout: StepLayout, error: WorldError) -> Compared:
