@@ -72,6 +72,6 @@ else
   else
     cat constraints.txt >"$constraints"
   fi
-  "${pip[@]}" -c "$constraints" -e ".[${EXTRAS:-megatron,triton,data,hf,math,report,dev}]"
+  "${pip[@]}" -c "$constraints" -e ".[${EXTRAS:-megatron,triton,data,datasets,hf,math,report,dev}]"
 fi
 say "ready: $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)')"

@@ -15,6 +15,6 @@ printf '%s\n' filelock fsspec jinja2 networkx sympy typing-extensions 'setuptool
 {
   echo "# Made by tools/lock.sh: what the continuous integration installs but for torch, whose CPU builds have other hashes on each index."
   uv pip compile pyproject.toml "$work/more.in" --universal --python-version 3.10 -c constraints.txt \
-    --extra megatron --extra triton --extra data --extra hf --extra math --extra report --extra dev --override "$work/overrides" --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet
+    --extra megatron --extra triton --extra data --extra datasets --extra hf --extra math --extra report --extra dev --override "$work/overrides" --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet
 } >"$work/out"
 mv "$work/out" "$out"

@@ -160,6 +160,11 @@ def _convert(hint: typing.Any, value: typing.Any, path: str) -> typing.Any:
         if value is None and type(None) in args:
             return None
         options = [arg for arg in args if arg is not type(None)]
+        origins = {get_origin(option) for option in options}
+        if (
+            isinstance(value, Mapping) and dict not in origins
+        ):  # a fault of one of its keys is named, not that it is no text
+            options = [option for option in options if dataclasses.is_dataclass(option)] or options
         for option in options[:-1]:
             try:
                 return _convert(option, value, path)

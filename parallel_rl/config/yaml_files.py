@@ -181,6 +181,10 @@ def _resolve(tree: Tree, keys: Sequence[str], folder: Path) -> None:
         tree[keys[-1]] = os.path.normpath(folder / value)
     elif isinstance(value, list):
         tree[keys[-1]] = [os.path.normpath(folder / item) if isinstance(item, str) else item for item in value]
+    elif isinstance(value, dict) and "dataset" in value:
+        name = value["dataset"]  # of the hub, unless it is there
+        if isinstance(name, str) and (folder / name).exists():
+            value["dataset"] = os.path.normpath(folder / name)
     elif isinstance(value, dict):
         for key in value:
             _resolve(value, (key,), folder)

@@ -8,7 +8,24 @@ from typing import Literal
 
 from parallel_rl.config.strict import at_least, nearest
 
-Paths = str | tuple[str, ...] | None
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """A data set that the library `datasets` reads, in the place of files (pip install datasets).
+
+    Attributes:
+        dataset: a folder that `save_to_disk` wrote, a file (csv, json, jsonl, parquet, arrow, also compressed), a folder of
+            such files, or a name of the hub.
+        name: of a configuration of the data set.
+        split: that is read.
+    """
+
+    dataset: str
+    name: str | None = None
+    split: str = "train"
+
+
+Paths = DatasetSource | str | tuple[str, ...] | None
 
 # the fields that records of each source may have under names of their own
 _ASKED = ("prompt", "messages", "system", "tools")
@@ -36,7 +53,8 @@ FORM_NAMES = (
 class DataConfig:
     """JSONL and Parquet files, relative to the config file; which are needed depends on the main section.
 
-    Each is a path, a pattern (`shard_*.parquet`, `part_{000..127}.jsonl`) or a list of them. They are read a window at a time,
+    Each is a path, a pattern (`shard_*.parquet`, `part_{000..127}.jsonl`), a list of them, or a data set that the library
+    `datasets` reads: {dataset: gsm8k, name: main, split: train}. They are read a window at a time,
     however large they are; all but held_out and rollouts are shuffled in each pass.
 
     Attributes:
@@ -51,6 +69,8 @@ class DataConfig:
             columns, which a reward function gets.
         form: the form of another framework that the records have, such as ultrafeedback, alpaca, sharegpt or verl; null: the
             first record of each source tells. With a form that is named, columns that it does not read are left aside.
+        map: a function of your own, module:function in a module that --import names, that is called with each record first. It
+            returns the record to read, a list of records, or None, which leaves the record out; always the same for a record.
         too_long: what becomes of a prompt, an example or a pair that the model, a micro-batch or max_length has no room for:
             "error", "drop" leaves it out of the order, "truncate" cuts the end of answers and the beginning of prompts.
         max_length: tokens of the longest sequence, beside what the model and a micro-batch have room for; of a prompt with
@@ -72,6 +92,7 @@ class DataConfig:
     rollouts: Paths = None
     columns: dict[str, str] = field(default_factory=dict)
     form: str | None = None
+    map: str | None = None
     too_long: Literal["error", "drop", "truncate"] = "error"
     max_length: int | None = None
     invalid: Literal["error", "drop"] = "error"

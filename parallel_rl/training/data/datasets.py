@@ -9,7 +9,9 @@ from typing import TypeVar
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.training.config.data import DataConfig
 from parallel_rl.training.data.examples import Answer, Example, Pair, Prompt, Rollout
-from parallel_rl.training.data.records.paths import DataFile, find_files
+from parallel_rl.training.data.records.index import DataFile
+from parallel_rl.training.data.records.mapped import MappedFile, map_function
+from parallel_rl.training.data.records.paths import find_files
 from parallel_rl.training.data.records.source import Records
 
 RecordT = TypeVar("RecordT", Prompt, Example, Pair, Answer, Rollout)
@@ -24,6 +26,7 @@ class Datasets:
 
     Attributes:
         seed: of the order of the records.
+        map: the function of `data.map` and a hash of its source; empty without one.
         longest: tokens of the longest sequence that a run can make of the records that were checked.
         limit: tokens that a sequence has room for.
         checked: the part of each source that was.
@@ -37,6 +40,7 @@ class Datasets:
     answers: Records[Answer] = field(default_factory=Records)
     rollouts: Records[Rollout] = field(default_factory=Records)
     seed: int = 0
+    map: str = ""
     longest: int = 0
     limit: int = 0
     checked: Mapping[str, float] = field(default_factory=dict)
@@ -65,6 +69,7 @@ class Datasets:
         """The fingerprints of all that is read and the seed of its order, for a checkpoint."""
         return {
             "data_seed": str(self.seed),
+            **({"data_map": self.map} if self.map else {}),
             **{f"data_{name}": records.fingerprint for name, records in self.sources()},
         }
 
@@ -78,6 +83,11 @@ class Datasets:
         otherwise = "choose another run.dir, or set run.resume = 'never'"
         if (seed := metadata.get("data_seed")) != mine["data_seed"]:
             raise ValueError(f"run.seed = {self.seed} was {seed} {then} of the same order. Restore it, {otherwise}")
+        if (before := str(metadata.get("data_map", ""))) != self.map:
+            raise ValueError(
+                f"data.map is {self.map or 'not set'} and was {before or 'not set'} {then} (its name, and a hash of its "
+                f"module's source). Restore it, {otherwise}"
+            )
         for name in (f"data_{source}" for source in SOURCES):
             key = f"data.{name.removeprefix('data_')}"
             if name in mine and name in metadata and mine[name] != metadata[name]:
@@ -116,7 +126,11 @@ def find_data(config: DataConfig) -> Files:
         ValueError: see `find_files`.
     """
     named = {name: getattr(config, name) for name in SOURCES}
-    return {name: find_files(value, f"data.{name}") for name, value in named.items() if value is not None}
+    found = {name: find_files(value, f"data.{name}") for name, value in named.items() if value is not None}
+    if config.map is None:
+        return found
+    name, function = config.map, map_function(config.map)
+    return {source: tuple(MappedFile(file, function, name) for file in files) for source, files in found.items()}
 
 
 def check_cut(records: Records[Rollout], place: int, count: int) -> None:

@@ -10,8 +10,7 @@ from functools import partial
 from parallel_rl.training.config.data import FIELDS, FORM_NAMES, DataConfig
 from parallel_rl.training.data.conversions import alpaca, dialogues, ranked, renamed, sharegpt, texts_alone, verl
 from parallel_rl.training.data.format import Fields, Row
-from parallel_rl.training.data.records.index import stretch
-from parallel_rl.training.data.records.paths import DataFile
+from parallel_rl.training.data.records.index import DataFile, stretch
 
 
 @dataclass(frozen=True)
@@ -132,6 +131,7 @@ def _first(file: DataFile) -> Row | None:
     step = stretch(file.size)
     try:
         index = file.index(0, 0, min(1, file.units(step)), step)
+        index = index[index["count"] > 0]
         return file.read(*index[["start", "size", "crc"]][0].item()).row(0) if len(index) else None
     except ValueError:
         return None

@@ -22,6 +22,7 @@ from parallel_rl.training.data.format import Row, UnfitRecord
 from parallel_rl.training.data.forms import find_forms
 from parallel_rl.training.data.parsers import parsers
 from parallel_rl.training.data.records.check import TextSet, check, keys_of
+from parallel_rl.training.data.records.mapped import identity
 from parallel_rl.training.data.records.source import Records, index_of
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 
@@ -66,6 +67,7 @@ def read_datasets(
         answers=reader.answers(parse.answers),
         rollouts=reader.rollouts(parse.rollouts),
         seed=config.run.seed,
+        map="" if config.data.map is None else identity(config.data.map),
     )
     return replace(data, longest=reader.longest, limit=reader.limit, checked=reader.checked, notes=reader.notes)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,47 @@ Entries = NDArray[np.void]
 
 LEAST_STRETCH = 1 << 16
 MOST_BLOCKS = 1 << 18
+
+
+Row = Mapping[str, object]
+
+
+class Block(Protocol):
+    """The rows of one block."""
+
+    def row(self, index: int) -> Row:
+        """Return row `index` of the block."""
+
+    def rows(self, first: int, last: int) -> Iterator[Row]:
+        """Return rows `first` up to `last`."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+
+
+class DataFile(Protocol):
+    """A file, or a split of a data set, that is read a block at a time."""
+
+    @property
+    def path(self) -> Path:
+        """Its path, or its name, for messages."""
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+
+    @property
+    def word(self) -> str:
+        """Name of one of its records in messages: line, row."""
+
+    def units(self, step: int) -> int:
+        """Count the parts that are indexed one by one."""
+
+    def index(self, number: int, first: int, last: int, step: int) -> Entries:
+        """Make the entries of parts `first` up to `last`; `number` is the file's in its source."""
+
+    def read(self, start: int, size: int, crc: int) -> Block:
+        """Read the block of an entry."""
 
 
 def stretch(total: int) -> int:

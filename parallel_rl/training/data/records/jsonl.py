@@ -28,6 +28,9 @@ class Lines:
         last = [] if len(breaks) and breaks[-1] == len(data) else [len(data)]
         self._bounds = np.concatenate([[0], breaks, last]).astype(np.int32)
 
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
     def row(self, index: int) -> Row:
         """Line `index` of the block.
 

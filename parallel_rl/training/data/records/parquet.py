@@ -24,6 +24,9 @@ class Table:
     def __init__(self, table: pyarrow.Table) -> None:
         self._table = table
 
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
     def row(self, index: int) -> Row:
         """Row `index` of the row group."""
         return next(self.rows(index, index + 1))

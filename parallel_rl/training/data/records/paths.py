@@ -8,10 +8,11 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from parallel_rl.training.config.data import DatasetSource
+from parallel_rl.training.data.records.hugging_face import HuggingFaceFile
+from parallel_rl.training.data.records.index import DataFile
 from parallel_rl.training.data.records.jsonl import JsonlFile, size_of
 from parallel_rl.training.data.records.parquet import ParquetFile
-
-DataFile = JsonlFile | ParquetFile
 
 _COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -19,8 +20,8 @@ _MOST_FILES = 1_000_000
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
-def find_files(patterns: str | Sequence[str], name: str) -> tuple[DataFile, ...]:
-    """The files that `patterns` name: those of a pattern by name, those of a list in its order.
+def find_files(patterns: str | Sequence[str] | DatasetSource, name: str) -> tuple[DataFile, ...]:
+    """The files that `patterns` name: those of a pattern by name, those of a list in its order; or a data set.
 
     A pattern has *, ?, [...] and **, or braces: {a,b} and {000..127}, each of which must be there.
 
@@ -31,6 +32,8 @@ def find_files(patterns: str | Sequence[str], name: str) -> tuple[DataFile, ...]
     Raises:
         ValueError: a missing file, a pattern that nothing matches, a file named twice or of a kind that cannot be read.
     """
+    if isinstance(patterns, DatasetSource):
+        return (HuggingFaceFile(patterns, name),)
     listed = [patterns] if isinstance(patterns, str) else list(patterns)
     if not listed:
         raise ValueError(f"{name} = [] names no file; leave it out, or give at least one")
@@ -99,9 +102,18 @@ def _matches(pattern: str, name: str) -> list[Path]:
 
 def _open(path: Path) -> DataFile:
     if path.suffix in _COMPRESSED:
-        raise ValueError(f"{path} is compressed, so that no line of it can be found; unpack it, or write Parquet")
+        raise ValueError(
+            f"{path} is compressed, so that no line of it can be found; unpack it, or read it by {{dataset: {path}}}"
+        )
+    if path.suffix in (".csv", ".tsv", ".arrow") or (path.suffix == ".json" and _begins_array(path)):
+        raise ValueError(f"{path} is not JSONL, one object a line, nor Parquet; read it by {{dataset: {path}}}")
     if path.suffix != ".parquet":
         return JsonlFile(path, size_of(path))
     if importlib.util.find_spec("pyarrow") is None:
         raise ValueError(f"{path} is read with pyarrow, which is not installed: pip install pyarrow")
     return ParquetFile(path, path.stat().st_size)
+
+
+def _begins_array(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 from parallel_rl.agreement import gather_results
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.data.format import UnfitRecord
-from parallel_rl.training.data.records.index import Entries, entries, fingerprint, stretch
-from parallel_rl.training.data.records.jsonl import Lines
+from parallel_rl.training.data.records.hugging_face import open_in_turn
+from parallel_rl.training.data.records.index import Block, DataFile, Entries, entries, fingerprint, stretch
 from parallel_rl.training.data.records.order import Order
-from parallel_rl.training.data.records.parquet import Table
-from parallel_rl.training.data.records.paths import DataFile, find_files
+from parallel_rl.training.data.records.paths import find_files
 
 RecordT = TypeVar("RecordT")
 
@@ -55,7 +54,7 @@ class Records(Generic[RecordT]):
         self._parse = parse
         self._ends = np.cumsum(self.index["count"])
         self._limit = window + int(self.index["size"].max(initial=0))
-        self._held: OrderedDict[int, Lines | Table] = OrderedDict()
+        self._held: OrderedDict[int, Block] = OrderedDict()
         self._bytes = 0
         self._order = lru_cache(maxsize=2)(lambda seed: Order(self.index, window, seed))
 
@@ -159,7 +158,7 @@ class Records(Generic[RecordT]):
         before = self._rows[np.searchsorted(self.index["file"], self.index["file"][block]) : block].sum()
         return f"{file.path}, {file.word} {int(before) + place + 1}"
 
-    def _block(self, block: int) -> Lines | Table:
+    def _block(self, block: int) -> Block:
         if block in self._held:
             self._held.move_to_end(block)
             return self._held[block]
@@ -193,6 +192,7 @@ def index_of(files: Sequence[DataFile], name: str) -> Entries:
     Raises:
         ValueError: a file that is empty, damaged, or differs between ranks; on every rank.
     """
+    open_in_turn(files)
     rank, size = group_rank(dist.group.WORLD), group_size(dist.group.WORLD)
     parts = gather_results(lambda: (_facts(files), _part(files, rank, size)))
     for other, (facts, _) in enumerate(parts):

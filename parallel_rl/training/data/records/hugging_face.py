@@ -1,0 +1,184 @@
+"""Data sets of the library `datasets`: a folder of `save_to_disk`, a file or folder that it reads, or a name of the hub.
+
+Rows are read by index from memory-mapped Arrow. Nothing of a stranger runs: a data set with a loading script is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import torch.distributed as dist
+
+from parallel_rl.agreement import gather_results
+from parallel_rl.groups import group_rank
+from parallel_rl.training.config.data import DatasetSource
+from parallel_rl.training.data.records.index import Entries, entries
+from parallel_rl.training.data.records.parquet import Table
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
+ROWS = 1024  # of a block
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
+_BUILDERS = {
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+
+
+@dataclass(frozen=True)
+class HuggingFaceFile:
+    """One split of a data set; one record a row."""
+
+    source: DatasetSource
+    key: str = field(compare=False)
+    word = "row"
+
+    @property
+    def path(self) -> Path:
+        """Its place or name, and its split, for messages."""
+        words = (self.source.name, self.source.split)
+        return Path(f"{self.source.dataset} ({', '.join(word for word in words if word)})")
+
+    @property
+    def size(self) -> int:
+        """Bytes of its table, without those of other splits."""
+        return int(self._dataset.data.nbytes)
+
+    @cached_property
+    def _dataset(self) -> datasets.Dataset:
+        return _loaded(self.source, self.key)
+
+    def open(self) -> None:
+        """Load the data set; a name of the hub is downloaded, or taken from the cache.
+
+        Raises:
+            ValueError: it does not exist, has no such split, or would run code of its own.
+        """
+        assert self._dataset is not None
+
+    def units(self, step: int) -> int:
+        """Count blocks of rows."""
+        return -(-len(self._dataset) // ROWS)
+
+    def index(self, number: int, first: int, last: int, step: int) -> Entries:
+        """Make an entry for each block of rows."""
+        rows = []
+        for block in range(first, last):
+            table = self._rows(block * ROWS)
+            rows.append((number, block * ROWS, table.nbytes, len(table), _checksum(table)))
+        return entries(rows)
+
+    def read(self, start: int, size: int, crc: int) -> Table:
+        """Read the block that begins with row `start`.
+
+        Raises:
+            ValueError: the data set has changed since it was indexed.
+        """
+        table = self._rows(start)
+        if _checksum(table) != crc:
+            raise ValueError(f"{self.path} has changed since the run began, from row {start + 1} on. Start over")
+        return Table(table.combine_chunks())
+
+    def _rows(self, start: int) -> pyarrow.Table:
+        arrow: pyarrow.Table = self._dataset.with_format("arrow")[start : start + ROWS]
+        return arrow
+
+
+def open_in_turn(files: Sequence[object]) -> None:
+    """Load the data sets among the files of a source: first rank 0, then the first rank of each node, then the others.
+
+    So no rank downloads or prepares what another one has in the cache that both see. Every rank calls it.
+
+    Raises:
+        ValueError: see `HuggingFaceFile.open`; on every rank.
+    """
+    inner = (getattr(file, "file", file) for file in files)  # of one that is mapped
+    sets = [file for file in inner if isinstance(file, HuggingFaceFile)]
+    if not sets:
+        return
+    rank, local = group_rank(dist.group.WORLD), int(os.environ.get("LOCAL_RANK", "0"))
+    mine = 0 if rank == 0 else 1 if local == 0 else 2
+
+    def load(turn: int) -> Callable[[], None]:
+        def open_mine() -> None:
+            if turn == mine:
+                for file in sets:
+                    file.open()
+
+        return open_mine
+
+    for turn in range(3):
+        gather_results(load(turn))
+
+
+def _loaded(source: DatasetSource, key: str) -> datasets.Dataset:
+    if importlib.util.find_spec("datasets") is None:
+        raise ValueError(f"{key} is read with the library datasets, which is not installed: pip install datasets")
+    import datasets
+
+    path = Path(source.dataset)
+    if path.exists():
+        scripts = [path] if path.suffix == ".py" else [*path.glob("*.py")] if path.is_dir() else []
+        if scripts:
+            raise ValueError(
+                f"{key}: {scripts[0]} is a loading script, which would run code of its own; write the records as Parquet or "
+                "JSONL, or with save_to_disk, and name these"
+            )
+    try:
+        found = _load(source, path)
+    except Exception as error:  # of the library's own many kinds
+        said = str(error).splitlines()
+        raise ValueError(
+            f"{key}: {source.dataset!r} cannot be loaded: {said[0] if said else type(error).__name__}"
+        ) from None
+    if isinstance(found, datasets.DatasetDict):
+        if source.split not in found:
+            raise ValueError(f"{key}: {source.dataset!r} has no split {source.split!r}; it has {', '.join(found)}")
+        found = found[source.split]
+    return found
+
+
+def _load(source: DatasetSource, path: Path) -> datasets.Dataset | datasets.DatasetDict:
+    import datasets
+
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        return datasets.load_from_disk(str(path))
+    if path.is_file():
+        suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSED]
+        builder = _BUILDERS.get(suffixes[-1] if suffixes else "")
+        if builder is None:
+            raise ValueError(f"the kind of {path.name} is unknown; {', '.join(_BUILDERS)} are known, also compressed")
+        options: dict[str, object] = {}
+        if builder == "csv":  # text as it stands: the library would read 08 as 8, and NA as nothing
+            import pandas
+
+            separator = "\t" if suffixes[-1] == ".tsv" else ","
+            columns = pandas.read_csv(path, sep=separator, nrows=0).columns
+            texts = datasets.Features({column: datasets.Value("string") for column in columns})
+            options = {"sep": separator, "features": texts, "keep_default_na": False}
+        return datasets.load_dataset(builder, data_files={source.split: str(path)}, split=source.split, **options)
+    return datasets.load_dataset(source.dataset, source.name, split=source.split)
+
+
+def _checksum(table: pyarrow.Table) -> int:
+    """The checksum of a table's content, whatever its chunks are."""
+    import pyarrow
+
+    sink = pyarrow.BufferOutputStream()
+    whole = table.combine_chunks().replace_schema_metadata(None)
+    with pyarrow.ipc.new_stream(sink, whole.schema) as writer:
+        writer.write_table(whole)
+    return crc32(sink.getvalue())

@@ -1,0 +1,159 @@
+"""A function of the user's own on each record, before anything else reads it: `data.map`."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from parallel_rl.config.json_text import brief
+from parallel_rl.training.data.records.index import Block, DataFile, Entries, Row
+
+MapFunction = Callable[[Row], object]
+
+
+class MappedRows:
+    """The records that a block's rows became; a row that the function refused raises as it is read."""
+
+    def __init__(self, records: list[Row | ValueError]) -> None:
+        self._records = records
+
+    def row(self, index: int) -> Row:
+        """Record `index` of the block."""
+        record = self._records[index]
+        if isinstance(record, ValueError):
+            raise record
+        return record
+
+    def rows(self, first: int, last: int) -> Iterator[Row]:
+        """Records `first` up to `last`."""
+        return (self.row(index) for index in range(first, last))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+@dataclass(frozen=True)
+class MappedFile:
+    """A file whose records are what a function makes of its rows.
+
+    Attributes:
+        file: the rows.
+        function: a row to a record, a list of records, or None, which leaves the row out.
+        name: of the function, for messages.
+    """
+
+    file: DataFile
+    function: MapFunction
+    name: str
+    word = "mapped record"
+
+    @property
+    def path(self) -> Path:
+        """Path of the file."""
+        return self.file.path
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.file.size
+
+    def units(self, step: int) -> int:
+        """Count the parts that are indexed one by one."""
+        return self.file.units(step)
+
+    def index(self, number: int, first: int, last: int, step: int) -> Entries:
+        """Make an entry for each block of the file, with the number of its mapped records.
+
+        Raises:
+            ValueError: the function gives another record for the first row of a block when it is called again.
+        """
+        index = self.file.index(number, first, last, step).copy()
+        for place, (_, start, size, _, crc) in enumerate(index.tolist()):
+            block = self.file.read(start, size, crc)
+            first_row = next(_each(block)) if len(block) else {}
+            if isinstance(first_row, Mapping) and repr(self._call(first_row)) != repr(self._call(first_row)):
+                raise ValueError(
+                    f"{self.path}: data.map: {self.name} gives two different records for one row; it must be deterministic"
+                )
+            index["count"][place] = len(self._mapped(block))
+        return index
+
+    def read(self, start: int, size: int, crc: int) -> MappedRows:
+        """Read and map a block.
+
+        Raises:
+            ValueError: see the file's own `read`.
+        """
+        return self._mapped(self.file.read(start, size, crc))
+
+    def _mapped(self, block: Block) -> MappedRows:
+        records: list[Row | ValueError] = []
+        for row in _each(block):
+            records += [row] if isinstance(row, ValueError) else self._call(row)
+        return MappedRows(records)
+
+    def _call(self, row: Row) -> list[Row | ValueError]:
+        try:
+            result = self.function(dict(row))
+        except Exception as error:  # of the user's own code
+            return [ValueError(f"data.map: {self.name} raised {type(error).__name__}: {error}")]
+        records = [] if result is None else result if isinstance(result, list) else [result]
+        return [
+            record
+            if isinstance(record, Mapping)
+            else ValueError(
+                f"data.map: {self.name} returned {brief(record)}, a {type(record).__name__}; a record (a mapping), a list of "
+                "them, or None is needed"
+            )
+            for record in records
+        ]
+
+
+def _each(block: Block) -> Iterator[Row | ValueError]:
+    """Yield the rows of a block; in the place of a malformed one its error."""
+    try:
+        yield from [*block.rows(0, len(block))]
+        return
+    except ValueError:
+        pass
+    for index in range(len(block)):
+        try:
+            yield block.row(index)
+        except ValueError as error:
+            yield error
+
+
+def map_function(name: str) -> MapFunction:
+    """Find "module:function" in a module that `--import` names.
+
+    Raises:
+        ValueError: a module that is not imported, or one without that function.
+    """
+    module, colon, attribute = name.rpartition(":")
+    if not colon or not module or not attribute:
+        raise ValueError(f"data.map = {name!r} is not valid; write module:function")
+    if module not in sys.modules:
+        raise ValueError(f"data.map = {name!r}: a config imports nothing; pass --import {module}")
+    function = getattr(sys.modules[module], attribute, None)
+    if not callable(function):
+        raise ValueError(f"data.map = {name!r}: {module} has no function {attribute!r}")
+    return function
+
+
+def identity(name: str) -> str:
+    """Name a map with a hash of its module's source: a run goes on with the same one alone."""
+    module = sys.modules[name.rpartition(":")[0]]
+    try:
+        source = inspect.getsource(module)
+    except (OSError, TypeError):
+        source = name
+    return f"{name} {hashlib.blake2b(source.encode(), digest_size=8).hexdigest()}"
+
+
+def mapped(file: DataFile, name: str) -> MappedFile:
+    """Wrap a file's rows by `data.map`."""
+    return MappedFile(file, map_function(name), name)
