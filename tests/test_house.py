@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "parallel_rl"
 FLOORS = (
     ("cluster", "config", "groups", "labels", "replicated", "segments", "validation"),
     ("agreement", "functional", "layout", "schema"),
-    ("counts", "metrics", "statistics", "vocab"),
+    ("counts", "metrics", "prefix_tree", "statistics", "vocab"),
     ("advantages", "losses"),
     ("experience", "explain", "packing", "plan", "port", "recipes"),
     ("compat", "hosts", "megatron", "testing"),

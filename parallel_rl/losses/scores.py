@@ -14,6 +14,7 @@ from parallel_rl.groups import check_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.core.call import LossCall
 from parallel_rl.losses.core.checks import check_data
+from parallel_rl.losses.core.one_row import head_of_tokens, rows_of_tokens, stats_of_tree
 from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.replicated import Replicated
 from parallel_rl.validation import checks_values
@@ -93,7 +94,7 @@ def token_logprobs(
             with an id outside the vocabulary there has log-prob 0, and an `LMHeadInput` does not project its row; one with a
             bound on its `rows` projects no masked token at all, whose log-prob is 0 as well.
         vocab_parallel_rank, vocab_parallel_group, context_parallel_group: as for the losses.
-        layout: of the logits; None is padded rows.
+        layout: of the logits, packed or of a prefix tree; None is padded rows.
         temperature: one number, or [B] one for each sample. vocab_size, vocab_start, cp_layout, backend, top_k, top_p,
             kept_sets: as for the losses.
 
@@ -190,7 +191,7 @@ def token_scores(
             check_kept_ids(data["kept_ids"], valid, shard.vocab_size)
         bounded = head is not None and head.rows is not None
         targets = of.shard(that_count if bounded else ids, fill=IGNORE_INDEX)
-        if head is not None:
+        if head is not None and of.tree is None:
             head.check_rows((targets >= 0) & (targets < shard.vocab_size), vocab_parallel_group)
         return of, targets, shard
 
@@ -200,10 +201,14 @@ def token_scores(
     check_spans(vocab_parallel_group, logits.shape[-1], vocab_size, vocab_start, logits)
     valid = (targets >= 0) & (targets < shard.vocab_size)
     kept_ids = of.shard(data["kept_ids"], fill=-1) if kept_sets else None
+    one_policy = not shard.truncation and not isinstance(temperature, torch.Tensor)
     if head is not None:
-        stats, _ = stats_of_head(head, targets, valid, shard, kept_ids)
+        stats, _ = stats_of_head(head_of_tokens(head, of, vocab_parallel_group), targets, valid, shard, kept_ids)
+    elif of.tree is not None and one_policy:
+        stats = stats_of_tree(logits.flatten(0, -2), targets, valid, shard, of.tree)
     else:
-        stats = truncated_stats_of_shard(logits.flatten(0, -2), targets, valid, shard, kept_ids)
+        rows = rows_of_tokens(logits, of).flatten(0, -2)
+        stats = truncated_stats_of_shard(rows, targets, valid, shard, kept_ids)
     asked = stats.logprobs, stats.entropy, stats.sum_pi_squared
     whole = (None if x is None else of.unshard(x, context_parallel_group) for x in asked)
     return TokenScores(*whole)  # type: ignore[arg-type]

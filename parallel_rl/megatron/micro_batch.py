@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from parallel_rl.counts import check_masks
 from parallel_rl.labels import check_labels
 from parallel_rl.layout import CPLayout, valid_tokens
-from parallel_rl.losses.core.call import PackedSequences
+from parallel_rl.losses.core.one_row import PackedSequences
 from parallel_rl.megatron.context import Context
 from parallel_rl.megatron.lm_head import FusedHead
 from parallel_rl.megatron.model_input import ModelInput, packed_bounds, packed_input, padded_input

@@ -90,7 +90,8 @@ def check_settings(
     """Refuse dropout beside recorded log-probs; in the `first` step warn of settings that are wrong for most losses.
 
     Raises:
-        ValueError: dropout in the config of a model that trains, for a loss that reads recorded log-probs.
+        ValueError: dropout in the config of a model that trains, for a loss that reads recorded log-probs; another scale of the
+            auxiliary losses of experts.
     """
     drops = {name: getattr(config, name) for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)}
     if drops and not allow_dropout:
@@ -107,6 +108,11 @@ def check_settings(
                 f"{written}: dropout differs between layouts, so the loss does too; set attention_dropout = 0 and "
                 "hidden_dropout = 0, or pass allow_dropout=True"
             )
+    if getattr(config, "moe_grad_scale_func", None) is not None:
+        raise ValueError(
+            "config.moe_grad_scale_func is set (NeMo-RL sets it), which would scale the auxiliary losses of experts once more; "
+            "set it to None: their scale follows from the counts of the step"
+        )
     if first and config.fp16 and config.grad_scale_func is None:
         warn(
             "fp16 without config.grad_scale_func: small gradients become 0, and Megatron's optimizer divides by a scale that "

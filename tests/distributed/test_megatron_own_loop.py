@@ -322,6 +322,11 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         lambda: _chunks([1, 0]),
         "model has 2 chunks (vp_stage [1, 0])",
     ),
+    "another scale of auxiliary losses": (
+        {},
+        lambda: _step(NLL(), case=Case(experts="alltoall"), fields={"moe_grad_scale_func": lambda: torch.ones(1)}),
+        "config.moe_grad_scale_func is set",
+    ),
     "a micro-batch without rows": ({}, lambda: _without_rows(), "input_ids is [0, 16]; leave an empty micro-batch out"),
     "labels beside ids over stages": (
         {"pp": 2},

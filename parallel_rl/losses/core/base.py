@@ -27,7 +27,6 @@ from parallel_rl.losses.core.checks import (
     check_on_all_ranks,
     check_predicts,
     check_statistics,
-    check_temperature,
     check_values,
 )
 from parallel_rl.losses.core.counted import count_step
@@ -35,6 +34,7 @@ from parallel_rl.losses.core.dtensor_call import on_shard
 from parallel_rl.losses.core.from_hidden_states import check_lm_head, project
 from parallel_rl.losses.core.from_logprobs import LogProbLossFunction
 from parallel_rl.losses.core.local_batch import LocalBatch
+from parallel_rl.losses.core.one_row import check_tree, for_each_token, head_of_tokens, read_stats, rows_of_tokens
 from parallel_rl.losses.core.options import Temperature, VocabOptions
 from parallel_rl.losses.core.recorded import RecordedCheck
 from parallel_rl.losses.core.requirements import WEIGHTS, Requirements
@@ -47,7 +47,7 @@ from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import is_dtensor
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.logits import whole_logits
-from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
+from parallel_rl.vocab.stats import check_logits, check_targets
 from parallel_rl.vocab.truncated_stats import check_kept_ids
 from parallel_rl.vocab.truncation import Truncation
 
@@ -214,10 +214,11 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         counts = ValidCounts.of(call.global_valid_seqs, call.global_valid_toks, logits.device)
         statistics = None if call.statistics is None else call.statistics.to(logits.device)
         local = LocalBatch(call.data, layout, counts, call.context_group, needs, statistics, heads=call.heads)
-        local = self._narrowed(local)
-        if head is None:
-            return self._read_output(local, logits, group), None
-        return self._read_head(local, head, group)
+        local = self._narrowed(for_each_token(local, group))
+        if head is not None:
+            return self._read_head(local, head_of_tokens(head, layout, group), group)
+        by_edges = needs.reads == "log-probs" and self.options.one_policy
+        return self._read_output(local, logits if by_edges else rows_of_tokens(logits, layout), group), None
 
     def _with_options(self, options: VocabOptions) -> Self:
         """The same loss, and the same state, on another shard of the vocabulary."""
@@ -227,10 +228,8 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
 
     def _needs(self, data: Mapping[str, object]) -> Requirements:
         """The requirements, with the options' fields and the optional ones of the data; unshifted if its labels are shifted."""
-        needs = self.requirements.given(data)
-        needs = needs.on_rows() if is_shifted(data) else needs
-        needs = needs.with_kept_ids() if self.options.truncation.kept_sets else needs
-        return needs.with_temperature() if self.options.per_sample else needs
+        needs = self.options.require(self.requirements.given(data))
+        return needs.on_rows() if is_shifted(data) else needs
 
     def check_data(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:
         check_predicts(type(self).__name__, self.requirements, data)
@@ -238,7 +237,6 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         check_data(data, needs)
         if values and checks_values(data["input_ids"]):
             self._check_values(data, needs)
-            check_temperature(data, needs)
 
     def _check(self, call: LossCall, needs: Requirements, head: LMHeadInput | None, logits: Tensor) -> SequenceLayout:
         name, group = type(self).__name__, call.tensor_group
@@ -252,13 +250,14 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         rows, width = check_data(call.data, needs, logits)
         if checks_values(call.data["input_ids"]):
             self._check_values(call.data, needs)
-            check_temperature(call.data, needs)
         layout = self._layout(call, logits, rows, width)
         if call.packed_sequences is not None and checks_values(call.data["token_mask"]):
             check_lengths(self._scored(call.data), layout)
         check_counts(call.global_valid_seqs, call.global_valid_toks, call.data)
         self._check_output(logits, call.data, group)
-        if head is not None:
+        if call.tree is not None:
+            check_tree(call.tree, call.data, self._scored(call.data))
+        if head is not None and call.tree is None:
             head.check_rows(layout.shard(self._scored(call.data), needs.shift, fill=False), group)
         return layout
 
@@ -315,5 +314,5 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         if options.truncation:
             return read_truncated_policy(local, logits, tensor_group, options)
         shard = options.shard(logits.shape[-1], tensor_group, entropy=self.requirements.entropy)
-        targets = local.layout.take(local.data["input_ids"], local.requirements.shift)
-        return TokenBatch(local, ModelOutput(stats_of_shard(logits.flatten(0, -2), targets, local.mask, shard)))
+        shared = local.layout.tree if options.one_policy else None
+        return TokenBatch(local, ModelOutput(read_stats(local, logits, shard, shared)))

@@ -7,60 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from parallel_rl.agreement import shape_facts
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
+from parallel_rl.losses.core.one_row import PackedSequences
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_fields
 
 if TYPE_CHECKING:
     from parallel_rl.losses.core.batch import TokenBatch
     from parallel_rl.losses.core.requirements import Requirements
     from parallel_rl.metrics import Metrics
+    from parallel_rl.prefix_tree import PrefixTree
     from parallel_rl.statistics import Statistics
-
-
-@dataclass(frozen=True, eq=False)
-class PackedSequences:
-    """The bounds of the sequences in a packed row (Megatron: `PackedSeqParams`).
-
-    Attributes:
-        cu_seqlens: [B + 1] integer, true lengths summed up from 0.
-        cu_seqlens_padded: [B + 1] integer, with each sequence's padding; None where there is none.
-        tail: positions at the end of the row that belong to no sequence.
-    """
-
-    cu_seqlens: Tensor
-    cu_seqlens_padded: Tensor | None = None
-    tail: int = 0
-    _layouts: dict[tuple[object, ...], SequenceLayout] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        for name, bounds in (("cu_seqlens", self.cu_seqlens), ("cu_seqlens_padded", self.cu_seqlens_padded)):
-            if not isinstance(bounds, Tensor) and (bounds is not None or name == "cu_seqlens"):
-                raise ValueError(f"{name} must be a tensor of integers [B + 1], got {bounds!r}")
-
-    def layout(
-        self, seq_len: int, total: int, cp_size: int, cp_rank: int, cp_layout: CPLayout, device: torch.device
-    ) -> SequenceLayout:
-        """The layout of a row of `total` positions on one context rank, see `SequenceLayout.packed`; computed once."""
-        key = (seq_len, total, cp_size, cp_rank, cp_layout, device)
-        if key not in self._layouts:
-            self._layouts[key] = SequenceLayout.packed(
-                self.cu_seqlens,
-                self.cu_seqlens_padded,
-                seq_len=seq_len,
-                total=total,
-                tail=self.tail,
-                cp_size=cp_size,
-                cp_rank=cp_rank,
-                cp_layout=cp_layout,
-                device=device,
-            )
-        return self._layouts[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +30,7 @@ class LossCall:
 
     Attributes:
         observe: called with the batch as the loss read it, its share, and the metrics.
+        tree: of the logits' row, if it is a prefix tree's.
         cut_length: S, if `torch.chunk` split the sequence of a DTensor over context ranks.
         may_wait: the host may wait for the device in the loss's first micro-batches, see `RecordedCheck`.
     """
@@ -82,6 +44,7 @@ class LossCall:
     context_group: ProcessGroup | None = None
     statistics: Statistics | None = None
     packed_sequences: PackedSequences | None = None
+    tree: PrefixTree | None = None
     heads: Mapping[str, LMHeadInput] = field(default_factory=dict)
     observe: Callable[[TokenBatch, Tensor, Metrics], None] | None = None
     cut_length: int | None = None
@@ -130,7 +93,13 @@ class LossCall:
                 f"next_token_logits must be [B, S/cp, V/tp] (packed: [1, T/cp, V/tp]), got {list(logits.shape)}"
             )
         cp_size, cp_rank = group_size(self.context_group), group_rank(self.context_group)
-        if self.packed_sequences is not None:
+        if self.tree is not None:
+            layout = self.tree.layout(cp_size=cp_size, cp_rank=cp_rank, cp_layout=cp_layout, device=logits.device)
+            if layout.shape != (rows, width):
+                raise ValueError(
+                    f"the tree has sequences of shape {list(layout.shape)}, the data has {[rows, width]}; build it from them"
+                )
+        elif self.packed_sequences is not None:
             if logits.shape[0] != 1:
                 raise ValueError(f"packed logits must be [1, T/cp, V/tp], got {list(logits.shape)}")
             total = logits.shape[1] * cp_size
@@ -143,11 +112,15 @@ class LossCall:
         if layout.shape[0] != rows:
             raise ValueError(f"cu_seqlens describes {layout.shape[0]} sequences, the data has {rows} rows")
         if tuple(logits.shape[:2]) != layout.local_shape:
-            looks_packed = self.packed_sequences is None and logits.shape[0] == 1 < rows
-            cure = "; for a packed row wrap the loss: SequencePackingLossWrapper(loss_fn, cu_seqlens)"
+            looks_packed = self.packed_sequences is None and self.tree is None and logits.shape[0] == 1 < rows
             raise ValueError(
                 f"the logits have leading shape {list(logits.shape[:2])}; data of shape {[rows, width]} over cp = {cp_size} "
-                f"needs {list(layout.local_shape)}{cure if looks_packed else ''}"
+                f"needs {list(layout.local_shape)}"
+                + (
+                    "; for a packed row wrap the loss: SequencePackingLossWrapper(loss_fn, cu_seqlens)"
+                    if looks_packed
+                    else ""
+                )
             )
         return layout
 

@@ -17,14 +17,15 @@ from parallel_rl.counts import ValidCounts, check_zeros_and_ones
 from parallel_rl.losses.core.account import Account, AccountedLoss, account_of
 from parallel_rl.losses.core.base import ConfigT, LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.checks import check_temperature
 from parallel_rl.losses.core.data_view import DataView
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.measures import count_true
+from parallel_rl.losses.core.one_row import read_stats
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.truncated_policy import masked_stats
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
-from parallel_rl.vocab.stats import stats_of_shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -247,6 +248,7 @@ class ComponentsLoss(AccountedLoss[ConfigT]):
             view = component.view.of(data)
             with component.named():
                 component.loss._check_values(view, component.requirements(view, needs))
+        check_temperature(data, needs)
 
     def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         super()._check_output(logits, data, tensor_group)
@@ -268,10 +270,7 @@ class ComponentsLoss(AccountedLoss[ConfigT]):
         shard = replace(self.options.for_batch(local), consume_logits=False).shard(
             logits.shape[-1], tensor_group, entropy=self.requirements.entropy
         )
-        targets = local.layout.take(local.data["input_ids"], local.requirements.shift)
-        return TokenBatch(
-            local, ModelOutput(stats_of_shard(logits.flatten(0, -2), targets, local.mask, shard), parts=parts)
-        )
+        return TokenBatch(local, ModelOutput(read_stats(local, logits, shard), parts=parts))
 
 
 def _under(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
