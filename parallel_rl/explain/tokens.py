@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from parallel_rl.groups import group_sum
-from parallel_rl.losses.core.account import account_of
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.vocab.stats import TokenStats
 
@@ -50,7 +49,7 @@ def observe(loss_fn: LossFn, batch: TokenBatch, loss: Tensor) -> Observed:
     with torch.enable_grad():
         output, leaves = _as_leaves(batch.output)
         again = TokenBatch(local, output)
-        total, account = loss_fn.objective(again), account_of(loss_fn, again)
+        total, account = loss_fn.objective(again), loss_fn.account(again)
         of_loss = _gradients(total, leaves)
         of_parts = {name: _gradients(part, leaves) for name, part in account.parts.items()}
     columns: dict[str, Tensor] = {"scored": batch.mask}

@@ -149,7 +149,7 @@ class ComponentsLossFn(ComponentsLoss[ComponentsLossConfig]):
         if own:
             self._steps = checked_steps(state["steps"])
 
-    def _own_metrics(self, loss: Tensor) -> dict[str, Metric]:
+    def own_metrics(self, loss: Tensor) -> dict[str, Metric]:
         moving = {name: self.coefficients[name] for name in self._schedules}
         return {
             f"{name}/coefficient": Metric("max", torch.full_like(loss, value, requires_grad=False))
@@ -158,4 +158,4 @@ class ComponentsLossFn(ComponentsLoss[ComponentsLossConfig]):
 
     def _build(self, config: LossConfig) -> LossFn:
         make: Callable[..., LossFn] = config.loss_class
-        return make(configure(config.loss_class.config_class, config.options), **self._options_of_components())
+        return make(configure(config.loss_class.config_class, config.options), **self.options_of_components())

@@ -130,14 +130,13 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         return mean_of_values(batch, self.config.aggregation, self.config.max_length, self.measured)
 
-    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        super()._check_output(logits, data, tensor_group)
+    def check_rows(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         ids, teacher = data["teacher_topk_indices"], data["teacher_topk_logits"]
         if ids.shape != teacher.shape:
             raise ValueError(
                 f"teacher_topk_indices has shape {list(ids.shape)}, teacher_topk_logits {list(teacher.shape)}; they must agree"
             )
-        valid = self._scored(data)
+        valid = self.scored(data)
         before = self.config.topk_alignment == "predictor" and not is_shifted(data)
         valid = valid.roll(-1, 1) if before else valid
         vocab_size = self.options.shard(logits.shape[-1], tensor_group).vocab_size

@@ -98,8 +98,7 @@ class FullDistillationLossFn(RowLoss[FullDistillationLossConfig]):
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         return mean_of_values(batch, self.config.aggregation, self.config.max_length)
 
-    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        super()._check_output(logits, data, tensor_group)
+    def check_rows(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         teacher, own = data[TEACHER].shape, self._columns(logits.shape[-1], tensor_group)
         if len(teacher) != 3 or self._columns(teacher[-1], tensor_group) != own:
             raise ValueError(

@@ -125,8 +125,8 @@ class KTOLossFn(LossFn[KTOLossConfig]):
         zero = torch.zeros_like(statistics["mismatched_rows"])
         return zero, zero
 
-    def _check_values(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
-        super()._check_values(data, needs)
+    def check_data(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
+        super().check_data(data, needs)
         labels = data["preference_labels"]
         wrong = (labels.abs() != 1) & (labels != 0) & data["sample_mask"].bool()
         if bool(wrong.any()):

@@ -139,7 +139,7 @@ class MixLossFn(ComponentsLoss[MixLossConfig]):
 
     @cached_property
     def components(self) -> tuple[Component, ...]:
-        options = self._options_of_components()
+        options = self.options_of_components()
         usual, expert = PolicyLossFn(self.config.policy, **options), NLLLoss(self.config.supervised, **options)  # type: ignore[arg-type]
         rows = {"usual": "not expert_mask", "expert": "expert_mask"}
         return tuple(
@@ -166,5 +166,5 @@ class MixLossFn(ComponentsLoss[MixLossConfig]):
         self.mu_schedule.load_state_dict({name: x for name, x in state.items() if "/" not in name})
         super().load_state_dict({name: x for name, x in state.items() if "/" in name})
 
-    def _own_metrics(self, loss: Tensor) -> dict[str, Metric]:
+    def own_metrics(self, loss: Tensor) -> dict[str, Metric]:
         return {"mu": Metric("max", torch.full_like(loss, self.mu_schedule.mu, requires_grad=False))}

@@ -14,10 +14,11 @@ from torch import Tensor
 from parallel_rl.functional.kl import kl_with_overflow
 from parallel_rl.functional.ratio import bounded_log_ratio, exp_or_zero, safe_exp
 from parallel_rl.functional.surrogate import PolicyTerms, follows_overflow
-from parallel_rl.losses.core.account import Account, AccountedLoss
+from parallel_rl.losses.core.account import Account
 from parallel_rl.losses.core.aggregation import with_units
-from parallel_rl.losses.core.base import ConfigT
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
+from parallel_rl.losses.core.loss import ConfigT
 from parallel_rl.losses.core.measures import count_true, overflow_tokens, token_means, token_ranges
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.entropy_bonus import EntropyBonus, EntropyCoefficient
@@ -37,7 +38,7 @@ from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
 
 
-class PolicyLoss(AccountedLoss[ConfigT]):
+class PolicyLoss(LossFn[ConfigT]):
     """Base of the losses that a `PolicyLossConfig` describes: their requirements, statistics and shares."""
 
     @property

@@ -15,6 +15,7 @@ from parallel_rl.functional.reward import cross_entropy
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.loss import Reader
 from parallel_rl.losses.core.measures import count_true
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.registry import register_loss
@@ -106,7 +107,7 @@ class PRMLossFn(LossFn[PRMLossConfig]):
         if self.config.reward_token_ids is None:
             losses, correct = -batch.logprobs, batch.head == labels
         else:
-            target = self._target(labels).to(batch.head.dtype)
+            target = self.target(labels).to(batch.head.dtype)
             losses, correct = cross_entropy(batch.head, target), batch.head.argmax(1) == target.argmax(1)
         loss = batch.weighted_sum(losses, (1 / steps).expand(batch.local.layout.shape[0]))
         accuracy = torch.where(batch.mask, correct, False).sum(dtype=torch.float64) / steps
@@ -117,37 +118,51 @@ class PRMLossFn(LossFn[PRMLossConfig]):
         }
         return loss, Metrics(metrics)
 
-    def _target(self, labels: Tensor) -> Tensor:
-        """[T_local, K] probabilities of the reward tokens, from [T_local] labels."""
+    def target(self, labels: Tensor) -> Tensor:
+        """Make probabilities of the reward tokens, [T_local, K], from [T_local] labels."""
         assert self.config.reward_token_ids is not None
         if self.config.soft_labels:
             return torch.stack([labels, 1 - labels], 1)
         return torch.stack([labels == token for token in self.config.reward_token_ids], 1)
 
-    def _scored(self, data: Mapping[str, Tensor]) -> Tensor:
-        """[B, S] bool: valid placeholders with a label."""
+    def scored(self, data: Mapping[str, Tensor]) -> Tensor:
+        """Find the valid placeholders with a label, [B, S]."""
         placeholder = data["input_ids"] == self.config.placeholder_token_id
         return valid_tokens(data, shift=False) & placeholder & (data["reward_labels"] != self.config.ignore_index)
 
-    def _check_values(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
+    def check_data(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
         check_zeros_and_ones(data)
-        super()._check_values({**data, "token_mask": self._scored(data)}, needs)
+        super().check_data({**data, "token_mask": self.scored(data)}, needs)
 
-    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        cfg, options = self.config, self.options
+    def narrowed(self, local: LocalBatch) -> LocalBatch:
+        return replace(local, data={**local.data, "token_mask": self.scored(local.data)})
+
+    @property
+    def reader(self) -> PRMReader:
+        return PRMReader(self)
+
+
+@dataclass(frozen=True, eq=False)
+class PRMReader(Reader):
+    """Reader of classes at the placeholders: the K rewards' logits, or log-probs and the likeliest token."""
+
+    loss: PRMLossFn
+
+    def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        cfg, options = self.loss.config, self.loss.options
         check_logits(logits, options.consume_logits, options.backend)
         vocab_size = options.shard(logits.shape[-1], tensor_group).vocab_size
         if cfg.reward_token_ids is not None and max(cfg.reward_token_ids) >= vocab_size:
             raise ValueError(
                 f"reward_token_ids = {list(cfg.reward_token_ids)} must lie in the vocabulary [0, {vocab_size})"
             )
-        labels, scored = data["reward_labels"], self._scored(data)
+        labels, scored = data["reward_labels"], self.loss.scored(data)
         if not checks_values(labels):
             return
         if cfg.soft_labels:
             wrong, right = (labels < 0) | (labels > 1), "a probability"
         elif cfg.reward_token_ids is not None:
-            wrong, right = ~self._target(labels.flatten()).any(1).view_as(labels), "one of reward_token_ids"
+            wrong, right = ~self.loss.target(labels.flatten()).any(1).view_as(labels), "one of reward_token_ids"
         else:
             return check_targets(torch.where(scored, labels, 0), vocab_size, ignore_index=None)
         if bool((wrong & scored).any()):
@@ -158,12 +173,8 @@ class PRMLossFn(LossFn[PRMLossConfig]):
                 f"ignore_index = {cfg.ignore_index}"
             )
 
-    def _narrowed(self, local: LocalBatch) -> LocalBatch:
-        return replace(local, data={**local.data, "token_mask": self._scored(local.data)})
-
-    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
-        """The batch whose `head` holds the K rewards' logits, or the likeliest token."""
-        cfg, shard = self.config, self.options.for_batch(local).shard(logits.shape[-1], tensor_group)
+    def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        cfg, shard = self.loss.config, self.loss.options.for_batch(local).shard(logits.shape[-1], tensor_group)
         flat = logits.flatten(0, 1)
         if cfg.reward_token_ids is not None:
             ids = torch.stack([torch.full_like(local.layout.positions, token) for token in cfg.reward_token_ids], 1)

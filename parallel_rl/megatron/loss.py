@@ -139,7 +139,7 @@ def megatron_loss_func(
             if not isinstance(data, Mapping):
                 raise ValueError(f"data must be the dict of this micro-batch's tensors, got {type(data).__name__}")
             labelled = with_labels(data)
-            whole.check_data(labelled, values=checked)
+            whole.check_inputs(labelled, values=checked)
             if checked:
                 check_counts(*counts, labelled)
                 if "input_ids" in data:  # what the model reads; labels that are shifted already say nothing of it

@@ -18,7 +18,7 @@ from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.losses.core.counted import masked_data
 from parallel_rl.losses.nll import NLLLoss
 from parallel_rl.megatron.arguments import fault_of
-from parallel_rl.megatron.auxiliary import check_auxiliary_losses
+from parallel_rl.megatron.auxiliary import check_auxiliary_losses, has_auxiliary_loss
 from parallel_rl.megatron.capabilities import heads_take_packed_rows
 from parallel_rl.megatron.fp8 import check_positions, compares_data_ranks, positions_unit
 from parallel_rl.megatron.lm_head import FusedHead
@@ -28,6 +28,7 @@ from parallel_rl.megatron.model import unwrap
 from parallel_rl.megatron.model_config import CUT
 from parallel_rl.megatron.row_checks import check_columns, check_ids, warn_of_padding, warn_of_prompts
 from parallel_rl.megatron.settings import check_model, check_rows
+from parallel_rl.megatron.tree_model import check_tree_model
 from parallel_rl.replicated import Replicated
 
 _ADVICE = (
@@ -70,7 +71,7 @@ def prepare(
             raise fault
         # The last pipeline stage alone calls the loss; what it would miss, the other stages must hear before they send.
         for fields in data:
-            loss_fn.check_data(fields, values=checked)
+            loss_fn.check_inputs(fields, values=checked)
         cut: CPLayout = getattr(config, CUT, "zigzag")
         prepared = [
             batch if isinstance(batch, MicroBatch) else padded_batch(batch, device=like.device, cp_layout=cut)
@@ -83,6 +84,9 @@ def prepare(
         check_model(models, loss_fn.requirements, head, allow_dropout=allow_dropout, trains_heads=mtp_loss is not None)
         if mtp_loss is not None and any(batch.packed for batch in prepared) and not heads_take_packed_rows():
             raise ValueError("mtp_loss with packed rows: heads of this megatron-core take padded ones only; use 0.16")
+        if any(batch.input.tree for batch in prepared):
+            inner = [unwrap(model) for model in models]
+            check_tree_model(inner, trains_heads=mtp_loss is not None, balances=has_auxiliary_loss(config))
         check_auxiliary_losses(config, groups.cp_size)
         check_positions(config, [batch.input.tokens for batch in prepared])
         _check_context(models, loss_fn, prepared, groups)

@@ -276,7 +276,7 @@ def _call(
         batch.loss_input(output, head), {**batch.data, **batch.heads}, (counts.seqs, counts.toks),
         groups.tp_rank, (groups.tensor, context), statistics,
     )  # fmt: skip
-    return replace(call, packed_sequences=batch.packed, may_wait=True)
+    return replace(call, packed_sequences=batch.packed, tree=batch.input.tree, may_wait=True)
 
 
 def _reduced(of_batches: Sequence[Metrics], groups: ParallelGroups) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ several flat tokens may be one edge, and a row where the tree branches has sever
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, eq=False)
 class PrefixTree:
     """Sequences in one row that holds each shared prefix once; made by `build_tree` or `from_nodes`.
+
+    >>> from parallel_rl.prefix_tree import build_tree
+    >>> tree = build_tree(torch.tensor([[7, 8, 1], [7, 8, 2]]), torch.tensor([3, 3]))
+    >>> tree.where.tolist(), tree.depth.tolist(), tree.before.tolist()
+    ([[0, 1, 2], [0, 1, 3]], [0, 1, 2, 2], [-1, 0, 1, 1])
 
     All tensors are int64 on the host. Several trees stand one after the other in the row.
 
@@ -103,6 +108,36 @@ class PrefixTree:
             self._layouts[key] = _layout(self, cp_size, cp_rank, cp_layout, device)
         return self._layouts[key]
 
+    def owners(self, cp_size: int, cp_layout: CPLayout) -> tuple[Tensor, Tensor]:
+        """Find the context rank of each row position [T], and its place among that rank's rows.
+
+        Raises:
+            ValueError: a row or a tree that does not divide.
+        """
+        owner, local = torch.empty(2, self.row_length, dtype=torch.int64)
+        for rank in range(cp_size):
+            row = SequenceLayout.packed(
+                self.bounds, seq_len=self.row_length, total=self.row_length,
+                cp_size=cp_size, cp_rank=rank, cp_layout=cp_layout,
+            )  # fmt: skip
+            places = self.bounds[row.sequence_ids] + row.positions
+            owner[places], local[places] = rank, torch.arange(len(places))
+        return owner, local
+
+    def padded_to(self, row_length: int) -> PrefixTree:
+        """Return the tree with a longer row; the last tree takes the padding.
+
+        Raises:
+            ValueError: a length that is less than the row's.
+        """
+        if row_length < self.row_length:
+            raise ValueError(
+                f"row_length = {row_length} is less than the {self.row_length} positions of the tree's row"
+            )
+        bounds = self.bounds.clone()
+        bounds[-1] = row_length
+        return replace(self, bounds=bounds)
+
     def check_data(self, input_ids: Tensor, scored: Tensor) -> None:
         """Check that data [B, S] are those of the tree, where values are checked.
 
@@ -157,19 +192,7 @@ def scored_tokens(token_mask: Tensor | None, input_ids: Tensor) -> Tensor | None
 def _layout(
     tree: PrefixTree, cp_size: int, cp_rank: int, cp_layout: CPLayout, device: torch.device | str | None
 ) -> SequenceLayout:
-    owner = torch.empty(tree.row_length, dtype=torch.int64)
-    local = torch.empty(tree.row_length, dtype=torch.int64)
-    for rank in range(cp_size):
-        row = SequenceLayout.packed(
-            tree.bounds,
-            seq_len=tree.row_length,
-            total=tree.row_length,
-            cp_size=cp_size,
-            cp_rank=rank,
-            cp_layout=cp_layout,
-        )
-        places = tree.bounds[row.sequence_ids] + row.positions
-        owner[places], local[places] = rank, torch.arange(len(places))
+    owner, local = tree.owners(cp_size, cp_layout)
     width = tree.where.shape[1]
     owners = torch.where(tree.real, owner[tree.where], -1)
     here = (owners == cp_rank) & _read(tree)

@@ -11,6 +11,7 @@ from parallel_rl.counts import count_valid
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall
+from parallel_rl.losses.core.run import read
 from parallel_rl.testing.cases import Batch, step_statistics
 from parallel_rl.vocab.stats import TokenStats
 
@@ -53,7 +54,7 @@ def token_batch(loss_fn: LossFn, batch: Batch) -> TokenBatch:
     """The whole batch as the loss's objective sees it."""
     counts = count_valid(batch.data)
     statistics = step_statistics([(loss_fn, (batch.logits, batch.data, *counts))])
-    return loss_fn._read(LossCall(batch.logits, batch.data, *counts, statistics=statistics))[0]
+    return read(loss_fn, LossCall(batch.logits, batch.data, *counts, statistics=statistics))
 
 
 def influence(loss_fn: LossFn, batch: TokenBatch) -> float:

@@ -103,7 +103,7 @@ class _OnLogProbs(LossFunction):
         assert isinstance(logits, Tensor)
         rows, width = call.data["input_ids"].shape
         layout = call.layout(logits, rows, width, options.cp_layout)
-        keep = layout.shard(self.loss_fn._scored(call.data), fill=False)
+        keep = layout.shard(self.loss_fn.scored(call.data), fill=False)
         shard = options.shard(logits.shape[-1], call.tensor_group, entropy=True)
         stats = stats_of_shard(logits.flatten(0, -2), layout.take(call.data["input_ids"]), keep, shard)
         assert stats.entropy is not None

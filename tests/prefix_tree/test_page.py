@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "prefix_trees.md"
 
 def test_the_page_runs() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    [code] = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+    code, _ = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code, {})

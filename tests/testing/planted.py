@@ -16,6 +16,8 @@ from parallel_rl.losses import Field, NoConfig, Requirements
 from parallel_rl.losses.core.batch import ModelOutput
 from parallel_rl.losses.core.call import LossCall
 from parallel_rl.losses.core.local_batch import LocalBatch
+from parallel_rl.losses.core.loss import Reader
+from parallel_rl.losses.core.readers import LogProbReader
 from parallel_rl.metrics import Metric
 from parallel_rl.testing import faults
 from parallel_rl.testing.cases import EVERY_AXIS, Case, Subject
@@ -118,10 +120,8 @@ class TensorSummed(Planted):
         return group_sum(loss, call.tensor_group), metrics
 
 
-class WholeRowShift(Planted):
-    """Labels by a roll over what may be a packed row."""
-
-    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: dist.ProcessGroup | None) -> TokenBatch:
+class WholeRowReader(LogProbReader):
+    def read(self, local: LocalBatch, logits: Tensor, tensor_group: dist.ProcessGroup | None) -> TokenBatch:
         layout = local.layout
         shape = (logits.shape[0], logits.shape[1])
         ids = layout.shard(local.data["input_ids"], shift=False, fill=0).view(shape).roll(-1, 1)
@@ -129,9 +129,17 @@ class WholeRowShift(Planted):
         rows = layout.shard(local.sequence_mask[:, None].expand_as(local.valid), shift=False, fill=False).view(shape)
         mask = (valid & rows).roll(-1, 1)
         mask[:, -1] = False
-        shard = self.options.shard(logits.shape[-1], tensor_group)
+        shard = self.loss.options.shard(logits.shape[-1], tensor_group)
         stats = stats_of_shard(logits.flatten(0, -2), ids.flatten(), mask.flatten(), shard)
         return TokenBatch(local, ModelOutput(stats))
+
+
+class WholeRowShift(Planted):
+    """Labels by a roll over what may be a packed row."""
+
+    @property
+    def reader(self) -> Reader:
+        return WholeRowReader(self)
 
     def total(self, batch: TokenBatch) -> Tensor:
         return -batch.logprobs.sum() / batch.counts.toks

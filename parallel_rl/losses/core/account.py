@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from parallel_rl.losses.core.base import ConfigT, LossFn
-
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from parallel_rl.losses.core.batch import TokenBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,16 +35,3 @@ class Account:
     def __or__(self, other: Account) -> Account:
         """Both, of a sum of two losses."""
         return Account({**self.parts, **other.parts}, {**self.held, **other.held}, {**self.values, **other.values})
-
-
-class AccountedLoss(LossFn[ConfigT]):
-    """Base of the losses that are made of parts."""
-
-    @abstractmethod
-    def account(self, batch: TokenBatch) -> Account:
-        """The share of `objective`, taken apart."""
-
-
-def account_of(loss_fn: LossFn, batch: TokenBatch) -> Account:
-    """The account of any loss: one that has no parts is one part, "loss"."""
-    return loss_fn.account(batch) if isinstance(loss_fn, AccountedLoss) else Account({"loss": loss_fn.objective(batch)})

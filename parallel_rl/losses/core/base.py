@@ -1,66 +1,32 @@
-"""Base of the losses: checks, layout, token statistics, then the objective."""
+"""A loss that can be called: on logits, on hidden states, on a host's log-probs."""
 
 from __future__ import annotations
 
-import copy
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from parallel_rl.config.strict import configure
-from parallel_rl.counts import ValidCounts
-from parallel_rl.groups import check_rank
-from parallel_rl.labels import is_shifted, with_labels
-from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
-from parallel_rl.losses.core.aggregation import count_units
-from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.call import LossCall, share_of
-from parallel_rl.losses.core.checks import (
-    check_counts,
-    check_data,
-    check_lengths,
-    check_on_all_ranks,
-    check_predicts,
-    check_statistics,
-    check_values,
-)
+from parallel_rl.losses.core import run
+from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.losses.core.counted import count_step
-from parallel_rl.losses.core.dtensor_call import on_shard
-from parallel_rl.losses.core.from_hidden_states import check_lm_head, project
-from parallel_rl.losses.core.from_logprobs import LogProbLossFunction
-from parallel_rl.losses.core.local_batch import LocalBatch
-from parallel_rl.losses.core.one_row import check_tree, for_each_token, head_of_tokens, read_stats, rows_of_tokens
-from parallel_rl.losses.core.options import Temperature, VocabOptions
-from parallel_rl.losses.core.recorded import RecordedCheck
-from parallel_rl.losses.core.requirements import WEIGHTS, Requirements
-from parallel_rl.losses.core.token_weights import count_weights, weighted
-from parallel_rl.losses.core.trained import TrainedLoss
-from parallel_rl.losses.core.truncated_policy import read_truncated_policy, with_dropped
-from parallel_rl.metrics import Metrics
+from parallel_rl.losses.core.from_logprobs import collect_on_rows, run_on_rows
+from parallel_rl.losses.core.log_prob_call import LogProbCall
+from parallel_rl.losses.core.loss import ConfigT, Loss
+from parallel_rl.losses.core.readers import LogProbReader
 from parallel_rl.statistics import Statistics
-from parallel_rl.validation import checks_values
-from parallel_rl.vocab.dtensor import is_dtensor
-from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
-from parallel_rl.vocab.linear.logits import whole_logits
-from parallel_rl.vocab.stats import check_logits, check_targets
-from parallel_rl.vocab.truncated_stats import check_kept_ids
-from parallel_rl.vocab.truncation import Truncation
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
-    from typing_extensions import Self
 
-    from parallel_rl.vocab.backends.choice import Backend
+    from parallel_rl.losses.core.call import LossCall
+    from parallel_rl.losses.core.log_prob_rows import Values
+    from parallel_rl.losses.core.loss import Reader
+    from parallel_rl.metrics import Metrics
 
-ConfigT = TypeVar("ConfigT")
 
-
-class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
+class LossFn(Loss[ConfigT], LossFunction):
     """A loss on vocab-parallel logits that returns this rank's share.
 
         loss, metrics = loss_fn(next_token_logits, data, global_valid_seqs, global_valid_toks,
@@ -101,71 +67,19 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
     1.3863
     """
 
-    config_class: type[ConfigT]
+    @property
+    def reader(self) -> Reader:
+        return LogProbReader(self)
 
-    def __init__(
-        self,
-        config: ConfigT | Mapping | None = None,
-        *,
-        vocab_size: int | None = None,
-        vocab_start: int | None = None,
-        cp_layout: CPLayout = "zigzag",
-        temperature: Temperature = 1.0,
-        consume_logits: bool = False,
-        backend: Backend = "auto",
-        top_k: int | None = None,
-        top_p: float | None = None,
-        kept_sets: bool = False,
-        logit_scale: float = 1.0,
-    ) -> None:
-        self.config = configure(self.config_class, config)
-        self.recorded_check = RecordedCheck()
-        truncation = Truncation(top_k, top_p, kept_sets)
-        self.options = VocabOptions(
-            vocab_size, vocab_start, cp_layout, temperature, consume_logits, backend, truncation, logit_scale
-        )
-        if truncation and not self.requirements.truncatable:
-            raise ValueError(
-                f"{type(self).__name__} is not a loss on a sampler's policy, so {truncation} does not fit it"
-            )
-
-    @cached_property
-    def requirements(self) -> Requirements:
-        """Fields that the loss reads and properties that it claims, from its config; by default log-probs and no field."""
-        return Requirements()
-
-    @abstractmethod
-    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        """The share of the loss and its metrics, from flat local tokens."""
-
-    def objective(self, batch: TokenBatch) -> Tensor:
-        """The share of the loss alone, of which gradients are taken in forward; a loss with many metrics leaves them out."""
-        return self.compute(batch)[0]
-
-    def count_from(self, batch: TokenBatch) -> Statistics:
-        """Count what a micro-batch's data alone adds to the statistics of the step, for a loss that requires `counted`.
-
-        Args:
-            batch: whole on this rank, with float64 fields, without any output of the model; its counts are 1. Its token
-                weights, and the units of an aggregation, are counted already.
-        """
-        return Statistics({})
-
-    def collect_from(self, batch: TokenBatch) -> Statistics:
-        """Collect this rank's part of the statistics that the model's output gives, for a loss that requires `collected`."""
-        raise NotImplementedError(f"{type(self).__name__} requires `collected`, but has no collect_from")
+    def check_inputs(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:
+        run.check_inputs(self, data, values=values)
 
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
-        if is_dtensor(call.output):
-            call, options = on_shard(call, self.options)
-            return self._with_options(options).run(call)
-        batch, carrier = self._read(call)
-        self.recorded_check(batch, may_wait=call.may_wait)
-        loss, metrics = self.compute(batch)
-        metrics = with_dropped(metrics, batch.local.dropped)
-        if call.observe is not None:
-            call.observe(batch, loss.detach(), metrics)
-        return share_of(loss, carrier), metrics
+        return run.run(self, call)
+
+    @torch.no_grad()
+    def run_collect(self, call: LossCall) -> Statistics:
+        return run.collect(self, call)
 
     @torch.no_grad()
     def count(
@@ -173,146 +87,97 @@ class LossFn(TrainedLoss, LogProbLossFunction, Generic[ConfigT]):
         batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
         data_parallel_group: ProcessGroup | None = None,
     ) -> Statistics:
-        if not self.requirements.counted:
-            return Statistics({})
+        return count_step(self, batches, data_parallel_group)
 
-        def count(local: LocalBatch) -> Statistics:
-            return self._count_local(self._narrowed(local))
+    def from_logprobs(
+        self,
+        logprobs: Values,
+        *,
+        data: Mapping[str, Values],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        context_parallel_group: ProcessGroup | None = None,
+        cu_seqlens: Tensor | None = None,
+        entropy: Values | None = None,
+        statistics: Statistics | None = None,
+    ) -> tuple[Tensor, Metrics]:
+        """Compute this rank's share of the loss and its metrics, as of the ordinary call, from the log-probs of the tokens.
 
-        given = [with_labels(data) for data in ([batches] if isinstance(batches, Mapping) else batches)]
-        needs = self.requirements.on_rows() if given and is_shifted(given[0]) else self.requirements
-        return count_step(count, self._check_values, needs, given, data_parallel_group)
+        >>> import torch
+        >>> from parallel_rl import NLLLoss
+        >>> data = {"response_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
+        >>> logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, float("nan"), 7.0]])
+        >>> loss, _ = NLLLoss().from_logprobs(logprobs, data=data, global_valid_seqs=2, global_valid_toks=4)
+        >>> loss.item()
+        2.5
 
-    def _count_local(self, local: LocalBatch) -> Statistics:
-        """Count in whole data that is narrowed to this loss's tokens."""
-        if not self.requirements.counted:
-            return Statistics({})
-        batch = TokenBatch(local, ModelOutput())
-        weights = Statistics({}) if local.weights is None else count_weights(local)
-        return weights | count_units(batch, self.requirements.units) | self.count_from(batch)
+        Every field of tokens has the form of the log-probs:
+
+            [B, S]      rows; a list of B tensors [n_i]; or flat [T], sequences one after the other, with `cu_seqlens`
+
+        Args:
+            logprobs: of the current policy, with gradient; column t is the log-prob of token t. In float32 or wider: one of
+                16 bits rounds a log-prob by up to 2^-8 of it, and a gradient of ratios by as much (a warning, once).
+            data: the loss's fields, and one mask. `token_mask`: rows are whole sequences, whose first token (column 0) has no
+                predictor and is never read. `response_mask`: rows are responses alone, of which every token has one.
+                `sample_mask` [B] may be left out: all count.
+            global_valid_seqs, global_valid_toks: of the whole step, see `count_valid`; or 1, of a caller who divides.
+            context_parallel_group: the ranks over which every row is cut, log-probs and fields alike, in any way that
+                leaves its first token on rank 0; flat ones by the constructor's `cp_layout`. None: rows are whole. A host that
+                holds them whole on every context rank gives None, and gets the whole loss on each.
+            cu_seqlens: [B + 1] integers, bounds of the sequences in the flat row, over all context ranks; what is beyond the
+                last one belongs to none. Bounds on the host cost no wait for the device.
+            entropy: of the policy at each token, with gradient for a loss with an entropy term; without it metrics of the
+                entropy are left out.
+            statistics: of the whole step, for a loss that `needs_statistics`: the sum over micro-batches of
+                `collect_from_logprobs`, reduced.
+
+        Raises:
+            ValueError: a loss that reads more than log-probs, or needs to know where in its sequence a cut row's token lies;
+                log-probs above 0; a token_mask that counts a first token with a log-prob; shapes, dtypes, bounds or values that
+                do not fit; on all ranks of the group.
+        """
+        return run_on_rows(
+            self,
+            LogProbCall(
+                logprobs, data, global_valid_seqs, global_valid_toks, context_parallel_group, cu_seqlens, entropy, statistics
+            ),
+        )  # fmt: skip
 
     @torch.no_grad()
-    def run_collect(self, call: LossCall) -> Statistics:
-        if not self.needs_collect:
-            raise ValueError(
-                f"{type(self).__name__} in this configuration collects nothing from the model's output"
-                + ("; count(...) gives its statistics" if self.needs_statistics else "")
-            )
-        if is_dtensor(call.output):
-            call, options = on_shard(call, self.options)
-            return self._with_options(options).run_collect(call)
-        return self.collect_from(self._read(replace(call, statistics=Statistics({})))[0])
+    def collect_from_logprobs(
+        self,
+        logprobs: Values,
+        *,
+        data: Mapping[str, Values],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+        context_parallel_group: ProcessGroup | None = None,
+        cu_seqlens: Tensor | None = None,
+        entropy: Values | None = None,
+    ) -> Statistics:
+        """This rank's part of `statistics=`, of the data and of the log-probs: `+` joins micro-batches, `reduce` ranks.
 
-    def _read(self, call: LossCall) -> tuple[TokenBatch, Tensor | None]:
-        """Check the call and read the model's output; an exact 0 carries a gradient that was computed on the way."""
-        call = replace(call, data=with_labels(call.data))
-        needs, group = self._needs(call.data), call.tensor_group
-        head, logits = split_output(call.output, group)
-        call = replace(call, data=self._complete(logits, call.data))
-        layout = check_on_all_ranks(lambda: self._check(call, needs, head, logits), call, needs, logits, self.options)
-        self.options.check_spans(logits, group)
-        counts = ValidCounts.of(call.global_valid_seqs, call.global_valid_toks, logits.device)
-        statistics = None if call.statistics is None else call.statistics.to(logits.device)
-        local = LocalBatch(call.data, layout, counts, call.context_group, needs, statistics, heads=call.heads)
-        local = self._narrowed(for_each_token(local, group))
-        if head is not None:
-            return self._read_head(local, head_of_tokens(head, layout, group), group)
-        by_edges = needs.reads == "log-probs" and self.options.one_policy
-        return self._read_output(local, logits if by_edges else rows_of_tokens(logits, layout), group), None
+        A loss that does not `needs_collect` reads no value of the log-probs, so that any of their shape will do.
 
-    def _with_options(self, options: VocabOptions) -> Self:
-        """The same loss, and the same state, on another shard of the vocabulary."""
-        loss = copy.copy(self)
-        loss.options = options
-        return loss
+        >>> import torch
+        >>> from parallel_rl import NLLLoss
+        >>> loss_fn = NLLLoss({"token_weights": "sum"})
+        >>> data = {"response_mask": torch.ones(1, 2), "token_weights": torch.tensor([[0.5, 1.5]])}
+        >>> call = {"data": data, "global_valid_seqs": 1, "global_valid_toks": 2}
+        >>> statistics = loss_fn.collect_from_logprobs(torch.tensor([[-1.0, -2.0]]), **call).reduce()
+        >>> loss_fn.from_logprobs(torch.tensor([[-1.0, -2.0]]), **call, statistics=statistics)[0].item()
+        1.75
 
-    def _needs(self, data: Mapping[str, object]) -> Requirements:
-        """The requirements, with the options' fields and the optional ones of the data; unshifted if its labels are shifted."""
-        needs = self.options.require(self.requirements.given(data))
-        return needs.on_rows() if is_shifted(data) else needs
+        Args: as of `from_logprobs`.
 
-    def check_data(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:
-        check_predicts(type(self).__name__, self.requirements, data)
-        data, needs = self._complete(None, with_labels(data)), self._needs(data)
-        check_data(data, needs)
-        if values and checks_values(data["input_ids"]):
-            self._check_values(data, needs)
-
-    def _check(self, call: LossCall, needs: Requirements, head: LMHeadInput | None, logits: Tensor) -> SequenceLayout:
-        name, group = type(self).__name__, call.tensor_group
-        if head is not None:
-            check_lm_head(name, needs, self.options, head, group)
-        check_predicts(name, self.requirements, call.data)
-        read = ("input_ids", "token_mask", "sample_mask", *needs.names)
-        self._check_heads(head, {field: call.heads[field] for field in read if field in call.heads}, group)
-        check_statistics(name, needs, call.statistics)
-        check_rank(call.tensor_rank, group)
-        rows, width = check_data(call.data, needs, logits)
-        if checks_values(call.data["input_ids"]):
-            self._check_values(call.data, needs)
-        layout = self._layout(call, logits, rows, width)
-        if call.packed_sequences is not None and checks_values(call.data["token_mask"]):
-            check_lengths(self._scored(call.data), layout)
-        check_counts(call.global_valid_seqs, call.global_valid_toks, call.data)
-        self._check_output(logits, call.data, group)
-        if call.tree is not None:
-            check_tree(call.tree, call.data, self._scored(call.data))
-        if head is not None and call.tree is None:
-            head.check_rows(layout.shard(self._scored(call.data), needs.shift, fill=False), group)
-        return layout
-
-    def _complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """The data with fields that this loss can do without; no logits yet: those that it may do without."""
-        return data
-
-    def _narrowed(self, local: LocalBatch) -> LocalBatch:
-        """The batch whose mask is the tokens that this loss scores; here all valid ones, or those with a weight."""
-        return local if self.requirements.token_weights is None else weighted(local)
-
-    def _scored(self, data: Mapping[str, Tensor]) -> Tensor:
-        """[B, S] bool: the tokens that may carry loss."""
-        valid = valid_tokens(data)
-        return valid if self.requirements.token_weights is None else valid & (data[WEIGHTS.name] > 0)
-
-    def _check_values(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
-        """Refuse values that are wrong whatever the model's output is."""
-        check_values(data, needs, truncated=bool(self.options.truncation))
-
-    def _layout(self, call: LossCall, logits: Tensor, rows: int, width: int) -> SequenceLayout:
-        return call.layout(logits, rows, width, self.options.cp_layout)
-
-    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        """Refuse logits, and values of the data, that do not fit this loss and its options."""
-        options = self.options
-        options.check_temperature()
-        check_logits(logits, options.consume_logits, options.backend)
-        shard = options.shard(logits.shape[-1], tensor_group)
-        if checks_values(data["input_ids"]):
-            check_targets(torch.where(self._scored(data), data["input_ids"], 0), shard.vocab_size, ignore_index=None)
-        if options.truncation.kept_sets:
-            check_kept_ids(data["kept_ids"], self._scored(data), shard.vocab_size)
-
-    def _check_heads(
-        self, head: LMHeadInput | None, heads: Mapping[str, LMHeadInput], tensor_group: ProcessGroup | None
-    ) -> None:
-        """Refuse fields that are an `LMHeadInput` in place of a tensor, and a student's that does not suit them."""
-        for name in heads:
-            raise ValueError(f"{name} must be a tensor, got LMHeadInput")
-
-    def _read_head(
-        self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
-    ) -> tuple[TokenBatch, Tensor | None]:
-        """The same batch from hidden states, and the exact 0 that carries a gradient that was computed here already."""
-        if self.requirements.reads == "logits":
-            valid = self.options.shard(head.weight.shape[0], tensor_group).valid
-            return self._read_output(local, whole_logits(head, local.mask, valid, tensor_group), tensor_group), None
-        return project(local, head, tensor_group, self.options.for_batch(local), self.objective)
-
-    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
-        """The batch with what the objective needs of the model's output."""
-        options = self.options.for_batch(local)
-        if options.truncation:
-            return read_truncated_policy(local, logits, tensor_group, options)
-        shard = options.shard(logits.shape[-1], tensor_group, entropy=self.requirements.entropy)
-        shared = local.layout.tree if options.one_policy else None
-        return TokenBatch(local, ModelOutput(read_stats(local, logits, shard, shared)))
+        Raises:
+            ValueError: a loss that needs none; what `from_logprobs` refuses.
+        """
+        if not self.needs_statistics:
+            raise ValueError(f"{type(self).__name__} in this configuration needs no statistics of the step")
+        call = LogProbCall(
+            logprobs, data, global_valid_seqs, global_valid_toks, context_parallel_group, cu_seqlens, entropy,
+            Statistics({}),
+        )  # fmt: skip
+        return collect_on_rows(self, call)

@@ -113,14 +113,10 @@ class LossCall:
             raise ValueError(f"cu_seqlens describes {layout.shape[0]} sequences, the data has {rows} rows")
         if tuple(logits.shape[:2]) != layout.local_shape:
             looks_packed = self.packed_sequences is None and self.tree is None and logits.shape[0] == 1 < rows
+            cure = "; for a packed row wrap the loss: SequencePackingLossWrapper(loss_fn, cu_seqlens)"
             raise ValueError(
                 f"the logits have leading shape {list(logits.shape[:2])}; data of shape {[rows, width]} over cp = {cp_size} "
-                f"needs {list(layout.local_shape)}"
-                + (
-                    "; for a packed row wrap the loss: SequencePackingLossWrapper(loss_fn, cu_seqlens)"
-                    if looks_packed
-                    else ""
-                )
+                f"needs {list(layout.local_shape)}{cure if looks_packed else ''}"
             )
         return layout
 
@@ -143,7 +139,7 @@ class LossFunction(ABC):
     def requirements(self) -> Requirements:
         """Requirements on the caller."""
 
-    def check_data(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:  # noqa: B027
+    def check_inputs(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:  # noqa: B027
         """Refuse whole data whose fields, or `values`, the call would refuse, before there is any output; on this rank."""
 
     @abstractmethod
@@ -255,8 +251,8 @@ class LossWrapper(LossFunction):
     def requirements(self) -> Requirements:
         return self.loss_fn.requirements
 
-    def check_data(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:
-        self.loss_fn.check_data(data, values=values)
+    def check_inputs(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:
+        self.loss_fn.check_inputs(data, values=values)
 
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
         return self.loss_fn.run(call)

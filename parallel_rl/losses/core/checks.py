@@ -205,7 +205,7 @@ def check_lengths(scored: Tensor, layout: SequenceLayout) -> None:
 
 def check_temperature(data: Mapping[str, Tensor], needs: Requirements) -> None:
     """Raises ValueError for a temperature that is read, of a valid sample, and is not positive and finite."""
-    if needs.field("temperature").per != "sequence":
+    if needs.field("temperature").per != "sequence":  # a loss's own field may have the name
         return
     value = data["temperature"]
     wrong = ~((value > 0) & value.isfinite()) & data["sample_mask"].bool()
@@ -281,4 +281,3 @@ def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: boo
                     "probability 0; mask it, or record its log-prob"
                     + (", or give the loss the sampler's top_k or top_p" if RECORDED[field.name] else "")
                 )
-    check_temperature(data, needs)

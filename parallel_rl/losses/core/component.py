@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from parallel_rl.counts import ValidCounts, check_zeros_and_ones
-from parallel_rl.losses.core.account import Account, AccountedLoss, account_of
-from parallel_rl.losses.core.base import ConfigT, LossFn
+from parallel_rl.losses.core.account import Account
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.checks import check_temperature
+from parallel_rl.losses.core.counted import count_local
 from parallel_rl.losses.core.data_view import DataView
 from parallel_rl.losses.core.local_batch import LocalBatch
+from parallel_rl.losses.core.loss import ConfigT, Reader
 from parallel_rl.losses.core.measures import count_true
-from parallel_rl.losses.core.one_row import read_stats
+from parallel_rl.losses.core.readers import LogProbReader, token_output
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.truncated_policy import masked_stats
 from parallel_rl.metrics import Metric, Metrics
@@ -111,7 +112,7 @@ class Component:
         data = self.view.of(local.data)
         needs = self.requirements(data, local.requirements)
         own = None if statistics is None or not needs.statistics else statistics.under(f"{self.name}/")
-        return self.loss._narrowed(replace(local, data=data, counts=counts, requirements=needs, statistics=own))
+        return self.loss.narrowed(replace(local, data=data, counts=counts, requirements=needs, statistics=own))
 
     def batch(self, whole: TokenBatch) -> TokenBatch:
         """Its part of a batch whose output was read for all."""
@@ -131,10 +132,10 @@ class Component:
             f"{self.name}_sequences": count_true(batch, sequences).value,
             f"{self.name}_tokens": count_true(batch, tokens).value,
         })  # fmt: skip
-        return own | self.loss._count_local(batch.local).prefixed(f"{self.name}/")
+        return own | count_local(self.loss, batch.local).prefixed(f"{self.name}/")
 
 
-class ComponentsLoss(AccountedLoss[ConfigT]):
+class ComponentsLoss(LossFn[ConfigT]):
     """Base of the losses that are a sum of other losses, L = Σ_c λ_c·L_c.
 
     Each component has a mask, counts of the whole step, metrics and a state of its own; tokens of none are never read.
@@ -154,7 +155,7 @@ class ComponentsLoss(AccountedLoss[ConfigT]):
     def requirements(self) -> Requirements:
         return joint_requirements({each.name: (each.loss.requirements, each.view) for each in self.components})
 
-    def _options_of_components(self) -> dict[str, object]:
+    def options_of_components(self) -> dict[str, object]:
         """Arguments of the constructors of the components' losses."""
         options = self.options
         truncation = options.truncation
@@ -164,12 +165,12 @@ class ComponentsLoss(AccountedLoss[ConfigT]):
             "top_p": truncation.top_p, "kept_sets": truncation.kept_sets, "logit_scale": options.logit_scale,
         }  # fmt: skip
 
-    def _with_options(self, options: VocabOptions) -> Self:
-        loss = super()._with_options(options)
+    def with_options(self, options: VocabOptions) -> Self:
+        loss = super().with_options(options)
 
         def on_columns(loss: LossFn) -> LossFn:
             own = replace(loss.options, vocab_size=options.vocab_size, vocab_start=options.vocab_start)
-            return loss._with_options(own)
+            return loss.with_options(own)
 
         vars(loss)["components"] = tuple(replace(each, loss=on_columns(each.loss)) for each in self.components)
         return loss
@@ -218,59 +219,66 @@ class ComponentsLoss(AccountedLoss[ConfigT]):
             terms.append(coefficients[component.name] * share)
             metrics |= {f"{component.name}/{key}": found.parts(key) for key in found}
         loss = reduce(torch.add, terms)
-        return loss, Metrics({"loss": Metric("share", loss), **self._own_metrics(loss), **metrics})
+        return loss, Metrics({"loss": Metric("share", loss), **self.own_metrics(loss), **metrics})
 
     def account(self, batch: TokenBatch) -> Account:
         coefficients = self.coefficients
         found = (
-            account_of(each.loss, each.batch(batch)).under(f"{each.name}/", coefficients[each.name])
+            each.loss.account(each.batch(batch)).under(f"{each.name}/", coefficients[each.name])
             for each in self.components
         )
         return reduce(or_, found)
 
-    def _own_metrics(self, loss: Tensor) -> dict[str, Metric]:
+    def own_metrics(self, loss: Tensor) -> dict[str, Metric]:
         """Metrics beside those of the components."""
         return {}
 
-    def _narrowed(self, local: LocalBatch) -> LocalBatch:
+    def narrowed(self, local: LocalBatch) -> LocalBatch:
         parts = {component.name: component.part(local) for component in self.components}
         scored = reduce(or_, (part.valid for part in parts.values()))
         return replace(local, data={**local.data, "token_mask": scored}, parts=parts)
 
-    def _scored(self, data: Mapping[str, Tensor]) -> Tensor:
-        return reduce(or_, (component.loss._scored(component.view.of(data)) for component in self.components))
+    def scored(self, data: Mapping[str, Tensor]) -> Tensor:
+        return reduce(or_, (component.loss.scored(component.view.of(data)) for component in self.components))
 
-    def _check_values(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
+    def check_data(self, data: Mapping[str, Tensor], needs: Requirements) -> None:
         for component in self.components:
             check_zeros_and_ones(
                 data, names=("token_mask", "sample_mask", *(each.name for each in component.view.masks))
             )
             view = component.view.of(data)
             with component.named():
-                component.loss._check_values(view, component.requirements(view, needs))
-        check_temperature(data, needs)
+                component.loss.check_data(view, component.requirements(view, needs))
 
-    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        super()._check_output(logits, data, tensor_group)
-        for component in self.components:
+    @property
+    def reader(self) -> Reader:
+        return ComponentsReader(self)
+
+
+@dataclass(frozen=True, eq=False)
+class ComponentsReader(LogProbReader):
+    """Reader for several losses: one read for all that score log-probs, and one for each that looks at logits."""
+
+    loss: ComponentsLoss
+
+    def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        super().check(logits, data, tensor_group)
+        for component in self.loss.components:
             with component.named():
-                component.loss._check_output(logits, component.view.of(data), tensor_group)
+                component.loss.reader.check(logits, component.view.of(data), tensor_group)
 
-    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
-        """One read for all that score log-probs, and one for each that looks at logits."""
-        readers = {each.name: each.loss for each in self.components if each.loss.requirements.reads != "log-probs"}
+    def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        components = self.loss.components
+        readers = {each.name: each.loss.reader for each in components if each.loss.requirements.reads != "log-probs"}
         if not readers:
-            return super()._read_output(local, logits, tensor_group)
-        parts = {
-            name: loss._read_output(local.parts[name], logits, tensor_group).output for name, loss in readers.items()
-        }
-        if len(readers) == len(self.components):
+            return super().read(local, logits, tensor_group)
+        parts = {name: reader.read(local.parts[name], logits, tensor_group).output for name, reader in readers.items()}
+        if len(readers) == len(components):
             return TokenBatch(local, ModelOutput(parts=parts))
         # several read them, so that none may write over them
-        shard = replace(self.options.for_batch(local), consume_logits=False).shard(
-            logits.shape[-1], tensor_group, entropy=self.requirements.entropy
-        )
-        return TokenBatch(local, ModelOutput(read_stats(local, logits, shard), parts=parts))
+        options = replace(self.loss.options.for_batch(local), consume_logits=False)
+        output = token_output(local, logits, tensor_group, options, self.loss.requirements.entropy)
+        return TokenBatch(local, output._replace(parts=parts))
 
 
 def _under(prefix: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -13,39 +13,39 @@ import torch
 from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import ParallelGroups
-from parallel_rl.labels import check_labels
+from parallel_rl.labels import check_labels, is_shifted, with_labels
 from parallel_rl.layout import SequenceLayout
+from parallel_rl.losses.core.aggregation import count_units
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.checks import check_data
 from parallel_rl.losses.core.local_batch import LocalBatch
+from parallel_rl.losses.core.token_weights import count_weights
+from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from parallel_rl.losses.core.loss import Loss
     from parallel_rl.losses.core.requirements import Requirements
-    from parallel_rl.statistics import Statistics
 
 
 def count_step(
-    count: Callable[[LocalBatch], Statistics],
-    check_values: Callable[[Mapping[str, Tensor], Requirements], None],
-    needs: Requirements,
-    batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
-    group: ProcessGroup | None,
+    loss: Loss, batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], group: ProcessGroup | None
 ) -> Statistics:
-    """Sum `count` of every micro-batch, then over data ranks; a rank without a micro-batch counts an empty one.
+    """Sum what every micro-batch counts, then over data ranks; a rank without a micro-batch counts an empty one.
 
-    Args:
-        count: of a micro-batch's whole data, in whose layout one rank holds everything.
-        check_values: refuses values of data of the right shapes, where values are looked at.
-        needs: of the loss; fields in the order of the logits are not looked at.
+    Fields in the order of the logits are not looked at.
 
     Raises:
-        ValueError: data that does not fit `needs`, on all ranks of the group.
+        ValueError: data that does not fit the loss, on all ranks of the group.
     """
+    if not loss.requirements.counted:
+        return Statistics({})
+    given = [with_labels(data) for data in ([batches] if isinstance(batches, Mapping) else batches)]
+    needs = loss.requirements.on_rows() if given and is_shifted(given[0]) else loss.requirements
     needs = replace(needs, fields=tuple(field for field in needs.fields if field.per != "local"))
-    given = [batches] if isinstance(batches, Mapping) else list(batches)
     ids = [data["input_ids"] for data in given if isinstance(data.get("input_ids"), torch.Tensor)]
     device = communication_device(group, ids[0].device if ids else torch.device("cpu"))
 
@@ -55,11 +55,21 @@ def count_step(
             ids = data.get("input_ids")
             check_data(data, needs, ids if isinstance(ids, torch.Tensor) else torch.empty(0))
             if checks_values(data["input_ids"]):
-                check_values(data, needs)
+                loss.check_data(data, needs)
 
     raise_on_all_ranks(check, [group], torch.empty(0, device=device))
-    counted = reduce(add, [count(_whole(data, needs)) for data in given or [masked_data(needs, 0, 1)]])
+    whole = (_whole(data, needs) for data in given or [masked_data(needs, 0, 1)])
+    counted = reduce(add, [count_local(loss, loss.narrowed(local)) for local in whole])
     return counted.to(device).reduce(ParallelGroups(data=group))
+
+
+def count_local(loss: Loss, local: LocalBatch) -> Statistics:
+    """Count in whole data that is narrowed to the loss's tokens."""
+    if not loss.requirements.counted:
+        return Statistics({})
+    batch = TokenBatch(local, ModelOutput())
+    weights = Statistics({}) if local.weights is None else count_weights(local)
+    return weights | count_units(batch, loss.requirements.units) | loss.count_from(batch)
 
 
 def _whole(data: Mapping[str, Tensor], needs: Requirements) -> LocalBatch:

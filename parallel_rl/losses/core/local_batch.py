@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from parallel_rl.counts import ValidCounts
-from parallel_rl.groups import group_rank
+from parallel_rl.groups import group_rank, group_sum
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.losses.core.turns import TurnLayout, turn_starts
@@ -43,6 +43,7 @@ class LocalBatch:
         dropped: [T_local] bool, valid tokens that left the mask because a truncated policy does not keep them.
         weights: [B, S] float64 of the tokens, 0 where none is valid, for a loss that reads them.
         parts: of a loss that is a sum of others, each one's view of the batch.
+        cut_rows: the rows of the data are cut over context ranks, as those of a host's log-probs; none is whole on each.
     """
 
     data: Mapping[str, Tensor]
@@ -55,6 +56,7 @@ class LocalBatch:
     heads: Mapping[str, LMHeadInput] = made_by(default_factory=dict)
     weights: Tensor | None = None
     parts: Mapping[str, LocalBatch] = made_by(default_factory=dict)
+    cut_rows: bool = False
 
     @cached_property
     def valid(self) -> Tensor:
@@ -155,7 +157,7 @@ class LocalBatch:
 
     def row_sum(self, x: Tensor) -> Tensor:
         """[B, S] of the data to [B]: sums over whole sequences."""
-        return x.sum(1)
+        return group_sum(x.sum(1), self.context_group) if self.cut_rows else x.sum(1)
 
     def masked(self, x: Tensor, dtype: torch.dtype | None) -> Tensor:
         """[T_local], or K quantities [K, T_local]: x, and a 0 of `dtype` at masked places."""
@@ -193,7 +195,8 @@ class LocalBatch:
 
     def once(self, total: Tensor, *, of_tokens: bool) -> Tensor:
         """A sum over whole data, which every context rank holds, as this rank's part of the sum over ranks."""
-        return total if group_rank(self.context_group) == 0 else torch.zeros_like(total)
+        here = (of_tokens and self.cut_rows) or group_rank(self.context_group) == 0
+        return total if here else torch.zeros_like(total)
 
     @cached_property
     def _fields(self) -> dict[tuple[str, torch.dtype | None], Tensor]:

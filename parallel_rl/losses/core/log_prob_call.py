@@ -35,7 +35,7 @@ _MASKS = {"token_mask": False, "response_mask": True}  # whether it says that ro
 
 @dataclass(frozen=True, eq=False)
 class LogProbCall:
-    """The arguments of one call on log-probs; see `LogProbLossFunction.from_logprobs`."""
+    """The arguments of one call on log-probs; see `LossFn.from_logprobs`."""
 
     logprobs: Values
     data: Mapping[str, Values]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from parallel_rl.groups import group_rank, group_size, group_sum
+from parallel_rl.groups import group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.validation import checks_values
@@ -24,17 +24,6 @@ if TYPE_CHECKING:
 
 #: log-probs, or a field of the data: [B, S], or flat [T], or [n_i] of each sequence; a width may follow
 Values = Tensor | Sequence[Tensor]
-
-
-@dataclass(frozen=True, eq=False)
-class RowsBatch(LocalBatch):
-    """A `LocalBatch` of rows that are cut over context ranks like their log-probs, none whole on each of them."""
-
-    def row_sum(self, x: Tensor) -> Tensor:
-        return group_sum(x.sum(1), self.context_group)
-
-    def once(self, total: Tensor, *, of_tokens: bool) -> Tensor:
-        return total if of_tokens else super().once(total, of_tokens=of_tokens)
 
 
 class Rows(Protocol):
@@ -235,8 +224,8 @@ def rows_batch(
     context_group: ProcessGroup | None,
     needs: Requirements,
     statistics: Statistics | None = None,
-) -> RowsBatch:
+) -> LocalBatch:
     """The batch of rows [B, A] whose columns all have a predictor, cut over `context_group` like their log-probs."""
     mask = data["token_mask"]
     layout = replace(SequenceLayout.padded(*mask.shape, device=mask.device), cp_size=group_size(context_group))
-    return RowsBatch(data, layout, counts, context_group, needs, statistics)
+    return LocalBatch(data, layout, counts, context_group, needs, statistics, cut_rows=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_rl.groups import all_gather, group_rank
 from parallel_rl.labels import is_shifted
 from parallel_rl.layout import SequenceLayout
-from parallel_rl.vocab.stats import TokenStats, stats_of_edges, stats_of_shard
+from parallel_rl.vocab.stats import TokenStats, stats_of_edges
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,7 +87,8 @@ def stats_of_tree(logits: Tensor, targets: Tensor, mask: Tensor, shard: VocabSha
         targets: [F] token ids.
         mask: [F] bool, tokens that count; the statistics of the others are 0.
     """
-    of_edges = torch.where(shared.targets >= 0, targets[shared.targets.clamp(min=0)], -1)
+    known = targets if len(targets) else targets.new_zeros(1)  # a context rank may hold padding alone
+    of_edges = torch.where(shared.targets >= 0, known[shared.targets.clamp(min=0)], -1)
     stats = stats_of_edges(logits, of_edges, shared.rows.any(mask), shard, shared.branches)
     zero = torch.zeros((), dtype=stats.lse.dtype, device=mask.device)
     per_row = (
@@ -95,18 +96,6 @@ def stats_of_tree(logits: Tensor, targets: Tensor, mask: Tensor, shard: VocabSha
         for x in (stats.entropy, stats.lse, stats.sum_pi_squared)
     )
     return TokenStats(torch.where(mask, shared.edges.take(stats.logprobs), zero), *per_row)  # type: ignore[arg-type]
-
-
-def read_stats(local: LocalBatch, logits: Tensor, shard: VocabShard, shared: SharedRows | None = None) -> TokenStats:
-    """Read the statistics of a batch's tokens, [T_local].
-
-    Args:
-        shared: of logits in the order of a tree's rows; None: they are in the order of the tokens.
-    """
-    targets = local.layout.take(local.data["input_ids"], local.requirements.shift)
-    if shared is not None:
-        return stats_of_tree(logits.flatten(0, -2), targets, local.mask, shard, shared)
-    return stats_of_shard(logits.flatten(0, -2), targets, local.mask, shard)
 
 
 def for_each_token(local: LocalBatch, group: ProcessGroup | None) -> LocalBatch:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from parallel_rl.losses.core.local_batch import LocalBatch
-    from parallel_rl.losses.core.requirements import Requirements
     from parallel_rl.vocab.backends.choice import Backend
 
 
@@ -56,11 +55,6 @@ class VocabOptions:
     def one_policy(self) -> bool:
         """Whether a row of logits gives one distribution, whatever token is scored there: the whole one at one temperature."""
         return not self.truncation and isinstance(self.temperature, float | int)
-
-    def require(self, needs: Requirements) -> Requirements:
-        """Add the fields that these options read to a loss's requirements."""
-        needs = needs.with_kept_ids() if self.truncation.kept_sets else needs
-        return needs.with_temperature() if self.per_sample else needs
 
     def for_batch(self, local: LocalBatch) -> VocabOptions:
         """The options with a temperature for each of this rank's tokens, [T_local], where samples have their own."""

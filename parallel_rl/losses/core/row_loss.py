@@ -12,9 +12,11 @@ from torch import Tensor
 
 from parallel_rl.counts import Aggregation, unit_of
 from parallel_rl.losses.core.aggregation import aggregate
-from parallel_rl.losses.core.base import ConfigT, LossFn
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.loss import ConfigT, Reader
 from parallel_rl.losses.core.measures import count_true, token_means
+from parallel_rl.losses.core.readers import check_vocabulary
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.vocab.backends.torch_backend import compiles, math_dtype
 from parallel_rl.vocab.linear.row_values import chunk_size, row_values
@@ -99,58 +101,80 @@ class RowLoss(LossFn[ConfigT]):
         With measures [n, 1 + M], the value first; they have no gradient.
         """
 
-    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
-        shard = self.options.for_batch(local).shard(logits.shape[-1], tensor_group)
-        teacher = local.unmasked(TEACHER) if TEACHER in self.requirements.names else None
+    def check_rows(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        """Refuse fields that do not fit the logits' vocabulary; a loss on a teacher's columns overrides it.
+
+        Raises:
+            ValueError: names what does not fit.
+        """
+
+    @property
+    def reader(self) -> RowReader:
+        return RowReader(self)
+
+
+@dataclass(frozen=True, eq=False)
+class RowReader(Reader):
+    """Reader of one value per row of logits."""
+
+    loss: RowLoss
+
+    def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        check_vocabulary(self.loss, logits, data, tensor_group)
+        self.loss.check_rows(logits, data, tensor_group)
+
+    def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        shard = self.loss.options.for_batch(local).shard(logits.shape[-1], tensor_group)
+        teacher = local.unmasked(TEACHER) if TEACHER in self.loss.requirements.names else None
         return TokenBatch(
-            local, ModelOutput(head=self.value(LogitRows(logits.flatten(0, -2), shard, local, teacher=teacher)))
+            local, ModelOutput(head=self.loss.value(LogitRows(logits.flatten(0, -2), shard, local, teacher=teacher)))
         )
 
-    def _read_head(
+    def read_head(
         self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
     ) -> tuple[TokenBatch, Tensor | None]:
-        in_place = self.in_place and head.softcap is None
-        whole = compiles(head.logits_like(tensor_group), self.options.backend)  # worth it for all chunks together
-        shard = self.options.for_batch(local).shard(len(head.weight), tensor_group)
+        in_place = self.loss.in_place and head.softcap is None
+        whole = compiles(head.logits_like(tensor_group), self.loss.options.backend)  # worth it for all chunks together
+        shard = self.loss.options.for_batch(local).shard(len(head.weight), tensor_group)
         scale = shard.logit_scale * head.logit_scale
         shard = replace(shard, consume_logits=in_place, backend="compiled" if whole else "eager", logit_scale=scale)
 
         def value(z: Tensor, places: Tensor, teacher: Tensor | None) -> Tensor:
-            return self.value(LogitRows(z, shard.at(places), local, places, teacher))
+            return self.loss.value(LogitRows(z, shard.at(places), local, places, teacher))
 
         def batch_of(values: Tensor) -> TokenBatch:
             return TokenBatch(local, ModelOutput(head=values))
 
-        columns = 1 + len(self.measured) if self.measured else None
+        columns = 1 + len(self.loss.measured) if self.loss.measured else None
         slope: Tensor | None = None
         if head.needs_gradient:  # the loss is linear in the values: its slope is known before any of them
             shape = local.mask.shape if columns is None else (*local.mask.shape, columns)
             unknown = torch.zeros(shape, dtype=math_dtype(head.hidden.dtype), device=head.device, requires_grad=True)
-            (slope,) = torch.autograd.grad(self.compute(batch_of(unknown))[0], unknown)
+            (slope,) = torch.autograd.grad(self.loss.compute(batch_of(unknown))[0], unknown)
             slope = slope if columns is None else slope[:, 0]
         teacher: LMHeadInput | Tensor | None = None
-        if TEACHER in self.requirements.names:
+        if TEACHER in self.loss.requirements.names:
             teacher = local.heads.get(TEACHER, local.unmasked(TEACHER))
         values, carrier = row_values(head, local.mask, shard, value, teacher, slope, in_place, columns)
         return batch_of(values), carrier
 
-    def _check_heads(
+    def check_heads(
         self, head: LMHeadInput | None, heads: Mapping[str, LMHeadInput], tensor_group: ProcessGroup | None
     ) -> None:
         teacher = heads.get(TEACHER)
-        super()._check_heads(head, {name: field for name, field in heads.items() if name != TEACHER}, tensor_group)
+        super().check_heads(head, {name: field for name, field in heads.items() if name != TEACHER}, tensor_group)
         if head is None:
             if teacher is not None:
                 raise ValueError(
                     f"{TEACHER} is an LMHeadInput beside logits of the student; give both as logits, or both as an LMHeadInput"
                 )
             return
-        shard = self.options.shard(len(head.weight), tensor_group)
+        shard = self.loss.options.shard(len(head.weight), tensor_group)
         if head.mode == "resident":
             raise ValueError(
-                f"mode = 'resident' is not valid for {type(self).__name__}, which keeps no logits; 'auto' computes gradients "
-                "in forward"
+                f"mode = 'resident' is not valid for {type(self.loss).__name__}, which keeps no logits; 'auto' computes "
+                "gradients in forward"
             )
         if teacher is not None:
-            check_teacher_head(teacher, head, partial(self.options.shard, group=tensor_group), shard)
-        chunk_size(head, shard, teacher, self.in_place and head.softcap is None)
+            check_teacher_head(teacher, head, partial(self.loss.options.shard, group=tensor_group), shard)
+        chunk_size(head, shard, teacher, self.loss.in_place and head.softcap is None)

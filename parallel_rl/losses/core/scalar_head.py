@@ -12,15 +12,15 @@ from torch import Tensor
 
 from parallel_rl.groups import group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
-from parallel_rl.losses.core.base import ConfigT, LossFn
+from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.loss import ConfigT, Reader
 from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.losses.core.call import LossCall
     from parallel_rl.losses.core.local_batch import LocalBatch
 
 
@@ -37,14 +37,9 @@ class ScalarHeadLoss(LossFn[ConfigT]):
     def requirements(self) -> Requirements:
         return Requirements(reads="scalar")
 
-    def _check_output(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
-        if not logits.is_floating_point() or (logits.dim() == 3 and logits.shape[-1] != 1):
-            raise ValueError(
-                f"a scalar head's output must be floating point [B, S/cp, 1], got {logits.dtype} {list(logits.shape)}"
-            )
-
-    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
-        return TokenBatch(local, ModelOutput(head=torch.where(local.mask, _flat(logits), 0)))
+    @property
+    def reader(self) -> Reader:
+        return ScalarReader(self)
 
 
 class PooledHeadLoss(ScalarHeadLoss[ConfigT]):
@@ -54,22 +49,44 @@ class PooledHeadLoss(ScalarHeadLoss[ConfigT]):
     no input_ids and no token_mask.
     """
 
-    def _complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    @property
+    def reader(self) -> Reader:
+        return PooledReader(self)
+
+
+class ScalarReader(Reader):
+    """Reader of one number per position."""
+
+    def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        if not logits.is_floating_point() or (logits.dim() == 3 and logits.shape[-1] != 1):
+            raise ValueError(
+                f"a scalar head's output must be floating point [B, S/cp, 1], got {logits.dtype} {list(logits.shape)}"
+            )
+
+    def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        return TokenBatch(local, ModelOutput(head=torch.where(local.mask, _flat(logits), 0)))
+
+
+class PooledReader(ScalarReader):
+    """Reader of one number per row."""
+
+    def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if (logits is not None and logits.dim() == 3) or "sample_mask" not in data:
             return data
         rows = data["sample_mask"].new_ones(data["sample_mask"].numel(), 1)  # nothing of the tokens is read
-        rows = data.get("token_mask", data.get("input_ids", rows))
-        rows = torch.ones_like(rows)
+        rows = torch.ones_like(data.get("token_mask", data.get("input_ids", rows)))
         return {"input_ids": rows.to(torch.int64), "token_mask": rows, **data}
 
-    def _layout(self, call: LossCall, logits: Tensor, rows: int, width: int) -> SequenceLayout:
+    def layout(
+        self, logits: Tensor, rows: int, width: int, context_group: ProcessGroup | None
+    ) -> SequenceLayout | None:
         if logits.dim() == 3:
-            return super()._layout(call, logits, rows, width)
+            return None
         if tuple(logits.shape) not in ((rows,), (rows, 1)):
             raise ValueError(f"one reward a row must be [B] or [B, 1] with B = {rows}, got {list(logits.shape)}")
-        return replace(SequenceLayout.padded(rows, width, device=logits.device), cp_size=group_size(call.context_group))
+        return replace(SequenceLayout.padded(rows, width, device=logits.device), cp_size=group_size(context_group))
 
-    def _read_output(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+    def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         if logits.dim() < 3:
             return TokenBatch(local, ModelOutput(head=torch.where(local.sequence_mask, _flat(logits), 0)))
         # The last valid token of each row, at the position that holds it; column 0 may be it.

@@ -1,0 +1,91 @@
+"""The usual reader: log-probs and entropy of the predicted tokens, from logits or from hidden states."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
+from parallel_rl.losses.core.from_hidden_states import project
+from parallel_rl.losses.core.loss import Loss, Reader
+from parallel_rl.losses.core.one_row import stats_of_tree
+from parallel_rl.losses.core.truncated_policy import read_truncated_policy
+from parallel_rl.validation import checks_values
+from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
+from parallel_rl.vocab.truncated_stats import check_kept_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.losses.core.local_batch import LocalBatch
+    from parallel_rl.losses.core.options import VocabOptions
+    from parallel_rl.segments import SharedRows
+    from parallel_rl.vocab.linear.lm_head import LMHeadInput
+
+
+class LogProbReader(Reader):
+    """Reader of log-probs and entropy, of the whole policy or of a truncated one."""
+
+    @property
+    def by_edges(self) -> bool:
+        return self.loss.requirements.reads == "log-probs" and self.loss.options.one_policy
+
+    def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        check_vocabulary(self.loss, logits, data, tensor_group)
+
+    def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        options = self.loss.options.for_batch(local)
+        if options.truncation:
+            return read_truncated_policy(local, logits, tensor_group, options)
+        shared = local.layout.tree if self.by_edges else None
+        return TokenBatch(
+            local, token_output(local, logits, tensor_group, options, self.loss.requirements.entropy, shared)
+        )
+
+    def read_head(
+        self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
+    ) -> tuple[TokenBatch, Tensor | None]:
+        if self.loss.requirements.reads == "logits":
+            return super().read_head(local, head, tensor_group)
+        return project(local, head, tensor_group, self.loss.options.for_batch(local), self.loss.objective)
+
+
+def token_output(
+    local: LocalBatch,
+    logits: Tensor,
+    tensor_group: ProcessGroup | None,
+    options: VocabOptions,
+    entropy: bool,
+    shared: SharedRows | None = None,
+) -> ModelOutput:
+    """Compute the token statistics of the whole policy.
+
+    Args:
+        shared: of logits in the order of a tree's rows; None: they are in the order of the tokens.
+    """
+    shard = options.shard(logits.shape[-1], tensor_group, entropy=entropy)
+    targets = local.layout.take(local.data["input_ids"], local.requirements.shift)
+    rows = logits.flatten(0, -2)
+    if shared is not None:
+        return ModelOutput(stats_of_tree(rows, targets, local.mask, shard, shared))
+    return ModelOutput(stats_of_shard(rows, targets, local.mask, shard))
+
+
+def check_vocabulary(loss: Loss, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+    """Check logits of a vocabulary against the options of a loss, and the ids that it scores.
+
+    Raises:
+        ValueError: logits or ids that do not fit.
+    """
+    options = loss.options
+    options.check_temperature()
+    check_logits(logits, options.consume_logits, options.backend)
+    shard = options.shard(logits.shape[-1], tensor_group)
+    if checks_values(data["input_ids"]):
+        check_targets(torch.where(loss.scored(data), data["input_ids"], 0), shard.vocab_size, ignore_index=None)
+    if options.truncation.kept_sets:
+        check_kept_ids(data["kept_ids"], loss.scored(data), shard.vocab_size)
