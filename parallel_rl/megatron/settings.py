@@ -90,7 +90,8 @@ def check_settings(
     """Refuse dropout beside recorded log-probs; in the `first` step warn of settings that are wrong for most losses.
 
     Raises:
-        ValueError: dropout in the config of a model that trains, for a loss that reads recorded log-probs.
+        ValueError: dropout in the config of a model that trains, for a loss that reads recorded log-probs; another scale of the
+            auxiliary losses of experts.
     """
     drops = {name: getattr(config, name) for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)}
     if drops and not allow_dropout:
@@ -107,6 +108,11 @@ def check_settings(
                 f"{written}: dropout differs between layouts, so the loss does too; set attention_dropout = 0 and "
                 "hidden_dropout = 0, or pass allow_dropout=True"
             )
+    if getattr(config, "moe_grad_scale_func", None) is not None:
+        raise ValueError(
+            "config.moe_grad_scale_func is set (NeMo-RL sets it), which would scale the auxiliary losses of experts once more; "
+            "set it to None: their scale follows from the counts of the step"
+        )
     if first and config.fp16 and config.grad_scale_func is None:
         warn(
             "fp16 without config.grad_scale_func: small gradients become 0, and Megatron's optimizer divides by a scale that "
@@ -165,7 +171,8 @@ def check_rows(models: Sequence[torch.nn.Module], shapes: Sequence[tuple[int, ..
         shapes: of the micro-batches' tokens on this rank. packed: whether any row is packed.
 
     Raises:
-        ValueError: packed rows on Megatron's own attention, whose assertion would end one stage alone; several shapes.
+        ValueError: packed rows on Megatron's own attention, whose assertion would end one stage alone; several shapes; a number
+            of micro-batches that interleaved stages do not take.
     """
     config, stages = get_model_config(models[0]), parallel_state.get_pipeline_model_parallel_world_size()
     if packed and any(isinstance(module, DotProductAttention) for model in models for module in model.modules()):
@@ -179,6 +186,12 @@ def check_rows(models: Sequence[torch.nn.Module], shapes: Sequence[tuple[int, ..
             "exchange one shape only; give all one width, by padding or `packed_batch(total=...)`, or set "
             "variable_seq_lengths = True (and moe_token_dispatcher_type = 'alltoall', which Megatron then wants of dense "
             "models too)"
+        )
+    group = config.microbatch_group_size_per_vp_stage or stages
+    if len(models) > 1 and (len(shapes) < group or 0 < len(shapes) % group < stages):
+        raise ValueError(
+            f"{len(shapes)} micro-batches on {stages} stages of {len(models)} chunks each, but their schedule takes a "
+            f"multiple of {group}; add masked ones (sample_mask 0)"
         )
     if stages == 2 and len(models) > 1 and not config.overlap_p2p_comm:
         raise ValueError(

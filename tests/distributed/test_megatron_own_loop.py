@@ -210,11 +210,11 @@ def _in_torch_ddp() -> None:
     M.forward_backward(model, NLL(), _mine())
 
 
-def _chunks(order: list[int]) -> None:
+def _chunks(order: list[int], micro_batches: int = 4) -> None:
     import parallel_rl.megatron as M
 
     case = Case(pp=2, chunks=2)
-    M.forward_backward([M.wrap_model(make_model(case, chunk=i)) for i in order], NLL(), _mine())
+    M.forward_backward([M.wrap_model(make_model(case, chunk=i)) for i in order], NLL(), _mine()[:micro_batches])
 
 
 def _without_rows() -> None:
@@ -317,10 +317,20 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         lambda: _chunks([0]),
         "model has 1 chunks (vp_stage [0]), the sched",
     ),
+    "an odd number of micro-batches": (
+        {"pp": 2, "virtual_pp": 2},
+        lambda: _chunks([0, 1], 3),
+        "3 micro-batches on 2 stages of 2 chunks each, but their schedule takes a multiple of 2; add masked ones",
+    ),
     "chunks in another order": (
         {"pp": 2, "virtual_pp": 2},
         lambda: _chunks([1, 0]),
         "model has 2 chunks (vp_stage [1, 0])",
+    ),
+    "another scale of auxiliary losses": (
+        {},
+        lambda: _step(NLL(), case=Case(experts="alltoall"), fields={"moe_grad_scale_func": lambda: torch.ones(1)}),
+        "config.moe_grad_scale_func is set",
     ),
     "a micro-batch without rows": ({}, lambda: _without_rows(), "input_ids is [0, 16]; leave an empty micro-batch out"),
     "labels beside ids over stages": (

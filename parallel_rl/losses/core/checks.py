@@ -205,7 +205,7 @@ def check_lengths(scored: Tensor, layout: SequenceLayout) -> None:
 
 def check_temperature(data: Mapping[str, Tensor], needs: Requirements) -> None:
     """Raises ValueError for a temperature that is read, of a valid sample, and is not positive and finite."""
-    if "temperature" not in needs.names:
+    if needs.field("temperature").per != "sequence":  # a loss's own field may have the name
         return
     value = data["temperature"]
     wrong = ~((value > 0) & value.isfinite()) & data["sample_mask"].bool()
