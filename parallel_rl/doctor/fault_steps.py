@@ -39,6 +39,13 @@ def gathered(config: TransformerConfig) -> GPTModel:
     return model
 
 
+def unsharded(config: TransformerConfig) -> GPTModel:
+    """Build a model that gives all logits on every tensor rank."""
+    model = plain(config)
+    model.parallel_output, model.output_layer.gather_output = False, True
+    return model
+
+
 def with_sinks(config: TransformerConfig) -> GPTModel:
     """Build a model of Megatron's own layers, the only local ones with attention sinks."""
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
@@ -62,6 +69,10 @@ def experts(balance: str = "aux_loss") -> TransformerConfig:
         num_moe_experts=4, moe_ffn_hidden_size=16, moe_router_topk=2, moe_aux_loss_coeff=0.1,
         moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type=balance,
     )  # fmt: skip
+
+
+def experts_in_sequences() -> TransformerConfig:
+    return experts("seq_aux_loss")
 
 
 def token_sums(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
