@@ -168,3 +168,10 @@ def test_bad_input(model: Callable[..., Any], config: Any, message: str) -> None
 def test_layouts_that_do_not_divide(layout: StepLayout, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_step(provider, dense_config, layouts=[layout])
+
+
+def test_a_config_that_provides_its_model() -> None:
+    """Megatron-Bridge's providers are configs with `provide()`."""
+    report = check_step(planted.bridge_provider(), layouts=[StepLayout(tp=2, sp=True), StepLayout(pp=2)])
+    assert report.ok and not any(row.error for row in report.rows), str(report)
+    assert report.name == "BridgeProvider"
