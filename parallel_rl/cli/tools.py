@@ -84,7 +84,7 @@ def _choices(path: str) -> OfConfig:
     from parallel_rl.doctor.command import OfConfig
     from parallel_rl.doctor.findings import Finding
     from parallel_rl.training.config.load import as_mapping, load_config
-    from parallel_rl.training.preflight.choices import choices
+    from parallel_rl.training.preflight.choices import choices, run_facts
 
     config = load_config(path)
     findings = [
@@ -93,7 +93,7 @@ def _choices(path: str) -> OfConfig:
     ]
     parallel = config.parallel
     sizes = (parallel.tensor, parallel.context, parallel.pipeline)
-    return OfConfig(findings, sizes, sorted(set(_urls(as_mapping(config)))))
+    return OfConfig(findings, sizes, sorted(set(_urls(as_mapping(config)))), run_facts(config))
 
 
 def _urls(value: object) -> Iterator[str]:

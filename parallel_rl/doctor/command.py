@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from parallel_rl.doctor.findings import Finding
+    from parallel_rl.testing.whole_step.known_faults import RunFacts
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,11 +43,13 @@ class OfConfig:
 
     Attributes:
         findings: about what the run would get. sizes: of its tensor, context and pipeline groups. urls: of its servers.
+        facts: that decide which known faults of megatron-core it reaches.
     """
 
     findings: Sequence[Finding] = ()
     sizes: tuple[int, int, int] = (1, 1, 1)
     urls: Sequence[str] = ()
+    facts: RunFacts | None = None
 
 
 def run(known: argparse.Namespace, of_config: Callable[[str], OfConfig]) -> int:
@@ -59,6 +62,7 @@ def run(known: argparse.Namespace, of_config: Callable[[str], OfConfig]) -> int:
         ValueError: a config that does not load, --world outside a job, sizes without --world or that do not divide it.
     """
     from parallel_rl.doctor.contracts import ask_contracts
+    from parallel_rl.doctor.faults import ask_faults
     from parallel_rl.doctor.findings import as_text, exit_status
     from parallel_rl.doctor.links import Sizes
     from parallel_rl.doctor.packages import packages, settings
@@ -75,6 +79,7 @@ def run(known: argparse.Namespace, of_config: Callable[[str], OfConfig]) -> int:
     of_host = tuple(found)
     if first and any(each.subject == "megatron-core" and each.severity in ("ok", "warning") for each in found):
         found += ask_contracts()
+        found += [] if known.world else ask_faults(config.facts)  # not while the job's other ranks wait
     if known.world:
         found += ask_world(sizes, of_host)
     if first:

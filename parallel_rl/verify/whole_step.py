@@ -146,6 +146,7 @@ def _on_this_machine(
     def show(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
+    close()  # ranks that an earlier call left do not know where the user's modules are
     try:
         return check_subject(subject, PoolRanks(timeout), layouts, show if not quiet and sys.stderr.isatty() else None)
     finally:

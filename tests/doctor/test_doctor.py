@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 
 from parallel_rl.cli import main
+from parallel_rl.doctor import faults as doctor_faults
 from parallel_rl.doctor import packages as doctor_packages
 from parallel_rl.doctor.contracts import ask_contracts
+from parallel_rl.doctor.faults import ask_faults
 from parallel_rl.doctor.findings import Finding, exit_status
 from parallel_rl.doctor.links import Sizes
 from parallel_rl.doctor.packages import apex_kind, packages, settings
 from parallel_rl.doctor.ports import ask_ports
 from parallel_rl.doctor.world import _elsewhere, ask_world
 from parallel_rl.testing.pool import run_world
+from parallel_rl.testing.whole_step.known_faults import RunFacts, gate_line
 
 pytest.importorskip("megatron.core")
 ROOT = Path(__file__).parents[2]
@@ -35,6 +38,44 @@ def test_contracts_of_the_installed_megatron() -> None:
     assert smoothing.severity == "warning" and "differ between tensor ranks" in smoothing.text
     for name in ("in float32", "with a padded vocabulary"):
         assert found[f"vocab_parallel_cross_entropy {name}"].severity == "warning"
+
+
+#: shown by a small run of each version
+_SHOWN = {
+    "0.15": {"gathered logits", "loss of multi-token prediction", "attention sinks", "routers' own losses"},
+    "0.16": {"gathered logits", "loss of multi-token prediction", "attention sinks", "routers' own losses"},
+    "0.19": {"gathered logits", "loss of multi-token prediction", "attention sinks", "padding mask of experts"},
+}
+
+
+@pytest.mark.slow
+def test_known_faults_of_the_installed_megatron() -> None:
+    """Those that it has are seen in a run, with a number; those that it has not are not claimed."""
+    import megatron.core
+
+    expected = _SHOWN.get(megatron.core.__version__[:4])
+    if expected is None:
+        pytest.skip("no facts of this version")
+    found = {each.subject.partition(" (")[0]: each for each in ask_faults()}
+    shown = {name for name, each in found.items() if each.severity == "warning"}
+    assert shown == expected | {"balance within packed sequences"}, found
+    assert found["recomputed heads with distributed activations"].severity == "ok"
+    assert "0.69 too large" in found["gathered logits"].text
+    assert "not marked as cut" in found["attention sinks"].text
+    for each in found.values():
+        assert each.severity != "warning" or "parallel_rl: " in each.advice
+
+
+def test_a_run_reaches_some_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its config alone; what it reaches and its step avoids is no warning."""
+    monkeypatch.setattr(doctor_faults, "_ASK", dict.fromkeys(doctor_faults._ASK, lambda: "shown"))
+    reached = RunFacts(tensor=2, sequence_parallel=True, sinks=True, balanced=True)
+    found = {each.subject.partition(" (")[0]: each for each in ask_faults(reached)}
+    assert {each.severity for each in found.values()} == {"note"}
+    texts = {name: "avoids it" in each.text for name, each in found.items()}
+    assert {name for name, avoids in texts.items() if avoids} == {"attention sinks", "routers' own losses"}
+    assert "reaches 2 (attention sinks, routers' own losses)" in gate_line(reached)
+    assert gate_line(RunFacts()).endswith("reaches none")
 
 
 def test_the_unrelated_apex_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +114,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     layers = next(each for each in found if each.subject == "layers and attention")
     assert "SelfAttentionCore: there is no GPU" in layers.text
     assert any(each.subject == "optimizer" and "torch" in each.text for each in found)
+    sinks = next(each for each in found if each.subject.startswith("attention sinks"))
+    assert sinks.severity == "note" and "does not reach it" in sinks.text
 
 
 @pytest.mark.parametrize(

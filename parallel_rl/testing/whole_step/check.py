@@ -57,7 +57,8 @@ def check_subject(
     notes += [f"{row.layout.name} was not run: {row.error}" for row in rows if row.refused]
     if subject.is_script and any(not row.layout.per_token for row in rows):
         notes.append(f"this config has calculate_per_token_loss = {model.per_token}; both settings were run")
-    name = str(getattr(subject.provider, "__name__", type(subject.provider).__name__))
+    provider = getattr(subject.provider, "func", subject.provider)  # of a functools.partial
+    name = str(getattr(provider, "__name__", type(provider).__name__))
     return WholeStepReport(name, tuple(rows), tuple(findings), tuple(notes), bound, time.monotonic() - start)
 
 

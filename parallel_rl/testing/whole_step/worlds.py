@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeVar
 
@@ -125,8 +128,8 @@ class Worlds:
 
 
 def _truth(rank: int, subject: StepSubject, key: StepLayout, layers: int, dtype: torch.dtype, timeout: float) -> Truth:
-    config = _shrunk(subject, layers)
-    return run_truth(subject, config, key, dtype, timeout)
+    with _quiet():
+        return run_truth(subject, _shrunk(subject, layers), key, dtype, timeout)
 
 
 def _parts(
@@ -138,8 +141,9 @@ def _parts(
     timeout: float,
     tokens: Sequence[torch.Tensor],
 ) -> list[dict[str, torch.Tensor]]:
-    config = _shrunk(subject, layers)
-    return [dict(run_truth(subject, config, key, dtype, timeout, chosen).gradients) for chosen in tokens]
+    with _quiet():
+        config = _shrunk(subject, layers)
+        return [dict(run_truth(subject, config, key, dtype, timeout, chosen).gradients) for chosen in tokens]
 
 
 def _rank(
@@ -151,14 +155,25 @@ def _rank(
     dtype: torch.dtype,
     timeout: float,
 ) -> RankResult:
-    config = _shrunk(subject, layers)
-    return run_layout(subject, config, layout, truth, dtype, timeout)
+    with _quiet():
+        return run_layout(subject, _shrunk(subject, layers), layout, truth, dtype, timeout)
 
 
 def _shrunk(subject: StepSubject, layers: int) -> TransformerConfig:
-    """Return the config at test size, in a process that shows no more warnings: a user cannot tell which layout has them."""
-    warnings.simplefilter("ignore")
     return shrink(config_of(subject.provider, subject.config), layers)[0]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what a rank warns and logs to itself, and send what it prints to the standard error: reports go to the output."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _failed(layout: StepLayout, error: WorldError) -> Compared:

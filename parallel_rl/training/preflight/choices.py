@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from parallel_rl.groups import job_backend
 from parallel_rl.megatron.model_config import layers_here
+from parallel_rl.testing.whole_step.known_faults import RunFacts
 from parallel_rl.training.config.sections import DTYPES
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.models.engine import adam_package
@@ -44,6 +45,15 @@ def choices(config: TrainConfig) -> Iterator[Choice]:
     why = "" if backend == "nccl" else ": PARALLEL_RL_BACKEND asks for it" if cuda else ": there is no GPU"
     yield Choice("process groups", backend + why)
     yield Choice("optimizer", f"Megatron's, with Adam of {_adam(dtype)}")
+
+
+def run_facts(config: TrainConfig) -> RunFacts:
+    """Return the facts of a run by which megatron-core's known faults reach it; the trainer has neither heads nor sinks."""
+    sizes, balanced = config.parallel, config.model.experts is not None and config.model.aux_loss > 0
+    return RunFacts(
+        sizes.tensor, sizes.context, sizes.sequence_parallel, balanced=balanced, packed=config.batch.packing,
+        recompute=config.model.recompute is not None,
+    )  # fmt: skip
 
 
 def _why_no_triton(cuda: bool, dtype: str) -> str:

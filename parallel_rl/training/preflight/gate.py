@@ -17,9 +17,11 @@ from megatron.core import parallel_state
 from parallel_rl.agreement import describe, raise_on_all_ranks
 from parallel_rl.cluster.heartbeat import doing, tick
 from parallel_rl.groups import ParallelGroups, current_device, reduce_
+from parallel_rl.testing.whole_step.known_faults import gate_line
 from parallel_rl.training.config.sections import ParallelConfig, data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.models.engine import start_groups, start_world
+from parallel_rl.training.preflight.choices import run_facts
 from parallel_rl.training.preflight.own_losses import check_losses
 
 _GRACE = 2.0  # seconds in which rank 0 tells the others, and each says where it hangs before one ends
@@ -53,7 +55,7 @@ def pass_gate(config: TrainConfig, seconds: float) -> None:
     if dist.get_rank() == 0:
         took = time.monotonic() - began
         text = f"gate: {world} ranks are up; {', '.join(names)}: the numbers of one process on this run's layout ({took:.1f} s)"
-        print(text, flush=True)
+        print(f"{text}\ngate: {gate_line(run_facts(config))}", flush=True)
 
 
 def check_in(seconds: float) -> dist.Store:

@@ -170,6 +170,19 @@ def no_model(config: TransformerConfig) -> None:
     """A provider that forgets to return."""
 
 
+def bridge_provider() -> TransformerConfig:
+    """A config that is a provider, as Megatron-Bridge's are."""
+    from tests.testing.whole_step.bridge import BridgeProvider
+
+    return BridgeProvider(**{field: value for field, value in vars(dense_config()).items() if field in _PASSED})
+
+
+_PASSED = {
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels",
+    "normalization", "gated_linear_unit", "activation_func", "add_bias_linear", "hidden_dropout", "attention_dropout",
+}  # fmt: skip
+
+
 def heterogeneous() -> TransformerConfig:
     """A config that describes each layer for itself."""
     config = dense_config()

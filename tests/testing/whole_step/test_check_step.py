@@ -16,8 +16,6 @@ preload("parallel_rl.megatron", "parallel_rl.testing.whole_step.worlds")
 from tests.testing.whole_step import planted  # noqa: E402  after the preload
 from tests.testing.whole_step.models import dense_config, experts_config, provider  # noqa: E402
 
-MEAN = {"per_token": False}
-
 
 def test_a_right_model_passes() -> None:
     """The same on four layouts, one of them with virtual stages."""
@@ -59,11 +57,12 @@ def test_a_right_mixture_of_experts_with_heads_passes_on_fourteen_layouts() -> N
         ),
         pytest.param(
             planted.detached_neighbours, {}, ("cp2", "dp2"), ("cp2",),
-            ("linear_qkv.weight", "a collective without its backward"), id="a gather without its backward",
+            ("linear_qkv.weight", "a collective without its backward"), marks=pytest.mark.slow,
+            id="a gather without its backward",
         ),
         pytest.param(
             planted.contiguous_positions, {}, ("cp2", "dp2"), ("cp2",), ("context", "the forward pass differs"),
-            id="positions of contiguous rows",
+            id="positions of contiguous rows", marks=pytest.mark.slow,
         ),
         pytest.param(
             planted.gathered_logits, {"loss_callback": planted.sums}, ("tp2", "pp2"), ("tp2",),
@@ -71,7 +70,8 @@ def test_a_right_mixture_of_experts_with_heads_passes_on_fourteen_layouts() -> N
         ),
         pytest.param(
             provider, {"config": planted.no_context_sum, "loss_callback": planted.sums}, ("cp2", "dp2"), ("cp2",),
-            ("all ", "left in parts on context ranks, whose sum is × 1"), id="a missing reduction over context ranks",
+            ("all ", "left in parts on context ranks, whose sum is × 1"), marks=pytest.mark.slow,
+            id="a missing reduction over context ranks",
         ),
         pytest.param(
             provider, {"loss_callback": planted.local_mean}, ("dp2",), ("mb4",),
@@ -168,3 +168,10 @@ def test_bad_input(model: Callable[..., Any], config: Any, message: str) -> None
 def test_layouts_that_do_not_divide(layout: StepLayout, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_step(provider, dense_config, layouts=[layout])
+
+
+def test_a_config_that_provides_its_model() -> None:
+    """Megatron-Bridge's providers are configs with `provide()`."""
+    report = check_step(planted.bridge_provider(), layouts=[StepLayout(tp=2, sp=True), StepLayout(pp=2)])
+    assert report.ok and not any(row.error for row in report.rows), str(report)
+    assert report.name == "BridgeProvider"
