@@ -27,7 +27,7 @@ def _model() -> GPTModel:
     import parallel_rl.megatron as M
 
     config = M.build_config(
-        num_layers=2, hidden_size=16, num_attention_heads=4, init_std=0.5, overrides={"softmax_type": "learnable"}
+        num_layers=2, hidden_size=16, num_attention_heads=4, gated=False, init_std=0.5, overrides={"softmax_type": "learnable"}
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     model = GPTModel(config, spec, VOCAB, WIDTH, position_embedding_type="rope")
