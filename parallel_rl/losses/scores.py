@@ -14,6 +14,7 @@ from parallel_rl.groups import check_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
 from parallel_rl.losses.core.call import LossCall
 from parallel_rl.losses.core.checks import check_data
+from parallel_rl.losses.core.logits_source import layout_of
 from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.replicated import Replicated
 from parallel_rl.validation import checks_values
@@ -156,7 +157,7 @@ def token_scores(
         vocab_size = part.vocab_size if vocab_size is None else vocab_size
         vocab_start = min(part.vocab_start, vocab_size)
         call = replace(call, output=part.logits, cut_length=part.length if part.cut and layout is None else None)
-    head, logits = split_output(call.output, vocab_parallel_group)
+    head, logits = split_output(call.output, vocab_parallel_group)  # type: ignore[arg-type]
     needs = Requirements().with_kept_ids() if kept_sets else Requirements()
 
     def check() -> tuple[SequenceLayout, Tensor, VocabShard]:
@@ -168,7 +169,7 @@ def token_scores(
             check_zeros_and_ones(data)
         check_rank(vocab_parallel_rank, vocab_parallel_group)
         if layout is None:
-            of = call.layout(logits, rows, width, cp_layout if call.cut_length is None else "contiguous")
+            of = layout_of(call, logits, rows, width, cp_layout if call.cut_length is None else "contiguous")
         else:
             of, ranks = layout, group_size(context_parallel_group)
             if of.cp_size != ranks:

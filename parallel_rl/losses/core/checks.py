@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.counts import check_mask_dtype, check_zeros_and_ones, own_counts
 from parallel_rl.labels import IGNORED, SHIFT_LABELS, is_shifted
 from parallel_rl.layout import valid_tokens
@@ -16,15 +15,12 @@ from parallel_rl.losses.core.aggregation import UNIT_FIELDS, check_unit_ids
 from parallel_rl.losses.core.requirements import WEIGHTS, Field
 from parallel_rl.losses.core.token_weights import check_token_weights
 from parallel_rl.losses.core.turns import check_segment_ids
-from parallel_rl.replicated import Replicated
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import check_plain
 
 if TYPE_CHECKING:
     from parallel_rl.layout import SequenceLayout
-    from parallel_rl.losses.core.call import LossCall
-    from parallel_rl.losses.core.options import VocabOptions
     from parallel_rl.losses.core.requirements import Requirements
 
 
@@ -32,25 +28,6 @@ _MOST = 2.0**63  # a count is an int64
 #: recorded log-probs, and whether an earlier moment of a truncated policy gave them
 RECORDED = {"prev_logprobs": True, "generation_logprobs": True, "reference_policy_logprobs": False}
 _FINITE = ("advantages", "returns", "rewards", "values")  # in log-probs and in teachers' logits −inf is a number
-
-
-def check_on_all_ranks(
-    check: Callable[[], SequenceLayout], call: LossCall, needs: Requirements, logits: Tensor, options: VocabOptions
-) -> SequenceLayout:
-    """Return `check()` once the ranks of both groups agree: in faults, shapes, counts, and every field that the loss reads.
-
-    Raises:
-        ValueError: on all ranks of both groups.
-    """
-    names = ("input_ids", "token_mask", "sample_mask", *(field.name for field in needs.fields if field.per != "local"))
-    counts = known_counts(call.global_valid_seqs, call.global_valid_toks)
-    return raise_on_all_ranks(
-        check,
-        [call.tensor_group, call.context_group],
-        logits,
-        call.facts(logits, options.vocab_size, options.vocab_start),
-        alike=Replicated([call.data], names, counts, shards=logits),
-    )
 
 
 def check_statistics(loss: str, needs: Requirements, statistics: object) -> None:

@@ -22,7 +22,7 @@ from parallel_rl.losses.core.data_view import DataView
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.loss import ConfigT, Reader
 from parallel_rl.losses.core.measures import count_true
-from parallel_rl.losses.core.readers import LogProbReader, token_output
+from parallel_rl.losses.core.readers import LogProbReader, check_declared, token_output
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.truncated_policy import masked_stats
 from parallel_rl.metrics import Metric, Metrics
@@ -153,6 +153,8 @@ class ComponentsLoss(LossFn[ConfigT]):
 
     @cached_property
     def requirements(self) -> Requirements:
+        for component in self.components:
+            check_declared(component.loss)
         return joint_requirements({each.name: (each.loss.requirements, each.view) for each in self.components})
 
     def options_of_components(self) -> dict[str, object]:

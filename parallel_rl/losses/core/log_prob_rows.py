@@ -218,6 +218,11 @@ def _with_a_column(rows: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows.movedim(1, -1), (0, 1)).movedim(-1, 1)
 
 
+def row_layout(rows: Tensor, context_group: ProcessGroup | None) -> SequenceLayout:
+    """Build the layout of rows [B, A] whose columns all have a predictor, cut over `context_group` in any way."""
+    return replace(SequenceLayout.padded(*rows.shape, device=rows.device), cp_size=group_size(context_group))
+
+
 def rows_batch(
     data: Mapping[str, Tensor],
     counts: ValidCounts,
@@ -225,7 +230,6 @@ def rows_batch(
     needs: Requirements,
     statistics: Statistics | None = None,
 ) -> LocalBatch:
-    """The batch of rows [B, A] whose columns all have a predictor, cut over `context_group` like their log-probs."""
-    mask = data["token_mask"]
-    layout = replace(SequenceLayout.padded(*mask.shape, device=mask.device), cp_size=group_size(context_group))
+    """Build the batch of such rows, whose data are cut like them."""
+    layout = row_layout(data["token_mask"], context_group)
     return LocalBatch(data, layout, counts, context_group, needs, statistics, cut_rows=True)
