@@ -1,6 +1,6 @@
 """The run of a loss, from the call to its share. Read `loss` first, what a loss is, then `run`, which goes through these files.
 
-    loss, account            what a loss and a reader of the model's output are, and a share taken apart for `explain`
+    loss                     what a loss and a reader of the model's output are
     base                     `LossFn`, a loss that can be called
     requirements, options    what a loss needs of its caller, and how it reads the vocabulary
     call, checks             the arguments of a call as one value, and what is refused in them

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_rl.agreement import shape_facts
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_fields
 
@@ -123,13 +122,6 @@ class LossCall:
             raise ValueError(f"data must be a mapping from names to tensors, got {type(data).__name__}")
         tensors, heads = split_fields(data, groups[0])
         return cls(output, tensors, *counts, tensor_rank, *groups, statistics, heads=heads)
-
-    def facts(self, logits: Tensor, vocab_size: int | None, vocab_start: int | None) -> dict[str, int]:
-        """Numbers in which the ranks of both groups must agree."""
-        facts = shape_facts(logits, vocab_size, vocab_start)
-        if self.cut_length is not None:  # of parts that need not be even
-            facts["the number of local tokens"] = logits.shape[0] * self.cut_length
-        return facts
 
 
 class LossFunction(ABC):

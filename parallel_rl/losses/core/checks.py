@@ -97,13 +97,11 @@ def known_counts(global_valid_seqs: object, global_valid_toks: object) -> dict[s
     return known
 
 
-def check_data(
-    data: Mapping[str, Tensor], needs: Requirements, output: Tensor, reader: str = "this loss"
-) -> tuple[int, int]:
+def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) -> tuple[int, int]:
     """(B, S) of whole data, after a look at each field's presence, shape, dtype and device, and at values (`set_validation`).
 
     Args:
-        output: the model's, for its device and its leading shape. reader: of the data, for messages.
+        output: the model's, for its device and its leading shape.
 
     Raises:
         ValueError: a missing field, anything but a tensor, a wrong shape, dtype or device, a field that requires a gradient; an
@@ -113,7 +111,7 @@ def check_data(
     for name in names:
         if name not in data:
             needed = ", ".join((*names[:3], *needs.asked))
-            raise ValueError(f"data lacks the field {name!r}; {reader} needs {needed}")
+            raise ValueError(f"data lacks the field {name!r}; this loss needs {needed}")
         if not isinstance(data[name], Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(data[name]).__name__}")
         check_plain(name, data[name])
