@@ -115,10 +115,7 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
         if not isinstance(data[name], Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(data[name]).__name__}")
         check_plain(name, data[name])
-        if data[name].device != output.device:
-            raise ValueError(
-                f"{name} is on {data[name].device}, the model's output on {output.device}; they must be on one device"
-            )
+        check_device(name, data[name], output)
     ids = data["input_ids"]
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"input_ids must be int64 or int32 [B, S], got {ids.dtype} {list(ids.shape)}")
@@ -134,8 +131,18 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
     return rows, width
 
 
+def check_device(name: str, value: Tensor, output: Tensor) -> None:
+    """Raises ValueError for a field on another device than the model's output."""
+    if value.device != output.device:
+        raise ValueError(
+            f"{name} is on {value.device}, the model's output on {output.device}; they must be on one device"
+        )
+
+
 def check_field(field: Field, value: Tensor) -> None:
     """Raises ValueError for a field of another dtype, or one that requires a gradient."""
+    if field.dtype == "mask":
+        return check_mask_dtype(field.name, value)
     if value.is_complex() or value.is_floating_point() != (field.dtype == "float"):
         wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
         raise ValueError(f"{field.name} must {wanted}, got {value.dtype}")

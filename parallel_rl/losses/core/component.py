@@ -48,7 +48,13 @@ def joint_requirements(parts: Mapping[str, tuple[Requirements, DataView]]) -> Re
             raise ValueError(f"component {name!r} must score predicted tokens by their logits; its loss reads {what}")
         optional |= {each.name: each for each in view.named(needs.optional)}
         for each in (*view.named(needs.fields), *view.masks):
-            if fields.setdefault(each.name, each) != each:
+            known = fields.get(each.name, each)
+            if known.dtype == "mask":  # a loss that reads it too says more of it
+                known = replace(known, dtype=each.dtype)
+            elif each.dtype == "mask":
+                each = replace(each, dtype=known.dtype)
+            fields[each.name] = known
+            if known != each:
                 raise ValueError(
                     f"component {name!r} reads the field {each.name!r} as {each}, another as {fields[each.name]}; rename one "
                     "under `fields`"

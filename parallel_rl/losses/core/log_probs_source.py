@@ -14,7 +14,7 @@ from parallel_rl.counts import check_mask_dtype
 from parallel_rl.groups import group_size
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.checks import check_field, check_log_probs, check_pairs
+from parallel_rl.losses.core.checks import check_device, check_field, check_log_probs, check_pairs
 from parallel_rl.losses.core.data_view import IN_ROW
 from parallel_rl.losses.core.log_prob_rows import Cut, Rows, row_layout, rows_of
 from parallel_rl.losses.core.readers import check_declared
@@ -197,23 +197,19 @@ class LogProbs(Source):
             for x in [values] if isinstance(values, Tensor) else values:
                 if x.dim() != self.like.dim() + field.width:
                     raise ValueError(f"has shape {list(x.shape)}; the log-probs have {list(self.like.shape)}")
-                if x.device != self.like.device:
-                    raise ValueError(self._of_devices(x))
-            return rows.take(values, field.alignment)
         except ValueError as error:
             raise ValueError(f"{name} {error}") from error
+        for x in _tensors(values):
+            check_device(name, x, self.like)
+        return rows.take(values, field.alignment)
 
     def _per_row(self, name: str, values: Values, rows: Rows) -> Tensor:
         if not isinstance(values, Tensor):
             raise ValueError(f"{name} must be a tensor [{rows.number}], got {type(values).__name__}")
         if values.shape != (rows.number,):
             raise ValueError(f"{name} has shape {list(values.shape)}; {rows.number} sequences call for [{rows.number}]")
-        if values.device != self.like.device:
-            raise ValueError(f"{name} {self._of_devices(values)}")
+        check_device(name, values, self.like)
         return values
-
-    def _of_devices(self, values: Tensor) -> str:
-        return f"is on {values.device}, the model's output on {self.like.device}; they must be on one device"
 
     def _check_first(self, rows: Rows, sample_mask: Tensor) -> None:
         """Refuse a `token_mask` that counts a first token with a log-prob: nothing predicts it, so rows are responses then."""

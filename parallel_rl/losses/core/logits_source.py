@@ -45,9 +45,9 @@ class Logits(Source):
     head: LMHeadInput | None
 
     @classmethod
-    def of(cls, loss: Loss, call: LossCall) -> Logits:
+    def of(cls, loss: Loss, call: LossCall, output: Tensor | LMHeadInput) -> Logits:
         """Split a call's output, and complete its data; no value is looked at."""
-        head, logits = split_output(call.output, call.tensor_group)  # type: ignore[arg-type]
+        head, logits = split_output(output, call.tensor_group)
         reader, data = loss.reader, with_labels(call.data)
         return cls(loss, logits, replace(call, data=reader.complete(logits, data)), reader, head)
 

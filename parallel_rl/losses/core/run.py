@@ -107,10 +107,10 @@ def _source(loss: Loss, call: LossCall) -> Source:
         return LogProbs.of(loss, call, output)
     if is_dtensor(output):
         call, options = on_shard(call, loss.options)
-        return Logits.of(loss.with_options(options), call)
+        loss, output = loss.with_options(options), call.output
     if not isinstance(output, (Tensor, LMHeadInput)):
         raise ValueError(f"the model's output must be logits, an LMHeadInput or log-probs, got {type(output).__name__}")
-    return Logits.of(loss, call)
+    return Logits.of(loss, call, output)
 
 
 def check(source: Source, call: LossCall, needs: Requirements) -> Placed:
