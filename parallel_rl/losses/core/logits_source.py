@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from parallel_rl.agreement import shape_facts
 from parallel_rl.groups import group_rank, group_size
@@ -19,7 +23,6 @@ from parallel_rl.vocab.linear.lm_head import split_output
 from parallel_rl.vocab.linear.logits import check_whole
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from parallel_rl.losses.core.batch import TokenBatch
@@ -106,6 +109,23 @@ class Logits(Source):
         return self.reader.read_head(local, self.head, group)
 
 
+@lru_cache(maxsize=8)
+def kept_layout(
+    rows: int,
+    width: int,
+    cp_size: int,
+    cp_rank: int,
+    cp_layout: CPLayout,
+    uneven: bool,
+    device: torch.device,
+    inference: bool,
+) -> SequenceLayout:
+    """Lay out padded rows once; tensors of inference mode, which no backward may use, are kept apart by `inference`."""
+    return SequenceLayout.padded(
+        rows, width, cp_size=cp_size, cp_rank=cp_rank, cp_layout=cp_layout, uneven=uneven, device=device
+    )
+
+
 def layout_of(call: LossCall, logits: Tensor, rows: int, width: int, cp_layout: CPLayout) -> SequenceLayout:
     """Find the layout of logits [B, S/cp, V/tp], or packed [1, T/cp, V/tp], for data [rows, width].
 
@@ -123,10 +143,11 @@ def layout_of(call: LossCall, logits: Tensor, rows: int, width: int, cp_layout: 
         total = logits.shape[1] * cp_size
         layout = call.packed_sequences.layout(width, total, cp_size, cp_rank, cp_layout, logits.device)
     else:
-        layout = SequenceLayout.padded(
-            rows, width, cp_size=cp_size, cp_rank=cp_rank, cp_layout=cp_layout, uneven=call.cut_length is not None,
-            device=logits.device,
-        )  # fmt: skip
+        kept = type(logits) is Tensor and not torch.compiler.is_compiling()  # no traced one
+        kept = kept and not (logits.is_cuda and torch.cuda.is_current_stream_capturing())
+        build = kept_layout if kept else kept_layout.__wrapped__
+        uneven, inference = call.cut_length is not None, torch.is_inference_mode_enabled()
+        layout = build(rows, width, cp_size, cp_rank, cp_layout, uneven, logits.device, inference)
     if layout.shape[0] != rows:
         raise ValueError(f"cu_seqlens describes {layout.shape[0]} sequences, the data has {rows} rows")
     if tuple(logits.shape[:2]) != layout.local_shape:
