@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     from parallel_rl.losses.scores import TokenScores, token_logprobs, token_scores
     from parallel_rl.losses.teacher_topk import teacher_topk
     from parallel_rl.metrics import Mean, Metrics, MinMax, Sum, reduce_metrics
-    from parallel_rl.packing import SequencePackingLossWrapper
+    from parallel_rl.packing import PrefixTreeLossWrapper, SequencePackingLossWrapper
+    from parallel_rl.prefix_tree import PrefixTree, build_tree, from_nodes
     from parallel_rl.recipes import load_recipe
     from parallel_rl.statistics import Statistics
     from parallel_rl.training.reporting.logger import register_logger
@@ -72,6 +73,10 @@ __all__ = [
     "ValidCounts",
     "ParallelGroups",
     "SequencePackingLossWrapper",
+    "PrefixTreeLossWrapper",
+    "PrefixTree",
+    "build_tree",
+    "from_nodes",
     "LMHeadInput",
     "Statistics",
     "set_validation",
@@ -108,7 +113,8 @@ _ROOMS = {
     "losses.core.batch": ("TokenBatch",),
     "losses.registry": ("ObjectiveConfig", "get_loss", "register_loss", "register_objective"),
     "metrics": ("Mean", "Metrics", "MinMax", "Sum", "reduce_metrics"),
-    "packing": ("SequencePackingLossWrapper",),
+    "packing": ("PrefixTreeLossWrapper", "SequencePackingLossWrapper"),
+    "prefix_tree": ("PrefixTree", "build_tree", "from_nodes"),
     "recipes": ("load_recipe",),
     "statistics": ("Statistics",),
     "training.reporting.logger": ("register_logger",),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from parallel_rl.segments import SharedRows
+
 CPLayout = Literal["zigzag", "contiguous"]
 
 
@@ -61,6 +63,7 @@ class SequenceLayout:
         lengths: [B] true lengths.
         local_shape: the leading shape of the logits, (B, S/cp) or (1, T/cp).
         chunks: [B] and [B], where sequences are cut: position p lies in chunk (first + p) // second of 2·cp, or cp.
+        tree: the rows that local positions share, for a prefix tree's row.
     """
 
     shape: tuple[int, int]
@@ -71,6 +74,7 @@ class SequenceLayout:
     local_shape: tuple[int, int]
     chunks: tuple[Tensor, Tensor]
     cp_size: int = 1
+    tree: SharedRows | None = None
 
     @classmethod
     def padded(
@@ -197,11 +201,7 @@ class SequenceLayout:
         return self.sequence_ids * self.shape[1] + column.clamp(max=last), valid
 
     def check_logits(self, logits: Tensor) -> None:
-        """Check that logits are [*local_shape, V/tp].
-
-        Raises:
-            ValueError: they are not.
-        """
+        """Raise ValueError unless logits are [*local_shape, V/tp]."""
         if logits.dim() != 3 or tuple(logits.shape[:2]) != self.local_shape:
             rows, width = self.local_shape
             raise ValueError(f"the logits have shape {list(logits.shape)}; the layout needs [{rows}, {width}, V/tp]")

@@ -1,17 +1,19 @@
-"""The loss of a packed row."""
+"""Losses of one row that holds several sequences: packed, or as a prefix tree."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from parallel_rl.losses.core.call import LossCall, LossWrapper, PackedSequences
+from parallel_rl.losses.core.call import LossCall, LossWrapper
+from parallel_rl.losses.core.one_row import PackedSequences
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from parallel_rl.losses.core.base import LossFn
     from parallel_rl.metrics import Metrics
+    from parallel_rl.prefix_tree import PrefixTree
     from parallel_rl.statistics import Statistics
 
 
@@ -54,3 +56,41 @@ class SequencePackingLossWrapper(LossWrapper):
 
     def run_collect(self, call: LossCall) -> Statistics:
         return self.loss_fn.run_collect(replace(call, packed_sequences=self.packed_sequences))
+
+
+class PrefixTreeLossWrapper(LossWrapper):
+    """A loss on the logits [1, T/cp, V/tp] of a tree's row, with whole, flat `data` [B, S]; the numbers are those of flat rows.
+
+    Fields of the data may differ between sequences at a token that they share; a field in the order of the logits
+    (`teacher_logits`) is in the order of the row. Log-probs and entropy are read without a copied row; what reads whole rows
+    (distillation, a truncated policy, a temperature of each sample, an `LMHeadInput`) copies a row for each flat token.
+
+    >>> import torch
+    >>> from parallel_rl import NLLLoss, build_tree, count_valid
+    >>> ids = torch.tensor([[0, 1, 2], [0, 1, 3]])
+    >>> data = {"input_ids": ids, "token_mask": torch.ones(2, 3), "sample_mask": torch.ones(2)}
+    >>> tree = build_tree(ids, torch.tensor([3, 3]))
+    >>> tree.row(ids).tolist()  # what the model reads
+    [0, 1, 2, 3]
+    >>> loss, _ = PrefixTreeLossWrapper(NLLLoss(), tree)(torch.zeros(1, 4, 4), data, *count_valid(data))
+    >>> round(loss.item(), 4)
+    1.3863
+
+    Args:
+        loss_fn: any loss of this library.
+        tree: of the data's sequences, see `build_tree` and `from_nodes`.
+
+    Raises:
+        ValueError: at the call, on all ranks: data of other sequences than the tree's, logits of another row, pre-shifted
+            labels; what `loss_fn` raises.
+    """
+
+    def __init__(self, loss_fn: LossFn, tree: PrefixTree) -> None:
+        self.loss_fn = loss_fn
+        self.tree = tree
+
+    def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
+        return self.loss_fn.run(replace(call, tree=self.tree))
+
+    def run_collect(self, call: LossCall) -> Statistics:
+        return self.loss_fn.run_collect(replace(call, tree=self.tree))

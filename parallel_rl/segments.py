@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +49,72 @@ def sum_groups(x: Tensor, index: Tensor, number: int) -> Tensor:
     return sum_segments(x[order], sizes.cumsum(0), index[order])
 
 
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """A map from M places to n values that several places may share, with what its adjoint needs.
+
+    Attributes:
+        index: [M] the value of each place.
+        order: [M] the places, those of one value as neighbours.
+        ids: [M] the value of each place in that order.
+        offsets: [n + 1] bounds of the values in that order.
+    """
+
+    index: Tensor
+    order: Tensor
+    ids: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, index: Tensor, number: int) -> Groups:
+        """Sort the places [M] of `number` values."""
+        order = index.argsort(stable=True)
+        ids = index[order]
+        return cls(index, order, ids, torch.searchsorted(ids, torch.arange(number + 1, device=index.device)))
+
+    def to(self, device: torch.device | str | None) -> Groups:
+        """Move the tensors, without a wait."""
+        moved = (x.to(device, non_blocking=True) for x in (self.index, self.order, self.ids, self.offsets))
+        return Groups(*moved)
+
+    def take(self, values: Tensor) -> Tensor:
+        """Take [n, ...] to the places, [M, ...]; the gradient is summed in one order on every device and rank.
+
+        >>> Groups.of(torch.tensor([1, 0, 1]), 2).take(torch.tensor([3.0, 5.0])).tolist()
+        [5.0, 3.0, 5.0]
+        """
+        taken: Tensor = _Take.apply(values, self.index, self.order, self.offsets)
+        return taken
+
+    def any(self, mask: Tensor) -> Tensor:
+        """Say for each value [n] whether one of its places [M] is marked."""
+        none = torch.zeros(len(self.offsets) - 1, dtype=torch.uint8, device=mask.device)
+        return none.scatter_reduce(0, self.index, mask.to(torch.uint8), "amax").bool()
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """How the flat tokens [F] of a context rank share the R rows of its logits, and the edges of these rows.
+
+    A row with one edge is scored by its own target. The edges of branching rows follow: X more.
+
+    Attributes:
+        rows: the row of each flat token, F places of R values.
+        edges: the edge of each flat token, F places of R + X values.
+        targets: [R + X] a flat token of each edge, and −1 at a row that has none or several.
+        branches: [X] the row of each further edge.
+        chunk: [B, S] counts along a sequence how often its rows have passed to another context rank.
+        cuts: the largest of these counts.
+    """
+
+    rows: Groups
+    edges: Groups
+    targets: Tensor
+    branches: Tensor
+    chunk: Tensor
+    cuts: int
+
+
 def running_sum(x: Tensor) -> Tensor:
     """Sum [..., n] up to each place of the last dimension, by doubling: the same bits on every rank and in every call.
 
@@ -85,3 +152,19 @@ class _Expand(torch.autograd.Function):
     def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
         offsets, ids = ctx.saved_tensors  # type: ignore[attr-defined]
         return _Sum.apply(grad.to(torch.float64), offsets, ids).to(grad.dtype), None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, values: Tensor, index: Tensor, order: Tensor, offsets: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(order, offsets)
+        return values[index]
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        order, offsets = ctx.saved_tensors  # type: ignore[attr-defined]
+        dtype = torch.float64 if grad.dim() == 1 else torch.promote_types(grad.dtype, torch.float32)
+        summed = torch.segment_reduce(grad[order].to(dtype), "sum", offsets=offsets, initial=0, unsafe=True)
+        return summed.to(grad.dtype), None, None, None

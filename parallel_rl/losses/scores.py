@@ -14,6 +14,7 @@ from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall
+from parallel_rl.losses.core.one_row import stats_of_tree
 from parallel_rl.losses.core.options import NoConfig
 from parallel_rl.losses.core.readers import LogProbReader
 from parallel_rl.losses.core.requirements import Requirements
@@ -73,7 +74,7 @@ def token_logprobs(
             bound on its `rows` projects no masked token at all, whose log-prob is 0 as well. Pre-shifted
             `shift_labels` may stand in place of input_ids, as for the losses; column t then scores what position t predicts.
         vocab_parallel_rank, vocab_parallel_group, context_parallel_group: as for the losses.
-        layout: of the logits; None is padded rows.
+        layout: of the logits, packed or of a prefix tree; None is padded rows.
         temperature: one number, or [B] one for each sample. vocab_size, vocab_start, cp_layout, backend, top_k, top_p,
             kept_sets: as for the losses.
 
@@ -139,9 +140,9 @@ def token_scores(
         temperature="per-sample" if isinstance(temperature, torch.Tensor) else temperature, backend=backend, top_k=top_k,
         top_p=top_p, kept_sets=kept_sets,
     )  # fmt: skip
-    scores.asked = _Asked(
-        layout, entropy, sum_pi_squared, {"token_mask", "sample_mask"} <= data.keys() or is_shifted(data)
-    )
+    masked = {"token_mask", "sample_mask"} <= data.keys() or is_shifted(data)
+    bounded = isinstance(next_token_logits, LMHeadInput) and next_token_logits.rows is not None
+    scores.asked = _Asked(layout, entropy, sum_pi_squared, masked, bounded)
     batch = read(scores, call).batch
     stats, local = batch.output.stats, batch.local
     assert stats is not None
@@ -153,12 +154,18 @@ def token_scores(
 
 
 class _Asked(NamedTuple):
-    """Arguments of `token_scores` that no other loss has; `masked`: whether the data have masks."""
+    """Arguments of `token_scores` that no other loss has.
+
+    Attributes:
+        masked: whether the data have masks.
+        bounded: whether a head has a bound on its rows, so that no masked token is scored.
+    """
 
     layout: SequenceLayout | None
     entropy: bool
     sum_pi_squared: bool
     masked: bool
+    bounded: bool
 
 
 class _Scores(LossFn[NoConfig]):
@@ -186,7 +193,7 @@ class _ScoreReader(LogProbReader):
 
     loss: _Scores
 
-    def complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         ids = data.get("input_ids")
         if self.loss.asked.masked or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
             return data
@@ -208,15 +215,19 @@ class _ScoreReader(LogProbReader):
 
     def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         shard = self._shard(local, logits.shape[-1], tensor_group)
-        targets, valid = self._targets(local, shard, bounded=False)
-        stats = truncated_stats_of_shard(logits.flatten(0, -2), targets, valid, shard, self._kept_ids(local))
+        targets, valid = self._targets(local, shard)
+        rows, shared = logits.flatten(0, -2), local.layout.tree
+        if shared is not None and self.by_edges:
+            stats = stats_of_tree(rows, targets, valid, shard, shared)
+        else:
+            stats = truncated_stats_of_shard(rows, targets, valid, shard, self._kept_ids(local))
         return TokenBatch(local, ModelOutput(stats))
 
     def read_head(
         self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
     ) -> tuple[TokenBatch, Tensor | None]:
         shard = self._shard(local, head.weight.shape[0], tensor_group)
-        targets, valid = self._targets(local, shard, bounded=head.rows is not None)
+        targets, valid = self._targets(local, shard)
         stats, _ = stats_of_head(head, targets, valid, shard, self._kept_ids(local))
         return TokenBatch(local, ModelOutput(stats)), None
 
@@ -234,10 +245,10 @@ class _ScoreReader(LogProbReader):
         shard = self.loss.options.shard(width, tensor_group, entropy=asked.entropy)
         return replace(shard, sum_pi_squared=asked.sum_pi_squared)
 
-    def _targets(self, local: LocalBatch, shard: VocabShard, bounded: bool) -> tuple[Tensor, Tensor]:
+    def _targets(self, local: LocalBatch, shard: VocabShard) -> tuple[Tensor, Tensor]:
         """Find the id at each position and whether it is scored; a head with a bound on its rows scores no masked token."""
         ids = local.data["input_ids"]
-        ids = torch.where(self.loss.scored(local.data), ids, IGNORE_INDEX) if bounded else ids
+        ids = torch.where(self.loss.scored(local.data), ids, IGNORE_INDEX) if self.loss.asked.bounded else ids
         targets = local.layout.shard(ids, local.requirements.shift, fill=IGNORE_INDEX)
         return targets, (targets >= 0) & (targets < shard.vocab_size)
 

@@ -3,7 +3,7 @@
 In the order in which a training script needs them:
 
 - a layout and a model: `initialize`, `build_config`, `build_model`, `wrap_model`
-- micro-batches: `padded_batch`, `packed_batch`
+- micro-batches: `padded_batch`, `packed_batch`, `tree_batch`
 - one step: `forward_backward`, then `grad_norm`, `clip_grads_`, `copy_main_grads` for an optimizer of torch; with `fuse_head`
   the loss projects hidden states itself
 - forward passes without gradient: `forward_only`, `forward_logits`, `broadcast_from_last_stage`; `replicas` for sampling
@@ -53,7 +53,7 @@ from parallel_rl.megatron.logged import numerator_denominator
 from parallel_rl.megatron.loss import LossReport as LossReport
 from parallel_rl.megatron.loss import megatron_loss_func
 from parallel_rl.megatron.micro_batch import MicroBatch as MicroBatch
-from parallel_rl.megatron.micro_batch import packed_batch, padded_batch
+from parallel_rl.megatron.micro_batch import packed_batch, padded_batch, tree_batch
 from parallel_rl.megatron.model import (
     build_model,
     layer_spec,
@@ -63,7 +63,7 @@ from parallel_rl.megatron.model import (
 )
 from parallel_rl.megatron.model_config import build_config, has_transformer_engine
 from parallel_rl.megatron.model_input import ModelInput as ModelInput
-from parallel_rl.megatron.model_input import forward_logits, packed_bounds, packed_input, padded_input
+from parallel_rl.megatron.model_input import forward_logits, packed_bounds, packed_input, padded_input, tree_input
 from parallel_rl.megatron.norm import ShardedNorm as ShardedNorm
 from parallel_rl.megatron.process_groups import destroy, initialize
 from parallel_rl.megatron.scalar_head import ScalarHead as ScalarHead
@@ -84,6 +84,7 @@ __all__ = [  # functions, in the order of the docstring: `help` prints classes f
     "unwrap",
     "padded_batch",
     "packed_batch",
+    "tree_batch",
     "forward_backward",
     "gradient",
     "grad_norm",
@@ -100,6 +101,7 @@ __all__ = [  # functions, in the order of the docstring: `help` prints classes f
     "count_routed",
     "padded_input",
     "packed_input",
+    "tree_input",
     "packed_bounds",
     "sum_gradients",
     "copy_trunk",

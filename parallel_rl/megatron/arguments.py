@@ -1,22 +1,17 @@
-"""Arguments of a step that are of another kind than it takes, and models that were built for another layout."""
+"""Arguments of a step that are of another kind than it takes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.utils import get_model_config
 
 from parallel_rl.losses.core.call import LossFunction
+from parallel_rl.megatron.lm_head import FusedHead
 from parallel_rl.megatron.micro_batch import MicroBatch
+from parallel_rl.megatron.model import unwrap
 from parallel_rl.statistics import Statistics
-
-if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def split_partial(loss_fn: object) -> tuple[LossFunction, Statistics | None]:
@@ -57,29 +52,8 @@ def refuse_name_and_class(loss_fn: object) -> None:
         )
 
 
-def check_sizes(config: TransformerConfig) -> None:
-    """Refuse a model's config that was written for other sizes than those of Megatron's process groups.
-
-    Megatron reads either, each in other places: context ranks would attend to their own tokens alone, stages hold all layers.
-
-    Raises:
-        ValueError: names both.
-    """
-    sizes = {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-    }
-    for name, size in sizes.items():
-        if (written := getattr(config, name, size)) != size:
-            raise ValueError(
-                f"the model's config has {name} = {written}, the process groups have {size}; give TransformerConfig the sizes "
-                "of initialize_model_parallel"
-            )
-
-
-def fault_of(models: Sequence[torch.nn.Module], batches: object) -> ValueError | None:
-    """Return the error of micro-batches that are no list of them, of a step without gradient, or of an unfit model.
+def fault_of(models: Sequence[torch.nn.Module], batches: object, head: object) -> ValueError | None:
+    """Return the error of micro-batches that are no list of them, of a step without gradient, or of an unfit head.
 
     One rank may have it alone, so `prepare` raises it where all ranks agree.
     """
@@ -90,8 +64,7 @@ def fault_of(models: Sequence[torch.nn.Module], batches: object) -> ValueError |
                 "or score with `forward_only`"
             )
         _check_batches(batches)
-        check_sizes(get_model_config(models[0]))
-        _check_packed_rows(models, batches)
+        _check_head(models, head)
     except ValueError as error:
         return error
     return None
@@ -114,11 +87,8 @@ def _check_batches(batches: object) -> None:
             )
 
 
-def _check_packed_rows(models: Sequence[torch.nn.Module], batches: object) -> None:
-    """Megatron's own attention asserts that rows are padded: a stage would end alone, and the others would wait."""
-    packed = isinstance(batches, Sequence) and any(isinstance(batch, MicroBatch) and batch.packed for batch in batches)
-    if packed and any(isinstance(module, DotProductAttention) for model in models for module in model.modules()):
-        raise ValueError(
-            "packed rows on Megatron's DotProductAttention, which takes padded ones only; build the layers by "
-            "`layer_spec(config)`, which takes Transformer Engine's where it is installed"
-        )
+def _check_head(models: Sequence[torch.nn.Module], head: object) -> None:
+    if head is not None and not isinstance(head, FusedHead):
+        raise ValueError(f"head must be what `fuse_head` returned for this model, got {type(head).__name__}")
+    if head is not None and all(unwrap(model) is not head.model for model in models):
+        raise ValueError("head is the fused head of another model; give what `fuse_head` returned for this one")

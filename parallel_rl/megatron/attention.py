@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.megatron.model_config import CUT
+from parallel_rl.megatron.tree_attention import plan_of, tree_attention
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -41,12 +42,15 @@ class _Block:
 class SelfAttentionCore(MegatronModule):
     """Causal softmax(q·kᵀ/√d)·v within each sequence, as the `core_attention` of a Megatron layer spec.
 
-    Grouped queries (fewer key/value heads) are expanded. Works in the dtype of its input: float64, float32 or bfloat16.
+    Rows of prefix trees are taken too. Grouped queries (fewer key/value heads) are expanded. Works in the dtype of its input:
+    float64, float32 or bfloat16.
 
     Raises:
         ValueError: dropout, a sliding window or a softmax variant in the config; a packed row of another length than
         its bounds.
     """
+
+    takes_trees = True
 
     def __init__(
         self,
@@ -101,6 +105,7 @@ class SelfAttentionCore(MegatronModule):
         """
         if attention_bias is not None:
             raise ValueError("attention_bias is not supported by SelfAttentionCore")
+        plan = plan_of(packed_seq_params)
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if packed:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
@@ -110,11 +115,6 @@ class SelfAttentionCore(MegatronModule):
             raise ValueError(
                 "attention_mask is not supported with packed sequences or context parallelism; leave it None"
             )
-        blocks = _plan(
-            _bounds(packed_seq_params, length, size) if packed else (0, length * size),
-            (size, rank, self.cp_layout),
-            query.device,
-        )
         if size > 1:
             # One collective for both; [cp, S/cp, B, g, 2·d]
             both = torch.cat((key, value), dim=-1)
@@ -122,6 +122,13 @@ class SelfAttentionCore(MegatronModule):
             key, value = both.view(size, length, *both.shape[1:]).split((key.shape[-1], value.shape[-1]), dim=-1)
         else:
             key, value = key.unsqueeze(0), value.unsqueeze(0)
+        if plan is not None:
+            return tree_attention(query, key, value, plan, self.softmax_scale)
+        blocks = _plan(
+            _bounds(packed_seq_params, length, size) if packed else (0, length * size),
+            (size, rank, self.cp_layout),
+            query.device,
+        )
         parts = []
         for block in blocks:
             q = query[block.start : block.stop]

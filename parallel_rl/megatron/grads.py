@@ -12,6 +12,8 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
 from torch.nn import Parameter
 
+from parallel_rl.megatron.weights import mark_sinks
+
 _BLOCK = 1 << 22  # elements that are squared in float64 at once: a large gradient is never copied whole
 
 
@@ -113,6 +115,7 @@ def grad_norm(models: torch.nn.Module | Sequence[torch.nn.Module]) -> Tensor:
     tensor(0., dtype=torch.float64)
     """
     models = _listed(models)
+    mark_sinks(models)
     device = next(iter(models[0].parameters())).device
     squares = {expert: torch.zeros((), dtype=torch.float64, device=device) for expert in (False, True)}
     for parameter, grad in _own(models):

@@ -1,18 +1,16 @@
-"""Checks of the training loop around a step: the config, the optimizer, and gradients that were not zeroed."""
+"""Checks of the training loop around a step: which step it is, its optimizer, and gradients that were not zeroed."""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.utils import get_model_config
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from parallel_rl.megatron.auxiliary import has_auxiliary_loss
 from parallel_rl.validation import get_validation
 
 if TYPE_CHECKING:
@@ -20,10 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.hooks import RemovableHandle
 
-    from parallel_rl.losses.core.requirements import Requirements
-
+_FIRST_STEPS = 3  # in which checks may cost a collective or a wait for the device
+_ROUNDING = 1e-3  # of the factor of a loss
 _NODES = 32  # of the graph behind the model's output; the LM head is among the first
-FIRST_STEPS = 3  # in which checks may cost a collective or a wait for the device
 
 _steps_of_models: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 _optimizer_hook: list[RemovableHandle] = []
@@ -40,73 +37,12 @@ def is_checked(steps: int) -> bool:
     >>> is_checked(0), is_checked(3)
     (True, False)
     """
-    return get_validation() == "always" or (get_validation() == "auto" and steps < FIRST_STEPS)
+    return get_validation() == "always" or (get_validation() == "auto" and steps < _FIRST_STEPS)
 
 
-def check_step(
-    models: Sequence[torch.nn.Module], needs: Requirements, *, allow_dropout: bool, trains_heads: bool
-) -> None:
-    """Refuse settings with which `forward_backward` gives other numbers or cannot run; warn in the first step of others.
-
-    Raises:
-        ValueError: see `check_settings`; a schedule that asks the forward step for a plan of its layers.
-    """
-    config, first = get_model_config(models[0]), models[0] not in _steps_of_models
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        raise ValueError(
-            "overlap_moe_expert_parallel_comm = True needs a forward step that returns a schedule plan; set it to False"
-        )
-    if any(model.training for model in models):
-        check_settings(config, needs, allow_dropout=allow_dropout, trains_heads=trains_heads, first=first)
-    elif first and has_auxiliary_loss(config):
-        warn("the model is in eval mode, in which routers leave out their auxiliary losses; call model.train()")
-
-
-def check_settings(
-    config: TransformerConfig, needs: Requirements | None, *, allow_dropout: bool, trains_heads: bool, first: bool
-) -> None:
-    """Refuse dropout beside recorded log-probs; in the `first` step warn of settings that are wrong for most losses.
-
-    Raises:
-        ValueError: dropout in the config of a model that trains, for a loss that reads recorded log-probs.
-    """
-    drops = {name: getattr(config, name) for name in ("attention_dropout", "hidden_dropout") if getattr(config, name)}
-    if drops and not allow_dropout:
-        given = ", ".join(f"{name} = {value}" for name, value in drops.items())
-        recorded = [] if needs is None else [name for name in needs.names if name.endswith("logprobs")]
-        if recorded:
-            raise ValueError(
-                f"{given}: this loss compares the policy with {', '.join(recorded)}, and dropout is another policy in each "
-                "forward and on each layout. Set attention_dropout = 0 and hidden_dropout = 0 in the model's config, or pass "
-                "allow_dropout=True"
-            )
-        if first:
-            warn(
-                f"{given}: dropout differs between layouts, so the loss does too; set attention_dropout = 0 and "
-                "hidden_dropout = 0, or pass allow_dropout=True"
-            )
-    if first and config.fp16 and config.grad_scale_func is None:
-        warn(
-            "fp16 without config.grad_scale_func: small gradients become 0, and Megatron's optimizer divides by a scale that "
-            "the loss was not multiplied by; set config.grad_scale_func = optimizer.scale_loss"
-        )
-    if first and config.mtp_num_layers and not trains_heads:
-        warn(
-            f"mtp_num_layers = {config.mtp_num_layers} without mtp_loss: the heads of multi-token prediction do not learn; "
-            "pass mtp_loss=NLLLoss(...)"
-        )
-
-
-def check_fields(needs: Requirements, batches: Sequence[Mapping[str, object]]) -> None:
-    """Refuse data without the fields that a loss reads: the last pipeline stage alone calls it, but every stage has the data.
-
-    Raises:
-        ValueError: the names of the missing fields.
-    """
-    names = [field.name for field in needs.fields if field.per != "local"]
-    missing = sorted({name for data in batches for name in names if name not in data})
-    if missing:
-        raise ValueError(f"data lacks the fields {missing}; this loss needs {', '.join(names)}")
+def steps_of(models: Sequence[torch.nn.Module]) -> int:
+    """Return how many steps `begin_step` began for a model."""
+    return _steps_of_models.get(models[0], 0)
 
 
 def begin_step(models: Sequence[torch.nn.Module], ddp: bool) -> None:
@@ -115,7 +51,7 @@ def begin_step(models: Sequence[torch.nn.Module], ddp: bool) -> None:
     DDP adds `grad` to `main_grad` after each backward. An optimizer that steps on `main_grad` itself leaves it in `grad`,
     where autograd would add the first micro-batch's gradient to it, and DDP would add the sum once more.
     """
-    steps = _steps_of_models.get(models[0], 0)
+    steps = steps_of(models)
     _steps_of_models[models[0]] = steps + 1
     if steps and is_checked(steps) and any(bool(grad.any()) for grad in _some_gradients(models)):
         zero = "model.zero_grad_buffer() and optimizer.zero_grad()" if ddp else "optimizer.zero_grad()"
@@ -151,6 +87,30 @@ def warn_of_left_gradient(output: Tensor) -> None:
                 "call optimizer.zero_grad() beside model.zero_grad_buffer()"
             )
         return
+
+
+def warn_of_factor(loss: Tensor, factor: float, config: TransformerConfig) -> None:
+    """Warn if the schedule does not multiply the loss by `factor` and the loss scale alone; the host looks in backward.
+
+    A function around the callback that divides, or another M than the schedule's, changes the gradient and no metric.
+    """
+    if not loss.requires_grad:
+        warn(
+            "the loss requires no gradient, so nothing learns: all parameters are frozen, or the model ran under "
+            "torch.no_grad()"
+        )
+        return
+
+    def look(gradient: Tensor) -> None:
+        scale = 1 if config.grad_scale_func is None else config.grad_scale_func(torch.ones_like(gradient))
+        ratio = float(gradient / scale) / factor
+        if abs(ratio - 1) > _ROUNDING:
+            warn(
+                f"the callback's loss is multiplied by {ratio:.6g} on its way to backward, and so are all gradients: return "
+                "what the callback of megatron_loss_func returns as it is, and give it the schedule's num_microbatches"
+            )
+
+    loss.register_hook(look)
 
 
 def watch_optimizers() -> None:

@@ -8,22 +8,23 @@ from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from parallel_rl.counts import check_masks
 from parallel_rl.groups import ParallelGroups
 from parallel_rl.labels import with_labels
 from parallel_rl.losses.core.call import LossCall, LossFunction
-from parallel_rl.losses.core.checks import check_statistics
+from parallel_rl.losses.core.checks import check_counts, check_statistics
 from parallel_rl.losses.nll import NLLLoss
-from parallel_rl.megatron.arguments import check_sizes, refuse_name_and_class
+from parallel_rl.megatron.arguments import refuse_name_and_class
 from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses, has_auxiliary_loss
 from parallel_rl.megatron.callbacks import callbacks_of
 from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.megatron.forward_only import is_last_stage
-from parallel_rl.megatron.loop_checks import check_fields, check_settings, warn_of_left_gradient, watch_optimizers
+from parallel_rl.megatron.loop_checks import is_checked, warn, warn_of_factor, warn_of_left_gradient, watch_optimizers
 from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
-from parallel_rl.megatron.prepare import warn_of_padding
+from parallel_rl.megatron.row_checks import check_ids, warn_of_cut, warn_of_padding, warn_of_prompts
+from parallel_rl.megatron.settings import check_finalizing, check_heads, check_settings, check_sizes
 from parallel_rl.metrics import Metrics
 from parallel_rl.packing import SequencePackingLossWrapper
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
@@ -74,11 +75,12 @@ def megatron_loss_func(
     >>> loss_func(torch.zeros(2, 4, 8))[-1]["loss"]  # log 8
     tensor(2.0794)
 
-    Each call checks settings and fields, on the host. The first three steps of a config (each one with
-    `set_validation("always")`) also exchange faults over the ranks of a pipeline stage, compare the data ranks' numbers of
-    micro-batches under expert parallelism, and compare the counts with those of the step's micro-batches, for which the host
-    waits. Pipeline stages raise a fault once as many micro-batches have begun as stages follow; they warn of wrong counts,
-    and raise them in the next step. Without gradients (`torch.no_grad()`) only the call itself is checked.
+    Each call checks settings, and the shapes and dtypes of fields, on the host. The first three steps of a config (each one
+    with `set_validation("always")`) also look at the values of fields, exchange faults over the ranks of a pipeline stage,
+    compare the data ranks' numbers of micro-batches under expert parallelism, and compare the counts with those of the step's
+    micro-batches, for which the host waits. In backward they warn of a gradient that a function around the callback scaled.
+    Pipeline stages raise a fault once as many micro-batches have begun as stages follow; they warn of wrong counts, and raise
+    them in the next step. Without gradients (`torch.no_grad()`) only the call itself is checked.
 
     Before each step call both `model.zero_grad_buffer()` and `optimizer.zero_grad()`: DDP adds what is left in `grad` to the
     next step's gradient, of which the second and third step warn.
@@ -105,9 +107,9 @@ def megatron_loss_func(
 
     Raises:
         ValueError: num_microbatches below 1; `ddp` that contradicts `config.finalize_model_grads_func`; dropout beside a loss
-            that reads recorded log-probs; data without a mask or a field that the loss reads; missing statistics; counts of
-            other micro-batches than the step's; auxiliary losses without DDP, or without `routed` where it is needed; see
-            `check_auxiliary_losses`.
+            that reads recorded log-probs; a field that is missing or of another shape, dtype or value; missing statistics;
+            counts of other micro-batches than the step's; auxiliary losses without DDP, or without `routed` where it is needed;
+            see `check_auxiliary_losses`.
     """
     where = groups or ParallelGroups.from_megatron()
     counts = (global_valid_seqs, global_valid_toks)
@@ -119,20 +121,33 @@ def megatron_loss_func(
         check_sizes(config)
         check_scaling(config, num_microbatches, ddp, routed)
         check_auxiliary_losses(config, where.cp_size, by_megatron=True)
-        _check_heads(config, mtp_loss)
+        check_heads(config, mtp_loss is not None)
+        if head is not None and not callable(head):
+            raise ValueError(f"head must be what `fuse_head` returned for this model, got {type(head).__name__}")
         needs = whole.requirements if isinstance(whole, LossFunction) else None
         if trains:
-            _check_finalizing(config, ddp)
+            check_finalizing(config, ddp)
             check_settings(config, needs, allow_dropout=allow_dropout, trains_heads=mtp_loss is not None, first=first)
+        if first and where.cp_size > 1:
+            warn_of_cut(config, whole)
         if needs is not None:
             statistics = loss_fn.keywords.get("statistics") if isinstance(loss_fn, partial) else None
             check_statistics(type(whole).__name__, needs, statistics)
         if data is None and is_last_stage():
             raise ValueError("data is None on the last pipeline stage, which computes the loss")
-        if needs is not None and data is not None:
-            check_masks(with_labels(data))
-            check_fields(needs, [data])
+        if isinstance(whole, LossFunction) and data is not None:
+            if not isinstance(data, Mapping):
+                raise ValueError(f"data must be the dict of this micro-batch's tensors, got {type(data).__name__}")
+            labelled = with_labels(data)
+            whole.check_inputs(labelled, values=checked)
+            if checked:
+                check_counts(*counts, labelled)
+                if "input_ids" in data:  # what the model reads; labels that are shifted already say nothing of it
+                    check_ids(data, None, whole)
+            if first and dist.get_rank() == 0:
+                warn_of_prompts([labelled], whole.requirements)
 
+    checked = trains and is_checked(callbacks_of(config).steps)
     looks = False
     if trains:
         if ddp:
@@ -166,9 +181,20 @@ def megatron_loss_func(
         call = replace(call, packed_sequences=packed)
         return add_mtp_loss((loss, metrics), mtp_loss, call, heads, config.mtp_loss_scaling_factor)
 
-    return scaled_loss_func(
+    scaled = scaled_loss_func(
         share, config=config, num_microbatches=num_microbatches, ddp=ddp, groups=where, routed=routed
     )
+
+    calls = iter(range(2))
+
+    def watched(output: Tensor) -> LossResult:
+        if next(calls, None) == 1:
+            warn("a callback was called twice: it has the data of one micro-batch, so make one in each forward step")
+        result = scaled(output)
+        warn_of_factor(result[0], 1 if len(result) > 2 else where.cp_size / num_microbatches, config)
+        return result
+
+    return watched if checked else scaled
 
 
 def check_scaling(
@@ -193,20 +219,6 @@ def check_scaling(
         )
 
 
-def _check_finalizing(config: TransformerConfig, ddp: bool) -> None:
-    finalizes = config.finalize_model_grads_func is not None
-    if ddp and not finalizes:
-        raise ValueError(
-            "ddp = True, but config.finalize_model_grads_func is None, so no gradient is summed over ranks: wrap the model in "
-            "Megatron's DDP and set it (`wrap_model` does both), or pass ddp=False and call `sum_gradients`"
-        )
-    if finalizes and not ddp:
-        raise ValueError(
-            "ddp = False, but config.finalize_model_grads_func is set, so the schedule takes the model for one in Megatron's "
-            "DDP; pass ddp=True, or set it to None and call `sum_gradients`"
-        )
-
-
 def _check_output(output: object) -> None:
     if not isinstance(output, Tensor):
         raise ValueError(f"the model's output is a {type(output).__name__}; return its logits from the forward step")
@@ -214,18 +226,6 @@ def _check_output(output: object) -> None:
         raise ValueError(
             f"the model's output is {list(output.shape)}, the losses that GPTModel returns if it is given labels; call it "
             "without labels, so that it returns logits"
-        )
-
-
-def _check_heads(config: TransformerConfig, mtp_loss: NLLLoss | None) -> None:
-    if mtp_loss is not None and not config.mtp_num_layers:
-        raise ValueError(
-            "mtp_loss is given, but mtp_num_layers = None: the model has no heads of multi-token prediction"
-        )
-    if mtp_loss is not None and getattr(config, "mtp_detach_heads", False):
-        raise ValueError(
-            "mtp_detach_heads = True with mtp_loss: the loss of the heads would train the LM head, which they share; "
-            "set it to False"
         )
 
 

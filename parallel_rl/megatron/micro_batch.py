@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -14,10 +15,12 @@ from torch.distributed import ProcessGroup
 from parallel_rl.counts import check_masks
 from parallel_rl.labels import check_labels
 from parallel_rl.layout import CPLayout, valid_tokens
-from parallel_rl.losses.core.call import PackedSequences
+from parallel_rl.losses.core.one_row import PackedSequences
 from parallel_rl.megatron.context import Context
 from parallel_rl.megatron.lm_head import FusedHead
-from parallel_rl.megatron.model_input import ModelInput, packed_bounds, packed_input, padded_input
+from parallel_rl.megatron.model_input import ModelInput, packed_bounds, packed_input, padded_input, tree_input
+from parallel_rl.megatron.row_checks import check_right_padded
+from parallel_rl.prefix_tree import build_tree
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ ContextGroup: TypeAlias = ProcessGroup | Literal["model"] | None
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Made once by `padded_batch` or `packed_batch`, then scored and trained on as often as one likes.
+    """Made once by `padded_batch`, `packed_batch` or `tree_batch`, then scored and trained on as often as one likes.
 
     Attributes:
         input: what `forward_logits` takes.
@@ -127,6 +130,52 @@ def packed_batch(
     return replace(_micro_batch(data, make_input, (true, padded), device), context_group=context_group)
 
 
+def tree_batch(
+    data: Mapping[str, Tensor],
+    lengths: Tensor,
+    *,
+    alike: Sequence[str] = (),
+    scored: Tensor | None = None,
+    total: int | None = None,
+    device: torch.device | None = None,
+    cp_layout: CPLayout = "zigzag",
+) -> MicroBatch:
+    """The rows' true sequences in one row that holds each shared prefix once; `data` stays [B, S].
+
+    >>> tree_batch(data, torch.tensor([4, 3])).input.tokens.shape
+    torch.Size([1, 7])
+
+    Args:
+        data, device, cp_layout: see `padded_batch`.
+        lengths: [B] true lengths.
+        alike: fields of the data that must agree before two tokens are stored once, see `build_tree`.
+        scored: [B, S] the tokens that may carry loss; None: where token_mask is not 0.
+        total: T, where the row shall have a fixed length, as pipeline stages need.
+
+    Raises:
+        ValueError: data without input_ids or masks, lengths or a `total` that do not fit.
+    """
+    context = Context.present(cp_layout)
+    unit = math.lcm(2 * context.size if context.size > 1 else 1, context.size * context.tensor)
+    check_masks(data)
+    tree = build_tree(
+        data["input_ids"], lengths, alike=[data[name] for name in alike],
+        token_mask=data["token_mask"] if scored is None else scored, multiple_of=unit,
+    )  # fmt: skip
+    if total is not None:
+        if total % unit:
+            raise ValueError(f"total = {total} must be divisible by {unit}")
+        tree = tree.padded_to(total)
+    home = data["input_ids"].device if device is None else device
+    moved = {name: field.to(home) for name, field in data.items()}
+    layout = tree.layout(cp_size=context.size, cp_rank=context.rank, cp_layout=context.layout)
+    assert layout.tree is not None
+    valid = layout.shard(valid_tokens({name: data[name].cpu() for name in ("token_mask", "sample_mask")}), fill=False)
+    return MicroBatch(
+        tree_input(tree, context, home), moved, None, layout.tree.rows.any(valid).view(layout.local_shape)
+    )
+
+
 def _context(group: ContextGroup, layout: CPLayout) -> Context:
     return Context.present(layout) if group == "model" else Context.of(group, layout)
 
@@ -143,7 +192,10 @@ def _micro_batch(
     if ids is None or ids.shape != data["token_mask"].shape:
         got = "none" if ids is None else list(ids.shape)
         raise ValueError(f"input_ids must be [B, S] as token_mask {list(data['token_mask'].shape)}, got {got}")
+    if not ids.numel():
+        raise ValueError(f"input_ids is {list(ids.shape)}; leave an empty micro-batch out, data ranks may have fewer")
     home = ids.device if device is None else device
+    check_right_padded(data)
     moved = {name: field.to(home) for name, field in data.items()}
     model_input = make_input(moved["input_ids"])
     carries = None

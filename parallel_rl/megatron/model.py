@@ -28,7 +28,7 @@ from parallel_rl.megatron.attention import SelfAttentionCore
 from parallel_rl.megatron.model_config import CUT, has_transformer_engine
 from parallel_rl.megatron.norm import ShardedNorm
 from parallel_rl.megatron.scalar_head import replace_head
-from parallel_rl.megatron.weights import initialize_weights, mark_parameters
+from parallel_rl.megatron.weights import initialize_weights, mark_parameters, mark_sinks
 
 PositionEmbedding = Literal["rope", "learned_absolute"]
 #: fields of TransformerConfig that ask for other layers than `layer_spec` gives, with the value that asks for none
@@ -234,6 +234,7 @@ def wrap_model(model: MegatronModule, *, ddp: bool | DistributedDataParallelConf
             none.
     """
     module = model
+    mark_sinks([model])
     if model.config.bf16 or model.config.fp16:
         module = Float16Module(model.config, module)
     if ddp is False:

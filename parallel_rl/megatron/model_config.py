@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -21,7 +21,7 @@ from parallel_rl.vocab.backends.choice import COMPILER
 #: field of newer versions' TransformerConfig; on older ones an attribute that our layers read
 CUT = "cp_partition_mode"
 #: fields by which chance, or the other tokens of a micro-batch, change what becomes of a token; with the value that lets none
-_SAME_EVERYWHERE: Mapping[str, object] = {
+SAME_EVERYWHERE: Mapping[str, object] = {
     "hidden_dropout": 0,
     "attention_dropout": 0,
     "moe_expert_capacity_factor": None,
@@ -236,18 +236,26 @@ def _fusions(activation: bool, dtype: torch.dtype) -> dict[str, object]:
     }
 
 
+def layout_dependence(fields: Mapping[str, object], names: Collection[str] = SAME_EVERYWHERE) -> str:
+    """Name the first of these fields, or of a router's, with which numbers depend on the layout; empty without any."""
+    for name in names:
+        right = SAME_EVERYWHERE[name]
+        if (value := fields.get(name, right)) != right:
+            return f"{name} = {value} must be {right}: with it the numbers depend on the layout"
+    if fields.get("moe_router_load_balancing_type") == "sinkhorn":
+        return (
+            "moe_router_load_balancing_type = 'sinkhorn' shares out the tokens that a rank has at a time: with it the numbers "
+            "depend on the layout; use 'aux_loss', 'seq_aux_loss', 'global_aux_loss' or 'none'"
+        )
+    return ""
+
+
 def _check_fields(fields: Mapping[str, object], tp: int, pp: int, virtual_pp: int | None) -> None:
     unknown = sorted(set(fields) - set(TransformerConfig.__dataclass_fields__))
     if unknown:
         raise ValueError(f"overrides has unknown fields {unknown}; TransformerConfig does not have them")
-    for name, right in _SAME_EVERYWHERE.items():
-        if (value := fields.get(name, right)) != right:
-            raise ValueError(f"{name} = {value} must be {right}: with it the numbers depend on the layout")
-    if fields.get("moe_router_load_balancing_type") == "sinkhorn":
-        raise ValueError(
-            "moe_router_load_balancing_type = 'sinkhorn' shares out the tokens that a rank has at a time: with it the numbers "
-            "depend on the layout; use 'aux_loss', 'seq_aux_loss', 'global_aux_loss' or 'none'"
-        )
+    if dependence := layout_dependence(fields):
+        raise ValueError(dependence)
     modules = fields.get("recompute_modules")
     if isinstance(modules, list) and "layernorm" in modules and not norms_can_be_recomputed():
         raise ValueError(f"recompute_modules = {modules} needs Transformer Engine for 'layernorm'; leave that out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,17 +16,24 @@ from parallel_rl.layout import SequenceLayout
 from parallel_rl.megatron.context import Context
 from parallel_rl.megatron.model import unwrap
 from parallel_rl.megatron.mtp import heads_running
+from parallel_rl.megatron.tree_attention import tree_params, tree_plan
+from parallel_rl.megatron.tree_model import check_tree_model, positions_by_depth
+from parallel_rl.prefix_tree import PrefixTree
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """This context rank's tokens and their positions, [B, S/cp] or packed [1, T/cp], and the bounds of packed sequences."""
+    """This context rank's tokens and their positions, [B, S/cp] or packed [1, T/cp], and the bounds of packed sequences.
+
+    Of a prefix tree's row, [1, T/cp], positions are depths.
+    """
 
     tokens: Tensor
     positions: Tensor
     packed: PackedSeqParams | None
     layout: SequenceLayout
     context: Context
+    tree: PrefixTree | None = None
 
 
 def padded_input(input_ids: Tensor, context: Context | None = None) -> ModelInput:
@@ -101,6 +109,30 @@ def packed_input(
     return ModelInput(*_local(input_ids, layout), packed, layout, context)
 
 
+def tree_input(tree: PrefixTree, context: Context | None = None, device: torch.device | None = None) -> ModelInput:
+    """Take the row of a prefix tree, with depths for positions; for layers of `layer_spec`, whose attention follows the paths.
+
+    >>> from parallel_rl import build_tree
+    >>> tree_input(build_tree(torch.tensor([[1, 2, 3], [1, 2, 4]]), torch.tensor([3, 3]))).positions
+    tensor([[0, 1, 2, 2]])
+
+    Args:
+        tree: see `build_tree`; its `multiple_of` is what the layout needs.
+        context: see `padded_input`.
+        device: of the model; None is the host.
+
+    Raises:
+        ValueError: a row or a tree that does not divide over the context ranks.
+    """
+    context, device = context or Context.present(), device or torch.device("cpu")
+    layout = tree.layout(cp_size=context.size, cp_rank=context.rank, cp_layout=context.layout, device=device)
+    owner, local = tree.owners(context.size, context.layout)
+    mine = (owner == context.rank).nonzero()[:, 0]
+    rows = mine[local[mine].argsort()]
+    tokens, depths = (x[rows][None].to(device) for x in (tree.row(tree.input_ids), tree.depth))
+    return ModelInput(tokens, depths, tree_params(tree_plan(tree, context, device), tree), layout, context, tree)
+
+
 def packed_bounds(
     lengths: Tensor, *, multiple: int = 1, total: int | None = None, context: Context | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -167,7 +199,11 @@ def forward_logits(model: torch.nn.Module, batch: ModelInput, *, mtp: bool = Fal
         # Transformer Engine casts weights to FP8 in a first micro-batch and keeps them; a schedule says which is the first, and
         # nobody says it of a forward outside one, which would run on the weights of before the optimizer's step.
         unwrap(model).set_is_first_microbatch()
-    with heads_running(unwrap(model), mtp):
+    positions: AbstractContextManager[None] = nullcontext()
+    if batch.tree is not None:
+        check_tree_model([unwrap(model)], trains_heads=mtp)
+        positions = positions_by_depth(unwrap(model), batch.positions[0], batch.tree)
+    with heads_running(unwrap(model), mtp), positions:
         out: Tensor = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed, **options)
     return out
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import add
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -115,16 +115,20 @@ def forward_backward(
         allow_dropout: train with the config's dropout, with which the numbers depend on the layout.
 
     Ranks compare checksums of input_ids, the masks and the loss's fields in the exchange that the checks make anyway: on CPUs
-    in every step; on GPUs, where it costs a host sync, in a model's first three steps and under `set_validation("always")`. All
-    other checks read shapes and configs alone and run in every step. Rank 0 warns once of a vocabulary that is padded while the
-    loss has no `vocab_size`.
+    in every step; on GPUs, where it costs a host sync, in a model's first three steps and under `set_validation("always")`,
+    which also look at the values of the loss's fields. All other checks read shapes, configs and the host's ids alone and run
+    in every step. Rank 0 warns once of a vocabulary that is padded while the loss has no `vocab_size`, and of a policy loss
+    whose token_mask is 1 everywhere.
 
     Raises:
-        ValueError: on all ranks (see `set_validation`), before anything runs: data that lacks a
-            mask or does not suit the layout; dropout beside a loss that reads recorded log-probs; ranks of one data rank whose
-            micro-batches differ, such as rows that were cut over context ranks before; a model that gathers its logits over
-            tensor ranks (`parallel_output = False`); micro-batches of different shapes in a pipeline that was built for one; a
-            wrapper without `finalize_model_grads_func`; a fused head that is not given. What `loss_fn` raises.
+        ValueError: on all ranks (see `set_validation`), before anything runs: a field that is missing or of another shape,
+            dtype or value; ids that the model does not embed; rows padded on the left; data that does not suit the layout;
+            dropout beside a loss that reads recorded log-probs; ranks of one data rank whose micro-batches differ, such as rows
+            that were cut over context ranks before; a model that gathers its logits over tensor ranks (`parallel_output =
+            False`); micro-batches of different shapes in a pipeline that was built for one; a wrapper without
+            `finalize_model_grads_func`, torch's DDP, or one made with another `calculate_per_token_loss`; a fused head that is
+            not given or another model's; no parameter that trains. After the schedule: no micro-batch on any data rank. What
+            `loss_fn` raises.
     """
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     loss_fn, statistics = split_partial(loss_fn)
@@ -272,17 +276,28 @@ def _call(
         batch.loss_input(output, head), {**batch.data, **batch.heads}, (counts.seqs, counts.toks),
         groups.tp_rank, (groups.tensor, context), statistics,
     )  # fmt: skip
-    return replace(call, packed_sequences=batch.packed, may_wait=True)
+    return replace(call, packed_sequences=batch.packed, tree=batch.input.tree, may_wait=True)
 
 
 def _reduced(of_batches: Sequence[Metrics], groups: ParallelGroups) -> dict[str, Tensor]:
-    """The metrics, known to the last stage, on every stage."""
-    metrics = reduce_metrics(of_batches, groups) if is_last_stage() else {}
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return metrics
-    names = [list(metrics)]
-    source = parallel_state.get_pipeline_model_parallel_last_rank()
-    dist.broadcast_object_list(names, src=source, group=parallel_state.get_pipeline_model_parallel_group())
-    values = torch.stack(list(metrics.values())) if metrics else None
-    shared = broadcast_from_last_stage(values, shape=(len(names[0]),), dtype=torch.float64)
-    return dict(zip(names[0], shared.unbind(), strict=True))
+    """Return the last stage's metrics, or raise its fault, on every stage."""
+    metrics: dict[str, Tensor] = {}
+    fault: ValueError | None = None
+    if is_last_stage():
+        try:
+            metrics = reduce_metrics(of_batches, groups)
+        except ValueError as error:
+            cure = f"batches is empty on this data rank, and {error}; give the step a micro-batch on one data rank"
+            fault = error if of_batches else ValueError(cure)
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        common: list[object] = [list(metrics), fault]
+        source = parallel_state.get_pipeline_model_parallel_last_rank()
+        dist.broadcast_object_list(common, src=source, group=parallel_state.get_pipeline_model_parallel_group())
+        names, fault = cast("tuple[list[str], ValueError | None]", common)
+        if fault is None:
+            values = torch.stack(list(metrics.values())) if metrics else None
+            shared = broadcast_from_last_stage(values, shape=(len(names),), dtype=torch.float64)
+            metrics = dict(zip(names, shared.unbind(), strict=True))
+    if fault is not None:
+        raise fault
+    return metrics

@@ -28,6 +28,7 @@ _GROUPED = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$")
 
 _TO_RESIDUAL = re.compile(r"\.linear_(proj\.weight|fc2\.weight\d*)$")
 _HEAD = re.compile(r"mtp\.layers\.(\d+)\.")
+_SINKS = "softmax_offset"  # one learnable logit of each head, `softmax_type="learnable"`
 
 
 def global_parameters(models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Parameter]]:
@@ -93,6 +94,7 @@ def spelled_locally(name: str) -> str:
 
 def mark_parameters(model: torch.nn.Module) -> None:
     """Say on the parameters of a new model how they are cut, where Megatron does not."""
+    mark_sinks([model])
     config = get_attr_wrapped_model(model, "config")
     # Megatron takes experts that no expert rank splits for dense parameters, and sums over no tensor ranks that hold replicas
     replicas = config.expert_tensor_parallel_size != config.tensor_model_parallel_size
@@ -105,6 +107,18 @@ def mark_parameters(model: torch.nn.Module) -> None:
         if config.gated_linear_unit and ".linear_fc1." in name:
             # Each rank holds its part of both halves; not every version says so.
             parameter.partition_stride = 2  # type: ignore[attr-defined]
+
+
+def mark_sinks(models: Sequence[torch.nn.Module]) -> None:
+    """Mark attention sinks as cut over tensor ranks, which Megatron leaves out: its norms would count rank 0's part alone.
+
+    Megatron's optimizer copies the marks when it is made, so call this (or `wrap_model`) before.
+    """
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if name.rpartition(".")[2] == _SINKS:
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+                parameter.partition_dim, parameter.partition_stride = 0, 1  # type: ignore[attr-defined]
 
 
 def _mark_expert(name: str, parameter: Parameter) -> None:
@@ -203,15 +217,16 @@ def whole_tensor(parameter: Parameter) -> Tensor:
 def initialize_weights(models: Sequence[torch.nn.Module], seed: int, vocab_size: int) -> None:
     """Draw each weight matrix from a generator keyed by (seed, `spelled_locally` name): every layout starts from one model.
 
-    Normal with the config's `init_method_std`; the projections that write to the residual stream get std /
-    √(2·layers). Biases are 0, norms as they were built. Rows of the vocabulary padding are 0.
+    Normal with the config's `init_method_std`, attention sinks too; the projections that write to the residual stream get
+    std / √(2·layers). Biases are 0, norms as they were built. Rows of the vocabulary padding are 0.
 
     >>> initialize_weights([model], seed=0, vocab_size=8)
     """
+    mark_sinks(models)
     for model in models:
         config = get_attr_wrapped_model(model, "config")
         for name, parameter in global_parameters([model]):
-            if parameter.dim() < 2:
+            if parameter.dim() < 2 and not name.endswith(f".{_SINKS}"):
                 continue
             shape = cut_of(parameter).shape
             if name in (EMBEDDING, HEAD):

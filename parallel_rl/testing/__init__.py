@@ -6,6 +6,7 @@
 - `check_law`: a loss of this package or of yours, a function with its call, on layouts of 1, 2 and 4 ranks of this machine
 - `law_test`: the same as a test of your repository, in a line; `parallel_rl.testing.pytest_plugin` has a fixture `law`
 - what they take: `Case`, `FunctionLoss`, `host` adapters, `Layout`, `Limits`; what they give: `Report`, `Finding`, `LawBroken`
+- `check_step`: one optimizer step of your own Megatron model, by this library or by your script, on every layout
 - `run_world`: real gloo ranks for tests of your own
 """
 
@@ -18,10 +19,14 @@ from parallel_rl.testing.layouts import Layout
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.testing.report import LawBroken, Report
 from parallel_rl.testing.subjects import FunctionLoss
+from parallel_rl.testing.whole_step.face import check_step
+from parallel_rl.testing.whole_step.layouts import StepLayout
 
 __all__ = [
     "check_law",
     "law_test",
+    "check_step",
+    "StepLayout",
     "Case",
     "FunctionLoss",
     "on_rows",

@@ -50,11 +50,33 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "groups)",
     )
     parser.add_argument(
+        "--model",
+        metavar="MODULE:PROVIDER",
+        help="with --through megatron: check one optimizer step of this model in place of losses; a function config → "
+        "GPTModel, as Megatron-LM's model_provider, or a config with provide()",
+    )
+    parser.add_argument(
+        "--model-config",
+        metavar="MODULE:OBJECT",
+        help="TransformerConfig of --model at full size, or a function that returns it (default: `config` of its module)",
+    )
+    parser.add_argument(
+        "--forward-step", metavar="MODULE:FUNCTION", help="run --model by this forward step of a Megatron script"
+    )
+    parser.add_argument(
+        "--loss-callback",
+        metavar="MODULE:FUNCTION",
+        help="run --model on labels, with this loss callback of a Megatron script, (loss_mask, losses)",
+    )
+    parser.add_argument(
+        "--setup", metavar="MODULE:FUNCTION", help="call this with the config on each rank before --model is built"
+    )
+    parser.add_argument(
         "--layouts",
         nargs="+",
         metavar="AXIS=N,N",
         help="tp=1,2 cp=1,2 dp=1,2 micro=1,3 packing=padded,packed, and pp=1,2 through megatron: every combination (default: a "
-        "choice on 1, 2 and 4 ranks)",
+        "choice on 1, 2 and 4 ranks); for --model also vp, ep, etp and sp, per_token, recompute = true, false",
     )
     parser.add_argument(
         "--fields", metavar="NAME,NAME", default="", help="fields of the data that a plain function reads"
@@ -89,17 +111,24 @@ def run(arguments: argparse.Namespace, of_config: Callable[[str], Subject]) -> i
 
     if not 0 < arguments.timeout < math.inf:
         raise ValueError(f"--timeout {arguments.timeout:g} is not valid; a positive number of seconds is needed")
+    for path in (arguments.json, arguments.html):
+        if path not in (None, "-") and Path(path).is_dir():
+            raise ValueError(f"{path} is a folder; a file's name is needed")
+        if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {Path(path).absolute().parent}")
+    if arguments.model is not None:
+        from parallel_rl.verify.whole_step import run_model
+
+        return run_model(arguments)
+    for name in ("model_config", "forward_step", "loss_callback", "setup"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect without --model")
     layouts = None if arguments.layouts is None else of_words(arguments.layouts)
     if arguments.through != "megatron" and any(layout.pp > 1 for layout in layouts or ()):
         raise ValueError(
             "--layouts pp=2 has no effect on process groups: stages are Megatron's; add --through megatron"
         )
     way = find_way("megatron" if arguments.through == "megatron" else "groups")
-    for path in (arguments.json, arguments.html):
-        if path not in (None, "-") and Path(path).is_dir():
-            raise ValueError(f"{path} is a folder; a file's name is needed")
-        if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {Path(path).absolute().parent}")
     subjects = _subjects(arguments, of_config)
     if arguments.through in HOSTS:
         from parallel_rl.verify.hosts import through_host

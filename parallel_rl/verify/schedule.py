@@ -18,7 +18,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from parallel_rl.groups import ParallelGroups, current_device
-from parallel_rl.losses.core.call import LossCall, LossFunction, LossWrapper, PackedSequences
+from parallel_rl.losses.core.call import LossCall, LossFunction, LossWrapper
+from parallel_rl.losses.core.one_row import PackedSequences
 from parallel_rl.megatron import (
     MicroBatch,
     build_config,

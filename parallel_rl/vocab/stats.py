@@ -28,6 +28,7 @@ from parallel_rl.vocab.consumed import (
     refuse_transforms,
     saved_logits,
 )
+from parallel_rl.vocab.edges import branch_gradient, branch_parts, split_edges, with_branches
 from parallel_rl.vocab.shards import VocabShard, check_spans
 
 if TYPE_CHECKING:
@@ -122,8 +123,24 @@ def stats_of_shard(
     size = targets.numel(), logits.shape[-1]  # not −1: an empty shard of an uneven split has no column
     flat = logits.view(size) if shard.consume_logits else logits.reshape(size)
     inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
-    stats = _TokenStats.apply(flat, targets.reshape(-1), keep.reshape(-1), inv_t, shard, floor)
+    stats = _TokenStats.apply(flat, targets.reshape(-1), keep.reshape(-1), inv_t, shard, floor, None)
     return TokenStats(*(None if x is None else x.view(targets.shape) for x in stats))  # type: ignore[arg-type]
+
+
+def stats_of_edges(logits: Tensor, targets: Tensor, keep: Tensor, shard: VocabShard, branches: Tensor) -> TokenStats:
+    """Compute the statistics of rows that have several targets: no row is copied, and nothing is read or gathered twice.
+
+    Args:
+        logits: [T, V/tp].
+        targets: [T + X] the target of each row, −1 where it has none or several; then those of the branching rows.
+        keep: [T] the rows that count.
+        branches: [X] the row of each further target, in order.
+
+    Returns:
+        `TokenStats` with log-probs [T + X], −inf where there is no target; the others are [T].
+    """
+    inv_t = shard.inverse_temperature(math_dtype(logits.dtype), logits.device)
+    return TokenStats(*_TokenStats.apply(logits, targets, keep, inv_t, shard, None, branches))
 
 
 class _TokenStats(torch.autograd.Function):
@@ -136,21 +153,29 @@ class _TokenStats(torch.autograd.Function):
         inv_t: Tensor,
         shard: VocabShard,
         floor: Tensor | None,
+        branches: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        spec = RowSpec(targets, keep, inv_t, shard.start, shard.valid)
+        edges = RowSpec(targets, keep, inv_t, shard.start, shard.valid)
+        spec = edges if branches is None else edges._replace(targets=targets[: len(z)])
         asked = shard.entropy, shard.backend, shard.sum_pi_squared
         parts = None
         if floor is not None:  # the dropped ones have probability 0, so their gradient is 0 already
             kept = None if shard.consume_logits else torch.empty_like(z, memory_format=torch.contiguous_format)
             parts = truncated_row_parts(z.detach(), floor, spec, *asked, kept=kept)
             z = z if kept is None else kept
-        elif group_size(shard.group) > 1:
+        elif group_size(shard.group) > 1 or branches is not None:
             parts = row_parts(z, spec, *asked)
+        if parts is not None and branches is not None:
+            edges = with_branches(edges, branches)
+            parts = torch.cat([parts, branch_parts(z, parts, edges, branches)])
         if parts is None:
             logp, ent, lse, squares, rows = row_stats(z, spec, *asked)
         else:
-            logp, ent, lse, squares, rows = combine_rows(all_gather(parts, shard.group), spec, shard.backend)
-        ctx.save_for_backward(z, targets, keep, inv_t, rows)
+            logp, ent, lse, squares, rows = combine_rows(all_gather(parts, shard.group), edges, shard.backend)
+        if branches is not None:
+            ent, squares = (None if x is None else x[: len(z)] for x in (ent, squares))
+            lse, rows = lse[: len(z)], rows[: len(z)]
+        ctx.save_for_backward(z, targets, keep, inv_t, rows, branches)  # type: ignore[arg-type]
         ctx.shard, ctx.consumed = shard, False  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         if squares is not None:
@@ -162,18 +187,24 @@ class _TokenStats(torch.autograd.Function):
         ctx: FunctionCtx, g_logp: Tensor | None, g_ent: Tensor | None, g_lse: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         check_backward(ctx, "token statistics have")
-        z, targets, keep, inv_t, rows = saved_logits(ctx)
+        z, targets, keep, inv_t, rows, branches = saved_logits(ctx)
         shard: VocabShard = ctx.shard  # type: ignore[attr-defined]
+        spec, further = RowSpec(targets, keep, inv_t, shard.start, shard.valid), None
+        if branches is not None:
+            spec, further, g_logp = split_edges(spec, branches, g_logp, len(z))
         check_replicated([g_logp, g_ent, g_lse], shard.group, rows[:, 0])
         if g_logp is None and g_ent is None and g_lse is None:
-            return (None,) * 6
-        spec = RowSpec(targets, keep, inv_t, shard.start, shard.valid)
+            return (None,) * 7
+        upstream = (g_logp, g_ent, g_lse)
+        entries = None if further is None else branch_gradient(z, spec, rows, upstream, further)
         if shard.consume_logits:
             ctx.consumed, z = True, z.detach()  # type: ignore[attr-defined]
-        dz = row_gradient(z, spec, rows, (g_logp, g_ent, g_lse), z if shard.consume_logits else None, shard.backend)
+        dz = row_gradient(z, spec, rows, upstream, z if shard.consume_logits else None, shard.backend)
+        if entries is not None:
+            dz[entries.places] = entries.values.to(dz.dtype)
         if shard.consume_logits:
             mark_consumed(z)
-        return dz, *(None,) * 5
+        return dz, *(None,) * 6
 
 
 def check_dense(name: str, output: Tensor) -> None:

@@ -85,6 +85,10 @@ def make_data(what: What) -> Batch:
     if what == "masked micro-batch":
         sample_mask[2:4] = 0  # all rows of the second of three micro-batches
     logprobs = -torch.rand(rows, WIDTH, generator=g, dtype=torch.float64) * 3
+
+    def noise() -> Tensor:
+        return torch.randn(rows, WIDTH, generator=g, dtype=torch.float64)
+
     return {
         "input_ids": torch.randint(0, VOCAB, (rows, WIDTH), generator=g),
         "lengths": lengths,
@@ -92,8 +96,8 @@ def make_data(what: What) -> Batch:
         "sample_mask": sample_mask.to(torch.float64),
         "advantages": torch.randn(rows, WIDTH, generator=g, dtype=torch.float64),
         "prev_logprobs": logprobs,
-        "generation_logprobs": logprobs + 0.1 * torch.randn(rows, WIDTH, generator=g, dtype=torch.float64),
-        "reference_policy_logprobs": logprobs + 0.3 * torch.randn(rows, WIDTH, generator=g, dtype=torch.float64),
+        "generation_logprobs": (logprobs + 0.1 * noise()).clamp(max=0),
+        "reference_policy_logprobs": (logprobs + 0.3 * noise()).clamp(max=0),
     }
 
 

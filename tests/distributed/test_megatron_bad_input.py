@@ -17,8 +17,8 @@ preload("parallel_rl.megatron")
 _STEPS = {
     "no batch": "batches is empty; ['teacher_logits'] cannot be made up, pass a micro-batch whose sample_mask is 0",
     "no mask": "rank 1: data lacks the field 'token_mask'",
-    "no rows": "rank 1: input_ids must be [B, S] as token_mask [2, 8], got none",
-    "no advantages": "data lacks the fields ['advantages'",
+    "no rows": "rank 1: data lacks the field 'input_ids'",
+    "no advantages": "data lacks the field 'advantages'",
     "fewer batches": "the ranks of a group differ in the number of micro-batches: it is 1 on one and 2 on another",
     "other rows": "the ranks of a group differ in the number of tokens in their rows: it is 32 on one and 36 on another",
     "shapes": "micro-batches have local shapes [(2, 8), (2, 10)], but pipeline stages with variable_seq_lengths = False",

@@ -30,28 +30,31 @@ def _run_the_page(rank: int, layouts: list[dict[str, int]]) -> list[dict[str, fl
     found = []
     for sizes in layouts:
         M.initialize(**sizes)
-        model = M.wrap_model(make_model(Case(**sizes), torch.float32))
+        case = Case(pp=2, chunks=2) if "virtual_pp" in sizes else Case(**sizes)
+        places = range(case.chunks) if case.chunks > 1 else [None]
+        models = [M.wrap_model(make_model(case, torch.float32, chunk=place)) for place in places]
         rows = [
             {name: x for name, x in batch.items() if name != "prev_logprobs"} for batch in split(make_data("ragged"), 2)
         ]
         for batch in rows:
             batch["advantages"] = batch["advantages"].float()
-        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.0, clip_grad=0.0), [model])
-        page: dict[str, object] = {"model": model, "optimizer": optimizer, "loader": [rows] * 3}
+        optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.0, clip_grad=0.0), models)
+        page: dict[str, object] = {"models": models, "optimizer": optimizer, "loader": [rows] * 3}
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             for block in code:
                 exec(compile(block, str(PAGE), "exec"), page)
         assert not [each for each in said if "logprobs" in str(each.message)] and get_validation() == "auto"
-        numbers = {"loss": page["report"].floats()["loss"], "norm": M.grad_norm([model]).item()}  # type: ignore[attr-defined]
+        numbers = {"loss": page["report"].floats()["loss"], "norm": M.grad_norm(models).item()}  # type: ignore[attr-defined]
         scored = [batch.data for batch in page["batches"]]  # type: ignore[attr-defined]
         for name, head in (("packed", page["head"]), ("packed logits", None)):
             if head is None:
                 page["head"].remove()  # type: ignore[attr-defined]
-            model.zero_grad_buffer()
+            for chunk in models:
+                chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            metrics = page["train_step"](model, scored, head)  # type: ignore[operator]
-            numbers[f"{name} norm"] = M.grad_norm([model]).item()
+            metrics = page["train_step"](models, scored, head)  # type: ignore[operator]
+            numbers[f"{name} norm"] = M.grad_norm(models).item()
             if metrics is not None:
                 numbers[f"{name} loss"] = metrics["loss"].item()
         found.append(numbers)
@@ -61,11 +64,11 @@ def _run_the_page(rank: int, layouts: list[dict[str, int]]) -> list[dict[str, fl
 
 def test_the_code_of_the_page_gives_one_number_in_both_schedules_on_each_layout() -> None:
     assert "VOCAB = 31 " in PAGE.read_text(encoding="utf-8") and VOCAB == 31
-    ranks = run_world(2, _run_the_page, [{"pp": 2}, {"tp": 2}, {"cp": 2}])
-    first = ranks[0][0]
-    assert first["norm"] > 1e-3 and abs(first["loss"]) > 1e-3
+    ranks = run_world(2, _run_the_page, [{"pp": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2, "virtual_pp": 2}])
+    assert ranks[0][0]["norm"] > 1e-3 and abs(ranks[0][0]["loss"]) > 1e-3
     for numbers in ranks:
         for i, of_layout in enumerate(numbers):
+            first = ranks[0][3 if i == 3 else 0]  # the model of virtual stages has more layers
             assert of_layout["loss"] == pytest.approx(first["loss"], rel=1e-4), i
             for name, value in of_layout.items():
                 assert value == pytest.approx(first[name.split()[-1]], rel=1e-3), (i, name)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from parallel_rl import NLLLoss
 from parallel_rl.testing.pool import preload, run_world
 from tests.collectives import recorded
 from tests.distributed.megatron_cases import VOCAB, Case, make_data, make_loss, make_model
@@ -192,6 +193,37 @@ def _idle() -> None:
     M.sum_gradients(model)
 
 
+def _one_callback() -> None:
+    import parallel_rl.megatron as M
+    from parallel_rl import count_valid
+
+    model, batches = _wrapped(Case(tp=2)), _mine(2)
+    once = M.megatron_loss_func(NLL(), batches[0], *count_valid(batches), config=model.config, num_microbatches=2)
+    for data in batches:
+        once(M.forward_logits(model, M.padded_input(data["input_ids"])))
+
+
+def _in_torch_ddp() -> None:
+    import parallel_rl.megatron as M
+
+    model = torch.nn.parallel.DistributedDataParallel(make_model(Case(tp=2)))
+    M.forward_backward(model, NLL(), _mine())
+
+
+def _chunks(order: list[int]) -> None:
+    import parallel_rl.megatron as M
+
+    case = Case(pp=2, chunks=2)
+    M.forward_backward([M.wrap_model(make_model(case, chunk=i)) for i in order], NLL(), _mine())
+
+
+def _without_rows() -> None:
+    import parallel_rl.megatron as M
+
+    rows = [{name: field[: torch.distributed.get_rank()] for name, field in data.items()} for data in _mine()]
+    M.forward_backward(_wrapped(), NLL(), rows)
+
+
 DROPS = {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 HALF: dict[str, object] = {"fp16": True}
 NLL = partial(make_loss, Case())
@@ -232,11 +264,11 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         "hidden_dropout = 0.1: this loss compares the policy with reference_policy_logprobs",
     ),
     "dropout in a step": ({"tp": 2}, lambda: _step(_pg(), case=Case(tp=2), fields=DROPS), "allow_dropout=True"),
-    "no field": ({}, lambda: _own(_wrapped(), _pg(), _lacking("advantages")), "data lacks the fields ['advantages']"),
+    "no field": ({}, lambda: _own(_wrapped(), _pg(), _lacking("advantages")), "data lacks the field 'advantages'"),
     "no field over stages": (
         {"pp": 2},
         lambda: _own(_wrapped(Case(pp=2)), _pg(), _lacking("prev_logprobs")),
-        "data lacks the fields ['prev_logprobs']",
+        "data lacks the field 'prev_logprobs'",
     ),
     "no mask over stages": (
         {"pp": 2},
@@ -269,6 +301,35 @@ REFUSED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         "overlap_moe_expert_parallel_comm = True needs a forward step that returns a schedule plan",
     ),
     "no heads": ({}, lambda: _own(_wrapped(), NLL(), _mine(), mtp_loss=NLL()), "mtp_loss is given, but mtp_num_layers"),
+    "a mean over tokens that DDP does not know of": (
+        {},
+        lambda: _step(NLL(), fields={"calculate_per_token_loss": False}),
+        "config.calculate_per_token_loss = False was set after Megatron's DDP was made",
+    ),
+    "torch's DDP": ({"tp": 2}, lambda: _in_torch_ddp(), "the model is in torch's DistributedDataParallel"),
+    "another dtype between stages": (
+        {"pp": 2},
+        lambda: _step(NLL(), case=Case(pp=2), fields={"pipeline_dtype": torch.float32}),
+        "config.pipeline_dtype = torch.float32, in which stages receive hidden states, but the model is in torch.float64",
+    ),
+    "one chunk of two": (
+        {"pp": 2, "virtual_pp": 2},
+        lambda: _chunks([0]),
+        "model has 1 chunks (vp_stage [0]), the sched",
+    ),
+    "chunks in another order": (
+        {"pp": 2, "virtual_pp": 2},
+        lambda: _chunks([1, 0]),
+        "model has 2 chunks (vp_stage [1, 0])",
+    ),
+    "a micro-batch without rows": ({}, lambda: _without_rows(), "input_ids is [0, 16]; leave an empty micro-batch out"),
+    "labels beside ids over stages": (
+        {"pp": 2},
+        lambda: _own(
+            _wrapped(Case(pp=2)), NLL(), [{**data, "shift_labels": data["input_ids"].roll(-1, 1)} for data in _mine()]
+        ),
+        "data has input_ids and shift_labels",
+    ),
 }
 # the same, and what a warning says
 WARNED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
@@ -298,6 +359,17 @@ WARNED: dict[str, tuple[dict[str, int], Callable[[], object], str]] = {
         "the model is in eval mode",
     ),
     "a gradient that the optimizer left": ({}, lambda: _left_in_grad(False), "optimizer.zero_grad() beside model."),
+    "one callback for all micro-batches": ({"tp": 2}, lambda: _one_callback(), "a callback was called twice"),
+    "a loss that cuts rows in order": (
+        {"cp": 2},
+        lambda: _own(_wrapped(Case(cp=2)), NLLLoss(vocab_size=VOCAB, cp_layout="contiguous"), _mine()),
+        "the loss has cp_layout = 'contiguous', the model's config cp_partition_mode = 'zigzag'",
+    ),
+    "experts that drop tokens": (
+        {},
+        lambda: _step(NLL(), case=Case(experts="alltoall"), fields={"moe_expert_capacity_factor": 1.0}),
+        "moe_expert_capacity_factor = 1.0 must be None: with it the numbers depend on the layout",
+    ),
     "gradients without DDP": ({}, lambda: _not_zeroed(False), "before each step call optimizer.zero_grad()"),
 }
 # right, without a word

@@ -47,6 +47,7 @@ def make() -> tuple[Tensor, dict[str, Tensor]]:
     }
     for name in ("advantages", "prev_logprobs", "generation_logprobs"):
         data[name] = torch.randn(ROWS, WIDTH, generator=g, dtype=torch.float64)
+        data[name] = -data[name].abs() if name.endswith("logprobs") else data[name]
     return torch.randn(ROWS, WIDTH, VOCAB, generator=g, dtype=torch.float64), data
 
 

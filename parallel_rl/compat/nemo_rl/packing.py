@@ -15,7 +15,7 @@ from parallel_rl.compat.nemo_rl.distributions import DistillationLossFn
 from parallel_rl.compat.nemo_rl.interfaces import LossFunction
 from parallel_rl.compat.nemo_rl.reading import Data, ShardedOutput
 from parallel_rl.groups import group_size
-from parallel_rl.losses.core.call import PackedSequences
+from parallel_rl.losses.core.one_row import PackedSequences
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

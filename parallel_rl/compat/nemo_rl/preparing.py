@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_rl.compat.nemo_rl.distributions import DistillationLossFn
 from parallel_rl.compat.nemo_rl.interfaces import LossFunction, LossInputType
 from parallel_rl.compat.nemo_rl.reading import ShardedOutput
-from parallel_rl.losses.core.call import PackedSequences
+from parallel_rl.losses.core.one_row import PackedSequences
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.truncation import KEEP_ALL, Truncation

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from parallel_rl.agreement import raise_on_all_ranks, shape_facts
 from parallel_rl.groups import check_rank, group_rank, group_size
 from parallel_rl.layout import SequenceLayout
-from parallel_rl.losses.core.call import PackedSequences
+from parallel_rl.losses.core.one_row import PackedSequences
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
 from parallel_rl.vocab.linear.token_stats import stats_of_head
 from parallel_rl.vocab.shards import VocabShard

@@ -7,6 +7,7 @@
     run                      find the source, check on all ranks, read the model's output, compute
     source                   the origin of the model's output; `logits_source` of logits, a DTensor's or a head's, and
                              `log_probs_source` of a host's log-probs, which `log_prob_rows` puts into rows
+    one_row                  several sequences in one row of logits, packed or as a prefix tree
     local_batch              the data of this rank, in the order of the logits
     readers                  log-probs and entropy, of a `truncated_policy` too
     batch                    `TokenBatch`, which `compute` sees

@@ -68,6 +68,9 @@ class LossFn(Loss[ConfigT], LossFunction):
     def reader(self) -> Reader:
         return LogProbReader(self)
 
+    def check_inputs(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:
+        run.check_inputs(self, data, values=values)
+
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
         return run.run(self, call)
 

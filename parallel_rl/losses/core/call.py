@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_rl.layout import CPLayout, SequenceLayout
+from parallel_rl.losses.core.one_row import PackedSequences
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_fields
 
 if TYPE_CHECKING:
@@ -19,47 +18,8 @@ if TYPE_CHECKING:
     from parallel_rl.losses.core.log_prob_rows import Values
     from parallel_rl.losses.core.requirements import Requirements
     from parallel_rl.metrics import Metrics
+    from parallel_rl.prefix_tree import PrefixTree
     from parallel_rl.statistics import Statistics
-
-
-@dataclass(frozen=True, eq=False)
-class PackedSequences:
-    """The bounds of the sequences in a packed row (Megatron: `PackedSeqParams`).
-
-    Attributes:
-        cu_seqlens: [B + 1] integer, true lengths summed up from 0.
-        cu_seqlens_padded: [B + 1] integer, with each sequence's padding; None where there is none.
-        tail: positions at the end of the row that belong to no sequence.
-    """
-
-    cu_seqlens: Tensor
-    cu_seqlens_padded: Tensor | None = None
-    tail: int = 0
-    _layouts: dict[tuple[object, ...], SequenceLayout] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        for name, bounds in (("cu_seqlens", self.cu_seqlens), ("cu_seqlens_padded", self.cu_seqlens_padded)):
-            if not isinstance(bounds, Tensor) and (bounds is not None or name == "cu_seqlens"):
-                raise ValueError(f"{name} must be a tensor of integers [B + 1], got {bounds!r}")
-
-    def layout(
-        self, seq_len: int, total: int, cp_size: int, cp_rank: int, cp_layout: CPLayout, device: torch.device
-    ) -> SequenceLayout:
-        """The layout of a row of `total` positions on one context rank, see `SequenceLayout.packed`; computed once."""
-        key = (seq_len, total, cp_size, cp_rank, cp_layout, device)
-        if key not in self._layouts:
-            self._layouts[key] = SequenceLayout.packed(
-                self.cu_seqlens,
-                self.cu_seqlens_padded,
-                seq_len=seq_len,
-                total=total,
-                tail=self.tail,
-                cp_size=cp_size,
-                cp_rank=cp_rank,
-                cp_layout=cp_layout,
-                device=device,
-            )
-        return self._layouts[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +40,7 @@ class LossCall:
         output: logits, or what stands in their place.
         data: empty beside a host's log-probs, which have theirs.
         observe: called with the batch as the loss read it, its share, and the metrics.
+        tree: of the logits' row, if it is a prefix tree's.
         cut_length: S, if `torch.chunk` split the sequence of a DTensor over context ranks.
         may_wait: the host may wait for the device in the loss's first micro-batches, see `RecordedCheck`.
     """
@@ -93,6 +54,7 @@ class LossCall:
     context_group: ProcessGroup | None = None
     statistics: Statistics | None = None
     packed_sequences: PackedSequences | None = None
+    tree: PrefixTree | None = None
     heads: Mapping[str, LMHeadInput] = field(default_factory=dict)
     observe: Callable[[TokenBatch, Tensor, Metrics], None] | None = None
     cut_length: int | None = None
@@ -141,6 +103,9 @@ class LossFunction(ABC):
     @abstractmethod
     def requirements(self) -> Requirements:
         """Requirements on the caller."""
+
+    def check_inputs(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:  # noqa: B027
+        """Refuse whole data whose fields, or `values`, the call would refuse, before there is any output; on this rank."""
 
     @abstractmethod
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
@@ -250,6 +215,9 @@ class LossWrapper(LossFunction):
     @property
     def requirements(self) -> Requirements:
         return self.loss_fn.requirements
+
+    def check_inputs(self, data: Mapping[str, Tensor], *, values: bool = True) -> None:
+        self.loss_fn.check_inputs(data, values=values)
 
     def run(self, call: LossCall) -> tuple[Tensor, Metrics]:
         return self.loss_fn.run(call)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_rl.counts import check_mask_dtype, check_zeros_and_ones, own_counts
-from parallel_rl.labels import IGNORED, SHIFT_LABELS, is_shifted
+from parallel_rl.labels import IGNORED, SHIFT_LABELS, check_labels, is_shifted
 from parallel_rl.layout import valid_tokens
 from parallel_rl.losses.core.aggregation import UNIT_FIELDS, check_unit_ids
 from parallel_rl.losses.core.requirements import WEIGHTS, Field
@@ -40,8 +40,11 @@ def check_statistics(loss: str, needs: Requirements, statistics: object) -> None
         raise ValueError(f"statistics must be a Statistics, the loss's {' | '.join(ways)}, got {statistics!r}")
 
 
-def check_predicts(loss: str, needs: Requirements) -> None:
-    """Raises ValueError for a loss that has no use for the labels of predicted tokens."""
+def check_predicts(loss: str, needs: Requirements, data: Mapping[str, object]) -> None:
+    """Raises ValueError for labels beside input_ids, or given to a loss that has no use for labels of predicted tokens."""
+    check_labels(data)
+    if not is_shifted(data):
+        return
     if needs.reads == "scalar" or not needs.shift:
         what = "a scalar head's output" if needs.reads == "scalar" else "the position that holds a token"
         raise ValueError(f"{loss} reads {what}, which predicts no token; give input_ids in place of shift_labels")
@@ -97,17 +100,18 @@ def known_counts(global_valid_seqs: object, global_valid_toks: object) -> dict[s
     return known
 
 
-def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) -> tuple[int, int]:
-    """(B, S) of whole data, after a look at each field's presence, shape, dtype and device, and at values (`set_validation`).
+def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor | None = None) -> tuple[int, int]:
+    """Return (B, S) of whole data, after a look at each field's presence, shape, dtype and device.
 
     Args:
-        output: the model's, for its device and its leading shape.
+        output: the model's, for its device and its leading shape; None: neither is known, nor fields in the order of logits.
 
     Raises:
         ValueError: a missing field, anything but a tensor, a wrong shape, dtype or device, a field that requires a gradient; an
             odd number of rows where they are pairs.
     """
-    names = ("input_ids", "token_mask", "sample_mask", *needs.names)
+    fields = needs.fields if output is not None else [field for field in needs.fields if field.per != "local"]
+    names = ("input_ids", "token_mask", "sample_mask", *(field.name for field in fields))
     for name in names:
         if name not in data:
             needed = ", ".join((*names[:3], *needs.asked))
@@ -115,7 +119,8 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
         if not isinstance(data[name], Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(data[name]).__name__}")
         check_plain(name, data[name])
-        check_device(name, data[name], output)
+        if output is not None:
+            check_device(name, data[name], output)
     ids = data["input_ids"]
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"input_ids must be int64 or int32 [B, S], got {ids.dtype} {list(ids.shape)}")
@@ -125,7 +130,7 @@ def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor) 
     for name in ("token_mask", "sample_mask"):
         check_mask_dtype(name, data[name])
         _check_shape(data[name], Field(name, "token" if name == "token_mask" else "sequence"), (rows, width), output)
-    for field in needs.fields:
+    for field in fields:
         _check_shape(data[field.name], field, (rows, width), output)
         check_field(field, data[field.name])
     return rows, width
@@ -150,10 +155,10 @@ def check_field(field: Field, value: Tensor) -> None:
         raise ValueError(f"{field.name} requires a gradient, which ends at the data; give {field.name}.detach()")
 
 
-def _check_shape(value: Tensor, field: Field, batch: tuple[int, int], output: Tensor) -> None:
+def _check_shape(value: Tensor, field: Field, batch: tuple[int, int], output: Tensor | None) -> None:
     shape, name = tuple(value.shape), field.name
     if field.per == "local":
-        if shape[:2] != tuple(output.shape[:2]):
+        if output is not None and shape[:2] != tuple(output.shape[:2]):
             raise ValueError(
                 f"{name} has shape {list(shape)}; it must begin like the model's output {list(output.shape)}"
             )
@@ -180,8 +185,10 @@ def check_lengths(scored: Tensor, layout: SequenceLayout) -> None:
         )
 
 
-def check_temperature(data: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for a temperature of a valid sample that is not positive and finite."""
+def check_temperature(data: Mapping[str, Tensor], needs: Requirements) -> None:
+    """Raises ValueError for a temperature that is read, of a valid sample, and is not positive and finite."""
+    if "temperature" not in needs.names:
+        return
     value = data["temperature"]
     wrong = ~((value > 0) & value.isfinite()) & data["sample_mask"].bool()
     if bool(wrong.any()):
@@ -189,8 +196,8 @@ def check_temperature(data: Mapping[str, Tensor]) -> None:
         raise ValueError(f"temperature = {float(value[row])} of sample {row} must be positive and finite")
 
 
-def check_log_probs(logprobs: Tensor, valid: Tensor) -> None:
-    """Check that the log-probs of a call are at most 0 at valid places, but for rounding.
+def check_log_probs(logprobs: Tensor, valid: Tensor, name: str = "logprobs") -> None:
+    """Check that log-probs are at most 0 at valid places, but for rounding.
 
     Raises:
         ValueError: one is above 0; the message tells what the values probably are.
@@ -204,7 +211,7 @@ def check_log_probs(logprobs: Tensor, valid: Tensor) -> None:
         probably = "logits of the tokens without their normaliser (subtract the logsumexp over the vocabulary)"
     elif bool((there > 1).any()):
         probably = "log-probs with the sign changed, or losses (give them negative)"
-    raise ValueError(f"logprobs is {float(logprobs[tuple(at)]):g} at {at}, above 0; these are probably {probably}")
+    raise ValueError(f"{name} is {float(logprobs[tuple(at)]):g} at {at}, above 0; these are probably {probably}")
 
 
 def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: bool = False) -> None:
@@ -215,7 +222,7 @@ def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: boo
 
     Raises:
         ValueError: a mask with values other than 0 and 1; NaN in a valid place, or an infinite advantage, return, reward or
-            value; a recorded log-prob of −inf; a weight of a token that is negative or not finite; segment ids
+            value; a recorded log-prob of −inf or above 0; a weight of a token that is negative or not finite; segment ids
             that decrease; a valid place without a pre-shifted label.
     """
     check_zeros_and_ones(data)
@@ -246,6 +253,8 @@ def check_values(data: Mapping[str, Tensor], needs: Requirements, truncated: boo
             at = bad.nonzero()[0].tolist()
             what = "NaN" if bool(values[tuple(at)].isnan()) else f"{float(values[tuple(at)]):g}"
             raise ValueError(f"{field.name} is {what} at {at}, a valid place")
+        if field.name in RECORDED:
+            check_log_probs(values, place, field.name)
         if field.name in RECORDED and not (truncated and RECORDED[field.name]):
             gone = values.isneginf() & place
             if bool(gone.any()):

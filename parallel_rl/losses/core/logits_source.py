@@ -11,9 +11,10 @@ from torch import Tensor
 
 from parallel_rl.agreement import shape_facts
 from parallel_rl.groups import group_rank, group_size
-from parallel_rl.labels import check_labels, is_shifted, with_labels
+from parallel_rl.labels import is_shifted, with_labels
 from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.core.checks import check_data, check_lengths, check_predicts, check_temperature
+from parallel_rl.losses.core.one_row import check_tree, head_of_tokens, rows_of_tokens
 from parallel_rl.losses.core.readers import check_declared
 from parallel_rl.losses.core.source import Agreement, Placed, Source
 from parallel_rl.replicated import Replicated
@@ -23,6 +24,8 @@ from parallel_rl.vocab.linear.lm_head import split_output
 from parallel_rl.vocab.linear.logits import check_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed import ProcessGroup
 
     from parallel_rl.losses.core.batch import TokenBatch
@@ -55,11 +58,7 @@ class Logits(Source):
         return cls(loss, logits, replace(call, data=reader.complete(logits, data)), reader, head)
 
     def needs(self) -> Requirements:
-        data, options = self.call.data, self.loss.options
-        needs = self.loss.requirements.given(data)
-        needs = needs.on_rows() if is_shifted(data) else needs
-        needs = needs.with_kept_ids() if options.truncation.kept_sets else needs
-        return needs.with_temperature() if options.per_sample else needs
+        return needs_of(self.loss, self.call.data)
 
     def agreement(self, needs: Requirements, counts: dict[str, float]) -> Agreement:
         call, options = self.call, self.loss.options
@@ -74,9 +73,7 @@ class Logits(Source):
         name, call = type(self.loss).__name__, self.call
         if self.head is not None:
             check_lm_head(name, needs, self.loss.options, self.head, call.tensor_group)
-        check_labels(call.data)
-        if is_shifted(call.data):
-            check_predicts(name, self.loss.requirements)
+        check_predicts(name, self.loss.requirements, call.data)
         names = ("input_ids", "token_mask", "sample_mask", *needs.names)
         heads = {field: call.heads[field] for field in names if field in call.heads}
         check_declared(self.loss)
@@ -93,20 +90,33 @@ class Logits(Source):
         data, layout, call = placed.data, placed.layout, self.call
         if checks_values(data["token_mask"]):
             if self.loss.options.per_sample:
-                check_temperature(data)
+                check_temperature(data, placed.needs)
             if call.packed_sequences is not None:
                 check_lengths(self.loss.scored(data), layout)
         self.reader.check(self.like, data, call.tensor_group)
-        if self.head is not None:
+        if call.tree is not None:
+            check_tree(call.tree, data, self.loss.scored(data))
+        if self.head is not None and layout.tree is None:
             keep = layout.shard(self.loss.scored(data), placed.needs.shift, fill=False)
             self.head.check_rows(keep, call.tensor_group)
 
     def read(self, local: LocalBatch, placed: Placed) -> tuple[TokenBatch, Tensor | None]:
         group = self.call.tensor_group
         self.loss.options.check_spans(self.like, group)
-        if self.head is None:
-            return self.reader.read(local, self.like, group), None
-        return self.reader.read_head(local, self.head, group)
+        head, logits, layout = self.head, self.like, local.layout
+        if head is not None:
+            return self.reader.read_head(local, head_of_tokens(head, layout, group), group)
+        if layout.tree is not None and not self.reader.by_edges:
+            logits = rows_of_tokens(logits, layout)
+        return self.reader.read(local, logits, group), None
+
+
+def needs_of(loss: Loss, data: Mapping[str, object]) -> Requirements:
+    """Find the requirements of a call on this data: optional fields that are there, and what the options read."""
+    needs = loss.requirements.given(data)
+    needs = needs.on_rows() if is_shifted(data) else needs
+    needs = needs.with_kept_ids() if loss.options.truncation.kept_sets else needs
+    return needs.with_temperature() if loss.options.per_sample else needs
 
 
 @lru_cache(maxsize=8)
@@ -137,7 +147,13 @@ def layout_of(call: LossCall, logits: Tensor, rows: int, width: int, cp_layout: 
             f"next_token_logits must be [B, S/cp, V/tp] (packed: [1, T/cp, V/tp]), got {list(logits.shape)}"
         )
     cp_size, cp_rank = group_size(call.context_group), group_rank(call.context_group)
-    if call.packed_sequences is not None:
+    if call.tree is not None:
+        layout = call.tree.layout(cp_size=cp_size, cp_rank=cp_rank, cp_layout=cp_layout, device=logits.device)
+        if layout.shape != (rows, width):
+            raise ValueError(
+                f"the tree has sequences of shape {list(layout.shape)}, the data has {[rows, width]}; build it from them"
+            )
+    elif call.packed_sequences is not None:
         if logits.shape[0] != 1:
             raise ValueError(f"packed logits must be [1, T/cp, V/tp], got {list(logits.shape)}")
         total = logits.shape[1] * cp_size
@@ -151,7 +167,7 @@ def layout_of(call: LossCall, logits: Tensor, rows: int, width: int, cp_layout: 
     if layout.shape[0] != rows:
         raise ValueError(f"cu_seqlens describes {layout.shape[0]} sequences, the data has {rows} rows")
     if tuple(logits.shape[:2]) != layout.local_shape:
-        looks_packed = call.packed_sequences is None and logits.shape[0] == 1 < rows
+        looks_packed = call.packed_sequences is None and call.tree is None and logits.shape[0] == 1 < rows
         wrap = "; for a packed row wrap the loss: SequencePackingLossWrapper(loss_fn, cu_seqlens)"
         raise ValueError(
             f"the logits have leading shape {list(logits.shape[:2])}; data of shape {[rows, width]} over cp = {cp_size} "

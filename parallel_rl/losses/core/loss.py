@@ -199,6 +199,11 @@ class Reader(ABC):
 
     loss: Loss
 
+    @property
+    def by_edges(self) -> bool:
+        """Whether logits of a prefix tree are read in the order of its rows; by default a row is copied for each token."""
+        return False
+
     @abstractmethod
     def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         """Read the logits, or the output of a scalar head, into the batch that `compute` sees."""
@@ -227,8 +232,12 @@ class Reader(ABC):
         for name in heads:
             raise ValueError(f"{name} must be a tensor, got LMHeadInput")
 
-    def complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Add fields to the data that the loss can do without; a reader of whole rows overrides it."""
+    def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Add fields to the data that the loss can do without; a reader of whole rows overrides it.
+
+        Args:
+            logits: None where there are none yet.
+        """
         return data
 
     def layout(

@@ -51,6 +51,11 @@ class VocabOptions:
         """Whether each sample has a temperature of its own."""
         return isinstance(self.temperature, str) and self.temperature == "per-sample"
 
+    @property
+    def one_policy(self) -> bool:
+        """Whether a row of logits gives one distribution, whatever token is scored there: the whole one at one temperature."""
+        return not self.truncation and isinstance(self.temperature, float | int)
+
     def for_batch(self, local: LocalBatch) -> VocabOptions:
         """The options with a temperature for each of this rank's tokens, [T_local], where samples have their own."""
         return replace(self, temperature=local.temperature) if self.per_sample else self

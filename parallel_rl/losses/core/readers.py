@@ -8,6 +8,7 @@ import torch
 
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.loss import Loss, Reader
+from parallel_rl.losses.core.one_row import stats_of_tree
 from parallel_rl.losses.core.truncated_policy import read_truncated_policy, without_dropped
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.linear.token_stats import stats_of_head
@@ -22,12 +23,17 @@ if TYPE_CHECKING:
 
     from parallel_rl.losses.core.local_batch import LocalBatch
     from parallel_rl.losses.core.options import VocabOptions
+    from parallel_rl.segments import SharedRows
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
     from parallel_rl.vocab.stats import TokenStats
 
 
 class LogProbReader(Reader):
     """Reader of log-probs and entropy, of the whole policy or of a truncated one."""
+
+    @property
+    def by_edges(self) -> bool:
+        return self.loss.requirements.reads == "log-probs" and self.loss.options.one_policy
 
     def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
         check_vocabulary(self.loss, logits, data, tensor_group)
@@ -36,7 +42,11 @@ class LogProbReader(Reader):
         options = self.loss.options.for_batch(local)
         if options.truncation:
             return read_truncated_policy(local, logits, tensor_group, options)
-        return TokenBatch(local, token_output(local, logits, tensor_group, options, self.loss.requirements.entropy))
+        shared = local.layout.tree
+        shared = shared if shared is not None and self.by_edges else None
+        return TokenBatch(
+            local, token_output(local, logits, tensor_group, options, self.loss.requirements.entropy, shared)
+        )
 
     def read_head(
         self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
@@ -77,12 +87,24 @@ def project(
 
 
 def token_output(
-    local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None, options: VocabOptions, entropy: bool
+    local: LocalBatch,
+    logits: Tensor,
+    tensor_group: ProcessGroup | None,
+    options: VocabOptions,
+    entropy: bool,
+    shared: SharedRows | None = None,
 ) -> ModelOutput:
-    """Compute the token statistics of the whole policy."""
+    """Compute the token statistics of the whole policy.
+
+    Args:
+        shared: of logits in the order of a tree's rows; None: they are in the order of the tokens.
+    """
     shard = options.shard(logits.shape[-1], tensor_group, entropy=entropy)
     targets = local.layout.take(local.data["input_ids"], local.requirements.shift)
-    return ModelOutput(stats_of_shard(logits.flatten(0, -2), targets, local.mask, shard))
+    rows = logits.flatten(0, -2)
+    if shared is not None:
+        return ModelOutput(stats_of_tree(rows, targets, local.mask, shard, shared))
+    return ModelOutput(stats_of_shard(rows, targets, local.mask, shard))
 
 
 def check_vocabulary(loss: Loss, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:

@@ -1,4 +1,4 @@
-"""Recorded log-probs beside the policy's: a field moved by one place, or of another temperature, is warned of in time."""
+"""Recorded log-probs beside the policy's: a field that is moved, empty, or of another temperature is warned of in time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RecordedCheck:
     named: set[str] = field(default_factory=set)
 
     def __call__(self, batch: TokenBatch, *, may_wait: bool = False) -> None:
-        """Warn of each field that fits the policy many times better when moved by one place or scaled."""
+        """Warn of each field that is 0, or fits the policy many times better when moved by one place or scaled."""
         mode, stats = get_validation(), batch.output.stats
         if stats is None or mode == "never" or torch.compiler.is_compiling():
             return
@@ -69,7 +69,7 @@ class RecordedCheck:
             sums = [x + y for x, y in zip(before, sums, strict=True)]
             told = local.requirements.shift or is_shifted(local.data)  # rows of responses alone have other columns
             text = _moved(label, sums, f" (most at row {row:.0f}, column {column:.0f})" if told else "")
-            text = text or (_scaled(label, sums) if name in _OF_ONE_POLICY else "")
+            text = text or _empty(label, sums) or (_scaled(label, sums) if name in _OF_ONE_POLICY else "")
             if text:
                 self.named.add(label)
                 warnings.warn(text, stacklevel=2)
@@ -133,6 +133,17 @@ def _moved(label: str, sums: Sequence[float], place: str) -> str:
 def _fits(given: float, moved: float, count: float) -> bool:
     times = _TIMES if count >= _ENOUGH else _MANY_TIMES
     return count >= _FEW and given > max(_LEAST * count, times * moved)
+
+
+def _empty(label: str, sums: Sequence[float]) -> str:
+    """The warning, if the field is 0 at every token: nothing filled it."""
+    count, _, _, squares, _, _, given = sums[6:]
+    if squares or count < _ENOUGH or given <= _LEAST * count:
+        return ""
+    return (
+        f"{label} is 0 at all {count:.0f} tokens here, where mean |log π| is {given / count:.4g}; a recorded log-prob of 0 is "
+        f"a probability of 1. Fill {label.split('/')[-1]} with the log-probs of the policy that it is named for"
+    )
 
 
 def _scaled(label: str, sums: Sequence[float]) -> str:

@@ -10,12 +10,21 @@ from torch import Tensor
 from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import check_rank
+from parallel_rl.labels import with_labels
 from parallel_rl.losses.core.call import HostLogProbs, LossCall, share_of
-from parallel_rl.losses.core.checks import check_counts, check_statistics, known_counts
+from parallel_rl.losses.core.checks import (
+    check_counts,
+    check_data,
+    check_predicts,
+    check_statistics,
+    check_temperature,
+    known_counts,
+)
 from parallel_rl.losses.core.counted import count_local
 from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.losses.core.log_probs_source import LogProbs
-from parallel_rl.losses.core.logits_source import Logits, on_shard
+from parallel_rl.losses.core.logits_source import Logits, needs_of, on_shard
+from parallel_rl.losses.core.one_row import for_each_token
 from parallel_rl.losses.core.truncated_policy import with_dropped
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
@@ -23,6 +32,8 @@ from parallel_rl.vocab.dtensor import is_dtensor
 from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from parallel_rl.losses.core.batch import TokenBatch
     from parallel_rl.losses.core.loss import Loss
     from parallel_rl.losses.core.requirements import Requirements
@@ -93,6 +104,8 @@ def read(loss: Loss, call: LossCall) -> Read:
         placed.data, placed.layout, counts, call.context_group, placed.needs, statistics, heads=call.heads,
         cut_rows=placed.values is not None,
     )  # fmt: skip
+    if placed.layout.tree is not None:
+        whole = for_each_token(whole, call.tensor_group)
     return Read(loss, whole, *source.read(loss.narrowed(whole), placed))
 
 
@@ -129,3 +142,18 @@ def check(source: Source, call: LossCall, needs: Requirements) -> Placed:
     source.check_output(placed)
     check_counts(call.global_valid_seqs, call.global_valid_toks, placed.counted, shift=placed.values is None)
     return placed
+
+
+def check_inputs(loss: Loss, data: Mapping[str, Tensor], *, values: bool) -> None:
+    """Check whole data on this rank, before there is any output.
+
+    Raises:
+        ValueError: fields, or `values`, that `run` refuses.
+    """
+    check_predicts(type(loss).__name__, loss.requirements, data)
+    data = loss.reader.complete(None, with_labels(data))
+    needs = needs_of(loss, data)
+    check_data(data, needs)
+    if values and checks_values(data["input_ids"]):
+        loss.check_data(data, needs)
+        check_temperature(data, needs)

@@ -72,10 +72,11 @@ class ScalarReader(Reader):
 class PooledReader(ScalarReader):
     """Reader of one number per row."""
 
-    def complete(self, logits: Tensor, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if logits.dim() == 3 or "sample_mask" not in data:
+    def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if (logits is not None and logits.dim() == 3) or "sample_mask" not in data:
             return data
         rows = data["sample_mask"].new_ones(data["sample_mask"].numel(), 1)  # nothing of the tokens is read
+        rows = torch.ones_like(data.get("token_mask", data.get("input_ids", rows)))
         return {"input_ids": rows.to(torch.int64), "token_mask": rows, **data}
 
     def layout(

@@ -93,7 +93,7 @@ class TurnLayout:
         ends = slots[0].scatter_reduce(0, key.flatten(), (valid * columns).flatten(), "amax")[key]
         tokens = slots[1].scatter_add(0, key.flatten(), valid.flatten().to(key.dtype))[key]
         first, last = (_chunk(layout, column - int(shift)) for column in (starts, ends))
-        cuts = 2 * layout.cp_size - 1
+        cuts = 2 * layout.cp_size - 1 if layout.tree is None else layout.tree.cuts
         meeting = torch.where(first < last, row * cuts + first.clamp(0, cuts - 1), rows * cuts)
         key, meeting, tokens = (layout.take(each, shift) for each in (key, meeting, tokens))
         ids = (torch.nn.functional.pad(key.diff(), (min(len(key), 1), 0)) != 0).cumsum(0)
@@ -127,5 +127,7 @@ class TurnLayout:
 
 def _chunk(layout: SequenceLayout, positions: Tensor) -> Tensor:
     """[B, S] the chunk of its sequence that each position [B, S] lies in."""
+    if layout.tree is not None:
+        return layout.tree.chunk.gather(1, positions.clamp(min=0))
     first, size = (each[:, None] for each in layout.chunks)
     return (first + positions.clamp(min=0)) // size.clamp(min=1)

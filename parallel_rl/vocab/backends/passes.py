@@ -64,7 +64,7 @@ def row_parts(
         from parallel_rl.vocab.backends.triton.operators import vocab_stats
 
         return vocab_stats(z, *spec, entropy, squares)
-    return shard_stats(z[:, : spec.valid], _local_column(spec), spec.inv_t, entropy, backend, squares)
+    return shard_stats(z[:, : spec.valid], local_column(spec), spec.inv_t, entropy, backend, squares)
 
 
 def truncated_row_parts(
@@ -87,7 +87,7 @@ def truncated_row_parts(
         drop_below_(z[:, : spec.valid], floor, None if kept is None else kept[:, : spec.valid])
         return row_parts(out, spec, entropy, backend, squares, half)
     of_block: Backend = "compiled" if compiles(z, backend) else "eager"
-    columns, parts = _local_column(spec), []
+    columns, parts = local_column(spec), []
     for rows in even_blocks(z, 1 << 16, least=8):
         real = out[rows, : spec.valid]
         drop_below_(z[rows, : spec.valid], floor[rows], None if kept is None else real)
@@ -175,6 +175,18 @@ def row_gradient(
         else:
             vocab_gradient_to(z, *operands, out, tops)
         return out
+    table, at_target = row_coefficients(spec, rows, upstream)
+    real = to = z[:, : spec.valid]
+    if out is not z:
+        out = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
+        to = out[:, : spec.valid]
+    shard_grad(real, local_column(spec), spec.inv_t, table, at_target, spec.keep, to, backend)
+    out[:, spec.valid :] = 0
+    return out
+
+
+def row_coefficients(spec: RowSpec, rows: Tensor, upstream: OutputGrads) -> tuple[Tensor, Tensor]:
+    """Return the table of `shard_grad`, and what it adds [T] at each target."""
     zero, (g_logprobs, g_entropy, g_lse) = torch.zeros_like(rows[:, 0]), upstream
     g_logprobs, g_lse = zero if g_logprobs is None else g_logprobs, zero if g_lse is None else g_lse
     scale = spec.inv_t[:, 0]
@@ -182,16 +194,10 @@ def row_gradient(
         coefficients = [(g_lse - g_logprobs) * scale]
     else:
         coefficients = [(g_lse - g_logprobs - g_entropy * rows[:, 2]) * scale, -g_entropy * scale]
-    table = torch.stack([rows[:, 0], rows[:, 1], *coefficients], dim=1)
-    real = to = z[:, : spec.valid]
-    if out is not z:
-        out = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
-        to = out[:, : spec.valid]
-    shard_grad(real, _local_column(spec), spec.inv_t, table, g_logprobs * scale, spec.keep, to, backend)
-    out[:, spec.valid :] = 0
-    return out
+    return torch.stack([rows[:, 0], rows[:, 1], *coefficients], dim=1), g_logprobs * scale
 
 
-def _local_column(spec: RowSpec) -> Tensor:
+def local_column(spec: RowSpec) -> Tensor:
+    """Return the column [T] of each target on this shard, −1 where another one holds it."""
     local = spec.targets - spec.start
     return torch.where((local >= 0) & (local < spec.valid), local, -1)

@@ -1,0 +1,138 @@
+"""Several sequences in one row of logits: packed, or a prefix tree, which is read by edges or by a copy of each row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_rl.groups import all_gather, group_rank
+from parallel_rl.labels import is_shifted
+from parallel_rl.layout import SequenceLayout
+from parallel_rl.vocab.stats import TokenStats, stats_of_edges
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed import ProcessGroup
+
+    from parallel_rl.layout import CPLayout
+    from parallel_rl.losses.core.local_batch import LocalBatch
+    from parallel_rl.prefix_tree import PrefixTree
+    from parallel_rl.segments import SharedRows
+    from parallel_rl.vocab.linear.lm_head import LMHeadInput
+    from parallel_rl.vocab.shards import VocabShard
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequences:
+    """The bounds of the sequences in a packed row (Megatron: `PackedSeqParams`).
+
+    Attributes:
+        cu_seqlens: [B + 1] integer, true lengths summed up from 0.
+        cu_seqlens_padded: [B + 1] integer, with each sequence's padding; None where there is none.
+        tail: positions at the end of the row that belong to no sequence.
+    """
+
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor | None = None
+    tail: int = 0
+    _layouts: dict[tuple[object, ...], SequenceLayout] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, bounds in (("cu_seqlens", self.cu_seqlens), ("cu_seqlens_padded", self.cu_seqlens_padded)):
+            if not isinstance(bounds, Tensor) and (bounds is not None or name == "cu_seqlens"):
+                raise ValueError(f"{name} must be a tensor of integers [B + 1], got {bounds!r}")
+
+    def layout(
+        self, seq_len: int, total: int, cp_size: int, cp_rank: int, cp_layout: CPLayout, device: torch.device
+    ) -> SequenceLayout:
+        """The layout of a row of `total` positions on one context rank, see `SequenceLayout.packed`; computed once."""
+        key = (seq_len, total, cp_size, cp_rank, cp_layout, device)
+        if key not in self._layouts:
+            self._layouts[key] = SequenceLayout.packed(
+                self.cu_seqlens,
+                self.cu_seqlens_padded,
+                seq_len=seq_len,
+                total=total,
+                tail=self.tail,
+                cp_size=cp_size,
+                cp_rank=cp_rank,
+                cp_layout=cp_layout,
+                device=device,
+            )
+        return self._layouts[key]
+
+
+def check_tree(tree: PrefixTree, data: Mapping[str, Tensor], scored: Tensor) -> None:
+    """Check the data of a call on a tree's row.
+
+    Args:
+        scored: [B, S] bool, the tokens that carry loss.
+
+    Raises:
+        ValueError: pre-shifted labels; where values are checked, data of another tree.
+    """
+    if is_shifted(data):
+        raise ValueError("shift_labels have no place in a prefix tree, whose rows have several labels; give input_ids")
+    tree.check_data(data["input_ids"], scored)
+
+
+def stats_of_tree(logits: Tensor, targets: Tensor, mask: Tensor, shard: VocabShard, shared: SharedRows) -> TokenStats:
+    """Compute the statistics [F] of flat tokens from logits [R, V/tp] of the rows that they share: no row is copied.
+
+    Args:
+        targets: [F] token ids.
+        mask: [F] bool, tokens that count; the statistics of the others are 0.
+    """
+    known = targets if len(targets) else targets.new_zeros(1)  # a context rank may hold padding alone
+    of_edges = torch.where(shared.targets >= 0, known[shared.targets.clamp(min=0)], -1)
+    stats = stats_of_edges(logits, of_edges, shared.rows.any(mask), shard, shared.branches)
+    zero = torch.zeros((), dtype=stats.lse.dtype, device=mask.device)
+    per_row = (
+        None if x is None else torch.where(mask, shared.rows.take(x), zero)
+        for x in (stats.entropy, stats.lse, stats.sum_pi_squared)
+    )
+    return TokenStats(torch.where(mask, shared.edges.take(stats.logprobs), zero), *per_row)  # type: ignore[arg-type]
+
+
+def for_each_token(local: LocalBatch, group: ProcessGroup | None) -> LocalBatch:
+    """Copy the fields that come in the order of a tree's rows, such as `teacher_logits`, for each flat token."""
+    if local.layout.tree is None:
+        return local
+    names = [needed.name for needed in local.requirements.fields if needed.per == "local"]
+    rows = {name: rows_of_tokens(local.data[name], local.layout) for name in names}
+    heads = {name: head_of_tokens(head, local.layout, group) for name, head in local.heads.items()}
+    return replace(local, data={**local.data, **rows}, heads=heads)
+
+
+def rows_of_tokens(rows: Tensor, layout: SequenceLayout) -> Tensor:
+    """Copy [1, R, ...] in the order of a tree's rows to [1, F, ...], one for each flat token; without a tree as it is."""
+    return rows if layout.tree is None else layout.tree.rows.take(rows.flatten(0, 1))[None]
+
+
+def head_of_tokens(head: LMHeadInput, layout: SequenceLayout, group: ProcessGroup | None) -> LMHeadInput:
+    """Copy the hidden states of a tree's rows for each flat token; the gradient of each row is summed."""
+    if layout.tree is None:
+        return head
+    hidden = head.hidden.transpose(0, 1) if head.sequence_first else head.hidden
+    if head.sequence_parallel:
+        hidden = _Gather.apply(hidden, group)
+    hidden = rows_of_tokens(hidden, layout)
+    return replace(head, hidden=hidden, sequence_first=False, sequence_parallel=False, rows=None)
+
+
+class _Gather(torch.autograd.Function):
+    """Hidden states of sequence parallelism, whole on each tensor rank; their gradient is summed over the ranks already."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, hidden: Tensor, group: ProcessGroup | None) -> Tensor:
+        ctx.group, ctx.part = group, hidden.shape[1]  # type: ignore[attr-defined]
+        return torch.cat(list(all_gather(hidden.contiguous(), group)), dim=1)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
+        part: int = ctx.part  # type: ignore[attr-defined]
+        return grad.narrow(1, group_rank(ctx.group) * part, part), None  # type: ignore[attr-defined]

@@ -1,0 +1,143 @@
+"""Checks of a micro-batch's rows against the model: ids, padding, prompts, and columns of the vocabulary that are no tokens."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from parallel_rl.layout import valid_tokens
+from parallel_rl.megatron.loop_checks import warn
+from parallel_rl.megatron.model_config import CUT
+from parallel_rl.validation import checks_values
+from parallel_rl.vocab.stats import check_targets
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import Tensor
+
+    from parallel_rl.losses.core.requirements import Requirements
+
+_MULTIPLE = 128  # of columns on a tensor rank, Megatron's default make_vocab_size_divisible_by
+#: columns, and vocab_size of the loss, that `warn_of_padding` spoke of
+_WARNED: set[tuple[int, int | None]] = set()
+
+
+def check_ids(data: Mapping[str, Tensor], columns: int | None, loss_fn: object) -> None:
+    """Refuse ids that the model has no embedding for, or the loss no column; where values are looked at.
+
+    A tensor rank embeds an id outside of the vocabulary as 0 without an error, prompts and padding too.
+
+    >>> check_ids({"input_ids": torch.tensor([[0, 7]]), "token_mask": torch.ones(1, 2), "sample_mask": torch.ones(1)}, 8, None)
+
+    Args:
+        data: with masks and integer ids.
+        columns: of the model's vocabulary; None: not known, or the model embeds other ids by itself.
+
+    Raises:
+        ValueError: names the first id and its place.
+    """
+    ids, tokens = data["input_ids"], _vocab_size(loss_fn)
+    if not checks_values(ids) or not ids.numel():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(ids))
+    if columns is not None and (low < 0 or high >= columns):
+        row, column = ((ids < 0) | (ids >= columns)).nonzero()[0].tolist()
+        raise ValueError(
+            f"input_ids = {int(ids[row, column])} at [{row}, {column}] lies outside the model's vocabulary [0, {columns}). The "
+            "model embeds prompts and padding too: give the tokenizer that the model was built for, and pad with any of its "
+            "ids where token_mask is 0"
+        )
+    if tokens is not None and (low < 0 or high >= tokens):
+        check_targets(torch.where(valid_tokens(data), ids, 0), tokens, ignore_index=None)
+
+
+def check_columns(columns: int, loss_fn: object) -> None:
+    """Refuse a loss for more tokens than the model has columns, which the last pipeline stage alone would see.
+
+    Raises:
+        ValueError: names both.
+    """
+    tokens = _vocab_size(loss_fn)
+    if tokens is not None and tokens > columns:
+        raise ValueError(f"the loss has vocab_size = {tokens}, the model's vocabulary only {columns} columns")
+
+
+def check_right_padded(data: Mapping[str, Tensor]) -> None:
+    """Refuse rows that begin with padding or hold several sequences, which `attention_mask` and `position_ids` show.
+
+    Raises:
+        ValueError: names the first place, where values are looked at.
+    """
+    attended, positions = data.get("attention_mask"), data.get("position_ids")
+    shape = data["token_mask"].shape
+    cure = "padded_batch takes one sequence a row, from column 0 on; padding comes behind it"
+    if isinstance(attended, torch.Tensor) and attended.shape == shape and checks_values(attended):
+        padded = ~attended[:, 0].bool() & attended.bool().any(1)
+        if bool(padded.any()):
+            row = int(padded.nonzero()[0])
+            raise ValueError(f"attention_mask is 0 at [{row}, 0], so row {row} is padded on the left; {cure}")
+    if isinstance(positions, torch.Tensor) and positions.shape == shape and checks_values(positions):
+        wrong = valid_tokens(data) & (positions != torch.arange(shape[1], device=positions.device))
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            raise ValueError(f"position_ids = {int(positions[row, column])} at [{row}, {column}]; {cure}")
+
+
+def warn_of_prompts(batches: Sequence[Mapping[str, object]], needs: Requirements) -> None:
+    """Warn of a policy loss whose token_mask is 1 everywhere, where values are looked at: prompts would be scored."""
+    masks = [data.get("token_mask") for data in batches]
+    recorded = [name for name in needs.names if name.endswith("logprobs")]
+    if not recorded or not masks or not all(isinstance(mask, torch.Tensor) and checks_values(mask) for mask in masks):
+        return
+    if all(bool(mask.all()) for mask in masks if isinstance(mask, torch.Tensor)):
+        warn(
+            f"token_mask is 1 at every place of the first step, for a loss that reads {recorded[0]}: prompts and padding are "
+            "scored as if the policy had drawn them. Set it to 1 at the tokens of responses alone (column 0 is never scored)"
+        )
+
+
+def warn_of_cut(config: TransformerConfig, loss_fn: object) -> None:
+    """Warn of a loss that cuts rows over context ranks otherwise than the model."""
+    model, loss = getattr(config, CUT, "zigzag"), getattr(_options(loss_fn), "cp_layout", None)
+    if loss not in (None, model):
+        warn(
+            f"the loss has cp_layout = {loss!r}, the model's config {CUT} = {model!r}: the loss would take a position's logits "
+            f"for another's; give the loss cp_layout={model!r}, or say in the config how the model's rows are cut"
+        )
+
+
+def warn_of_padding(loss_fn: object, columns: int, tp: int, true: int | None = None) -> None:
+    """Warn once of padding in every softmax: the model has more columns than tokens, and the loss does not know how many.
+
+    Args:
+        columns: of the vocabulary, padding included, over all tensor ranks.
+        true: V, if it is known; None: Megatron's padding is presumed where `columns` are a multiple of what it pads to.
+    """
+    size = _vocab_size(loss_fn)
+    if _options(loss_fn) is None or (columns, size) in _WARNED:
+        return
+    if true is not None and true != (columns if size is None else size):
+        known, wanted = f"{true} of which are tokens", str(true)
+    elif true is None and size is None and columns % (_MULTIPLE * tp) == 0:
+        known, wanted = "a multiple of what Megatron pads to", "the tokenizer's size"
+    else:
+        return
+    _WARNED.add((columns, size))
+    warnings.warn(
+        f"the loss has vocab_size = {size}, the model {columns} columns ({columns // tp} on each tensor rank), {known}; pass "
+        f"vocab_size = {wanted} to the loss: columns of padding that it does not know are in every softmax",
+        stacklevel=4,
+    )
+
+
+def _options(loss_fn: object) -> object:
+    """Return the options of the loss within a functools.partial, and within the wrapper of packed rows."""
+    loss_fn = getattr(loss_fn, "func", loss_fn)
+    return getattr(getattr(loss_fn, "loss_fn", loss_fn), "options", None)
+
+
+def _vocab_size(loss_fn: object) -> int | None:
+    return getattr(_options(loss_fn), "vocab_size", None)

@@ -1,0 +1,89 @@
+"""The check of one subject: which layouts, in which precision, each against which run of one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from parallel_rl.testing.whole_step.causes import Facts, diagnose
+from parallel_rl.testing.whole_step.compare import Compared
+from parallel_rl.testing.whole_step.layouts import StepLayout, check_layout, default_layouts
+from parallel_rl.testing.whole_step.ranks import Ranks
+from parallel_rl.testing.whole_step.report import WholeStepReport
+from parallel_rl.testing.whole_step.shrink import VOCABULARY, layers_for
+from parallel_rl.testing.whole_step.subject import StepSubject
+from parallel_rl.testing.whole_step.worlds import BOUNDS, ModelFacts, Worlds, look
+
+
+def check_subject(
+    subject: StepSubject,
+    ranks: Ranks,
+    layouts: Sequence[StepLayout] | None = None,
+    show: Callable[[str], None] | None = None,
+) -> WholeStepReport:
+    """Run the check of `check_step`.
+
+    Raises:
+        ValueError: see `check_step`.
+    """
+    if subject.forward_step is not None and subject.loss_callback is not None:
+        raise ValueError("forward_step and loss_callback are both given; a forward step returns its own callback")
+    for layout in layouts or ():
+        check_layout(layout)
+    start = time.monotonic()
+    model = look(subject, ranks)
+    chosen = list(layouts) if layouts is not None else default_layouts(model.experts, model.balanced)
+    if subject.is_script:
+        chosen = _for_script(chosen, model, subject.forward_step is not None)
+    worlds, notes = _worlds(subject, chosen, model, ranks)
+    vocabulary = next(iter(worlds.truths.values())).vocabulary
+    if vocabulary > VOCABULARY:
+        notes.append(f"the vocabulary stays at {vocabulary}: the provider takes no vocab_size")
+    rows: list[Compared] = []
+    local: set[bool] = set()  # settings with which micro-batches do not weigh alike: compared with as many of them
+    bound = BOUNDS[worlds.dtype]
+    for layout in chosen:
+        key = layout.truth(model.balanced, layout.per_token in local)
+        row = worlds.compared(layout, key)
+        if subject.is_script and layout.world == 1 and not layout.packed and row.broken(bound):
+            local.add(layout.per_token)
+        rows.append(row)
+        if show is not None:
+            show(f"{len(rows)}/{len(chosen)} {layout.name}")
+    number = len(next(iter(worlds.truths.values())).before)
+    findings = diagnose(rows, bound, Facts(subject.is_script, model.heads, model.experts, number))
+    notes += [f"{row.layout.name} was not run: {row.error}" for row in rows if row.refused]
+    if subject.is_script and any(not row.layout.per_token for row in rows):
+        notes.append(f"this config has calculate_per_token_loss = {model.per_token}; both settings were run")
+    name = str(getattr(subject.provider, "__name__", type(subject.provider).__name__))
+    return WholeStepReport(name, tuple(rows), tuple(findings), tuple(notes), bound, time.monotonic() - start)
+
+
+def _for_script(layouts: Sequence[StepLayout], model: ModelFacts, padded: bool) -> list[StepLayout]:
+    """Put one process with several micro-batches first, with each setting that is used; `padded`: without packed rows."""
+    if padded:
+        layouts = [layout._replace(packed=False) for layout in layouts]
+    settings = sorted({layout.per_token for layout in layouts}, reverse=True)
+    first = [StepLayout(per_token=per_token, balance=not model.balanced) for per_token in settings]
+    return list(dict.fromkeys([*first, *layouts]))
+
+
+def _worlds(
+    subject: StepSubject, layouts: Sequence[StepLayout], model: ModelFacts, ranks: Ranks
+) -> tuple[Worlds, list[str]]:
+    """Find the precision in which one process runs the step: float64, or float32 where the model's parts refuse that."""
+    notes, layers = list(model.notes), layers_for(list(layouts))
+    worlds = Worlds(subject, layers, torch.float64, ranks)
+    key = layouts[0].truth(model.balanced)
+    try:
+        worlds.truth(key)
+    except ValueError as error:
+        worlds = Worlds(subject, layers, torch.float32, ranks)
+        try:
+            worlds.truth(key)
+        except ValueError:
+            raise error from None
+        notes.append(f"float32, with a bound of {BOUNDS[torch.float32]:g}: float64 fails with {error}")
+    return worlds, notes

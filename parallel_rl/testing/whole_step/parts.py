@@ -1,0 +1,115 @@
+"""Tokens that weigh too much: a gradient as a sum over micro-batches and context ranks, each with a factor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_rl.testing.whole_step.compare import part
+from parallel_rl.testing.whole_step.layouts import ROWS, WIDTH, StepLayout
+from parallel_rl.testing.whole_step.rows import Rows
+from parallel_rl.testing.whole_step.subject import RankResult
+
+_RESIDUAL, _PLAIN = 1e-3, 1e-4  # relative
+
+
+class TokenPart(NamedTuple):
+    """The tokens of one micro-batch on one context rank: which of [B, S] they are, and how many carry loss."""
+
+    micro: int
+    context: int
+    tokens: Tensor
+    number: int
+
+
+class Weighing(NamedTuple):
+    """The part whose tokens are the most out of weight, its factor, and a sentence on all of them."""
+
+    factor: float
+    text: str
+
+
+def token_parts(rows: Rows, layout: StepLayout) -> list[TokenPart]:
+    """Cut the tokens that carry loss as the layout does; a token lies where it is predicted, one position before."""
+    position = (torch.arange(WIDTH) - 1).clamp(min=0)
+    lengths = rows["lengths"][:, None] if layout.packed else torch.full((ROWS, 1), WIDTH)
+    chunk = (position * 2 * layout.cp) // lengths
+    rank = torch.minimum(chunk, 2 * layout.cp - 1 - chunk)
+    size = ROWS // layout.micro
+    parts = []
+    for micro in range(layout.micro):
+        of_batch = (torch.arange(ROWS) // size == micro)[:, None]
+        for context in range(layout.cp):
+            tokens = of_batch & (rank == context)
+            count = int((rows["token_mask"][:, 1:] * tokens[:, 1:]).sum())
+            if count:
+                parts.append(TokenPart(micro, context, tokens, count))
+    return parts
+
+
+def weigh(
+    parts: Sequence[TokenPart],
+    gradients: Sequence[Mapping[str, Tensor]],
+    results: Sequence[RankResult],
+    truth: Mapping[str, Tensor],
+) -> Weighing | None:
+    """Explain a layout's gradient by one factor for each part, if such factors exist.
+
+    Args:
+        parts, gradients: of one process, of which the sum is `truth`.
+    """
+    whole = _whole(results, truth)
+    names = [name for name in truth if name in whole]
+    columns = torch.stack([_flat(gradient, names) for gradient in gradients], 1)
+    right, got = _flat(truth, names), _flat(whole, names)
+    if not names or not float((columns.sum(1) - right).norm()) <= _RESIDUAL * float(right.norm()):
+        return None  # parts do not add up, such as means in the script's own loss
+    factors = torch.linalg.lstsq(columns, got[:, None]).solution[:, 0]
+    if not float((columns @ factors - got).norm()) <= _RESIDUAL * float(got.norm()):
+        return None
+    worst = int((factors.abs().clamp(min=1e-6).log().abs() * 1e6).round().argmax())
+    if abs(float(factors[worst]) - 1) <= _PLAIN:
+        return None
+    total, several = sum(one.number for one in parts), len({one.context for one in parts}) > 1
+
+    def place(one: TokenPart) -> str:
+        return f"micro-batch {one.micro}" + (f", context rank {one.context}" if several else "")
+
+    one, factor = parts[worst], float(factors[worst])
+    weights = factors * torch.tensor([float(one.number) for one in parts])
+    each = bool((weights - weights[0]).abs().max() <= 1e-2)
+    why = (
+        f", as if each part were divided by its own count (1/{total / (factor * one.number):.3g} of their sum)"
+        if each
+        else ""
+    )
+    return Weighing(factor, f"the {one.number} of {total} tokens of {place(one)} weigh × {factor:.4g}{why}")
+
+
+def _whole(results: Sequence[RankResult], truth: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put the ranks' parts of each gradient together, of weights whose copies agree."""
+    copies: dict[str, list[tuple[object, Tensor]]] = defaultdict(list)
+    for result in results:
+        for piece in result.pieces:
+            copies[piece.name].append((piece.cut, piece.gradient.double()))
+    whole = {}
+    for name, found in copies.items():
+        by_cut: dict[object, Tensor] = {}
+        if not all(torch.allclose(by_cut.setdefault(cut, g), g, rtol=1e-6, atol=1e-12) for cut, g in found):
+            continue
+        joined = torch.zeros_like(truth[name], dtype=torch.float64)
+        index = torch.arange(joined.numel()).view_as(joined)
+        for cut, gradient in by_cut.items():
+            places = part(index + 1, cut, gradient.shape)  # type: ignore[arg-type]
+            real = places > 0  # padding of the vocabulary is 0
+            joined.view(-1)[places[real] - 1] = gradient[real]
+        whole[name] = joined
+    return whole
+
+
+def _flat(gradients: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    return torch.cat([gradients[name].double().reshape(-1) for name in names])

@@ -1,0 +1,101 @@
+"""The outcome of a check of the whole step: a line a layout, the findings, and what was not compared."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from parallel_rl.testing.report import LawBroken
+from parallel_rl.testing.whole_step.causes import StepFinding
+from parallel_rl.testing.whole_step.compare import Compared
+
+
+@dataclass(frozen=True)
+class WholeStepReport:
+    """The outcome of a check of one model's step.
+
+    Attributes:
+        name: of the model. rows: a layout each. findings: what differs from one process, and why.
+        notes: what was shrunk, turned off, or not compared. bound: relative error that still counts as equal.
+        seconds: that it took.
+    """
+
+    name: str
+    rows: tuple[Compared, ...]
+    findings: tuple[StepFinding, ...]
+    notes: tuple[str, ...]
+    bound: float
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the step is that of one process on every layout that ran, and at least one ran."""
+        return not self.findings and any(not row.error for row in self.rows)
+
+    def raise_if_broken(self) -> None:
+        """Raise the diagnosis.
+
+        Raises:
+            LawBroken: a layout differs, or none could be run.
+        """
+        if not self.ok:
+            raise LawBroken(str(self))
+
+    def as_json(self) -> dict[str, object]:
+        """Return plain lists, mappings, numbers and strings; what is not finite is None."""
+        return {
+            "model": self.name,
+            "ok": self.ok,
+            "seconds": round(self.seconds, 2),
+            "bound": self.bound,
+            "layouts": [
+                {
+                    "layout": row.layout.name,
+                    **{
+                        f"{what}_error": value if math.isfinite(value) else None
+                        for what, value in zip(("loss", "gradient", "norm", "weights"), _numbers(row), strict=True)
+                    },
+                    "verdict": self.verdict(row),
+                }
+                for row in self.rows
+            ],
+            "findings": [
+                {**vars(one), "weights": list(one.weights), "layouts": list(one.layouts)} for one in self.findings
+            ],
+            "notes": list(self.notes),
+        }
+
+    def verdict(self, row: Compared) -> str:
+        """Return "ok", "not run", or the first thing that differs."""
+        if row.refused:
+            return "not run"
+        named = [one.what for one in self.findings if row.layout.name in one.layouts]
+        return named[0] if named else "ok"
+
+    def table(self) -> str:
+        """Lay out a line for each layout: relative errors and the verdict."""
+        width = max((len(row.layout.name) for row in self.rows), default=6)
+        lines = [f"{'layout':<{width}}  {'loss':>8} {'gradient':>8} {'norm':>8} {'weights':>8}  verdict"]
+        for row in self.rows:
+            numbers = " ".join(f"{_shown(value):>8}" for value in _numbers(row))
+            lines.append(f"{row.layout.name:<{width}}  {numbers}  {self.verdict(row)}")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        ran = sum(not row.error for row in self.rows)
+        if self.ok:
+            head = f"{self.name}: the step is that of one process on {ran} layouts ({self.seconds:.0f} s)"
+        else:
+            head = f"{self.name}: the step differs from one process ({self.seconds:.0f} s)"
+        found = [f"  {line}" for one in self.findings for line in str(one).splitlines()]
+        if not ran:
+            found.append("  no layout could be run")
+        return "\n".join([self.table(), "", head, *found, *(f"  note: {note}" for note in self.notes)])
+
+
+def _numbers(row: Compared) -> tuple[float, float, float, float]:
+    return row.loss, row.gradient, row.norm, row.weights
+
+
+def _shown(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.0e}"

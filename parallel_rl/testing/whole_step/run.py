@@ -1,0 +1,239 @@
+"""One optimizer step of the user's model on this rank: weights by name, Megatron's schedule, its optimizer's norm."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Parameter
+
+from parallel_rl.agreement import raise_on_all_ranks
+from parallel_rl.groups import current_device
+from parallel_rl.losses.nll import NLLLoss
+from parallel_rl.megatron import (
+    MicroBatch,
+    forward_backward,
+    global_parameters,
+    gradient,
+    initialize,
+    packed_batch,
+    unwrap,
+    wrap_model,
+)
+from parallel_rl.testing.whole_step.compare import part
+from parallel_rl.testing.whole_step.layouts import StepLayout
+from parallel_rl.testing.whole_step.provider import build_chunks
+from parallel_rl.testing.whole_step.rows import Rows, make_rows, micro_batches, packed_width
+from parallel_rl.testing.whole_step.script import run_script, wrap_for_script
+from parallel_rl.testing.whole_step.shrink import for_layout
+from parallel_rl.testing.whole_step.subject import Cut, Piece, RankResult, StepSubject, Truth
+
+_RATE = 1.0  # of plain gradient descent: each weight moves by its clipped gradient
+
+
+def run_layout(
+    subject: StepSubject,
+    config: TransformerConfig,
+    layout: StepLayout,
+    truth: Truth,
+    dtype: torch.dtype,
+    timeout: float,
+) -> RankResult:
+    """Run the step of one layout on this rank, from the weights of `truth`.
+
+    Raises:
+        ValueError: a model that has other weights than the one-process model, or that the layout does not divide.
+    """
+    join(layout, timeout)
+
+    def build() -> tuple[list[torch.nn.Module], TransformerConfig, dict[Parameter, Cut | None]]:
+        try:
+            models, of_layout = _models(subject, config, layout, dtype)
+        except AssertionError as error:
+            raise ValueError(f"{error}") from error
+        cuts = {}
+        for name, parameter in _named(models):
+            if name not in truth.before:
+                raise ValueError(f"the model has the weight {name}, which the one-process model lacks")
+            cuts[parameter] = _fill(parameter, name, truth.before[name], of_layout)
+        return models, of_layout, cuts
+
+    models, config, cuts = raise_on_all_ranks(build, [dist.group.WORLD])
+    metrics, norm, gradients = _step(subject, models, config, layout, truth, truth.clip)
+    pieces = tuple(
+        Piece(
+            name,
+            gradients[parameter].cpu(),
+            parameter.detach().cpu().clone(),
+            cuts[parameter],
+            bool(getattr(parameter, "tensor_model_parallel", False)),
+            not getattr(parameter, "allreduce", True),
+        )
+        for name, parameter in _named(models)
+    )
+    return RankResult(_place(layout), metrics, norm, pieces)
+
+
+def run_truth(
+    subject: StepSubject,
+    config: TransformerConfig,
+    layout: StepLayout,
+    dtype: torch.dtype,
+    timeout: float,
+    tokens: Tensor | None = None,
+) -> Truth:
+    """Run the step on one process, from weights that are keyed by name; `tokens` [B, S] alone carry loss, if given."""
+    join(layout, timeout)
+    models, config = _models(subject, config, layout, dtype)
+    [model] = models
+    for name, parameter in _named(models):
+        _draw(parameter, name)
+    before = {name: parameter.detach().cpu().clone() for name, parameter in _named(models)}
+    vocabulary = int(getattr(unwrap(model), "vocab_size", 0))
+    if vocabulary < 2:
+        raise ValueError(f"the model is {type(unwrap(model)).__name__} without vocab_size; a GPTModel is needed")
+    start = Truth(layout.name, before, {}, {}, {}, 0.0, 0.0, vocabulary)
+    metrics, norm, gradients = _step(subject, models, config, layout, start, None, tokens)
+    return Truth(
+        layout.name,
+        before,
+        {name: gradients[parameter].cpu() for name, parameter in _named(models)},
+        {name: parameter.detach().cpu().clone() for name, parameter in _named(models)},
+        metrics,
+        norm,
+        norm / 2,
+        vocabulary,
+    )
+
+
+def join(layout: StepLayout, timeout: float) -> None:
+    """Make Megatron's groups of a layout the present ones."""
+    initialize(
+        layout.tp, layout.cp, layout.pp, ep=layout.ep, etp=layout.etp, timeout=timeout,
+        virtual_pp=layout.vp if layout.vp > 1 else None,
+    )  # fmt: skip
+
+
+def _models(
+    subject: StepSubject, config: TransformerConfig, layout: StepLayout, dtype: torch.dtype
+) -> tuple[list[torch.nn.Module], TransformerConfig]:
+    """Build this rank's chunks in `dtype`, wrapped in Megatron's data parallelism, and their config."""
+    config = for_layout(config, layout, dtype)
+    if subject.setup is not None:
+        subject.setup(config)
+    chunks = build_chunks(subject.provider, config, layout)
+    for chunk in chunks:
+        chunk.to(device=current_device(), dtype=dtype)
+        chunk.train()
+    if subject.is_script:
+        return [wrap_for_script(chunk) for chunk in chunks], chunks[0].config
+    return [wrap_model(chunk) for chunk in chunks], chunks[0].config
+
+
+def _named(models: Sequence[torch.nn.Module]) -> list[tuple[str, Parameter]]:
+    return [(name, parameter) for name, parameter in global_parameters(models) if parameter.requires_grad]
+
+
+def _step(
+    subject: StepSubject,
+    models: Sequence[torch.nn.Module],
+    config: TransformerConfig,
+    layout: StepLayout,
+    truth: Truth,
+    clip: float | None,
+    tokens: Tensor | None = None,
+) -> tuple[dict[str, float], float, dict[Parameter, Tensor]]:
+    """Run forward, backward and the optimizer's step: metrics, the optimizer's norm, and the gradients before clipping."""
+    settings = OptimizerConfig(
+        optimizer="sgd", lr=_RATE, min_lr=_RATE, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0
+    )
+    optimizer = get_megatron_optimizer(settings, list(models))
+    for model in models:
+        model.zero_grad_buffer()  # type: ignore[operator]
+    optimizer.zero_grad()
+    whole = make_rows(truth.vocabulary)
+    if tokens is not None:
+        whole["token_mask"] = whole["token_mask"] * tokens
+    rows = {name: field.to(current_device()) for name, field in whole.items()}
+    rows["lengths"] = rows["lengths"].cpu()
+    batches = micro_batches(rows, layout, parallel_state.get_data_parallel_rank())
+    if subject.is_script:
+        metrics = run_script(subject, models, config, batches, layout)
+    else:
+        prepared: list[MicroBatch | Rows] = list(batches)
+        if layout.packed:
+            prepared = [packed_batch(b, b["lengths"], total=packed_width(len(b["lengths"]))) for b in batches]
+        loss_fn = NLLLoss(vocab_size=truth.vocabulary)
+        heads = NLLLoss(vocab_size=truth.vocabulary) if config.mtp_num_layers else None
+        report = forward_backward(models, loss_fn, prepared, mtp_loss=heads)
+        metrics = report.floats()
+    gradients = {}
+    for _, parameter in _named(models):
+        found = gradient(parameter)
+        gradients[parameter] = torch.zeros_like(parameter) if found is None else found.detach().clone()
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    scale = min(1.0, (norm / 2 if clip is None else clip) / (norm + 1e-6))
+    with torch.no_grad():
+        for _, parameter in _named(models):
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)  # in float64 too, which Megatron's own clipping refuses
+    optimizer.step_with_ready_grads()
+    return metrics, norm, gradients
+
+
+def _place(layout: StepLayout) -> dict[str, int]:
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_rank(),
+        "context": parallel_state.get_context_parallel_rank(),
+        "data": parallel_state.get_data_parallel_rank(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_rank(),
+        "expert": parallel_state.get_expert_model_parallel_rank(),
+    }
+
+
+@torch.no_grad()
+def _draw(parameter: Parameter, name: str) -> None:
+    """Draw matrices, and what a model draws itself; perturb constant vectors, so that every weight matters."""
+    key = hashlib.sha256(name.encode()).digest()
+    noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(int.from_bytes(key[:6], "big")))
+    constant = bool((parameter == parameter.reshape(-1)[0]).all())
+    if parameter.dim() >= 2:
+        parameter.copy_(0.25 * noise)
+    elif constant:
+        parameter.add_(0.1 * noise.to(parameter))
+    else:
+        parameter.copy_(noise)
+
+
+@torch.no_grad()
+def _fill(parameter: Parameter, name: str, whole: Tensor, config: TransformerConfig) -> Cut | None:
+    """Copy this rank's part of a whole weight; return how it is cut, by the shapes and not by Megatron's marks."""
+    cut = _cut(parameter, name, whole.shape, config)
+    parameter.copy_(part(whole, cut, parameter.shape))
+    return cut
+
+
+def _cut(parameter: Parameter, name: str, whole: torch.Size, config: TransformerConfig) -> Cut | None:
+    experts = ".experts." in name
+    parts, rank = (
+        (parallel_state.get_expert_tensor_parallel_world_size(), parallel_state.get_expert_tensor_parallel_rank())
+        if experts
+        else (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank())
+    )
+    dims = [dim for dim, (here, there) in enumerate(zip(parameter.shape, whole, strict=True)) if here != there]
+    if not dims:
+        return None
+    if len(dims) > 1 or (dims[0] > 0 and parameter.shape[dims[0]] * parts != whole[dims[0]]):
+        raise ValueError(
+            f"{name} has the shape {list(parameter.shape)} on this rank and {list(whole)} on one process: not one of {parts} "
+            "parts"
+        )
+    gated = config.gated_linear_unit and ".linear_fc1." in name
+    return dims[0], int(getattr(parameter, "partition_stride", 1)) if not gated else 2, parts, rank

@@ -1,0 +1,89 @@
+"""The subject of a check: the user's model and the step that runs it; the results of a rank and of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from parallel_rl.testing.whole_step.provider import Provider
+
+Cut = tuple[int, int, int, int]  # dimension, stride, parts, and which of them a rank holds
+
+
+@dataclass(frozen=True)
+class StepSubject:
+    """A model and its step.
+
+    Attributes:
+        provider: of the model. config: of the model at full size, a function that returns it, or None if the provider is both.
+        forward_step: of a Megatron script, (data_iterator, model) → (output, loss callback); None: a step of this library.
+        loss_callback: of a Megatron script, (loss_mask, per-token losses[, model]) → what Megatron's schedule takes.
+        setup: called with the config on each rank before the model is built, such as Megatron-LM's `set_args`.
+    """
+
+    provider: Provider | TransformerConfig
+    config: TransformerConfig | Callable[[], TransformerConfig] | None = None
+    forward_step: Callable[..., object] | None = None
+    loss_callback: Callable[..., object] | None = None
+    setup: Callable[[TransformerConfig], object] | None = None
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the step is not this library's."""
+        return self.forward_step is not None or self.loss_callback is not None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One weight on one rank, after the step.
+
+    Attributes:
+        name: in a one-process model. gradient, after: this rank's part.
+        cut: of the whole that this rank holds; None: it holds all of it.
+        marked: Megatron's norm takes it for a part, and counts it on every tensor rank.
+        expert: it lies on expert parallel ranks.
+    """
+
+    name: str
+    gradient: Tensor
+    after: Tensor
+    cut: Cut | None
+    marked: bool
+    expert: bool
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """One rank's result of the step on one layout.
+
+    Attributes:
+        place: its rank in each group, by axis: tensor, context, data, pipeline, expert.
+        metrics: reduced as a training loop logs them. norm: that of Megatron's optimizer.
+    """
+
+    place: Mapping[str, int]
+    metrics: Mapping[str, float]
+    norm: float
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The step of one process.
+
+    Attributes:
+        layout: that it ran on. before, gradients, after: whole weights by name. clip: the norm that gradients are cut to.
+    """
+
+    layout: str
+    before: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
+    metrics: Mapping[str, float]
+    norm: float
+    clip: float
+    vocabulary: int
+    notes: tuple[str, ...] = field(default=())

@@ -1,0 +1,185 @@
+"""Models and scripts with a fault each, and the scripts that are right; all of them run on one process alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.testing.whole_step.models import dense_config, provider
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def scaled_heads(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """Each head's output has a learned scale, cut over tensor ranks, and nobody marks it."""
+    from parallel_rl.megatron import SelfAttentionCore
+
+    model = provider(config, **stage)
+    for core in (module for module in model.modules() if isinstance(module, SelfAttentionCore)):
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        core.register_parameter("head_scale", torch.nn.Parameter(torch.ones(heads)))
+        core.register_forward_hook(_scale)
+    return model
+
+
+def _scale(core: torch.nn.Module, args: object, out: Tensor) -> Tensor:
+    return (out.unflatten(-1, (len(core.head_scale), -1)) * core.head_scale[:, None]).flatten(-2)
+
+
+def plain_norms(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """First norms whose weights do not know sequence parallelism."""
+    model = provider(config, **stage)
+    for name, parameter in model.named_parameters():
+        if "input_layernorm" in name:
+            parameter.sequence_parallel = False
+    return model
+
+
+def dropped_experts(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """The last expert of each rank learns on the first expert rank alone."""
+    from megatron.core import parallel_state
+
+    model = provider(config, **stage)
+    if parallel_state.get_expert_model_parallel_rank() > 0:
+        for name, parameter in model.named_parameters():
+            if "local_experts.1." in name:
+                parameter.register_hook(torch.zeros_like)
+    return model
+
+
+def contiguous_positions(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """Rotary positions of contiguous rows on context ranks, whose rows are cut zigzag."""
+    from megatron.core import parallel_state
+
+    model = provider(config, **stage)
+    rotary, size = model.rotary_pos_emb, config.context_parallel_size
+    rank = parallel_state.get_context_parallel_rank()
+    if size > 1:
+        rotary.forward = lambda length, *_, **__: rotary.get_emb(length).chunk(size)[rank]
+    return model
+
+
+def detached_neighbours(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """Keys and values of other context ranks are gathered without a backward."""
+    from parallel_rl.megatron import SelfAttentionCore
+
+    model = provider(config, **stage)
+    for core in (module for module in model.modules() if isinstance(module, SelfAttentionCore)):
+        core.forward = partial(_detached, core, core.forward)
+    return model
+
+
+def _detached(
+    core: torch.nn.Module, forward: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any
+) -> Tensor:
+    from parallel_rl.megatron import attention
+
+    real = attention.tensor_parallel.gather_from_sequence_parallel_region
+
+    def gather(local: Tensor, *_: object) -> Tensor:
+        parts = [torch.empty_like(local) for _ in range(core.cp_group.size())]
+        dist.all_gather(parts, local.detach().contiguous(), group=core.cp_group)
+        parts[core.cp_group.rank()] = local
+        return torch.cat(parts)
+
+    attention.tensor_parallel.gather_from_sequence_parallel_region = gather
+    try:
+        return forward(query, key, value, *rest, **more)
+    finally:
+        attention.tensor_parallel.gather_from_sequence_parallel_region = real
+
+
+def gathered_logits(config: TransformerConfig, **stage: Any) -> GPTModel:
+    """Every tensor rank has all logits, and the cross-entropy takes them for its shard."""
+    model = provider(config, **stage)
+    if model.post_process:
+        model.output_layer.gather_output = True
+    return model
+
+
+def no_context_sum() -> TransformerConfig:
+    """A config whose own function sums gradients over data ranks and leaves context ranks out."""
+    config = dense_config()
+    config.finalize_model_grads_func = _over_data_ranks
+    return config
+
+
+def _over_data_ranks(models: list[torch.nn.Module], tokens: Tensor | None = None, **_: object) -> None:
+    from megatron.core import parallel_state
+
+    if tokens is not None:
+        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    for model in models:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.main_grad, group=parallel_state.get_data_parallel_group())
+            parameter.main_grad /= 1 if tokens is None else tokens
+
+
+def sums(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Megatron-LM's callback: sum, tokens, log."""
+    total, tokens = (output.flatten() * loss_mask.flatten()).sum(), loss_mask.sum().to(torch.int)
+    return total, tokens, {"lm loss": torch.stack((total.detach(), tokens.to(total)))}
+
+
+def local_mean(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """A mean over the tokens that this rank and micro-batch hold."""
+    loss = (output.flatten() * loss_mask.flatten()).sum() / loss_mask.sum().clamp(min=1)
+    return loss, {"lm loss": loss.detach()}
+
+
+def of_first_context_rank(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> object:
+    """A forward step whose loss mask is cut for context rank 0 on every rank."""
+    return _forward_step(data_iterator, model, wrong=True)
+
+
+def forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> object:
+    """A right forward step of a script."""
+    return _forward_step(data_iterator, model, wrong=False)
+
+
+def _forward_step(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module, *, wrong: bool) -> object:
+    from megatron.core import parallel_state
+
+    batch = next(data_iterator)
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+
+    def cut(field: Tensor, rank: int) -> Tensor:
+        parts = field.chunk(2 * size, dim=1)
+        return torch.cat((parts[rank], parts[-1 - rank]), 1) if size > 1 else field
+
+    tokens, positions, labels = (cut(batch[name], rank) for name in ("tokens", "position_ids", "labels"))
+    mask = cut(batch["loss_mask"], 0 if wrong else rank)
+    return model(tokens, positions, None, labels=labels), partial(sums, mask)
+
+
+def leaves(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module) -> object:
+    """A script that ends its second rank."""
+    if dist.get_rank() == 1:
+        raise SystemExit(3)
+    return forward_step(data_iterator, model)
+
+
+def no_model(config: TransformerConfig) -> None:
+    """A provider that forgets to return."""
+
+
+def heterogeneous() -> TransformerConfig:
+    """A config that describes each layer for itself."""
+    config = dense_config()
+    config.heterogeneous_block_specs = True
+    return config
+
+
+def engine(config: TransformerConfig) -> object:
+    """A provider of Transformer Engine's layers."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+
+    return GPTModel(config, get_gpt_layer_with_transformer_engine_spec(), 64, 64)
