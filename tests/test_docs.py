@@ -129,7 +129,7 @@ def test_the_example_of_a_checker_runs(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:
-    module, _, _, call, _ = blocks("python")
+    module, _, _, call, *_ = blocks("python")
     [recipe] = blocks("yaml")
     assert module.startswith("# my_losses.py\n") and "`configs/recipes/awr.yaml`:" in PAGE.read_text(encoding="utf-8")
     (tmp_path / "my_losses.py").write_text(module)
@@ -160,6 +160,32 @@ def test_the_example_of_a_field_per_sequence_obeys_the_law(tmp_path: Path, monke
     finally:
         registry._LOSSES.pop("above_mean", None)
         sys.modules.pop("step_losses", None)
+
+
+def verdict_by_hand(logits: Tensor, data: dict[str, Tensor]) -> Tensor:
+    """Position t reads the two answers' logits, and counts where the token that it predicts does."""
+    sign = data["correct"].sign()[:, None]
+    losses = torch.nn.functional.softplus(-sign * (logits[:, :-1, 2] - logits[:, :-1, 3]))
+    mask = data["token_mask"][:, 1:].bool() & (data["sample_mask"] > 0)[:, None]
+    return losses[mask].sum() / mask.sum()
+
+
+def test_a_loss_that_reads_something_else_obeys_the_law() -> None:
+    """The page's reader, called by the run on every layout; a host's log-probs do not have what it reads."""
+    from parallel_rl.losses import registry
+
+    code = blocks("python")[-2]
+    assert code.startswith("# verdict.py\n")
+    try:
+        made: dict[str, Any] = {}
+        exec(compile(code, "verdict.py", "exec"), made)
+        check_law(made["Verdict"], worlds=[1, 2], reference=verdict_by_hand).raise_if_broken()
+        with pytest.raises(ValueError, match="Verdict reads more than log-probs: whole rows of logits"):
+            made["Verdict"]().from_logprobs(
+                -torch.ones(1, 2), data={"response_mask": torch.ones(1, 2)}, global_valid_seqs=1, global_valid_toks=2
+            )
+    finally:
+        registry._LOSSES.pop("verdict", None)
 
 
 def f_dpo_by_hand(logits: Tensor, data: dict[str, Tensor]) -> Tensor:

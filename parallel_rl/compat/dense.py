@@ -12,7 +12,8 @@ from torch import Tensor
 from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import group_size, group_sum
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.log_prob_rows import rows_batch
+from parallel_rl.losses.core.local_batch import LocalBatch
+from parallel_rl.losses.core.log_prob_rows import row_layout
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.vocab.backends.torch_backend import math_dtype
 from parallel_rl.vocab.stats import TokenStats
@@ -139,7 +140,8 @@ def dense_batch(
     data = {**fields, "token_mask": mask, "sample_mask": rows}
     flat = torch.where(mask & rows[:, None], logprobs.to(math_dtype(logprobs.dtype)), 0).flatten()
     one, needs = torch.ones(()), Requirements(tuple(map(_field, fields, fields.values())), shift=False)
-    local = rows_batch(data, ValidCounts(one, one), step.context_group, needs, step.statistics)
+    layout = row_layout(mask, step.context_group)
+    local = LocalBatch(data, layout, ValidCounts(one, one), step.context_group, needs, step.statistics, cut_rows=True)
     lengths = local.tokens_per_sequence
     own = (rows if count_empty else lengths > 0).sum().clamp(min=1), lengths.sum().clamp(min=1)
     seqs, toks = (
@@ -153,7 +155,7 @@ def dense_batch(
 
 def with_field(batch: TokenBatch, name: str, values: Tensor) -> TokenBatch:
     """The batch of a `dense_batch` with one field more, or another one of that name; values are flat, [T_local]."""
-    local, values = batch.local, values.view(batch.local.layout.shape)
+    local, values = batch.local, values.view(batch.shape)
     others = tuple(field for field in local.requirements.fields if field.name != name)
     needs = replace(local.requirements, fields=(*others, _field(name, values)))
     return replace(batch, local=replace(local, data={**local.data, name: values}, requirements=needs))

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from parallel_rl.counts import Aggregation, token_weights
-from parallel_rl.losses.core.account import Account
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.losses.core.loss import ConfigT
+from parallel_rl.losses.core.loss import Account, ConfigT
 from parallel_rl.losses.core.measures import count_true, overflow_tokens, sequence_mean
 from parallel_rl.metrics import Metric, Metrics
 

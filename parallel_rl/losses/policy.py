@@ -14,11 +14,10 @@ from torch import Tensor
 from parallel_rl.functional.kl import kl_with_overflow
 from parallel_rl.functional.ratio import bounded_log_ratio, exp_or_zero, safe_exp
 from parallel_rl.functional.surrogate import PolicyTerms, follows_overflow
-from parallel_rl.losses.core.account import Account
 from parallel_rl.losses.core.aggregation import with_units
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import TokenBatch
-from parallel_rl.losses.core.loss import ConfigT
+from parallel_rl.losses.core.loss import Account, ConfigT
 from parallel_rl.losses.core.measures import count_true, overflow_tokens, token_means, token_ranges
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.entropy_bonus import EntropyBonus, EntropyCoefficient
@@ -108,7 +107,7 @@ class PolicyLoss(LossFn[ConfigT]):
     def count_from(self, batch: TokenBatch) -> Statistics:
         sums = {}
         if self.policy.positive_nll_weight:
-            positive = batch.local.valid & (batch.per_sequence("rewards") > 0)[:, None]
+            positive = batch.valid & (batch.per_sequence("rewards") > 0)[:, None]
             sums["positive_tokens"] = count_true(batch, positive).value
         if self.policy.counts_survivors and self._recorded:
             return Statistics(sums) | count_survivors(batch, self._prev_recorded(batch), self.policy)
@@ -195,7 +194,7 @@ class PolicyLoss(LossFn[ConfigT]):
             batch["advantages"],
             sequence_mean=lambda x: batch.expand(batch.segment_mean(x)),
             sequence_sum=lambda x: batch.expand(batch.segment_sum(x)),
-            samples={} if batch.local.statistics is None else batch.local.statistics.samples,
+            samples=batch.samples,
             random=None if (seed := cfg.surrogate.draw_seed) is None else batch.random(seed),
             overflow=overflow,
         )
@@ -210,7 +209,7 @@ class PolicyLoss(LossFn[ConfigT]):
 
     def _masked(self, batch: TokenBatch, surrogate: Tensor, terms: PolicyTerms, kept: Tensor) -> MaskedSurrogate:
         """The surrogate after weights and masks beyond `kept`, which the caller applies."""
-        cfg, statistics, omega = self.policy, batch.local.statistics, None
+        cfg, omega = self.policy, None
         metrics: dict[str, Metric] = {}
         passed: dict[str, Tensor] = {}
         overflow = terms.overflow
@@ -221,16 +220,14 @@ class PolicyLoss(LossFn[ConfigT]):
         if cfg.importance is not None:
             omega, metrics = importance_weight(batch, self._prev_recorded(batch), cfg.importance)
             if cfg.importance.normalize:
-                assert statistics is not None
-                omega = omega / (statistics["importance_sum"] / batch.counts.toks).clamp(min=1e-8)
+                omega = omega / (batch.statistics["importance_sum"] / batch.counts.toks).clamp(min=1e-8)
                 omega = representable(omega, surrogate.dtype)
             surrogate = omega * surrogate
         if cfg.off_policy_mask is not None:
             near = off_policy_keep(batch, terms.token_log_ratio, cfg.off_policy_mask)
             metrics["off_policy_masked"], passed["off_policy_mask"] = batch.token_mean(~near), near
         if cfg.entropy_filter is not None:
-            assert statistics is not None
-            least = entropy_threshold(statistics.samples["entropy"], cfg.entropy_filter)
+            least = entropy_threshold(batch.samples["entropy"], cfg.entropy_filter)
             passed["entropy_filter"] = batch.entropy.detach() >= least
         surrogate = torch.where(reduce(and_, passed.values(), kept), surrogate, 0) if passed else surrogate
         return MaskedSurrogate(surrogate, metrics, passed, omega, overflow)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from parallel_rl.functional.surrogate import Clipped, PolicyTerms
-from parallel_rl.losses.core.account import Account
+from parallel_rl.losses.core.loss import Account
 
 if TYPE_CHECKING:
     from torch import Tensor

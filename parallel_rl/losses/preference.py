@@ -148,5 +148,4 @@ class DPOLossFn(PreferenceWithNLL[DPOLossConfig]):
         """[T_local] bool: tokens of a response after its first min(n_chosen, n_rejected) ones."""
         lengths = batch.tokens_per_sequence
         shorter = torch.minimum(lengths[::2], lengths[1::2]).repeat_interleave(2, output_size=lengths.numel())
-        beyond = batch.local.valid.cumsum(1) > shorter[:, None]
-        return batch.local.layout.shard(beyond, batch.local.requirements.shift, fill=False)
+        return batch.in_order(batch.valid.cumsum(1) > shorter[:, None])

@@ -100,7 +100,7 @@ class PRMLossFn(LossFn[PRMLossConfig]):
         return Requirements((labels,), reads="logits", counted=True, shift=False)
 
     def count_from(self, batch: TokenBatch) -> Statistics:
-        return Statistics({"steps": count_true(batch, batch.local.valid).value})
+        return Statistics({"steps": count_true(batch, batch.valid).value})
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         steps, labels = batch.statistics["steps"].clamp(min=1), batch["reward_labels"]
@@ -109,7 +109,7 @@ class PRMLossFn(LossFn[PRMLossConfig]):
         else:
             target = self.target(labels).to(batch.head.dtype)
             losses, correct = cross_entropy(batch.head, target), batch.head.argmax(1) == target.argmax(1)
-        loss = batch.weighted_sum(losses, (1 / steps).expand(batch.local.layout.shape[0]))
+        loss = batch.weighted_sum(losses, (1 / steps).expand(batch.shape[0]))
         accuracy = torch.where(batch.mask, correct, False).sum(dtype=torch.float64) / steps
         metrics = {
             "loss": Metric("share", loss, per="steps"),

@@ -3,58 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from parallel_rl.agreement import raise_on_all_ranks
-from parallel_rl.counts import check_zeros_and_ones
-from parallel_rl.groups import check_rank, group_size
-from parallel_rl.layout import CPLayout, SequenceLayout, valid_tokens
+from parallel_rl.groups import group_size
+from parallel_rl.labels import is_shifted
+from parallel_rl.layout import CPLayout, SequenceLayout
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.call import LossCall
-from parallel_rl.losses.core.checks import check_data
-from parallel_rl.losses.core.one_row import head_of_tokens, rows_of_tokens, stats_of_tree
+from parallel_rl.losses.core.one_row import stats_of_tree
+from parallel_rl.losses.core.options import NoConfig
+from parallel_rl.losses.core.readers import LogProbReader
 from parallel_rl.losses.core.requirements import Requirements
-from parallel_rl.replicated import Replicated
-from parallel_rl.validation import checks_values
-from parallel_rl.vocab.dtensor import is_dtensor, shard_of_dtensor
-from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_output
+from parallel_rl.losses.core.run import read
+from parallel_rl.vocab.dtensor import is_dtensor
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
 from parallel_rl.vocab.linear.token_stats import stats_of_head
-from parallel_rl.vocab.shards import VocabShard, check_spans
-from parallel_rl.vocab.stats import IGNORE_INDEX, check_logits, check_targets
-from parallel_rl.vocab.truncated_stats import check_kept_ids, truncated_stats_of_shard
-from parallel_rl.vocab.truncation import Truncation
+from parallel_rl.vocab.stats import IGNORE_INDEX
+from parallel_rl.vocab.truncated_stats import truncated_stats_of_shard
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from parallel_rl.losses.core.local_batch import LocalBatch
+    from parallel_rl.losses.core.loss import Reader
+    from parallel_rl.metrics import Metrics
     from parallel_rl.vocab.backends.torch_backend import Backend
-
-
-def _of_samples(temperature: Tensor, valid: Tensor) -> Tensor:
-    """[B] temperatures after a look at them; a sample without a valid token may have any, and 1 where it has none."""
-    if temperature.shape != valid.shape[:1] or not temperature.is_floating_point():
-        raise ValueError(
-            f"temperature must be a number or floating point [{len(valid)}], one per sample, got {temperature.dtype} "
-            f"{list(temperature.shape)}"
-        )
-    counts, usable = valid.any(1), (temperature > 0) & temperature.isfinite()
-    if checks_values(temperature):
-        wrong = ~usable & counts
-        if bool(wrong.any()):
-            row = int(wrong.nonzero()[0, 0])
-            raise ValueError(f"temperature = {float(temperature[row])} of sample {row} must be positive and finite")
-    return torch.where(counts | usable, temperature, 1.0)
-
-
-def _unmasked(data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The data with masks of 1, of which every token counts."""
-    ids = data.get("input_ids")
-    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        return data
-    return {**data, "token_mask": torch.ones_like(ids), "sample_mask": ids.new_ones(len(ids))}
+    from parallel_rl.vocab.shards import VocabShard
 
 
 class TokenScores(NamedTuple):
@@ -92,7 +71,8 @@ def token_logprobs(
             `LMHeadInput`, whose logits never exist whole.
         data: input_ids [B, S]; where it has token_mask [B, S] and sample_mask [B] too, masked ids are not looked at. A token
             with an id outside the vocabulary there has log-prob 0, and an `LMHeadInput` does not project its row; one with a
-            bound on its `rows` projects no masked token at all, whose log-prob is 0 as well.
+            bound on its `rows` projects no masked token at all, whose log-prob is 0 as well. Pre-shifted
+            `shift_labels` may stand in place of input_ids, as for the losses; column t then scores what position t predicts.
         vocab_parallel_rank, vocab_parallel_group, context_parallel_group: as for the losses.
         layout: of the logits, packed or of a prefix tree; None is padded rows.
         temperature: one number, or [B] one for each sample. vocab_size, vocab_start, cp_layout, backend, top_k, top_p,
@@ -150,65 +130,127 @@ def token_scores(
     Raises:
         ValueError: see `token_logprobs`.
     """
-    groups, one = (vocab_parallel_group, context_parallel_group), torch.ones(())
+    groups = vocab_parallel_group, context_parallel_group
+    one = torch.ones((), device=getattr(next_token_logits, "device", None))  # no count is read
     call = LossCall.of(next_token_logits, data, (one, one), vocab_parallel_rank, groups)
-    if is_dtensor(next_token_logits):
-        part = shard_of_dtensor(next_token_logits, vocab_parallel_group, context_parallel_group)  # type: ignore[arg-type]
-        vocab_size = part.vocab_size if vocab_size is None else vocab_size
-        vocab_start = min(part.vocab_start, vocab_size)
-        call = replace(call, output=part.logits, cut_length=part.length if part.cut and layout is None else None)
-    head, logits = split_output(call.output, vocab_parallel_group)
-    needs = Requirements().with_kept_ids() if kept_sets else Requirements()
-
-    def check() -> tuple[SequenceLayout, Tensor, VocabShard]:
-        if head is not None:
-            head.check(vocab_parallel_group, vocab_size)
-        masked = "token_mask" in data and "sample_mask" in data
-        rows, width = check_data(data if masked else _unmasked(data), needs, logits, "token_scores")
-        if masked and checks_values(data["token_mask"]):
-            check_zeros_and_ones(data)
-        check_rank(vocab_parallel_rank, vocab_parallel_group)
-        if layout is None:
-            of = call.layout(logits, rows, width, cp_layout if call.cut_length is None else "contiguous")
-        else:
-            of, ranks = layout, group_size(context_parallel_group)
-            if of.cp_size != ranks:
-                raise ValueError(f"the layout is of cp = {of.cp_size}, context_parallel_group has {ranks} ranks")
-            of.check_logits(logits)
-        check_logits(logits, False, backend)
-        shard = VocabShard.of(
-            logits.shape[-1], vocab_parallel_group, vocab_size, vocab_start,
-            temperature=temperature, entropy=entropy, truncation=Truncation(top_k, top_p, kept_sets), backend=backend,
-            sum_pi_squared=sum_pi_squared,
-        )  # fmt: skip
-        ids = data["input_ids"]
-        valid = valid_tokens(data) if masked else torch.ones_like(ids, dtype=torch.bool)
-        if isinstance(temperature, torch.Tensor):
-            shard = replace(shard, temperature=of.expand(_of_samples(temperature, valid)))
-        that_count = torch.where(valid, ids, IGNORE_INDEX)
-        check_targets(torch.where(valid, ids, 0), shard.vocab_size, ignore_index=None)
-        if kept_sets:
-            check_kept_ids(data["kept_ids"], valid, shard.vocab_size)
-        bounded = head is not None and head.rows is not None
-        targets = of.shard(that_count if bounded else ids, fill=IGNORE_INDEX)
-        if head is not None and of.tree is None:
-            head.check_rows((targets >= 0) & (targets < shard.vocab_size), vocab_parallel_group)
-        return of, targets, shard
-
-    same = call.facts(logits, vocab_size, vocab_start)
-    alike = Replicated([data], ("input_ids", "token_mask", "sample_mask"), shards=logits)
-    of, targets, shard = raise_on_all_ranks(check, groups, logits, same, alike=alike)
-    check_spans(vocab_parallel_group, logits.shape[-1], vocab_size, vocab_start, logits)
-    valid = (targets >= 0) & (targets < shard.vocab_size)
-    kept_ids = of.shard(data["kept_ids"], fill=-1) if kept_sets else None
-    one_policy = not shard.truncation and not isinstance(temperature, torch.Tensor)
-    if head is not None:
-        stats, _ = stats_of_head(head_of_tokens(head, of, vocab_parallel_group), targets, valid, shard, kept_ids)
-    elif of.tree is not None and one_policy:
-        stats = stats_of_tree(logits.flatten(0, -2), targets, valid, shard, of.tree)
-    else:
-        rows = rows_of_tokens(logits, of).flatten(0, -2)
-        stats = truncated_stats_of_shard(rows, targets, valid, shard, kept_ids)
-    asked = stats.logprobs, stats.entropy, stats.sum_pi_squared
-    whole = (None if x is None else of.unshard(x, context_parallel_group) for x in asked)
+    if isinstance(temperature, torch.Tensor):
+        call = replace(call, data={**call.data, "temperature": temperature})
+    scores = _Scores(
+        vocab_size=vocab_size, vocab_start=vocab_start, cp_layout="contiguous" if is_dtensor(next_token_logits) else cp_layout,
+        temperature="per-sample" if isinstance(temperature, torch.Tensor) else temperature, backend=backend, top_k=top_k,
+        top_p=top_p, kept_sets=kept_sets,
+    )  # fmt: skip
+    masked = {"token_mask", "sample_mask"} <= data.keys() or is_shifted(data)
+    bounded = isinstance(next_token_logits, LMHeadInput) and next_token_logits.rows is not None
+    scores.asked = _Asked(layout, entropy, sum_pi_squared, masked, bounded)
+    batch = read(scores, call).batch
+    stats, local = batch.output.stats, batch.local
+    assert stats is not None
+    whole = (
+        None if x is None else local.layout.unshard(x, context_parallel_group, local.requirements.shift)
+        for x in (stats.logprobs, stats.entropy, stats.sum_pi_squared)
+    )
     return TokenScores(*whole)  # type: ignore[arg-type]
+
+
+class _Asked(NamedTuple):
+    """Arguments of `token_scores` that no other loss has.
+
+    Attributes:
+        masked: whether the data have masks.
+        bounded: whether a head has a bound on its rows, so that no masked token is scored.
+    """
+
+    layout: SequenceLayout | None
+    entropy: bool
+    sum_pi_squared: bool
+    masked: bool
+    bounded: bool
+
+
+class _Scores(LossFn[NoConfig]):
+    """Loss that is read and never computed."""
+
+    config_class = NoConfig
+    requirements = Requirements(truncatable=True, token_separable=True, weighs_sequences=False)
+    asked: _Asked
+
+    @property
+    def reader(self) -> Reader:
+        return _ScoreReader(self)
+
+    def scored(self, data: Mapping[str, Tensor]) -> Tensor:
+        """Find the tokens whose ids are looked at: without masks all, those of column 0 too."""
+        return super().scored(data) if self.asked.masked else torch.ones_like(data["token_mask"], dtype=torch.bool)
+
+    def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
+        raise NotImplementedError("scores are read")
+
+
+@dataclass(frozen=True, eq=False)
+class _ScoreReader(LogProbReader):
+    """Reader of the statistics of every token with an id in the vocabulary, masked ones too."""
+
+    loss: _Scores
+
+    def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        ids = data.get("input_ids")
+        if self.loss.asked.masked or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+            return data
+        return {**data, "token_mask": torch.ones_like(ids), "sample_mask": ids.new_ones(len(ids))}
+
+    def check(self, logits: Tensor, data: Mapping[str, Tensor], tensor_group: ProcessGroup | None) -> None:
+        super().check(logits, data, tensor_group)
+        self._shard_of(logits.shape[-1], tensor_group)
+
+    def layout(
+        self, logits: Tensor, rows: int, width: int, context_group: ProcessGroup | None
+    ) -> SequenceLayout | None:
+        layout, ranks = self.loss.asked.layout, group_size(context_group)
+        if layout is not None:
+            if layout.cp_size != ranks:
+                raise ValueError(f"the layout is of cp = {layout.cp_size}, context_parallel_group has {ranks} ranks")
+            layout.check_logits(logits)
+        return layout
+
+    def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
+        shard = self._shard(local, logits.shape[-1], tensor_group)
+        targets, valid = self._targets(local, shard)
+        rows, shared = logits.flatten(0, -2), local.layout.tree
+        if shared is not None and self.by_edges:
+            stats = stats_of_tree(rows, targets, valid, shard, shared)
+        else:
+            stats = truncated_stats_of_shard(rows, targets, valid, shard, self._kept_ids(local))
+        return TokenBatch(local, ModelOutput(stats))
+
+    def read_head(
+        self, local: LocalBatch, head: LMHeadInput, tensor_group: ProcessGroup | None
+    ) -> tuple[TokenBatch, Tensor | None]:
+        shard = self._shard(local, head.weight.shape[0], tensor_group)
+        targets, valid = self._targets(local, shard)
+        stats, _ = stats_of_head(head, targets, valid, shard, self._kept_ids(local))
+        return TokenBatch(local, ModelOutput(stats)), None
+
+    def _shard(self, local: LocalBatch, width: int, tensor_group: ProcessGroup | None) -> VocabShard:
+        """Say how the columns are read; a masked sample has its own temperature too, where that is one."""
+        shard = self._shard_of(width, tensor_group)
+        if not self.loss.options.per_sample:
+            return shard
+        values = local.data["temperature"]
+        usable = ((values > 0) & values.isfinite()) | local.sequence_mask
+        return replace(shard, temperature=local.layout.expand(torch.where(usable, values, 1.0)))
+
+    def _shard_of(self, width: int, tensor_group: ProcessGroup | None) -> VocabShard:
+        asked = self.loss.asked
+        shard = self.loss.options.shard(width, tensor_group, entropy=asked.entropy)
+        return replace(shard, sum_pi_squared=asked.sum_pi_squared)
+
+    def _targets(self, local: LocalBatch, shard: VocabShard) -> tuple[Tensor, Tensor]:
+        """Find the id at each position and whether it is scored; a head with a bound on its rows scores no masked token."""
+        ids = local.data["input_ids"]
+        ids = torch.where(self.loss.scored(local.data), ids, IGNORE_INDEX) if self.loss.asked.bounded else ids
+        targets = local.layout.shard(ids, local.requirements.shift, fill=IGNORE_INDEX)
+        return targets, (targets >= 0) & (targets < shard.vocab_size)
+
+    def _kept_ids(self, local: LocalBatch) -> Tensor | None:
+        return local.kept_ids() if self.loss.options.truncation.kept_sets else None

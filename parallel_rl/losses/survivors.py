@@ -36,12 +36,12 @@ def count_survivors(batch: TokenBatch, prev: Tensor, config: PolicyLossConfig) -
 
 def policy_weights(batch: TokenBatch, kept: Tensor, config: PolicyLossConfig) -> Tensor:
     """[T_local] weights of the tokens, by the counts of all valid ones, or of those that are `kept`."""
-    statistics, rejection = batch.local.statistics, config.rejection
+    rejection = config.rejection
     if rejection is None or not config.counts_kept:
         return aggregation_weights(batch, config.aggregation, config.max_length)
     if config.aggregation in UNIT_FIELDS:
         return unit_weights(batch, config.aggregation, kept)
-    assert statistics is not None
+    statistics = batch.statistics
     if rejection.of_step:
         number = batch.counts.seqs, kept_of_step(statistics.samples, rejection)
     else:

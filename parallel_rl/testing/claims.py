@@ -54,7 +54,7 @@ def token_batch(loss_fn: LossFn, batch: Batch) -> TokenBatch:
     """The whole batch as the loss's objective sees it."""
     counts = count_valid(batch.data)
     statistics = step_statistics([(loss_fn, (batch.logits, batch.data, *counts))])
-    return read(loss_fn, LossCall(batch.logits, batch.data, *counts, statistics=statistics))
+    return read(loss_fn, LossCall(batch.logits, batch.data, *counts, statistics=statistics)).batch
 
 
 def influence(loss_fn: LossFn, batch: TokenBatch) -> float:

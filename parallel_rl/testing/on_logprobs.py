@@ -16,6 +16,7 @@ from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.call import LossCall, LossFunction
 from parallel_rl.losses.core.component import Component, ComponentsLoss
 from parallel_rl.losses.core.log_prob_rows import Values
+from parallel_rl.losses.core.logits_source import layout_of
 from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.metrics import Metrics
 from parallel_rl.statistics import Statistics
@@ -102,7 +103,7 @@ class _OnLogProbs(LossFunction):
         logits, options = call.output, self.loss_fn.options
         assert isinstance(logits, Tensor)
         rows, width = call.data["input_ids"].shape
-        layout = call.layout(logits, rows, width, options.cp_layout)
+        layout = layout_of(call, logits, rows, width, options.cp_layout)
         keep = layout.shard(self.loss_fn.scored(call.data), fill=False)
         shard = options.shard(logits.shape[-1], call.tensor_group, entropy=True)
         stats = stats_of_shard(logits.flatten(0, -2), layout.take(call.data["input_ids"]), keep, shard)

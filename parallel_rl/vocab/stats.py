@@ -207,6 +207,12 @@ class _TokenStats(torch.autograd.Function):
         return dz, *(None,) * 6
 
 
+def check_dense(name: str, output: Tensor) -> None:
+    """Raises ValueError for an output of the model of 8 bits, or one that is not dense."""
+    if output.dtype.itemsize < 2 or output.layout != torch.strided:
+        raise ValueError(f"{name} must be dense, of 16 bits or more; got {output.dtype}, {output.layout}")
+
+
 def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None:
     """Check the logits' shape, dtype and device against the options, without reading a value.
 
@@ -219,8 +225,7 @@ def check_logits(logits: Tensor, consume_logits: bool, backend: Backend) -> None
             f"the logits must be floating point [..., V/tp] with two dimensions or more, "
             f"got {logits.dtype} {list(logits.shape)}"
         )
-    if logits.dtype.itemsize < 2 or logits.layout != torch.strided:
-        raise ValueError(f"the logits must be dense, of 16 bits or more; got {logits.dtype}, {logits.layout}")
+    check_dense("the logits", logits)
     if consume_logits and not logits.is_contiguous():
         raise ValueError(
             f"consume_logits=True writes into the logits, which must be contiguous; got strides {logits.stride()} "

@@ -30,8 +30,8 @@ B, S, V = 4, 8, 11
 FLOATS = ("advantages", "prev_logprobs", "generation_logprobs", "reference_policy_logprobs")
 #: the forms in which a call gets the model's output
 Way = Literal["logits", "hidden states", "log-probs", "token_scores"]
-#: no faults of log-probs and of `token_scores`, which takes a temperature for each sample, and ids to pass over
-LESS = ("temperatures of tokens", "token_mask missing", "sample_mask missing", "target -100")
+#: no faults of log-probs, which have the host's masks, and of `token_scores`, which takes a temperature for each sample
+LESS = ("temperatures of tokens", "token_mask missing", "sample_mask missing")
 PLACEHOLDER = 4  # of a process reward model
 _COUNTS = ("positive_tokens", "steps", "usual_sequences", "usual_tokens", "expert_sequences", "expert_tokens")
 _SIDES = [f"{side}_{what}" for side in ("desirable", "undesirable", "mismatched") for what in ("rows", "log_ratio")]

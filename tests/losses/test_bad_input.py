@@ -101,7 +101,7 @@ def test_masked_places_may_hold_anything() -> None:
 @pytest.mark.parametrize(
     ("arguments", "data", "message"),
     [
-        ({}, {}, "data lacks the field 'input_ids'; token_scores needs input_ids"),
+        ({}, {}, "data lacks the field 'input_ids'; this loss needs input_ids"),
         ({}, {"input_ids": torch.zeros(4, S)}, r"input_ids must be int64 or int32 \[B, S\], got torch.float32"),
         (
             {},

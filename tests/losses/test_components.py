@@ -28,6 +28,30 @@ def batch() -> tuple[Tensor, dict[str, Tensor]]:
     return logits, data
 
 
+def test_masks_of_components_may_be_floats() -> None:
+    """As `token_mask` may; integers and bools were asked for."""
+    logits, data = batch()
+    loss_fn = of(own={**NLL, "mask": "not observation_mask", "rows": "expert_mask"}, other=OBSERVED)
+    shares = []
+    for dtype in (torch.bool, torch.int32, torch.float32, torch.float64):
+        cast = {**data, **{name: data[name].to(dtype) for name in ("observation_mask", "expert_mask")}}
+        shares.append(loss_fn(logits, cast, *count_valid(cast), statistics=loss_fn.count(cast))[0])
+    assert len(set(map(float, shares))) == 1 and shares[0] != 0
+
+
+def test_a_mask_may_be_a_field_of_another_component() -> None:
+    logits, data = batch()
+    weighted = {"loss": {"name": "nll", "options": {"token_weights": "count"}}}
+    data["token_weights"] = (data["token_weights"] > 0).double()
+    both = of(first=weighted, second={**NLL, "mask": "token_weights"})
+    reverse = of(second={**NLL, "mask": "token_weights"}, first=weighted)
+    call = (logits, data, *count_valid(data))
+    losses = [loss_fn(*call, statistics=loss_fn.count(data))[0].item() for loss_fn in (both, reverse)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    fields = {field.name: field.dtype for field in both.requirements.fields}
+    assert fields == {"token_weights": "float"} and both.requirements.fields == reverse.requirements.fields
+
+
 def oracle(logits: Tensor, data: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     """RL on the policy's tokens + 0.3·NLL of observations (a mean of rows' means) − 0.4·k2 KL to a second reference on rows
     that are not an expert's, token by token.

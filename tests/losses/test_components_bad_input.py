@@ -53,7 +53,7 @@ def test_configs_that_do_not_do(components: dict[str, Any], message: str) -> Non
     ("name", "value", "message"),
     [
         ("observation_mask", None, "data lacks the field 'observation_mask'; this loss needs .*observation_mask"),
-        ("observation_mask", torch.ones(12, 16), "observation_mask must hold integers or bools, got torch.float32"),
+        ("observation_mask", torch.full((12, 16), 0.5), r"observation_mask = 0.5 at \[0, 0\] must be 0 or 1"),
         ("observation_mask", torch.full((12, 16), 2), r"observation_mask = 2 at \[0, 0\] must be 0 or 1"),
         ("observation_mask", torch.ones(12), r"observation_mask has shape \[12\]; .* calls for \[12, 16\]"),
         ("input_ids", torch.full((12, 16), VOCAB), rf"target {VOCAB} at \[\d+, \d+\] lies outside the vocabulary"),

@@ -1,4 +1,4 @@
-"""An objective reads what it declares, and nothing else."""
+"""An objective reads what it declares, and nothing else; so does a loss with a reader of its own."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import re
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import Tensor
 
-from parallel_rl import TokenBatch, register_objective
+from parallel_rl import ComponentsLossFn, NLLLoss, TokenBatch, register_loss, register_objective
+from parallel_rl.losses.core.call import LossCall
+from parallel_rl.losses.core.loss import Reader
+from parallel_rl.losses.core.scalar_head import ScalarReader
 from tests.losses.test_registry import make, run
 
 
@@ -58,3 +62,31 @@ def test_what_is_read_is_declared(name: str, reads: Callable[[TokenBatch], Tenso
     data["row_weight"] = data["rewards"]
     with pytest.raises(ValueError, match=re.escape(says)):
         run(undeclared(), logits, data)
+
+
+class Undeclared(NLLLoss):
+    """Reads one number per position and requires log-probs."""
+
+    @property
+    def reader(self) -> Reader:
+        return ScalarReader(self)
+
+
+def test_a_reader_of_something_else_is_declared() -> None:
+    """A host's log-probs were taken by a loss that reads something else; as a component its reader was never called."""
+    logits, data = make()
+    rows = {"data": {"response_mask": torch.ones(1, 2)}, "global_valid_seqs": 1, "global_valid_toks": 2}
+    says = "Undeclared has a ScalarReader and requires reads = 'log-probs'; declare reads='logits'"
+    with pytest.raises(ValueError, match=says):
+        run(Undeclared(), logits, data)
+    with pytest.raises(ValueError, match=says):
+        Undeclared().from_logprobs(-torch.ones(1, 2), **rows)
+    register_loss("doc_undeclared_reader")(Undeclared)
+    with pytest.raises(ValueError, match=says):
+        ComponentsLossFn({"components": {"one": {"loss": {"name": "doc_undeclared_reader"}}}}).count(data)
+
+
+def test_an_output_of_no_known_kind_is_named() -> None:
+    call = LossCall("logits", make()[1], torch.tensor(1), torch.tensor(1))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="output must be logits, an LMHeadInput or log-probs, got str"):
+        NLLLoss().run(call)

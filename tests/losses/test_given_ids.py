@@ -20,6 +20,15 @@ def test_an_id_of_a_valid_token_lies_in_the_vocabulary(masked: bool) -> None:
         assert token_scores(torch.randn(2, 4, 5), data).logprobs.isfinite().all()
 
 
+def test_pre_shifted_labels_are_scored_where_they_are_predicted() -> None:
+    logits, ids = torch.randn(2, 4, 5), torch.tensor([[0, 1, 4, 2], [0, 1, 2, 3]])
+    labels = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1)
+    right = token_scores(logits, {"input_ids": ids}, entropy=True)
+    scores = token_scores(logits, {"shift_labels": labels}, entropy=True)
+    for found, want in zip(scores[:2], right[:2], strict=True):
+        assert torch.equal(found[:, :-1], want[:, 1:]) and not found[:, -1].any()
+
+
 def test_a_component_may_name_the_mask_of_responses() -> None:
     """... as its own mask, and as the complement of that of another."""
     logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])

@@ -123,7 +123,7 @@ class ClippedPGLossFn(LogProbLoss):
         if self.cfg["truncated_importance_sampling_type"] is None:
             metrics.pop("is_oob_ratio", None)
         if sequence and not by_row and weight.numel():  # Q2: every weight, also of masked rows, for every valid row
-            rows = weight.view(batch.local.layout.shape)[:, 0].sum(dtype=torch.float64)
+            rows = weight.view(batch.shape)[:, 0].sum(dtype=torch.float64)
             metrics["sampling_importance_ratio"] = Metric("share", rows * batch.sequence_mask.sum() / batch.counts.seqs)
         return metrics
 

@@ -138,7 +138,7 @@ def scaled(loss: Tensor, batch: TokenBatch, mode: str) -> Tensor:
     """The share after Trinity's denominator: seq-mean-token-sum-norm divides by the padded width alone (Q40)."""
     if mode != "seq-mean-token-sum-norm":
         return loss
-    width = batch.local.layout.shape[1] * batch.local.layout.cp_size
+    width = batch.shape[1] * batch.local.layout.cp_size
     return (loss * batch.counts.seqs / max(width, 1)).to(loss.dtype)
 
 

@@ -106,7 +106,7 @@ class MixtureLossFn(PolicyLossFn):
             batch = dense_batch(logprob, action_mask, step=Step(context_group=within.context_group), rows=rows)
             sums |= {
                 f"{side}_seqs": count_true(batch, rows).value,
-                f"{side}_toks": count_true(batch, batch.local.valid).value,
+                f"{side}_toks": count_true(batch, batch.valid).value,
             }
         return Statistics(sums)
 

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.losses.core import run
-from parallel_rl.losses.core.call import LossFunction
+from parallel_rl.losses.core.call import HostLogProbs, LossCall, LossFunction
 from parallel_rl.losses.core.counted import count_step
-from parallel_rl.losses.core.from_logprobs import collect_on_rows, run_on_rows
-from parallel_rl.losses.core.log_prob_call import LogProbCall
 from parallel_rl.losses.core.loss import ConfigT, Loss
 from parallel_rl.losses.core.readers import LogProbReader
 from parallel_rl.statistics import Statistics
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.losses.core.call import LossCall
     from parallel_rl.losses.core.log_prob_rows import Values
     from parallel_rl.losses.core.loss import Reader
     from parallel_rl.metrics import Metrics
@@ -137,12 +134,9 @@ class LossFn(Loss[ConfigT], LossFunction):
                 log-probs above 0; a token_mask that counts a first token with a log-prob; shapes, dtypes, bounds or values that
                 do not fit; on all ranks of the group.
         """
-        return run_on_rows(
-            self,
-            LogProbCall(
-                logprobs, data, global_valid_seqs, global_valid_toks, context_parallel_group, cu_seqlens, entropy, statistics
-            ),
-        )  # fmt: skip
+        output = HostLogProbs(logprobs, data, cu_seqlens, entropy)
+        counts = global_valid_seqs, global_valid_toks
+        return run.run(self, LossCall(output, {}, *counts, context_group=context_parallel_group, statistics=statistics))
 
     @torch.no_grad()
     def collect_from_logprobs(
@@ -174,10 +168,6 @@ class LossFn(Loss[ConfigT], LossFunction):
         Raises:
             ValueError: a loss that needs none; what `from_logprobs` refuses.
         """
-        if not self.needs_statistics:
-            raise ValueError(f"{type(self).__name__} in this configuration needs no statistics of the step")
-        call = LogProbCall(
-            logprobs, data, global_valid_seqs, global_valid_toks, context_parallel_group, cu_seqlens, entropy,
-            Statistics({}),
-        )  # fmt: skip
-        return collect_on_rows(self, call)
+        output = HostLogProbs(logprobs, data, cu_seqlens, entropy)
+        call = LossCall(output, {}, global_valid_seqs, global_valid_toks, context_group=context_parallel_group)
+        return run.collect(self, call)

@@ -98,6 +98,11 @@ class TokenBatch:
         return self.local.statistics
 
     @property
+    def samples(self) -> Mapping[str, Tensor]:
+        """Samples of the step by name; none for a loss that declares no statistics."""
+        return {} if self.local.statistics is None else self.local.statistics.samples
+
+    @property
     def logprobs(self) -> Tensor:
         """[T_local] log π of the token that each position predicts, with gradient."""
         assert self.output.stats is not None, "a loss on a scalar head has no log-probs"
@@ -131,6 +136,16 @@ class TokenBatch:
         return self.local.mask
 
     @property
+    def valid(self) -> Tensor:
+        """[B, S] bool: the same tokens in the order of the data, whole."""
+        return self.local.valid
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, S): the sequences and the width of the data."""
+        return self.local.layout.shape
+
+    @property
     def sequence_mask(self) -> Tensor:
         """[B] bool."""
         return self.local.sequence_mask
@@ -148,6 +163,10 @@ class TokenBatch:
         """
         self.local.check_declared(name, per="token")
         return self.local.field(name, self.output.dtype)
+
+    def in_order(self, rows: Tensor) -> Tensor:
+        """[B, S] bool, made of the data, to [T_local] in the order of the logits; False at positions without a token."""
+        return self.local.layout.shard(rows, self.local.requirements.shift, fill=False)
 
     def recorded(self, name: str) -> Tensor:
         """[T_local] float64 of a field [B, S], 0 at masked places, not rounded to the dtype of the logits."""

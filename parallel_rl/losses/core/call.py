@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from parallel_rl.agreement import shape_facts
-from parallel_rl.groups import group_rank, group_size
-from parallel_rl.layout import CPLayout, SequenceLayout
 from parallel_rl.losses.core.one_row import PackedSequences
 from parallel_rl.vocab.linear.lm_head import LMHeadInput, split_fields
 
 if TYPE_CHECKING:
     from parallel_rl.losses.core.batch import TokenBatch
+    from parallel_rl.losses.core.log_prob_rows import Values
     from parallel_rl.losses.core.requirements import Requirements
     from parallel_rl.metrics import Metrics
     from parallel_rl.prefix_tree import PrefixTree
@@ -25,17 +23,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
+class HostLogProbs:
+    """A host's log-probs in the place of logits, with the data in the same form; see `LossFn.from_logprobs`."""
+
+    values: Values
+    data: Mapping[str, Values]
+    cu_seqlens: Tensor | None = None
+    entropy: Values | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class LossCall:
     """The arguments of one call; see `LossFunction.__call__`.
 
     Attributes:
+        output: logits, or what stands in their place.
+        data: empty beside a host's log-probs, which have theirs.
         observe: called with the batch as the loss read it, its share, and the metrics.
         tree: of the logits' row, if it is a prefix tree's.
         cut_length: S, if `torch.chunk` split the sequence of a DTensor over context ranks.
         may_wait: the host may wait for the device in the loss's first micro-batches, see `RecordedCheck`.
     """
 
-    output: Tensor | LMHeadInput
+    output: Tensor | LMHeadInput | HostLogProbs
     data: Mapping[str, Tensor]
     global_valid_seqs: Tensor
     global_valid_toks: Tensor
@@ -74,51 +84,6 @@ class LossCall:
             raise ValueError(f"data must be a mapping from names to tensors, got {type(data).__name__}")
         tensors, heads = split_fields(data, groups[0])
         return cls(output, tensors, *counts, tensor_rank, *groups, statistics, heads=heads)
-
-    def facts(self, logits: Tensor, vocab_size: int | None, vocab_start: int | None) -> dict[str, int]:
-        """Numbers in which the ranks of both groups must agree."""
-        facts = shape_facts(logits, vocab_size, vocab_start)
-        if self.cut_length is not None:  # of parts that need not be even
-            facts["the number of local tokens"] = logits.shape[0] * self.cut_length
-        return facts
-
-    def layout(self, logits: Tensor, rows: int, width: int, cp_layout: CPLayout) -> SequenceLayout:
-        """The layout of logits [B, S/cp, V/tp], or packed [1, T/cp, V/tp], for data [rows, width].
-
-        Raises:
-            ValueError: shape mismatch, or a number of sequences other than the data's rows.
-        """
-        if logits.dim() != 3:
-            raise ValueError(
-                f"next_token_logits must be [B, S/cp, V/tp] (packed: [1, T/cp, V/tp]), got {list(logits.shape)}"
-            )
-        cp_size, cp_rank = group_size(self.context_group), group_rank(self.context_group)
-        if self.tree is not None:
-            layout = self.tree.layout(cp_size=cp_size, cp_rank=cp_rank, cp_layout=cp_layout, device=logits.device)
-            if layout.shape != (rows, width):
-                raise ValueError(
-                    f"the tree has sequences of shape {list(layout.shape)}, the data has {[rows, width]}; build it from them"
-                )
-        elif self.packed_sequences is not None:
-            if logits.shape[0] != 1:
-                raise ValueError(f"packed logits must be [1, T/cp, V/tp], got {list(logits.shape)}")
-            total = logits.shape[1] * cp_size
-            layout = self.packed_sequences.layout(width, total, cp_size, cp_rank, cp_layout, logits.device)
-        else:
-            layout = SequenceLayout.padded(
-                rows, width, cp_size=cp_size, cp_rank=cp_rank, cp_layout=cp_layout, uneven=self.cut_length is not None,
-                device=logits.device,
-            )  # fmt: skip
-        if layout.shape[0] != rows:
-            raise ValueError(f"cu_seqlens describes {layout.shape[0]} sequences, the data has {rows} rows")
-        if tuple(logits.shape[:2]) != layout.local_shape:
-            looks_packed = self.packed_sequences is None and self.tree is None and logits.shape[0] == 1 < rows
-            cure = "; for a packed row wrap the loss: SequencePackingLossWrapper(loss_fn, cu_seqlens)"
-            raise ValueError(
-                f"the logits have leading shape {list(logits.shape[:2])}; data of shape {[rows, width]} over cp = {cp_size} "
-                f"needs {list(layout.local_shape)}{cure if looks_packed else ''}"
-            )
-        return layout
 
 
 class LossFunction(ABC):

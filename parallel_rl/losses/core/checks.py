@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.counts import check_mask_dtype, check_zeros_and_ones, own_counts
 from parallel_rl.labels import IGNORED, SHIFT_LABELS, check_labels, is_shifted
 from parallel_rl.layout import valid_tokens
@@ -16,15 +15,12 @@ from parallel_rl.losses.core.aggregation import UNIT_FIELDS, check_unit_ids
 from parallel_rl.losses.core.requirements import WEIGHTS, Field
 from parallel_rl.losses.core.token_weights import check_token_weights
 from parallel_rl.losses.core.turns import check_segment_ids
-from parallel_rl.replicated import Replicated
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import check_plain
 
 if TYPE_CHECKING:
     from parallel_rl.layout import SequenceLayout
-    from parallel_rl.losses.core.call import LossCall
-    from parallel_rl.losses.core.options import VocabOptions
     from parallel_rl.losses.core.requirements import Requirements
 
 
@@ -32,25 +28,6 @@ _MOST = 2.0**63  # a count is an int64
 #: recorded log-probs, and whether an earlier moment of a truncated policy gave them
 RECORDED = {"prev_logprobs": True, "generation_logprobs": True, "reference_policy_logprobs": False}
 _FINITE = ("advantages", "returns", "rewards", "values")  # in log-probs and in teachers' logits −inf is a number
-
-
-def check_on_all_ranks(
-    check: Callable[[], SequenceLayout], call: LossCall, needs: Requirements, logits: Tensor, options: VocabOptions
-) -> SequenceLayout:
-    """Return `check()` once the ranks of both groups agree: in faults, shapes, counts, and every field that the loss reads.
-
-    Raises:
-        ValueError: on all ranks of both groups.
-    """
-    names = ("input_ids", "token_mask", "sample_mask", *(field.name for field in needs.fields if field.per != "local"))
-    counts = known_counts(call.global_valid_seqs, call.global_valid_toks)
-    return raise_on_all_ranks(
-        check,
-        [call.tensor_group, call.context_group],
-        logits,
-        call.facts(logits, options.vocab_size, options.vocab_start),
-        alike=Replicated([call.data], names, counts, shards=logits),
-    )
 
 
 def check_statistics(loss: str, needs: Requirements, statistics: object) -> None:
@@ -123,14 +100,11 @@ def known_counts(global_valid_seqs: object, global_valid_toks: object) -> dict[s
     return known
 
 
-def check_data(
-    data: Mapping[str, Tensor], needs: Requirements, output: Tensor | None = None, reader: str = "this loss"
-) -> tuple[int, int]:
+def check_data(data: Mapping[str, Tensor], needs: Requirements, output: Tensor | None = None) -> tuple[int, int]:
     """Return (B, S) of whole data, after a look at each field's presence, shape, dtype and device.
 
     Args:
         output: the model's, for its device and its leading shape; None: neither is known, nor fields in the order of logits.
-        reader: of the data, for messages.
 
     Raises:
         ValueError: a missing field, anything but a tensor, a wrong shape, dtype or device, a field that requires a gradient; an
@@ -141,14 +115,12 @@ def check_data(
     for name in names:
         if name not in data:
             needed = ", ".join((*names[:3], *needs.asked))
-            raise ValueError(f"data lacks the field {name!r}; {reader} needs {needed}")
+            raise ValueError(f"data lacks the field {name!r}; this loss needs {needed}")
         if not isinstance(data[name], Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(data[name]).__name__}")
         check_plain(name, data[name])
-        if output is not None and data[name].device != output.device:
-            raise ValueError(
-                f"{name} is on {data[name].device}, the model's output on {output.device}; they must be on one device"
-            )
+        if output is not None:
+            check_device(name, data[name], output)
     ids = data["input_ids"]
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"input_ids must be int64 or int32 [B, S], got {ids.dtype} {list(ids.shape)}")
@@ -164,8 +136,18 @@ def check_data(
     return rows, width
 
 
+def check_device(name: str, value: Tensor, output: Tensor) -> None:
+    """Raises ValueError for a field on another device than the model's output."""
+    if value.device != output.device:
+        raise ValueError(
+            f"{name} is on {value.device}, the model's output on {output.device}; they must be on one device"
+        )
+
+
 def check_field(field: Field, value: Tensor) -> None:
     """Raises ValueError for a field of another dtype, or one that requires a gradient."""
+    if field.dtype == "mask":
+        return check_mask_dtype(field.name, value)
     if value.is_complex() or value.is_floating_point() != (field.dtype == "float"):
         wanted = "be floating point" if field.dtype == "float" else "hold integers or bools"
         raise ValueError(f"{field.name} must {wanted}, got {value.dtype}")

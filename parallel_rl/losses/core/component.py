@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from parallel_rl.counts import ValidCounts, check_zeros_and_ones
-from parallel_rl.losses.core.account import Account
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.counted import count_local
 from parallel_rl.losses.core.data_view import DataView
 from parallel_rl.losses.core.local_batch import LocalBatch
-from parallel_rl.losses.core.loss import ConfigT, Reader
+from parallel_rl.losses.core.loss import Account, ConfigT, Reader
 from parallel_rl.losses.core.measures import count_true
-from parallel_rl.losses.core.readers import LogProbReader, token_output
+from parallel_rl.losses.core.readers import LogProbReader, check_declared, token_output
 from parallel_rl.losses.core.requirements import Field, Requirements
 from parallel_rl.losses.core.truncated_policy import masked_stats
 from parallel_rl.metrics import Metric, Metrics
@@ -49,7 +48,13 @@ def joint_requirements(parts: Mapping[str, tuple[Requirements, DataView]]) -> Re
             raise ValueError(f"component {name!r} must score predicted tokens by their logits; its loss reads {what}")
         optional |= {each.name: each for each in view.named(needs.optional)}
         for each in (*view.named(needs.fields), *view.masks):
-            if fields.setdefault(each.name, each) != each:
+            known = fields.get(each.name, each)
+            if known.dtype == "mask":  # a loss that reads it too says more of it
+                known = replace(known, dtype=each.dtype)
+            elif each.dtype == "mask":
+                each = replace(each, dtype=known.dtype)
+            fields[each.name] = known
+            if known != each:
                 raise ValueError(
                     f"component {name!r} reads the field {each.name!r} as {each}, another as {fields[each.name]}; rename one "
                     "under `fields`"
@@ -153,6 +158,8 @@ class ComponentsLoss(LossFn[ConfigT]):
 
     @cached_property
     def requirements(self) -> Requirements:
+        for component in self.components:
+            check_declared(component.loss)
         return joint_requirements({each.name: (each.loss.requirements, each.view) for each in self.components})
 
     def options_of_components(self) -> dict[str, object]:

@@ -39,7 +39,7 @@ class DataView:
     def masks(self) -> tuple[Field, ...]:
         """Fields of its tokens and rows."""
         named = (self.mask, "token"), (self.rows, "sequence")
-        return tuple(Field(name.removeprefix(_NOT), per, "integer") for name, per in named if name is not None)  # type: ignore[arg-type]
+        return tuple(Field(name.removeprefix(_NOT), per, "mask") for name, per in named if name is not None)  # type: ignore[arg-type]
 
     def named(self, fields: tuple[Field, ...]) -> tuple[Field, ...]:
         """A loss's fields under their names in the data."""

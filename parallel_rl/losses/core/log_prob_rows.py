@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,15 +12,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.layout import CPLayout, SequenceLayout
-from parallel_rl.losses.core.local_batch import LocalBatch
 from parallel_rl.validation import checks_values
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from parallel_rl.counts import ValidCounts
-    from parallel_rl.losses.core.requirements import Alignment, Requirements
-    from parallel_rl.statistics import Statistics
+    from parallel_rl.losses.core.requirements import Alignment
 
 #: log-probs, or a field of the data: [B, S], or flat [T], or [n_i] of each sequence; a width may follow
 Values = Tensor | Sequence[Tensor]
@@ -218,14 +215,6 @@ def _with_a_column(rows: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows.movedim(1, -1), (0, 1)).movedim(-1, 1)
 
 
-def rows_batch(
-    data: Mapping[str, Tensor],
-    counts: ValidCounts,
-    context_group: ProcessGroup | None,
-    needs: Requirements,
-    statistics: Statistics | None = None,
-) -> LocalBatch:
-    """The batch of rows [B, A] whose columns all have a predictor, cut over `context_group` like their log-probs."""
-    mask = data["token_mask"]
-    layout = replace(SequenceLayout.padded(*mask.shape, device=mask.device), cp_size=group_size(context_group))
-    return LocalBatch(data, layout, counts, context_group, needs, statistics, cut_rows=True)
+def row_layout(rows: Tensor, context_group: ProcessGroup | None) -> SequenceLayout:
+    """Build the layout of rows [B, A] whose columns all have a predictor, cut over `context_group` in any way."""
+    return replace(SequenceLayout.padded(*rows.shape, device=rows.device), cp_size=group_size(context_group))

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from parallel_rl.config.strict import configure
 from parallel_rl.layout import CPLayout, valid_tokens
-from parallel_rl.losses.core.account import Account
 from parallel_rl.losses.core.checks import check_values
 from parallel_rl.losses.core.options import Temperature, VocabOptions
 from parallel_rl.losses.core.recorded import RecordedCheck
@@ -34,6 +33,33 @@ if TYPE_CHECKING:
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 ConfigT = TypeVar("ConfigT")
+
+
+@dataclass(frozen=True, eq=False)
+class Account:
+    """The share of a loss taken apart, by the computation that makes the share.
+
+    Attributes:
+        parts: name → its share with its coefficient; their sum is the share of the loss.
+        held: reason → [T_local] bool, the tokens whose term it takes away, bounds or lies outside the range of.
+        values: name → [T_local] numbers of the tokens: "ratio", "importance", "kl".
+    """
+
+    parts: Mapping[str, Tensor]
+    held: Mapping[str, Tensor] = field(default_factory=dict)
+    values: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def under(self, prefix: str, coefficient: float) -> Account:
+        """The account of a component, whose share is multiplied by its coefficient."""
+        return Account(
+            {f"{prefix}{name}": coefficient * x for name, x in self.parts.items()},
+            {f"{prefix}{name}": x for name, x in self.held.items()},
+            {f"{prefix}{name}": x for name, x in self.values.items()},
+        )
+
+    def __or__(self, other: Account) -> Account:
+        """Both, of a sum of two losses."""
+        return Account({**self.parts, **other.parts}, {**self.held, **other.held}, {**self.values, **other.values})
 
 
 class Loss(ABC, Generic[ConfigT]):

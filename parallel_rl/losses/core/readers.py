@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
-from parallel_rl.losses.core.from_hidden_states import project
 from parallel_rl.losses.core.loss import Loss, Reader
 from parallel_rl.losses.core.one_row import stats_of_tree
-from parallel_rl.losses.core.truncated_policy import read_truncated_policy
+from parallel_rl.losses.core.truncated_policy import read_truncated_policy, without_dropped
 from parallel_rl.validation import checks_values
+from parallel_rl.vocab.linear.token_stats import stats_of_head
 from parallel_rl.vocab.stats import check_logits, check_targets, stats_of_shard
 from parallel_rl.vocab.truncated_stats import check_kept_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from parallel_rl.losses.core.options import VocabOptions
     from parallel_rl.segments import SharedRows
     from parallel_rl.vocab.linear.lm_head import LMHeadInput
+    from parallel_rl.vocab.stats import TokenStats
 
 
 class LogProbReader(Reader):
@@ -41,7 +42,8 @@ class LogProbReader(Reader):
         options = self.loss.options.for_batch(local)
         if options.truncation:
             return read_truncated_policy(local, logits, tensor_group, options)
-        shared = local.layout.tree if self.by_edges else None
+        shared = local.layout.tree
+        shared = shared if shared is not None and self.by_edges else None
         return TokenBatch(
             local, token_output(local, logits, tensor_group, options, self.loss.requirements.entropy, shared)
         )
@@ -52,6 +54,36 @@ class LogProbReader(Reader):
         if self.loss.requirements.reads == "logits":
             return super().read_head(local, head, tensor_group)
         return project(local, head, tensor_group, self.loss.options.for_batch(local), self.loss.objective)
+
+
+def project(
+    local: LocalBatch,
+    head: LMHeadInput,
+    tensor_group: ProcessGroup | None,
+    options: VocabOptions,
+    objective: Callable[[TokenBatch], Tensor],
+) -> tuple[TokenBatch, Tensor | None]:
+    """Read token statistics, and the exact 0 that carries a gradient that is computed here already.
+
+    Args:
+        objective: the share of the loss, of which gradients are computed in forward if it separates over tokens.
+    """
+    needs = local.requirements
+    shard = options.shard(head.weight.shape[0], tensor_group, entropy=needs.entropy)
+
+    def with_stats(stats: TokenStats) -> TokenBatch:
+        return without_dropped(local, stats) if options.truncation else TokenBatch(local, ModelOutput(stats))
+
+    stats, carrier = stats_of_head(
+        head,
+        local.layout.take(local.data["input_ids"], needs.shift),
+        local.mask,
+        shard,
+        local.kept_ids() if options.truncation.kept_sets else None,
+        objective=(lambda stats: objective(with_stats(stats))) if needs.separates(options.truncation) else None,
+        context_group=local.context_group,
+    )
+    return with_stats(stats), carrier
 
 
 def token_output(
@@ -89,3 +121,16 @@ def check_vocabulary(loss: Loss, logits: Tensor, data: Mapping[str, Tensor], ten
         check_targets(torch.where(loss.scored(data), data["input_ids"], 0), shard.vocab_size, ignore_index=None)
     if options.truncation.kept_sets:
         check_kept_ids(data["kept_ids"], loss.scored(data), shard.vocab_size)
+
+
+def check_declared(loss: Loss) -> None:
+    """Refuse a loss that says to read log-probs and has a reader of something else.
+
+    Raises:
+        ValueError: it does.
+    """
+    if loss.requirements.reads == "log-probs" and not isinstance(loss.reader, LogProbReader):
+        raise ValueError(
+            f"{type(loss).__name__} has a {type(loss.reader).__name__} and requires reads = 'log-probs'; declare "
+            "reads='logits' of Requirements, or 'scalar'"
+        )

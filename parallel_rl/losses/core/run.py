@@ -1,50 +1,65 @@
-"""The run of a loss on logits or hidden states: check on all ranks, read the model's output, compute."""
+"""The run of a loss: find the source, check on all ranks, read the model's output, compute."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from torch import Tensor
+
+from parallel_rl.agreement import raise_on_all_ranks
 from parallel_rl.counts import ValidCounts
 from parallel_rl.groups import check_rank
-from parallel_rl.labels import is_shifted, with_labels
-from parallel_rl.losses.core.call import LossCall, share_of
+from parallel_rl.labels import with_labels
+from parallel_rl.losses.core.call import HostLogProbs, LossCall, share_of
 from parallel_rl.losses.core.checks import (
     check_counts,
     check_data,
-    check_lengths,
-    check_on_all_ranks,
     check_predicts,
     check_statistics,
     check_temperature,
+    known_counts,
 )
-from parallel_rl.losses.core.dtensor_call import on_shard
-from parallel_rl.losses.core.from_hidden_states import check_lm_head
+from parallel_rl.losses.core.counted import count_local
 from parallel_rl.losses.core.local_batch import LocalBatch
-from parallel_rl.losses.core.one_row import check_tree, for_each_token, head_of_tokens, rows_of_tokens
+from parallel_rl.losses.core.log_probs_source import LogProbs
+from parallel_rl.losses.core.logits_source import Logits, needs_of, on_shard
+from parallel_rl.losses.core.one_row import for_each_token
 from parallel_rl.losses.core.truncated_policy import with_dropped
 from parallel_rl.statistics import Statistics
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.dtensor import is_dtensor
-from parallel_rl.vocab.linear.lm_head import split_output
+from parallel_rl.vocab.linear.lm_head import LMHeadInput
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor
-
-    from parallel_rl.layout import SequenceLayout
     from parallel_rl.losses.core.batch import TokenBatch
-    from parallel_rl.losses.core.loss import Loss, Reader
+    from parallel_rl.losses.core.loss import Loss
     from parallel_rl.losses.core.requirements import Requirements
+    from parallel_rl.losses.core.source import Placed, Source
     from parallel_rl.metrics import Metrics
-    from parallel_rl.vocab.linear.lm_head import LMHeadInput
+
+
+class Read(NamedTuple):
+    """A call's output as it was read.
+
+    Attributes:
+        loss: that read it, on this rank's shard of a DTensor.
+        whole: the data before they were narrowed to the tokens that the loss scores.
+        batch: of `compute`.
+        carrier: an exact 0 with a gradient that was computed on the way.
+    """
+
+    loss: Loss
+    whole: LocalBatch
+    batch: TokenBatch
+    carrier: Tensor | None
 
 
 def run(loss: Loss, call: LossCall) -> tuple[Tensor, Metrics]:
     """Compute this rank's share of the loss, and its metrics."""
-    loss, call = _on_shard(loss, call)
-    batch, carrier = _read(loss, call)
+    loss, _, batch, carrier = read(loss, call)
     loss.recorded_check(batch, may_wait=call.may_wait)
     share, metrics = loss.compute(batch)
     metrics = with_dropped(metrics, batch.local.dropped)
@@ -54,23 +69,79 @@ def run(loss: Loss, call: LossCall) -> tuple[Tensor, Metrics]:
 
 
 def collect(loss: Loss, call: LossCall) -> Statistics:
-    """Collect this rank's part of the statistics that the model's output gives.
+    """Collect this rank's part of the statistics that a call gives: of a host's log-probs, those of their data too.
 
     Raises:
-        ValueError: the loss collects nothing; what `run` refuses.
+        ValueError: the call gives none; what `run` refuses.
     """
-    needs = loss.requirements
-    if not needs.collected:
-        raise ValueError(
-            f"{type(loss).__name__} in this configuration collects nothing from the model's output"
-            + ("; count(...) gives its statistics" if needs.statistics else "")
-        )
-    return loss.collect_from(read(loss, replace(call, statistics=Statistics({}))))
+    needs, of_host = loss.requirements, isinstance(call.output, HostLogProbs)
+    if not (needs.statistics if of_host else needs.collected):
+        what = "needs no statistics of the step" if of_host else "collects nothing from the model's output"
+        cure = "; count(...) gives its statistics" if needs.statistics else ""
+        raise ValueError(f"{type(loss).__name__} in this configuration {what}{cure}")
+    loss, whole, batch, _ = read(loss, replace(call, statistics=Statistics({})))
+    if not of_host:
+        return loss.collect_from(batch)
+    counted = count_local(loss, loss.narrowed(replace(whole, statistics=None)))
+    return counted | loss.collect_from(batch) if needs.collected else counted
 
 
-def read(loss: Loss, call: LossCall) -> TokenBatch:
-    """Check the call on all ranks and read the model's output into the batch that `compute` sees."""
-    return _read(*_on_shard(loss, call))[0]
+def read(loss: Loss, call: LossCall) -> Read:
+    """Check a call on all ranks and read the model's output.
+
+    Raises:
+        ValueError: invalid input, on all ranks of the call's groups.
+    """
+    source = _source(loss, call)
+    loss, needs = source.loss, source.needs()
+    numbers = known_counts(call.global_valid_seqs, call.global_valid_toks)
+    groups, facts, alike = source.agreement(needs, numbers)
+    placed = raise_on_all_ranks(lambda: check(source, call, needs), groups, source.like, facts, alike=alike)
+    device = source.like.device
+    counts = ValidCounts.of(call.global_valid_seqs, call.global_valid_toks, device)
+    statistics = None if call.statistics is None else call.statistics.to(device)
+    whole = LocalBatch(
+        placed.data, placed.layout, counts, call.context_group, placed.needs, statistics, heads=call.heads,
+        cut_rows=placed.values is not None,
+    )  # fmt: skip
+    if placed.layout.tree is not None:
+        whole = for_each_token(whole, call.tensor_group)
+    return Read(loss, whole, *source.read(loss.narrowed(whole), placed))
+
+
+def _source(loss: Loss, call: LossCall) -> Source:
+    """Find where a call's output comes from; a DTensor is taken apart, and labels put in their place, here alone.
+
+    Raises:
+        ValueError: an output of no known kind.
+    """
+    output = call.output
+    if isinstance(output, HostLogProbs):
+        return LogProbs.of(loss, call, output)
+    if is_dtensor(output):
+        call, options = on_shard(call, loss.options)
+        loss, output = loss.with_options(options), call.output
+    if not isinstance(output, (Tensor, LMHeadInput)):
+        raise ValueError(f"the model's output must be logits, an LMHeadInput or log-probs, got {type(output).__name__}")
+    return Logits.of(loss, call, output)
+
+
+def check(source: Source, call: LossCall, needs: Requirements) -> Placed:
+    """Check what types, shapes, options and groups tell, then what values tell; return the data and their layout.
+
+    Raises:
+        ValueError: names argument or field, value and place, and the cure.
+    """
+    loss = source.loss
+    source.check_reads(needs)
+    check_statistics(type(loss).__name__, needs, call.statistics)
+    check_rank(call.tensor_rank, call.tensor_group)
+    placed = source.place(needs)
+    if checks_values(placed.data["token_mask"]):
+        loss.check_data(placed.data, placed.needs)
+    source.check_output(placed)
+    check_counts(call.global_valid_seqs, call.global_valid_toks, placed.counted, shift=placed.values is None)
+    return placed
 
 
 def check_inputs(loss: Loss, data: Mapping[str, Tensor], *, values: bool) -> None:
@@ -81,73 +152,8 @@ def check_inputs(loss: Loss, data: Mapping[str, Tensor], *, values: bool) -> Non
     """
     check_predicts(type(loss).__name__, loss.requirements, data)
     data = loss.reader.complete(None, with_labels(data))
-    needs = _needs(loss, data)
+    needs = needs_of(loss, data)
     check_data(data, needs)
     if values and checks_values(data["input_ids"]):
         loss.check_data(data, needs)
         check_temperature(data, needs)
-
-
-def _on_shard(loss: Loss, call: LossCall) -> tuple[Loss, LossCall]:
-    """Take this rank's shard of logits that are a DTensor."""
-    if not is_dtensor(call.output):
-        return loss, call
-    call, options = on_shard(call, loss.options)
-    return loss.with_options(options), call
-
-
-def _read(loss: Loss, call: LossCall) -> tuple[TokenBatch, Tensor | None]:
-    """Read the model's output; an exact 0 carries a gradient that was computed on the way."""
-    reader, group = loss.reader, call.tensor_group
-    call = replace(call, data=with_labels(call.data))
-    needs = _needs(loss, call.data)
-    head, logits = split_output(call.output, group)
-    call = replace(call, data=reader.complete(logits, call.data))
-    layout = check_on_all_ranks(
-        lambda: _check(loss, reader, call, needs, head, logits), call, needs, logits, loss.options
-    )
-    loss.options.check_spans(logits, group)
-    counts = ValidCounts.of(call.global_valid_seqs, call.global_valid_toks, logits.device)
-    statistics = None if call.statistics is None else call.statistics.to(logits.device)
-    local = LocalBatch(call.data, layout, counts, call.context_group, needs, statistics, heads=call.heads)
-    local = loss.narrowed(for_each_token(local, group))
-    if head is not None:
-        return reader.read_head(local, head_of_tokens(head, layout, group), group)
-    return reader.read(local, logits if reader.by_edges else rows_of_tokens(logits, layout), group), None
-
-
-def _needs(loss: Loss, data: Mapping[str, object]) -> Requirements:
-    """Find the requirements of a call on this data: optional fields that are there, and what the options read."""
-    needs = loss.requirements.given(data)
-    needs = needs.on_rows() if is_shifted(data) else needs
-    needs = needs.with_kept_ids() if loss.options.truncation.kept_sets else needs
-    return needs.with_temperature() if loss.options.per_sample else needs
-
-
-def _check(
-    loss: Loss, reader: Reader, call: LossCall, needs: Requirements, head: LMHeadInput | None, logits: Tensor
-) -> SequenceLayout:
-    """Check what types, shapes, options and groups tell, then what values tell; return the layout of the logits."""
-    name, group = type(loss).__name__, call.tensor_group
-    if head is not None:
-        check_lm_head(name, needs, loss.options, head, group)
-    check_predicts(name, loss.requirements, call.data)
-    names = ("input_ids", "token_mask", "sample_mask", *needs.names)
-    reader.check_heads(head, {field: call.heads[field] for field in names if field in call.heads}, group)
-    check_statistics(name, needs, call.statistics)
-    check_rank(call.tensor_rank, group)
-    rows, width = check_data(call.data, needs, logits)
-    if checks_values(call.data["input_ids"]):
-        loss.check_data(call.data, needs)
-        check_temperature(call.data, needs)
-    layout = reader.layout(logits, rows, width, call.context_group)
-    layout = call.layout(logits, rows, width, loss.options.cp_layout) if layout is None else layout
-    if call.packed_sequences is not None and checks_values(call.data["token_mask"]):
-        check_lengths(loss.scored(call.data), layout)
-    check_counts(call.global_valid_seqs, call.global_valid_toks, call.data)
-    reader.check(logits, call.data, group)
-    if call.tree is not None:
-        check_tree(call.tree, call.data, loss.scored(call.data))
-    if head is not None and call.tree is None:
-        head.check_rows(layout.shard(loss.scored(call.data), needs.shift, fill=False), group)
-    return layout

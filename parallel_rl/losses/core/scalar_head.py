@@ -17,6 +17,7 @@ from parallel_rl.losses.core.batch import ModelOutput, TokenBatch
 from parallel_rl.losses.core.loss import ConfigT, Reader
 from parallel_rl.losses.core.requirements import Requirements
 from parallel_rl.vocab.backends.torch_backend import math_dtype
+from parallel_rl.vocab.stats import check_dense
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -62,6 +63,7 @@ class ScalarReader(Reader):
             raise ValueError(
                 f"a scalar head's output must be floating point [B, S/cp, 1], got {logits.dtype} {list(logits.shape)}"
             )
+        check_dense("a scalar head's output", logits)
 
     def read(self, local: LocalBatch, logits: Tensor, tensor_group: ProcessGroup | None) -> TokenBatch:
         return TokenBatch(local, ModelOutput(head=torch.where(local.mask, _flat(logits), 0)))

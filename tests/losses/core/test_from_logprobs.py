@@ -22,7 +22,7 @@ from parallel_rl import (
     count_valid,
     reduce_metrics,
 )
-from parallel_rl.losses.core.log_prob_call import warn_of_precision
+from parallel_rl.losses.core.log_probs_source import warn_of_precision
 from parallel_rl.testing.pool import preload, run_world
 
 preload("parallel_rl", "tests.losses.core.test_from_logprobs")
