@@ -133,7 +133,8 @@ class _Recorder(LossWrapper):
         self.called = True
         self.counts = float(call.global_valid_seqs), float(call.global_valid_toks)
         lengths = _lengths(call, batch)
-        if not bool((lengths > 0).any()):  # what a data rank without a micro-batch runs in its place
+        counted = (lengths > 0) | call.data["sample_mask"].bool()  # an empty answer has a share, too
+        if not bool(counted.any()):  # what a data rank without a micro-batch runs in its place
             return
         self.metrics.append(metrics)
         if group_rank(call.tensor_group):
@@ -159,9 +160,9 @@ class _Recorder(LossWrapper):
 
 
 def _lengths(call: LossCall, batch: TokenBatch) -> Tensor:
-    """[B] of the rows: those of packed rows or of the data, else to the last token of any mask."""
+    """Find the lengths [B] of the rows: of packed rows or of the data, else to the last token of any mask or component."""
     data, layout = call.data, batch.local.layout
-    masked = data["token_mask"].bool() | valid_tokens(data, batch.local.requirements.shift)
+    masked = data["token_mask"].bool() | valid_tokens(data, batch.local.requirements.shift) | batch.local.valid
     column = torch.arange(1, layout.shape[1] + 1, device=masked.device)
     last = torch.where(masked, column, 0).amax(1) if layout.shape[1] else masked.sum(1)
     given = data.get("lengths")

@@ -15,6 +15,7 @@ from parallel_rl import (
     LMHeadInput,
     PolicyLossFn,
     SequencePackingLossWrapper,
+    SimPOLossFn,
     count_valid,
     get_loss,
 )
@@ -198,3 +199,32 @@ def test_a_preference_and_its_nll_are_two_parts(tmp_path: Path) -> None:
         step = of_loss(tmp_path / name, name, options)
         for part, weight in zip(("preference_loss", "sft_loss"), weights, strict=True):
             assert step.shares[f"part/{part}"] == pytest.approx(weight * step.meta["metrics"][part], rel=1e-10), name
+
+
+def test_the_shares_of_empty_answers_are_part_of_the_loss(tmp_path: Path) -> None:
+    """A micro-batch of two empty answers is a pair: its share is in the step's loss, and in the parts."""
+    loss_fn = SimPOLossFn()
+    ids = torch.tensor([[1, 2, 3], [1, 2, 4], [1, 2, 0], [1, 2, 0]])
+    mask = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 0, 0], [0, 0, 0]])
+    data = {"input_ids": ids, "token_mask": mask, "sample_mask": torch.ones(4)}
+    logits = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))
+    counts = count_valid(data)
+    whole = float(loss_fn(logits, data, *counts)[0])
+    with dump_step(tmp_path, loss_fn) as recording:
+        for rows in (slice(0, 2), slice(2, 4)):
+            recording(logits[rows], {name: field[rows] for name, field in data.items()}, *counts)
+    step = read_step(tmp_path)
+    assert step.shares["loss"] == pytest.approx(whole, rel=1e-6)
+    assert step.meta["metrics"]["loss"] == pytest.approx(whole, rel=1e-6)
+
+
+def test_tokens_of_a_component_behind_the_last_one_of_token_mask_are_kept(tmp_path: Path) -> None:
+    components = {"observed": {"loss": {"name": "nll"}, "mask": "observation_mask"}}
+    loss_fn = ComponentsLossFn({"components": components})
+    data = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "token_mask": torch.tensor([[0, 1, 0, 0]])}
+    data |= {"sample_mask": torch.ones(1), "observation_mask": torch.tensor([[0, 0, 0, 1]])}
+    with dump_step(tmp_path, loss_fn) as recording:
+        recording(torch.zeros(1, 4, 6), data, *count_valid(data), statistics=loss_fn.count(data))
+    step = read_step(tmp_path)
+    assert step.lengths.tolist() == [4]
+    assert step.tokens["scored"].tolist() == [False, False, False, True]
