@@ -15,7 +15,7 @@ REPORT ?= runs/faults.jsonl
 PYTEST = CUDA_VISIBLE_DEVICES= PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 SHELL_SCRIPTS := .ci/run $(wildcard tools/*.sh slurm/*.sbatch slurm/*.sh slurm/*.conf)
 
-.PHONY: help install install-chromium install-slurm demo demo-hf test test-slow test-all test-triton test-slurm test-vllm soak lint types format docs bench gpu-check clean
+.PHONY: help install install-chromium install-slurm demo demo-hf test test-slow test-all test-triton test-slurm test-vllm soak lint types format docs docs-site bench gpu-check clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -98,6 +98,18 @@ format: $(STAMP)  ## fix what ruff can fix
 docs: $(STAMP)  ## docs/losses.md and docs/config.md, from the code and the recipes
 	$(BIN)/python -m tools.losses_table
 	$(BIN)/python -m tools.config_table
+
+docs-site: .docs/.installed  ## the site in build/site, offline; a warning or a dead link is an error; then its pages in a browser
+	@if [ -e .docs/sphinx ]; then rm -rf build/site && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=.docs:$(CURDIR) \
+	  $(BIN)/python -m sphinx -W -n -q -c docs -b html . build/site && echo "the site is in build/site/index.html"; fi
+	@[ ! -e .docs/sphinx ] || CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q tests/docs
+
+.docs/.installed: $(STAMP) .ci/docs.txt
+	rm -rf .docs && mkdir .docs
+	@if $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	  echo "installing Sphinx into .docs; about a minute" && $(BIN)/python -m pip install --quiet --no-deps --only-binary :all: \
+	  --require-hashes --target .docs -r .ci/docs.txt; else echo "the site needs Python 3.11 or newer: skipped" >&2; fi
+	@touch $@
 
 bench: $(STAMP)  ## the benchmarks, with their figures checked
 	$(BIN)/python -m benchmarks.token_stats --check

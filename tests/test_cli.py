@@ -188,6 +188,11 @@ def test_a_recipe_is_found_and_refused_before_any_work(capsys: pytest.CaptureFix
     assert len(listed) > 40 and any(line.startswith("gspo ") and "GSPO: group sequence" in line for line in listed)
     marked = [line.split()[0] for line in listed if line.endswith("(load_recipe only: `train` lacks its data)")]
     assert marked == ["prm", "self_distillation", "trajectory_mean", "turn_gspo", "value"]
+    assert main(["recipes", "GSPO"]) == 0
+    page = capsys.readouterr().out
+    assert all(
+        text in page for text in ("GSPO: group sequence", "Paper: arXiv 2507.18071", "ratio_level: sequence-mean")
+    )
     assert main(["recipes", "all"]) == 2
 
 

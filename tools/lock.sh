@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes .ci/requirements.txt anew (`make lock`): what the continuous integration installs, with the hashes of its files, for every
+# Makes .ci/requirements.txt and .ci/docs.txt anew (`make lock`): what the continuous integration installs, with the hashes of its files, for every
 # Python that is supported. It is for Linux with the versions of constraints.txt, and needs uv on PATH.
 set -euo pipefail
 
@@ -18,3 +18,12 @@ printf '%s\n' filelock fsspec jinja2 networkx sympy typing-extensions 'setuptool
     --extra megatron --extra triton --extra data --extra datasets --extra hf --extra math --extra report --extra dev --override "$work/overrides" --generate-hashes --no-emit-index-url --no-annotate --no-header --quiet
 } >"$work/out"
 mv "$work/out" "$out"
+
+# the site's packages alone: they go into a folder of their own, next to .venv's
+sed -n 's/^docs = \[\(.*\)\].*/\1/p' pyproject.toml | tr -d ' "' | sed 's/,\([a-z]\)/\n\1/g' >"$work/docs.in"
+{
+  echo "# Made by tools/lock.sh: what builds the site (make docs-site), for Python 3.11 and newer."
+  uv pip compile "$work/docs.in" --universal --python-version 3.11 -c constraints.txt --generate-hashes --no-emit-index-url \
+    --no-annotate --no-header --quiet
+} >"$work/out"
+mv "$work/out" .ci/docs.txt

@@ -52,7 +52,7 @@ def _parser() -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
                 help=f"{whose} import this module of yours, which registers losses, rewards or loggers (may be repeated; "
                 f"{ENVIRONMENT} lists more, separated by commas)",
             )
-    commands.add_parser("recipes", help="list the recipes")
+    runs.add_recipes(commands)
     return parser, commands.choices
 
 
@@ -107,7 +107,7 @@ def _run(arguments: Sequence[str], own_process: bool) -> int:
         return runs.data(known.recipe, known.steps, rest)
     if rest:
         return runs.refuse(ValueError(surplus(rest[0], "recipes", options)))
-    return runs.recipes()
+    return runs.recipes(known.name)
 
 
 def _has_megatron() -> bool:

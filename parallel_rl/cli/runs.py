@@ -73,6 +73,12 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     data.add_argument("--steps", metavar="N", type=int, help="steps of each phase; default: the config's")
 
 
+def add_recipes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `recipes`."""
+    parser = commands.add_parser("recipes", help="list the recipes, or print one")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="print this recipe: formula, paper, defaults, settings")
+
+
 def check(
     recipe: str | None,
     world: int,
@@ -258,11 +264,18 @@ def refuse(error: ValueError | OSError) -> int:
     return 2
 
 
-def recipes() -> int:
-    from parallel_rl.recipes import recipes, runs, summary
+def recipes(name: str | None) -> int:
+    """List the recipes, or print the page of one: its formula, paper, defaults and settings."""
+    from parallel_rl.recipes import find_recipe, recipes, runs, summary
 
-    for name, path in recipes().items():
-        show(f"{name:30} {summary(path)}{'' if runs(path) else ' (load_recipe only: `train` lacks its data)'}")
+    if name is not None:
+        try:
+            show(find_recipe(name).read_text(encoding="utf-8").rstrip())
+        except ValueError as error:
+            return refuse(error)
+        return 0
+    for recipe, path in recipes().items():
+        show(f"{recipe:30} {summary(path)}{'' if runs(path) else ' (load_recipe only: `train` lacks its data)'}")
     return 0
 
 

@@ -51,10 +51,11 @@ class Tab:
                 return message["result"]
             self.events.append(message)
 
-    def open(self, page: Path) -> None:
+    def open(self, page: Path, query: str = "") -> None:
         """Load a page to its end."""
-        self.send("Page.navigate", url=page.as_uri())
-        while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
+        before = len(self.events)
+        self.send("Page.navigate", url=page.as_uri() + query)
+        while not any(event.get("method") == "Page.loadEventFired" for event in self.events[before:]):
             self.events.append(self._next(30))
 
     def run(self, expression: str) -> Any:
