@@ -48,7 +48,7 @@ def policy_batch(rows: int = 6, width: int = 20, vocab: int = 11, seed: int = 0)
     data["advantages"][3] = 0
     own = token_logprobs(logits, data)
     for name, scale in (("prev_logprobs", 0.3), ("generation_logprobs", 0.5), ("reference_policy_logprobs", 0.4)):
-        data[name] = own + scale * torch.randn(rows, width, generator=g).double()
+        data[name] = (own + scale * torch.randn(rows, width, generator=g).double()).clamp(max=0)
     return logits, data
 
 
