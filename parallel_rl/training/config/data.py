@@ -18,11 +18,13 @@ class DatasetSource:
             such files, or a name of the hub.
         name: of a configuration of the data set.
         split: that is read.
+        revision: a commit of the hub's data set, which stays the same; null is the newest.
     """
 
     dataset: str
     name: str | None = None
     split: str = "train"
+    revision: str | None = None
 
 
 Paths = DatasetSource | str | tuple[str, ...] | None

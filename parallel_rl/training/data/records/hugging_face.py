@@ -169,8 +169,9 @@ def _load(source: DatasetSource, path: Path) -> datasets.Dataset | datasets.Data
             columns = pandas.read_csv(path, sep=separator, nrows=0).columns
             texts = datasets.Features({column: datasets.Value("string") for column in columns})
             options = {"sep": separator, "features": texts, "keep_default_na": False}
-        return datasets.load_dataset(builder, data_files={source.split: str(path)}, split=source.split, **options)
-    return datasets.load_dataset(source.dataset, source.name, split=source.split)
+        files = {source.split: str(path)}
+        return datasets.load_dataset(builder, data_files=files, split=source.split, **options)  # nosec B615 # a local file
+    return datasets.load_dataset(source.dataset, source.name, split=source.split, revision=source.revision)
 
 
 def _checksum(table: pyarrow.Table) -> int:
