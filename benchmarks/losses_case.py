@@ -38,9 +38,9 @@ def make_data(tokens: int, vocab: int, sequences: int, device: str = "cpu") -> d
         "token_mask": (torch.arange(tokens).view(shape) % 4 != 0).long(),
         "sample_mask": torch.ones(sequences),
         "advantages": noise(),
-        "prev_logprobs": policy,
-        "generation_logprobs": policy + 0.05 * noise(),
-        "reference_policy_logprobs": policy + 0.05 * noise(),
+        "prev_logprobs": policy.clamp(max=0),
+        "generation_logprobs": (policy + 0.05 * noise()).clamp(max=0),
+        "reference_policy_logprobs": (policy + 0.05 * noise()).clamp(max=0),
     }
     return {name: value.to(device) for name, value in data.items()}
 

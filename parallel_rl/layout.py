@@ -1,8 +1,7 @@
 """Map from local positions to tokens of sequences: padded and packed rows, both context-parallel layouts.
 
-Everything that is an index lives here, is computed once from `cu_seqlens` with tensor operations, and never waits for
-the device. Legend: B sequences, S tokens a row of the data, T positions of the (packed) row, `local` what this context
-rank holds.
+Every index is computed here, once, with tensor operations, and never waits for the device. Legend: B sequences, S tokens a
+row of the data, T positions of the (packed) row, `local` what this context rank holds.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class SequenceLayout:
         lengths: [B] true lengths.
         local_shape: the leading shape of the logits, (B, S/cp) or (1, T/cp).
         chunks: [B] and [B], where sequences are cut: position p lies in chunk (first + p) // second of 2·cp, or cp.
-        tree: the rows that local positions share, for a prefix tree's row.
+        tree: the rows that local positions share.
     """
 
     shape: tuple[int, int]
@@ -137,8 +136,7 @@ class SequenceLayout:
         Args:
             cu_seqlens: [B + 1] integer, true lengths summed up from 0.
             cu_seqlens_padded: [B + 1] integer, the same with each sequence's padding; None where there is none.
-            seq_len: S, the width of the unpacked data. A last sequence that holds the row's alignment padding may be
-                longer.
+            seq_len: S, the width of the unpacked data; a last sequence with the row's alignment padding may be longer.
             total: T, the padded length of the row over all context ranks.
             tail: positions at the end of the row, of T, that belong to no sequence; zigzag cuts them as a segment of their own.
             device: of the layout; None is that of `cu_seqlens`. Bounds on the host are checked before they move.
@@ -201,7 +199,11 @@ class SequenceLayout:
         return self.sequence_ids * self.shape[1] + column.clamp(max=last), valid
 
     def check_logits(self, logits: Tensor) -> None:
-        """Raise ValueError unless logits are [*local_shape, V/tp]."""
+        """Check that logits are [*local_shape, V/tp].
+
+        Raises:
+            ValueError: they are not.
+        """
         if logits.dim() != 3 or tuple(logits.shape[:2]) != self.local_shape:
             rows, width = self.local_shape
             raise ValueError(f"the logits have shape {list(logits.shape)}; the layout needs [{rows}, {width}, V/tp]")

@@ -40,6 +40,7 @@ def inputs() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         "sample_mask": torch.ones(B),
     }
     data |= {name: torch.randn(B, S, generator=g).double() for name in ("advantages", "prev_logprobs")}
+    data["prev_logprobs"] = -data["prev_logprobs"].abs()
     data["kept_ids"] = torch.tensor([2, 0, -1]).expand(B, S, 3).clone()
     return hidden, weight, data
 
