@@ -158,6 +158,14 @@ def tree_batch(
     context = Context.present(cp_layout)
     unit = math.lcm(2 * context.size if context.size > 1 else 1, context.size * context.tensor)
     check_masks(data)
+    ids = data.get("input_ids")
+    if ids is None or ids.shape != data["token_mask"].shape:
+        got = "none" if ids is None else list(ids.shape)
+        raise ValueError(f"input_ids must be [B, S] as token_mask {list(data['token_mask'].shape)}, got {got}")
+    if scored is not None and bool((data["token_mask"].bool() & ~scored.to(ids.device).bool()).any()):
+        raise ValueError(
+            "scored leaves out a token whose token_mask is not 0; it would carry no loss and yet be counted"
+        )
     tree = build_tree(
         data["input_ids"], lengths, alike=[data[name] for name in alike],
         token_mask=data["token_mask"] if scored is None else scored, multiple_of=unit,

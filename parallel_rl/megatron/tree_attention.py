@@ -87,8 +87,8 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, plan: TreePlan, sc
     if at < plan.rows:
         parts.append(query.new_zeros(plan.rows - at, heads, query.shape[-1]))
     out = torch.cat(parts).view(plan.rows, 1, -1)
-    # a rank of padding alone takes part in the gather's backward, too
-    return out if plan.paths else out + gathered.sum()
+    # a rank of padding alone takes part in the backward of the gather and of the queries, too
+    return out if plan.paths else out + gathered.sum() + query[:0].sum()
 
 
 def tree_params(plan: TreePlan, tree: PrefixTree) -> PackedSeqParams:

@@ -66,6 +66,11 @@ def check_tree_model(models: Sequence[torch.nn.Module], *, trains_heads: bool = 
             balances,
             "a shared token would count once, not once for each sequence",
         ),
+        (
+            "moe_router_enable_expert_bias",
+            getattr(config, "moe_router_enable_expert_bias", False),
+            "a shared token would move the bias once, not once for each sequence",
+        ),
         ("is_hybrid_model", getattr(config, "is_hybrid_model", False), "a state has one past"),
     ):
         if wrong:
@@ -78,6 +83,6 @@ def check_tree_model(models: Sequence[torch.nn.Module], *, trains_heads: bool = 
             attention = getattr(module, "core_attention", None)
             if attention is not None and not hasattr(attention, "takes_trees"):
                 raise ValueError(
-                    f"{name}.core_attention is a {type(attention).__name__}, which does not know prefix trees; build the model "
-                    "with parallel_rl.megatron.layer_spec(config), whose SelfAttentionCore does"
+                    f"{name}.core_attention is a {type(attention).__name__}, which does not know prefix trees; "
+                    "SelfAttentionCore does, that of layer_spec(config) without Transformer Engine"
                 )
