@@ -17,7 +17,7 @@ FILES: dict[str, bytes] = {
     "twice.yaml": b"rl:\n  steps: 3\nrun: {dir: a}\nrl:\n  prompts: 4\n",
     "twice_below.yaml": b"rl: {steps: 3, steps: 4}\n",
     "latin.yaml": b"run: {dir: \xe9}\n",
-    "mine.jsonl": b'{"prompt": "1+1=", "completion": "2"}\n',
+    "mine.jsonl": b'{"prompt": "1+1=", "reply": "2"}\n',
     "broken_reward.py": b"1 / 0\n",
     "leaving.py": b"raise SystemExit(0)\n",
 }
@@ -94,7 +94,7 @@ def checked(*arguments: str) -> list[str]:
         (checked(GRPO, "--data.train=/dev/null"), "data.train: /dev/null is not a file"),  # "does not exist"
         (
             checked(str(CONFIGS / "sft_arithmetic.yaml"), "--data.examples=mine.jsonl"),
-            "mine.jsonl, line 1: unknown field 'completion'; valid: prompt",  # "did you mean 'prompt'?", which is there
+            "mine.jsonl, line 1: unknown field 'reply'; valid: prompt",  # "did you mean 'prompt'?", which is there
         ),
     ],
 )  # fmt: skip

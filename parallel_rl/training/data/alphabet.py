@@ -12,7 +12,8 @@ from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.format import pick
 from parallel_rl.training.data.forms import Forms, find_forms, read_of
 from parallel_rl.training.data.records.check import check
-from parallel_rl.training.data.records.paths import DataFile
+from parallel_rl.training.data.records.hugging_face import open_in_turn
+from parallel_rl.training.data.records.index import DataFile
 from parallel_rl.training.data.records.source import Records, index_of
 
 # what is written in characters; what is asked beside a prompt has no form without a chat template
@@ -30,6 +31,7 @@ def settle_alphabet(config: TrainConfig, files: Mapping[str, Sequence[DataFile]]
         return config
     known = set() if given == AUTO else set(given)
     first: dict[str, str] = {}
+    open_in_turn([file for group in files.values() for file in group])
     forms = raise_on_all_ranks(lambda: find_forms(config.data, files))
     for name in FIELDS:
         if name in files:

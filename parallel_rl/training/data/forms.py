@@ -130,9 +130,12 @@ def _first(file: DataFile) -> Row | None:
     """The first record of a file; None where it has none or is malformed, which the checks name."""
     step = stretch(file.size)
     try:
-        index = file.index(0, 0, min(1, file.units(step)), step)
-        index = index[index["count"] > 0]
-        return file.read(*index[["start", "size", "crc"]][0].item()).row(0) if len(index) else None
+        for unit in range(file.units(step)):  # of a map that leaves records out, the first that stays
+            index = file.index(0, unit, unit + 1, step)
+            index = index[index["count"] > 0]
+            if len(index):
+                return file.read(*index[["start", "size", "crc"]][0].item()).row(0)
+        return None
     except ValueError:
         return None
 

@@ -22,6 +22,7 @@ from parallel_rl.training.data.format import Row, UnfitRecord
 from parallel_rl.training.data.forms import find_forms
 from parallel_rl.training.data.parsers import parsers
 from parallel_rl.training.data.records.check import TextSet, check, keys_of
+from parallel_rl.training.data.records.hugging_face import open_in_turn
 from parallel_rl.training.data.records.mapped import identity
 from parallel_rl.training.data.records.source import Records, index_of
 from parallel_rl.training.tokenizer.protocol import Tokenizer
@@ -45,6 +46,7 @@ def read_datasets(
             prompt in both `train` and `held_out`, recorded rollouts that do not fill
             steps with whole groups.
     """
+    open_in_turn([file for group in files.values() for file in group])
     reader, forms = _Reader(config, files, room), raise_on_all_ranks(lambda: find_forms(config.data, files))
     for name, (_, description) in forms.items():
         reader.notes[name].append(description)

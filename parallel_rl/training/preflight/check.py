@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from pathlib import Path
 
+from parallel_rl.config.names import is_left
 from parallel_rl.experience.rewards import reward_function
 from parallel_rl.training.checkpointing.resume import check_sources
 from parallel_rl.training.config.sections import data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
 from parallel_rl.training.data.datasets import Files, find_data
+from parallel_rl.training.data.forms import find_forms
 from parallel_rl.training.data.parsers import parsers
 from parallel_rl.training.data.records.index import stretch
 from parallel_rl.training.data.records.source import Records
@@ -34,15 +38,25 @@ def check_run(config: TrainConfig, world_size: int) -> str:
     for reward in config.rewards.values():
         reward_function(reward)
     check_writable(Path(config.run.dir))
-    files = find_data(config.data)
-    config = settle_alphabet(config, files)
-    tokenizer = config.tokenizer.build()
-    check_vocabulary(config, tokenizer.vocabulary)
-    check_first_records(config, tokenizer, files)
+    if _is_left_to_ranks(config.data.map):  # what it makes of the records is not known here
+        find_data(replace(config.data, map=None))
+    else:
+        files = find_data(config.data)
+        config = settle_alphabet(config, files)
+        tokenizer = config.tokenizer.build()
+        check_vocabulary(config, tokenizer.vocabulary)
+        check_first_records(config, tokenizer, files)
     check_sources(config)
     sizes, data = config.parallel, data_parallel_size(config.parallel, world_size)
     layout = f"TP {sizes.tensor} × CP {sizes.context} × PP {sizes.pipeline} × DP {data}"
     return f"{layout}, {config.run.dtype}, writes to {config.run.dir}"
+
+
+def _is_left_to_ranks(name: str | None) -> bool:
+    """Whether the ranks will import the module of `data.map`, and this process does not."""
+    if name is None or name.partition(":")[0] in sys.modules:
+        return False
+    return is_left("data.map", name.replace(":", "."))
 
 
 def check_first_records(config: TrainConfig, tokenizer: Tokenizer, files: Files) -> None:
@@ -51,9 +65,10 @@ def check_first_records(config: TrainConfig, tokenizer: Tokenizer, files: Files)
     Raises:
         ValueError: a malformed line or row, by file and number.
     """
-    parse = parsers(config, tokenizer)
+    parse = parsers(config, tokenizer, find_forms(config.data, files))
     for name, data_files in files.items():
         for file in data_files:
             index = file.index(0, 0, 1, stretch(file.size))
+            index = index[index["count"] > 0]
             if len(index):
                 next(Records((file,), index, getattr(parse, name)).batches(0))

@@ -20,6 +20,16 @@ def questions(row: Row) -> Row | list[Row] | None:
 same_questions = questions
 
 
+def in_place(row: Row) -> Row:
+    row["n"] = [row["n"]]
+    row["n"].append(0)
+    return row
+
+
+def nothing_left(row: Row) -> None:
+    """Leave every record out."""
+
+
 def a_set(row: Row) -> object:
     return {"prompt"}
 

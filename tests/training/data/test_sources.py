@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from parallel_rl.config.names import left_to_ranks
 from parallel_rl.testing.pool import WorldError, preload, run_world
 from parallel_rl.training.config.load import load_config
 from parallel_rl.training.data.datasets import find_data
 from parallel_rl.training.data.records.source import Records, index_of
+from parallel_rl.training.preflight.check import check_run
 from tests.training.data import maps
 from tests.training.data.test_streaming import LINES, SMALL
 from tests.training.helpers import cut, run, train_rows
@@ -144,6 +146,7 @@ def test_refused_maps(tmp_path: Path, function: str, message: str) -> None:
     ("source", "message"),
     [
         ({"dataset": "saved", "split": "test"}, "has no split 'test'; it has train"),
+        ({"dataset": "one", "split": "test"}, "is one saved split, so split = 'test' has no effect"),
         ({"dataset": "script"}, "is a loading script, which would run code of its own"),
         ({"dataset": "notes.txt"}, "the kind of notes.txt is unknown"),
         ({"datset": "saved"}, "datset"),
@@ -155,6 +158,7 @@ def test_refused_maps(tmp_path: Path, function: str, message: str) -> None:
 def test_refused_sources(tmp_path: Path, source: dict[str, str] | str, message: str) -> None:
     whole = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS[:5])})
     whole.save_to_disk(str(tmp_path / "saved"))
+    whole["train"].save_to_disk(str(tmp_path / "one"))
     (tmp_path / "script").mkdir()
     (tmp_path / "script" / "script.py").write_text("raise SystemExit('ran')")
     (tmp_path / "notes.txt").write_text("x")
@@ -167,3 +171,21 @@ def test_refused_sources(tmp_path: Path, source: dict[str, str] | str, message: 
         value = str(tmp_path / source)
     with pytest.raises(ValueError, match=message):
         records(tmp_path, examples=value)
+
+
+def test_a_map_may_change_its_row_and_drop_whole_blocks(tmp_path: Path) -> None:
+    """Each call sees the row as it was read; a source that loses every record is refused."""
+    files = numbered(tmp_path / "a.jsonl")
+    got = records(tmp_path, examples=files, map=f"{MAPS}:in_place")
+    assert got[0]["n"] == [1, 0]
+    with pytest.raises(ValueError, match=r"data.examples: data.map leaves no record"):
+        records(tmp_path, examples=files, map=f"{MAPS}:nothing_left")
+
+
+def test_a_check_leaves_the_map_to_the_ranks(tmp_path: Path) -> None:
+    with left_to_ranks(["my_maps"]) as lines:
+        arguments = given(tmp_path, data__examples=numbered(tmp_path / "a.jsonl"), data__map="my_maps:question")
+        check_run(load_config(arguments[0], arguments[1:]), 1)
+    assert lines == [
+        "not looked at: data.map 'my_maps.question', which my_maps is to register when the ranks import it"
+    ]

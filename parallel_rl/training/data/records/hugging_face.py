@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 ROWS = 1024  # of a block
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz", ".lz4")
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _BUILDERS = {
     ".csv": "csv",
     ".tsv": "csv",
@@ -148,6 +148,10 @@ def _loaded(source: DatasetSource, key: str) -> datasets.Dataset:
         if source.split not in found:
             raise ValueError(f"{key}: {source.dataset!r} has no split {source.split!r}; it has {', '.join(found)}")
         found = found[source.split]
+    elif source.split != "train" and (path / "state.json").is_file():
+        raise ValueError(
+            f"{key}: {source.dataset!r} is one saved split, so split = {source.split!r} has no effect; leave it out"
+        )
     return found
 
 

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,7 +99,7 @@ class MappedFile:
 
     def _call(self, row: Row) -> list[Row | ValueError]:
         try:
-            result = self.function(dict(row))
+            result = self.function(deepcopy(dict(row)))  # which the function may change
         except Exception as error:  # of the user's own code
             return [ValueError(f"data.map: {self.name} raised {type(error).__name__}: {error}")]
         records = [] if result is None else result if isinstance(result, list) else [result]
@@ -152,8 +153,3 @@ def identity(name: str) -> str:
     except (OSError, TypeError):
         source = name
     return f"{name} {hashlib.blake2b(source.encode(), digest_size=8).hexdigest()}"
-
-
-def mapped(file: DataFile, name: str) -> MappedFile:
-    """Wrap a file's rows by `data.map`."""
-    return MappedFile(file, map_function(name), name)

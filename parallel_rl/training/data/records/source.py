@@ -200,6 +200,8 @@ def index_of(files: Sequence[DataFile], name: str) -> Entries:
             path, size = min({*facts} ^ {*parts[0][0]})
             raise ValueError(f"{name} differs between the ranks {other} and 0: only one sees {path} with {size} bytes")
     index = np.concatenate([part for _, part in parts])
+    if len(index) and not index["count"].sum():
+        raise ValueError(f"{name}: data.map leaves no record")
     filled = set(index["file"].tolist())
     for number, file in enumerate(files):
         if number not in filled:
