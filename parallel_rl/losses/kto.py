@@ -20,7 +20,6 @@ from parallel_rl.losses.pairs import response_sum
 from parallel_rl.losses.registry import register_loss
 from parallel_rl.metrics import Metric, Metrics
 from parallel_rl.statistics import Statistics
-from parallel_rl.validation import checks_values
 
 
 @dataclass(frozen=True)
@@ -30,16 +29,13 @@ class KTOLossConfig:
     beta: β. desirable_weight, undesirable_weight: λ_D and λ_U; their authors keep λ_D·n_D / (λ_U·n_U) in [1, 4/3].
     baseline: where z₀ comes from, always a constant and never below 0: "mismatched", the mean log-ratio of the rows labelled
         0 (KTO); "opposite-class", for each class the mean log-ratio of the other (vanilla KTO); "none", 0 (APO-zero
-        without pairs). The last two refuse rows labelled 0.
-    one_sided: accept a step of desirable and mismatched rows alone. Its labels look like 0 / 1 in place of −1 / +1, so that
-        False refuses it.
+        without pairs). The last two leave rows labelled 0 out.
     """
 
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     baseline: Literal["mismatched", "opposite-class", "none"] = "mismatched"
-    one_sided: bool = False
 
     def __post_init__(self) -> None:
         positive(self, "beta")
@@ -63,8 +59,7 @@ class KTOLossFn(LossFn[KTOLossConfig]):
     without β), num_desirable, num_undesirable, num_mismatched, overflow_tokens (with an infinite log-ratio: not in D).
 
     Raises:
-        ValueError: see `LossFn`; a label other than +1, −1 and 0; a row labelled 0 where `baseline` reads none; a step with
-            rows labelled 0 and none labelled −1, unless `one_sided`.
+        ValueError: see `LossFn`; a label other than +1, −1 and 0.
 
     Papers: arXiv 2402.01306 (KTO), 2408.06266 (APO-zero).
 
@@ -93,7 +88,6 @@ class KTOLossFn(LossFn[KTOLossConfig]):
         return Statistics(sums)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
-        self._check_step(batch.statistics)
         cfg, sides = self.config, _sides(batch)
         ratios, overflow = _log_ratios(batch)
         good, bad = sides["desirable"], sides["undesirable"]
@@ -140,24 +134,6 @@ class KTOLossFn(LossFn[KTOLossConfig]):
             raise ValueError(
                 f"preference_labels = {labels[row].item():g} at [{row}] is not valid; +1 is desirable, -1 undesirable, "
                 f"0 a mismatched row"
-            )
-        unread = (labels == 0) & data["sample_mask"].bool()
-        if self.config.baseline != "mismatched" and bool(unread.any()):
-            raise ValueError(
-                f"preference_labels = 0 at [{int(unread.nonzero()[0])}] is a mismatched row, which baseline = "
-                f"{self.config.baseline!r} does not read; mask the row, or label an undesirable response -1"
-            )
-
-    def _check_step(self, statistics: Statistics) -> None:
-        """Refuse labels of the whole step that look like 0 / 1; every rank has the same statistics."""
-        mismatched, undesirable = statistics["mismatched_rows"], statistics["undesirable_rows"]
-        if self.config.one_sided or not checks_values(mismatched):
-            return
-        if mismatched > 0 and undesirable == 0:
-            raise ValueError(
-                f"preference_labels of this step hold {mismatched.item():g} rows labelled 0 and none labelled -1: 0 is a "
-                "mismatched row, which is not learned, and an undesirable response is -1. Labels 0 / 1 become -1 / +1 by "
-                "2 * labels - 1; one_sided = True accepts a step without an undesirable response"
             )
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from parallel_rl.losses.core.base import LossFn
 from parallel_rl.losses.core.call import LossFunction
 from parallel_rl.losses.core.scalar_head import PooledHeadLoss
-from parallel_rl.losses.kto import KTOLossFn
 from parallel_rl.losses.prm import PRMLossFn
 from parallel_rl.testing.cases import Batch, has_scalar_head
 
@@ -85,7 +84,7 @@ def make_batch(
         "sample_ids": torch.randperm(max(1000, rows), generator=g)[:rows],
         "returns": near(0.5),
         "values": near(0.4),
-        "preference_labels": torch.tensor(_cycled([1, -1, 0, 1, 1, -1, 0, 1, 1, -1, -1, 0], rows)).double(),
+        "preference_labels": torch.tensor(_cycled([1, 1, 0, 1, 1, -1, 0, 1, 1, -1, -1, 0], rows)).double(),
         "preference_margins": torch.rand(rows, generator=g).to(kind).double(),
         "reward_labels": torch.tensor([*REWARD_IDS, -100])[torch.randint(0, 3, (rows, width), generator=g)],
     }
@@ -187,15 +186,9 @@ def _logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def with_fields(batch: Batch, loss_fn: LossFunction, seed: int = 7) -> Batch:
-    """Add the fields that the loss declares and the batch lacks: normal floats, and integers 0 and 1.
-
-    Labels 0 become −1 for a KTO without mismatched rows.
-    """
+    """Add the fields that the loss declares and the batch lacks: normal floats, and integers 0 and 1."""
     g = torch.Generator().manual_seed(seed)
     data = dict(batch.data)
-    if isinstance(loss_fn, KTOLossFn) and loss_fn.config.baseline != "mismatched":
-        labels = data["preference_labels"]
-        data["preference_labels"] = torch.where(labels == 0, -1, labels)
     for field in loss_fn.requirements.fields:
         if field.name in data:
             continue

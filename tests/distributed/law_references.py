@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from parallel_rl.testing import cases
-from parallel_rl.testing.batches import make_batch, with_fields
+from parallel_rl.testing.batches import make_batch
 from parallel_rl.testing.cases import Batch, Case, Expected, Reference
 from tests import reference, reference_distillation, reference_heads, reference_preference
 
@@ -30,8 +30,7 @@ def batch_of(
     case: Case, seed: int = 5, half_masked: bool = False, dtype: torch.dtype = torch.float64, shift: float = 0.0
 ) -> Batch:
     """A batch that suits the case's loss and options."""
-    batch = make_batch(seed, half_masked, case.loss, dtype, shift, truncated=case.truncated)
-    return with_fields(batch, case.build()) if case.loss == "kto" else batch
+    return make_batch(seed, half_masked, case.loss, dtype, shift, truncated=case.truncated)
 
 
 def reference_of(case: Case, dtype: torch.dtype = torch.float64) -> Reference | None:

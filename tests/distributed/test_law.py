@@ -48,7 +48,7 @@ class Setting:
 def _truths(tier: str, setting: Setting) -> dict[str, Trial]:
     found, batches = {}, {}
     for case in TIERS[tier]:
-        kind = has_scalar_head(case.loss), case.truncated, case.config.get("baseline")
+        kind = has_scalar_head(case.loss), case.truncated
         if kind not in batches:
             batches[kind] = law_references.batch_of(case, 5, setting.half_masked, setting.dtype, setting.shift)
         found[case.name] = Trial(case, batches[kind], law_references.expected(case, batches[kind], setting.dtype))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel_rl import KTOLossFn, Statistics, count_valid
-from parallel_rl.testing.batches import ROWS, make_batch, with_fields
+from parallel_rl.testing.batches import ROWS, make_batch
 from tests import reference_preference
 from tests.losses.steps import Step, coefficients, cut, one_token_rows, step
 
@@ -23,8 +23,6 @@ D = [p - r for p, r in zip(POLICY, REFERENCE, strict=True)]
 
 def golden(config: dict[str, Any], labels: list[float] = LABELS) -> Step:
     logits, data = one_token_rows(POLICY, REFERENCE)
-    if config.get("baseline", "mismatched") != "mismatched":
-        data["sample_mask"] = torch.tensor([float(label != 0) for label in labels])
     return step(KTOLossFn(config), logits, {**data, "preference_labels": torch.tensor(labels, dtype=torch.float64)})
 
 
@@ -75,7 +73,7 @@ def test_metrics_and_weights() -> None:
     ids=str,
 )
 def test_against_a_second_expression(config: dict[str, Any]) -> None:
-    batch = with_fields(make_batch(4, False, "kto", torch.float64), KTOLossFn(config))
+    batch = make_batch(4, False, "kto", torch.float64)
     leaf = batch.logits.clone().requires_grad_()
     want, metrics = reference_preference.kto(leaf, batch.data, config)
     want.backward()
@@ -96,7 +94,7 @@ def test_the_opposite_class_gives_the_baseline() -> None:
 @pytest.mark.parametrize("baseline", ["mismatched", "opposite-class", "none"])
 def test_one_side_alone(side: float, baseline: str) -> None:
     """Q18: an empty class, no KL row or nothing but KL rows give numbers, and nothing labelled an exact zero."""
-    got = golden({"baseline": baseline, "one_sided": True}, [side] * 6)
+    got = golden({"baseline": baseline}, [side] * 6)
     assert math.isfinite(got.loss) and bool(got.gradient.isfinite().all())
     assert all(map(math.isfinite, got.metrics.values()))
     assert (got.loss == 0 and not got.gradient.any()) == (side == 0)
@@ -135,11 +133,8 @@ def test_order_and_micro_batches_change_nothing(
 ) -> None:
     """The KL and the denominators are of the whole step, however few of its rows a micro-batch holds."""
     batch = make_batch(4, False, "kto", torch.float64)
-    loss_fn = KTOLossFn({"baseline": baseline, "undesirable_weight": 0.6, "one_sided": True})
-    batch = with_fields(
-        batch._replace(data={**batch.data, "preference_labels": torch.tensor(labels).double()}), loss_fn
-    )
-    data = batch.data
+    data = {**batch.data, "preference_labels": torch.tensor(labels, dtype=torch.float64)}
+    loss_fn = KTOLossFn({"baseline": baseline, "undesirable_weight": 0.6})
     whole = step(loss_fn, batch.logits, data)
     split = step(loss_fn, batch.logits, data, cut(order, cuts))
     assert split.loss == pytest.approx(whole.loss, rel=1e-12)
@@ -198,31 +193,3 @@ def test_labels_that_do_not_do(labels: torch.Tensor | None, message: str) -> Non
         data["preference_labels"] = labels
     with pytest.raises(ValueError, match=message):
         step(KTOLossFn(), logits, data)
-
-
-@pytest.mark.parametrize("zeros", [[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5], [5]], ids=str)
-def test_labels_of_0_and_1_are_refused(zeros: list[int]) -> None:
-    """0 is a mismatched row and not a bad answer: such a step would learn from the good rows alone, or from none."""
-    labels = [0.0 if row in zeros else 1.0 for row in range(6)]
-    message = rf"hold {len(zeros)} rows labelled 0 and none labelled -1: .* by 2 \* labels - 1; one_sided = True"
-    logits, data = one_token_rows(POLICY, REFERENCE)
-    data["preference_labels"] = torch.tensor(labels, dtype=torch.float64)
-    with pytest.raises(ValueError, match=message):
-        step(KTOLossFn(), logits, data, [[0, 1, 2], [3, 4, 5]])
-    for baseline in ("opposite-class", "none"):
-        row = rf"preference_labels = 0 at \[{zeros[0]}\] is a mismatched row, .* baseline = '{baseline}' does not read"
-        with pytest.raises(ValueError, match=row):
-            step(KTOLossFn({"baseline": baseline}), logits, data)
-    data["sample_mask"][zeros] = 0  # masked rows may hold anything
-    for baseline in ("mismatched", "opposite-class", "none"):
-        step(KTOLossFn({"baseline": baseline}), logits, data)
-
-
-def test_one_undesirable_row_of_the_step_is_enough() -> None:
-    """The micro-batch without it is right, and `one_sided` changes no number."""
-    labels, parts = [1.0, 0.0, 0.0, 1.0, -1.0, 0.0], [[0, 1, 2], [3, 4, 5]]
-    logits, data = one_token_rows(POLICY, REFERENCE)
-    data["preference_labels"] = torch.tensor(labels, dtype=torch.float64)
-    plain, lenient = (step(KTOLossFn({"one_sided": flag}), logits, data, parts) for flag in (False, True))
-    assert (plain.loss, plain.metrics) == (lenient.loss, lenient.metrics)
-    torch.testing.assert_close(plain.gradient, lenient.gradient, rtol=0, atol=0)

@@ -7,7 +7,7 @@ import torch
 
 from parallel_rl import LossFn, TokenBatch, get_loss, register_objective
 from parallel_rl.losses.core.truncated_policy import without_dropped
-from parallel_rl.testing.batches import make_batch, with_fields
+from parallel_rl.testing.batches import make_batch
 from parallel_rl.testing.cases import Case
 from parallel_rl.testing.claims import gradients, influence, token_batch
 from parallel_rl.testing.hidden_states import reads_log_probs
@@ -18,7 +18,7 @@ ON_LOG_PROBS = [case for case in CASES if reads_log_probs(case)]
 
 
 def batch_of(case: Case, loss_fn: LossFn) -> TokenBatch:
-    return token_batch(loss_fn, with_fields(make_batch(5, False, case.loss, torch.float64), loss_fn))
+    return token_batch(loss_fn, make_batch(5, False, case.loss, torch.float64))
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def phases(config: TrainConfig) -> list[Phase]:
         Phase(
             name,
             section.steps,
-            _loss_of(section),
+            section.loss,
             section.optimizer,
             section.steps * (section.updates if isinstance(section, RLConfig) else 1),
             _takes(config, section),
@@ -113,14 +113,6 @@ def check_dump(config: TrainConfig, step: int | None) -> None:
         raise ValueError(
             f"--dump-step {step} is not valid: the policy's optimizer steps in {main.name} are {first} to {main.updates}"
         )
-
-
-def _loss_of(section: Section) -> LossConfig:
-    """Return the section's loss; a step of answers may be all good, for the trainer itself writes the labels."""
-    loss = section.loss
-    if isinstance(section, PreferenceConfig) and loss.name == "kto":
-        return replace(loss, options={"one_sided": True, **loss.options})
-    return loss
 
 
 def _takes(config: TrainConfig, section: Section) -> dict[str, int]:

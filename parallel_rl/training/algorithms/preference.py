@@ -27,7 +27,7 @@ def preference_step(session: Session, config: PreferenceConfig, at: TrainProgres
     if config.source == "answers":
         rows = _answer_rows(_answers(session, config, first), session)
     else:
-        rows = _pair_rows(_pairs(session, first, config.records), session, config)
+        rows = (_paired if config.rows == 2 else _labelled)(_pairs(session, first, config.records), session)
     rows, _ = policy.balance(rows, together=config.rows)
     if session.reference is not None:
         # in the same micro-batches as the policy: as long as both are the same model, their log-probs are the same bits
@@ -60,23 +60,22 @@ def _answers(session: Session, config: PreferenceConfig, first: int) -> list[tup
     return list(zip(answers, others, strict=True))
 
 
-def _pair_rows(pairs: Sequence[tuple[Pair, Pair]], session: Session, config: PreferenceConfig) -> Samples:
-    """Make the rows of each pair: chosen (+1), rejected (−1) and, if the loss reads it, the mismatched row (0).
+def _paired(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
+    prompts = [pair.prompt for pair, _ in pairs for _ in range(2)]
+    return target_rows(prompts, [side for pair, _ in pairs for side in (pair.chosen, pair.rejected)])
 
-    A mismatched row is the prompt with the next pair's chosen answer, cut to fit.
-    """
-    prompts = [pair.prompt for pair, _ in pairs for _ in range(config.rows)]
+
+def _labelled(pairs: Sequence[tuple[Pair, Pair]], session: Session) -> Samples:
+    """(chosen, +1), (rejected, −1) and the mismatched row (prompt, chosen of the next pair, cut to fit; 0) of each pair."""
+    prompts = [pair.prompt for pair, _ in pairs for _ in range(3)]
     limit = session.data.limit
     targets = [
         side
         for pair, following in pairs
-        for side in (pair.chosen, pair.rejected, begin_of(following.chosen, limit - len(pair.prompt)))[: config.rows]
+        for side in (pair.chosen, pair.rejected, begin_of(following.chosen, limit - len(pair.prompt)))
     ]
-    rows = target_rows(prompts, targets)
-    if not config.labelled:
-        return rows
-    labels = torch.tensor([1.0, -1.0, 0.0][: config.rows], dtype=session.engine.float_dtype).repeat(len(pairs))
-    return rows.with_fields(**{LABELS: labels})
+    labels = torch.tensor([1.0, -1.0, 0.0], dtype=session.engine.float_dtype).repeat(len(pairs))
+    return target_rows(prompts, targets).with_fields(**{LABELS: labels})
 
 
 def _answer_rows(answers: Sequence[tuple[Answer, Answer | None]], session: Session) -> Samples:

@@ -18,8 +18,8 @@ class PreferenceConfig:
     answers: labelled answers of a step, for a loss that reads labels (kto); if its baseline is "mismatched", each prompt
         also makes a row with the answer of another record of the step.
     loss: one of log-probs (dpo, simpo, cpo, orpo, ...), one of labelled rows (kto; of pairs the chosen are desirable, the
-        rejected undesirable; for the baseline "mismatched" each prompt with the next pair's chosen answer is a mismatched
-        row), or one of a scalar head (preference), which the model then has in place of logits.
+        rejected undesirable, and each prompt with the next pair's chosen answer is a mismatched row), or one of a scalar
+        head (preference), which the model then has in place of logits.
     """
 
     steps: int
@@ -40,7 +40,7 @@ class PreferenceConfig:
         )
         if self.answers is None:
             return
-        if not self.labelled and not self.loss.unseen:
+        if LABELS not in self.loss.requirements.names and not self.loss.unseen:
             raise ValueError(
                 f"loss.name = {self.loss.name!r} reads no labels; of single answers only kto's kind learns"
             )
@@ -58,11 +58,6 @@ class PreferenceConfig:
         return getattr(self, self.source)
 
     @property
-    def labelled(self) -> bool:
-        """Whether the loss reads labels."""
-        return LABELS in self.loss.requirements.names
-
-    @property
     def mismatched(self) -> bool:
         """Whether the loss reads rows of one record's prompt and another's answer."""
         return self.loss.options.get("baseline", "mismatched") == "mismatched"
@@ -72,4 +67,4 @@ class PreferenceConfig:
         """Rows of a record, which stay in one micro-batch."""
         if self.answers is not None:
             return 2 if self.mismatched else 1
-        return 3 if self.labelled and self.mismatched else 2
+        return 3 if LABELS in self.loss.requirements.names else 2

@@ -64,24 +64,6 @@ def test_answers_give_the_same_rows_on_every_layout(tmp_path: Path) -> None:
     assert rows[0]["num_mismatched"] == 0 and rows[0]["loss"] == pytest.approx(0.5)
 
 
-def test_a_step_may_be_all_good(tmp_path: Path) -> None:
-    """The trainer writes the labels, so that zeros without −1 are no mistake of theirs."""
-    path = tmp_path / "good.jsonl"
-    path.write_text('{"prompt": "1+1=", "completion": "2", "label": true}\n' * STEP)
-    [rows] = run_world(1, train_rows, kto(tmp_path / "run", str(path)))
-    assert [row["num_undesirable"] for row in rows] == [0] * 3 and rows[0]["num_mismatched"] == STEP
-
-
-def test_pairs_make_mismatched_rows_where_the_baseline_reads_them(tmp_path: Path) -> None:
-    pairs = {"data__answers": "null", "data__pairs": DATA / "arithmetic_pairs.jsonl", "preference__answers": "null"}
-    for baseline, mismatched in (("mismatched", 4), ("opposite-class", 0), ("none", 0)):
-        loss = f"{{name: kto, options: {{baseline: {baseline}}}}}"
-        more = {**pairs, "preference__pairs": 4, "preference__loss": loss}
-        [rows] = run_world(1, train_rows, kto(tmp_path / baseline, "null", **more))
-        counts = [rows[0][f"num_{side}"] for side in ("desirable", "undesirable", "mismatched")]
-        assert counts == [4, 4, mismatched]
-
-
 @pytest.mark.parametrize("source", ["answers", "pairs"])
 def test_mismatched_rows_fit(source: str, tmp_path: Path) -> None:
     """A long prompt meets a long answer, which each record alone does not: the answer is cut, and the model has room."""
