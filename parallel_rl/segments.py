@@ -44,9 +44,8 @@ def sum_groups(x: Tensor, index: Tensor, number: int) -> Tensor:
     Args:
         index: [M] the group of each place, from 0 to `number` − 1.
     """
-    order = index.argsort(stable=True)
-    sizes = index.new_zeros(number + 1).index_add(0, index + 1, torch.ones_like(index))
-    return sum_segments(x[order], sizes.cumsum(0), index[order])
+    groups = Groups.of(index, number)
+    return sum_segments(x[groups.order], groups.offsets, groups.ids)
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,6 +49,7 @@ class PrefixTree:
     bounds: Tensor
     scored: Tensor | None = None
     _layouts: dict[tuple[object, ...], SequenceLayout] = field(default_factory=dict, init=False, repr=False)
+    _owners: dict[tuple[int, CPLayout], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def row_length(self) -> int:
@@ -103,17 +104,20 @@ class PrefixTree:
         Raises:
             ValueError: a row or a tree that does not divide.
         """
-        key = (cp_size, cp_rank, cp_layout, None if device is None else torch.device(device))
+        home = torch.device("cpu" if device is None else device)
+        key = cp_size, cp_rank, cp_layout, home
         if key not in self._layouts:
-            self._layouts[key] = _layout(self, cp_size, cp_rank, cp_layout, device)
+            self._layouts[key] = _layout(self, cp_size, cp_rank, cp_layout, home)
         return self._layouts[key]
 
     def owners(self, cp_size: int, cp_layout: CPLayout) -> tuple[Tensor, Tensor]:
-        """Find the context rank of each row position [T], and its place among that rank's rows.
+        """Find the context rank of each row position [T], and its place among that rank's rows; computed once.
 
         Raises:
             ValueError: a row or a tree that does not divide.
         """
+        if (cp_size, cp_layout) in self._owners:
+            return self._owners[cp_size, cp_layout]
         owner, local = torch.empty(2, self.row_length, dtype=torch.int64)
         for rank in range(cp_size):
             row = SequenceLayout.packed(
@@ -122,6 +126,7 @@ class PrefixTree:
             )  # fmt: skip
             places = self.bounds[row.sequence_ids] + row.positions
             owner[places], local[places] = rank, torch.arange(len(places))
+        self._owners[cp_size, cp_layout] = owner, local
         return owner, local
 
     def padded_to(self, row_length: int) -> PrefixTree:
@@ -189,9 +194,7 @@ def scored_tokens(token_mask: Tensor | None, input_ids: Tensor) -> Tensor | None
     return token_mask.cpu().bool()
 
 
-def _layout(
-    tree: PrefixTree, cp_size: int, cp_rank: int, cp_layout: CPLayout, device: torch.device | str | None
-) -> SequenceLayout:
+def _layout(tree: PrefixTree, cp_size: int, cp_rank: int, cp_layout: CPLayout, device: torch.device) -> SequenceLayout:
     owner, local = tree.owners(cp_size, cp_layout)
     width = tree.where.shape[1]
     owners = torch.where(tree.real, owner[tree.where], -1)
@@ -202,10 +205,9 @@ def _layout(
     edges, targets, branches = _edges(tree, sequences, positions, rows, count)
     chunk = torch.nn.functional.pad(owners[:, 1:] != owners[:, :-1], (1, 0)).cumsum(1)
     chunk = torch.where(tree.real, chunk, 0)
-    where = tree.where.device if device is None else device
 
     def move(x: Tensor) -> Tensor:
-        return x.to(where, non_blocking=True)
+        return x.to(device, non_blocking=True)
 
     lengths = move(tree.lengths)
     return SequenceLayout(
@@ -218,8 +220,8 @@ def _layout(
         chunks=(torch.zeros_like(lengths), torch.ones_like(lengths)),
         cp_size=cp_size,
         tree=SharedRows(
-            Groups.of(rows, count).to(where),
-            edges.to(where),
+            Groups.of(rows, count).to(device),
+            edges.to(device),
             move(targets),
             move(branches),
             move(chunk),

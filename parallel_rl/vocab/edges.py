@@ -22,10 +22,12 @@ class Branches(NamedTuple):
     """The further targets of X rows in a backward.
 
     Attributes:
-        rows: [X] in order. columns: [X] on this shard, −1 where another one holds it. upstream: [X] gradients of the log-probs.
+        rows: [X] in order. bounds: [T + 1] of the further targets of each row.
+        columns: [X] on this shard, −1 where another one holds it. upstream: [X] gradients of the log-probs.
     """
 
     rows: Tensor
+    bounds: Tensor
     columns: Tensor
     upstream: Tensor
 
@@ -64,7 +66,7 @@ def split_edges(
     columns, further = local_column(spec)[number:], upstream[number:]
     bounds = torch.searchsorted(branches, torch.arange(number + 1, device=branches.device))
     summed = upstream[:number] + sum_segments(further, bounds, branches).to(upstream.dtype)
-    return rows, Branches(branches, columns, further), summed
+    return rows, Branches(branches, bounds, columns, further), summed
 
 
 def branch_gradient(z: Tensor, spec: RowSpec, rows: Tensor, upstream: OutputGrads, further: Branches) -> Entries | None:
@@ -78,8 +80,7 @@ def branch_gradient(z: Tensor, spec: RowSpec, rows: Tensor, upstream: OutputGrad
     at, columns = further.rows, further.columns.clamp(min=0)
     added = further.upstream * _scale(spec.inv_t, at)
     first = torch.where(further.columns == 0, added, 0.0)
-    bounds = torch.searchsorted(at, torch.arange(len(z) + 1, device=at.device))
-    of_row = sum_segments(first, bounds, at).to(added.dtype)
+    of_row = sum_segments(first, further.bounds, at).to(added.dtype)
     added = torch.where(columns == 0, of_row[at], added)
     passed = logits_gradient(z[at, columns][:, None], rows_of(spec.inv_t, at), table[at], spec.keep[at])[:, 0]
     return Entries((at, columns), passed + torch.where(spec.keep[at], added, 0.0))
