@@ -157,24 +157,20 @@ def tree_batch(
     """
     context = Context.present(cp_layout)
     unit = math.lcm(2 * context.size if context.size > 1 else 1, context.size * context.tensor)
-    check_masks(data)
-    ids = data.get("input_ids")
-    if ids is None or ids.shape != data["token_mask"].shape:
-        got = "none" if ids is None else list(ids.shape)
-        raise ValueError(f"input_ids must be [B, S] as token_mask {list(data['token_mask'].shape)}, got {got}")
+    ids = _checked_ids(data)
     if scored is not None and bool((data["token_mask"].bool() & ~scored.to(ids.device).bool()).any()):
         raise ValueError(
             "scored leaves out a token whose token_mask is not 0; it would carry no loss and yet be counted"
         )
     tree = build_tree(
-        data["input_ids"], lengths, alike=[data[name] for name in alike],
+        ids, lengths, alike=[data[name] for name in alike],
         token_mask=data["token_mask"] if scored is None else scored, multiple_of=unit,
     )  # fmt: skip
     if total is not None:
         if total % unit:
             raise ValueError(f"total = {total} must be divisible by {unit}")
         tree = tree.padded_to(total)
-    home = data["input_ids"].device if device is None else device
+    home = ids.device if device is None else device
     moved = {name: field.to(home) for name, field in data.items()}
     layout = tree.layout(cp_size=context.size, cp_rank=context.rank, cp_layout=context.layout)
     assert layout.tree is not None
@@ -194,16 +190,8 @@ def _micro_batch(
     cu_seqlens: tuple[Tensor, Tensor] | None,
     device: torch.device | None,
 ) -> MicroBatch:
-    check_labels(data)
-    check_masks(data)
-    ids = data.get("input_ids")
-    if ids is None or ids.shape != data["token_mask"].shape:
-        got = "none" if ids is None else list(ids.shape)
-        raise ValueError(f"input_ids must be [B, S] as token_mask {list(data['token_mask'].shape)}, got {got}")
-    if not ids.numel():
-        raise ValueError(f"input_ids is {list(ids.shape)}; leave an empty micro-batch out, data ranks may have fewer")
+    ids = _checked_ids(data)
     home = ids.device if device is None else device
-    check_right_padded(data)
     moved = {name: field.to(home) for name, field in data.items()}
     model_input = make_input(moved["input_ids"])
     carries = None
@@ -212,3 +200,21 @@ def _micro_batch(
         carries = layout.shard(valid_tokens(data), fill=False).view(layout.local_shape)
     packed = None if cu_seqlens is None else PackedSequences(cu_seqlens[0].to(home), cu_seqlens[1].to(home))
     return MicroBatch(model_input, moved, packed, carries)
+
+
+def _checked_ids(data: Mapping[str, Tensor]) -> Tensor:
+    """Return input_ids [B, S], once labels, masks and padding of the data are checked.
+
+    Raises:
+        ValueError: names what does not fit.
+    """
+    check_labels(data)
+    check_masks(data)
+    ids = data.get("input_ids")
+    if ids is None or ids.shape != data["token_mask"].shape:
+        got = "none" if ids is None else list(ids.shape)
+        raise ValueError(f"input_ids must be [B, S] as token_mask {list(data['token_mask'].shape)}, got {got}")
+    if not ids.numel():
+        raise ValueError(f"input_ids is {list(ids.shape)}; leave an empty micro-batch out, data ranks may have fewer")
+    check_right_padded(data)
+    return ids
