@@ -90,11 +90,12 @@ class HuggingFaceFile:
         table = self._rows(start)
         if _checksum(table) != crc:
             raise ValueError(f"{self.path} has changed since the run began, from row {start + 1} on. Start over")
-        return Table(table.combine_chunks())
+        return Table(table)
 
     def _rows(self, start: int) -> pyarrow.Table:
+        """Take a block's rows, in one chunk."""
         arrow: pyarrow.Table = self._dataset.with_format("arrow")[start : start + ROWS]
-        return arrow
+        return arrow.combine_chunks()
 
 
 def open_in_turn(files: Sequence[object]) -> None:
@@ -179,11 +180,11 @@ def _load(source: DatasetSource, path: Path) -> datasets.Dataset | datasets.Data
 
 
 def _checksum(table: pyarrow.Table) -> int:
-    """The checksum of a table's content, whatever its chunks are."""
+    """Compute the checksum of the content of a table of one chunk."""
     import pyarrow
 
     sink = pyarrow.BufferOutputStream()
-    whole = table.combine_chunks().replace_schema_metadata(None)
+    whole = table.replace_schema_metadata(None)
     with pyarrow.ipc.new_stream(sink, whole.schema) as writer:
         writer.write_table(whole)
     return crc32(sink.getvalue())

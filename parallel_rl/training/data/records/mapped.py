@@ -74,13 +74,13 @@ class MappedFile:
         """
         index = self.file.index(number, first, last, step).copy()
         for place, (_, start, size, _, crc) in enumerate(index.tolist()):
-            block = self.file.read(start, size, crc)
-            first_row = next(_each(block)) if len(block) else {}
-            if isinstance(first_row, Mapping) and repr(self._call(first_row)) != repr(self._call(first_row)):
+            rows = _rows_of(self.file.read(start, size, crc))
+            row = rows[0] if rows else {}
+            if isinstance(row, Mapping) and repr(self._call(row)) != repr(self._call(row)):
                 raise ValueError(
                     f"{self.path}: data.map: {self.name} gives two different records for one row; it must be deterministic"
                 )
-            index["count"][place] = len(self._mapped(block))
+            index["count"][place] = len(self._mapped(rows))
         return index
 
     def read(self, start: int, size: int, crc: int) -> MappedRows:
@@ -89,11 +89,11 @@ class MappedFile:
         Raises:
             ValueError: see the file's own `read`.
         """
-        return self._mapped(self.file.read(start, size, crc))
+        return self._mapped(_rows_of(self.file.read(start, size, crc)))
 
-    def _mapped(self, block: Block) -> MappedRows:
+    def _mapped(self, rows: list[Row | ValueError]) -> MappedRows:
         records: list[Row | ValueError] = []
-        for row in _each(block):
+        for row in rows:
             records += [row] if isinstance(row, ValueError) else self._call(row)
         return MappedRows(records)
 
@@ -114,18 +114,19 @@ class MappedFile:
         ]
 
 
-def _each(block: Block) -> Iterator[Row | ValueError]:
-    """Yield the rows of a block; in the place of a malformed one its error."""
+def _rows_of(block: Block) -> list[Row | ValueError]:
+    """Parse the rows of a block; in the place of a malformed one stands its error."""
     try:
-        yield from [*block.rows(0, len(block))]
-        return
+        return [*block.rows(0, len(block))]
     except ValueError:
-        pass
-    for index in range(len(block)):
-        try:
-            yield block.row(index)
-        except ValueError as error:
-            yield error
+        return [_row_of(block, index) for index in range(len(block))]
+
+
+def _row_of(block: Block, index: int) -> Row | ValueError:
+    try:
+        return block.row(index)
+    except ValueError as error:
+        return error
 
 
 def map_function(name: str) -> MapFunction:

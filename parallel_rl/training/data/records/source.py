@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from parallel_rl.agreement import gather_results
 from parallel_rl.groups import group_rank, group_size
 from parallel_rl.training.data.format import UnfitRecord
-from parallel_rl.training.data.records.hugging_face import open_in_turn
 from parallel_rl.training.data.records.index import Block, DataFile, Entries, entries, fingerprint, stretch
 from parallel_rl.training.data.records.order import Order
 from parallel_rl.training.data.records.paths import find_files
@@ -192,7 +191,6 @@ def index_of(files: Sequence[DataFile], name: str) -> Entries:
     Raises:
         ValueError: a file that is empty, damaged, or differs between ranks; on every rank.
     """
-    open_in_turn(files)
     rank, size = group_rank(dist.group.WORLD), group_size(dist.group.WORLD)
     parts = gather_results(lambda: (_facts(files), _part(files, rank, size)))
     for other, (facts, _) in enumerate(parts):
