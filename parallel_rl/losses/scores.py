@@ -142,7 +142,7 @@ def token_scores(
     )  # fmt: skip
     masked = {"token_mask", "sample_mask"} <= data.keys() or is_shifted(data)
     bounded = isinstance(next_token_logits, LMHeadInput) and next_token_logits.rows is not None
-    scores.asked = _Asked(layout, entropy, sum_pi_squared, masked, bounded)
+    scores.extras = _Extras(layout, entropy, sum_pi_squared, masked, bounded)
     batch = read(scores, call).batch
     stats, local = batch.output.stats, batch.local
     assert stats is not None
@@ -153,7 +153,7 @@ def token_scores(
     return TokenScores(*whole)  # type: ignore[arg-type]
 
 
-class _Asked(NamedTuple):
+class _Extras(NamedTuple):
     """Arguments of `token_scores` that no other loss has.
 
     Attributes:
@@ -173,7 +173,7 @@ class _Scores(LossFn[NoConfig]):
 
     config_class = NoConfig
     requirements = Requirements(truncatable=True, token_separable=True, weighs_sequences=False)
-    asked: _Asked
+    extras: _Extras
 
     @property
     def reader(self) -> Reader:
@@ -181,7 +181,7 @@ class _Scores(LossFn[NoConfig]):
 
     def scored(self, data: Mapping[str, Tensor]) -> Tensor:
         """Find the tokens whose ids are looked at: without masks all, those of column 0 too."""
-        return super().scored(data) if self.asked.masked else torch.ones_like(data["token_mask"], dtype=torch.bool)
+        return super().scored(data) if self.extras.masked else torch.ones_like(data["token_mask"], dtype=torch.bool)
 
     def compute(self, batch: TokenBatch) -> tuple[Tensor, Metrics]:
         raise NotImplementedError("scores are read")
@@ -195,7 +195,7 @@ class _ScoreReader(LogProbReader):
 
     def complete(self, logits: Tensor | None, data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         ids = data.get("input_ids")
-        if self.loss.asked.masked or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        if self.loss.extras.masked or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
             return data
         return {**data, "token_mask": torch.ones_like(ids), "sample_mask": ids.new_ones(len(ids))}
 
@@ -206,7 +206,7 @@ class _ScoreReader(LogProbReader):
     def layout(
         self, logits: Tensor, rows: int, width: int, context_group: ProcessGroup | None
     ) -> SequenceLayout | None:
-        layout, ranks = self.loss.asked.layout, group_size(context_group)
+        layout, ranks = self.loss.extras.layout, group_size(context_group)
         if layout is not None:
             if layout.cp_size != ranks:
                 raise ValueError(f"the layout is of cp = {layout.cp_size}, context_parallel_group has {ranks} ranks")
@@ -241,14 +241,14 @@ class _ScoreReader(LogProbReader):
         return replace(shard, temperature=local.layout.expand(torch.where(usable, values, 1.0)))
 
     def _shard_of(self, width: int, tensor_group: ProcessGroup | None) -> VocabShard:
-        asked = self.loss.asked
-        shard = self.loss.options.shard(width, tensor_group, entropy=asked.entropy)
-        return replace(shard, sum_pi_squared=asked.sum_pi_squared)
+        extras = self.loss.extras
+        shard = self.loss.options.shard(width, tensor_group, entropy=extras.entropy)
+        return replace(shard, sum_pi_squared=extras.sum_pi_squared)
 
     def _targets(self, local: LocalBatch, shard: VocabShard) -> tuple[Tensor, Tensor]:
         """Find the id at each position and whether it is scored; a head with a bound on its rows scores no masked token."""
         ids = local.data["input_ids"]
-        ids = torch.where(self.loss.scored(local.data), ids, IGNORE_INDEX) if self.loss.asked.bounded else ids
+        ids = torch.where(self.loss.scored(local.data), ids, IGNORE_INDEX) if self.loss.extras.bounded else ids
         targets = local.layout.shard(ids, local.requirements.shift, fill=IGNORE_INDEX)
         return targets, (targets >= 0) & (targets < shard.vocab_size)
 
