@@ -23,6 +23,8 @@ def shape_of(root: Reader, objective: str) -> Tree:
     if policy.get("model_name", ours="model.hf"):
         model["hf"] = policy.get("model_name")
         policy.note("model_name", "carried", "model.hf", "a folder with the weights, which you download beforehand")
+    else:
+        policy.note("model_name", "yours", "model.hf", "a folder with the weights")
     layouts = layout_of(megatron, MEGATRON_SIZES), layout_of(dtensor, _DTENSOR_SIZES)
     layout = layouts[0] if by_megatron else layouts[1]
     dtensor.flag("enabled", "parallel")
@@ -182,7 +184,7 @@ def run_of(root: Reader, name: str, objective: str) -> Tree:
     if "enabled" in checkpoints.section and not checkpoints.flag("enabled"):
         made = {key: value for key, value in made.items() if key == "dir"}
         checkpoints.note("enabled", "unsupported", why="the last step is always saved")
-        for key in ("save_period", "keep_top_k"):
+        for key in ("save_period", "keep_top_k", "metric_name", "higher_is_better"):
             checkpoints.note(key, "no_effect", why="without checkpointing.enabled")
     elif "keep_checkpoints" in made:
         checkpoints.note("enabled", "equal", why="on")

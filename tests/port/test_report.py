@@ -52,3 +52,22 @@ def test_a_carried_key_stands_in_ours() -> None:
             for name in row.ours.split(".") if row.kind == "carried" else ():
                 assert isinstance(at, dict) and name in at, row
                 at = at[name]
+
+
+def test_null_where_a_run_needs_a_value_is_the_users_to_set() -> None:
+    nulls = {
+        "actor_rollout_ref": {"model": {"path": None, "tokenizer_path": None}},
+        "data": {"train_files": None}, "trainer": {"test_freq": -1},
+    }  # fmt: skip
+    kinds = {row.key: row.kind for row in options_of(nulls).rows}
+    assert {kinds[f"actor_rollout_ref.model.{key}"] for key in ("path", "tokenizer_path")} == {"yours"}
+    assert kinds["data.train_files"] == "yours"
+    assert {row.ours: row.kind for row in options_of({"grpo": {}, "policy": {"model_name": None}}).rows}[
+        "model.hf"
+    ] == "yours"
+
+
+def test_the_best_checkpoint_of_a_run_without_checkpoints() -> None:
+    best = {"enabled": False, "metric_name": "val:accuracy", "higher_is_better": True}
+    rows = options_of({"grpo": {}, "policy": {}, "checkpointing": best}).rows
+    assert {row.kind for row in rows if row.key.endswith(("metric_name", "better"))} == {"no_effect"}
