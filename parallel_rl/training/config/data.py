@@ -47,6 +47,7 @@ FORM_NAMES = (
     "ultrafeedback",
     "dialogue_texts",
     "nemo_rl_preference",
+    "ultrachat",
     "verl",
 )
 

@@ -9,7 +9,7 @@ from functools import partial
 
 from parallel_rl.training.config.data import FIELDS, FORM_NAMES, DataConfig
 from parallel_rl.training.data.conversions import alpaca, dialogues, ranked, renamed, sharegpt, texts_alone, verl
-from parallel_rl.training.data.format import Fields, Row
+from parallel_rl.training.data.format import Fields, Row, pick
 from parallel_rl.training.data.records.index import DataFile, stretch
 
 
@@ -96,6 +96,21 @@ def find_forms(config: DataConfig, files: Mapping[str, Sequence[DataFile]]) -> F
         if row is not None and form is not None:
             chosen[source] = form, form.describe(row)
     return chosen
+
+
+def left_aside(config: DataConfig, files: Mapping[str, Sequence[DataFile]]) -> dict[str, list[str]]:
+    """List, for each source with `data.columns`, the columns of its first record that are not read."""
+    lists: dict[str, list[str]] = {}
+    for source in FIELDS:
+        columns = config.columns_of(source)
+        if columns and files.get(source) and (row := _first(files[source][0])) is not None:
+            try:
+                others = [*pick(row, FIELDS[source], columns)[1]]
+            except ValueError:  # the checks name a malformed record
+                continue
+            if others:
+                lists[source] = others
+    return lists
 
 
 def read_of(forms: Forms, source: str) -> Callable[[Row], tuple[Fields, Fields]] | None:
@@ -198,6 +213,15 @@ FORMS = (
         ranked,
         (),
         ("task_name", "dataset"),
+    ),
+    RecordForm(
+        "ultrachat",
+        "UltraChat's",
+        ("examples",),
+        ("messages", "prompt_id"),
+        partial(renamed, {"messages": "messages"}),
+        (),
+        ("prompt",),
     ),
     RecordForm(
         "verl",
