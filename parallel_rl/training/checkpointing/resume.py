@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -97,12 +98,27 @@ def find_start(
 
         latest = newest_whole(folder / "checkpoints", check, say)
         if latest is not None:
-            path, progress = latest[0], latest[1].progress
-            last, steps = list(phases.items())[-1]
-            if (progress.phase, progress.step) == (last, steps):
-                say(f"nothing is left to do: {path} has all steps ({last} step {steps})")
+            say_if_done(*latest, phases, say)
     verify_sources(config, begins=latest is None)
     return over, latest
+
+
+def say_if_done(
+    path: Path, metadata: CheckpointMetadata, phases: Mapping[str, int], say: Callable[[str], None]
+) -> None:
+    """Pass `say` a line if a checkpoint has every step of the run."""
+    last, steps = list(phases.items())[-1]
+    if (metadata.progress.phase, metadata.progress.step) == (last, steps):
+        say(f"nothing is left to do: {path} has all steps ({last} step {steps})")
+
+
+def say_if_resumed_run_is_done(config: TrainConfig, phases: Mapping[str, int], say: Callable[[str], None]) -> None:
+    """Pass `say` a line if a start would resume from a checkpoint with every step; reads the newest manifest alone."""
+    saved = storage.list_checkpoints(Path(config.run.dir) / "checkpoints")
+    if starts_over(config) or not saved:
+        return
+    with contextlib.suppress(ValueError):  # a damaged one is set aside when the run starts
+        say_if_done(saved[-1], read_manifest(saved[-1]).metadata, phases, say)
 
 
 def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None:
