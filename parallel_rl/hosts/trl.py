@@ -132,8 +132,13 @@ def dpo_loss(
         kinds: TRL's names of what is summed, with their weights.
 
     Raises:
-        ValueError: another kind than those of `DPO_KINDS`.
+        ValueError: another kind than those of `DPO_KINDS`; rows that are not [chosen; rejected] of whole pairs.
     """
+    if len(logprobs) % 2 or len(mask) != len(logprobs) or reference.shape != logprobs.shape[:1]:
+        raise ValueError(
+            f"logprobs has {len(logprobs)} rows, mask {len(mask)}, reference has shape {[*reference.shape]}; all need the same "
+            "2P rows, [chosen; rejected]"
+        )
     ratios = torch.where(mask != 0, logprobs, 0).sum(1) - reference
     means = ratios / mask.sum(1).clamp(min=1)
     order = torch.arange(len(mask), device=mask.device).view(2, -1).T.flatten()  # pairs are (even, odd) rows here
