@@ -156,6 +156,8 @@ def bars(key: str, names: Sequence[str], parts: Sequence[Sequence[float]], label
         axes.invert_yaxis()
         axes.axvline(0, color="#444444", linewidth=0.8)
         axes.set_xlabel(x_label)
+        if not any(map(any, parts)):
+            axes.text(0.5, 0.5, "none", ha="center", va="center", transform=axes.transAxes)
         if any(labels):
             axes.legend(frameon=False)
     return drawing.svg

@@ -92,8 +92,8 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
     normalised over the whole vocabulary; none backward.
 
     Metrics: loss, num_valid_samples; with `overlap` also teacher_mass and student_mass, the probability that each side gives to
-    the teacher's top-k, and overlap, the part of it that is in the student's own top-k. Call and errors: see `LossFn`; an id
-    outside the vocabulary raises.
+    the teacher's top-k, and overlap, the share of the teacher's k ids that are among the student's k most likely. Call and
+    errors: see `LossFn`; an id outside the vocabulary raises.
 
     Papers: arXiv 1503.02531; the options are those of NeMo-RL.
 

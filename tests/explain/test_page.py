@@ -13,7 +13,7 @@ import torch
 
 from parallel_rl import ClippedPGLossFn, NLLLoss, PolicyLossFn
 from parallel_rl.cli import main
-from parallel_rl.explain import Step, StepInfo
+from parallel_rl.explain import Step, StepInfo, charts
 from parallel_rl.explain.measures import reasons
 from parallel_rl.explain.page import page
 from tests.explain.steps import Tables, dumped, of_loss, policy_batch
@@ -124,6 +124,11 @@ def test_a_step_that_is_not_finite_shows_where(tmp_path: Path) -> None:
     text = page([dumped(tmp_path, PolicyLossFn(PPO), logits, data)], most_samples=10**6)
     [row] = [part for part in text.split('class="sample"') if '<span class="t x">' in part and "Sample 101" in part]
     assert row.count('class="t x"') == 1 and not re.search(r"[:,\[](NaN|-?Infinity)", row)
+
+
+def test_a_chart_without_a_bar_says_none() -> None:
+    assert ">none<" in charts.bars("clip", ["above"], [[0.0]], [""], "share")
+    assert ">none<" not in charts.bars("clip", ["above"], [[0.5]], [""], "share")
 
 
 def test_text_of_samples_is_text(tmp_path: Path) -> None:
