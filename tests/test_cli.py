@@ -14,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 import parallel_rl
 from parallel_rl.cli import main
 from parallel_rl.cli.runs import importing
+from parallel_rl.recipes import find_recipe
 from parallel_rl.testing.pool import run_world
+from parallel_rl.training.config.load import as_mapping, load_config
 from tests.training.helpers import CONFIGS, ROOT
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -333,3 +336,33 @@ def test_help_and_the_package_do_without_megatron() -> None:
     )
     assert found.stdout.strip() == "[]"
     assert "train by a YAML config" in command("--help").stdout
+
+
+def test_a_key_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help", "rl.optimizer.lr"]) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == ["rl.optimizer.lr", "  values: number", "  default: required"]
+    assert main(["train", "-h", "rl.server"]) == 0
+    text = capsys.readouterr().out
+    assert "update_every (integer; default 1): steps from one" in text and "  timeout (number; default 600.0): " in text
+    for key, message in (
+        ("rl.stps", "there is no key 'stps' in rl; did you mean 'steps'?"),
+        ("rl.loss.options.kind", "rl.loss.options has no keys of its own here; docs/losses.md lists its options"),
+    ):
+        assert main(["train", "--help", key]) == 2 and message in capsys.readouterr().err
+
+
+def test_the_whole_config_names_the_source_of_each_value(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is printed is the run's config, and can be run itself."""
+    given = ["--rl.steps", "3", "--evaluation=null", "--reward=math"]
+    assert main(["train", "--recipe", "grpo", *given, "--print-config"]) == 0
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text) == as_mapping(load_config(str(find_recipe("grpo")), given))
+    for line in (
+        "  steps: 3  # command line",
+        "evaluation: null  # command line",
+        "reward: math  # command line",
+        "  layers: 2  # arithmetic.yaml",
+        "  seed: 0  # default",
+    ):
+        assert line in text.splitlines()
+    assert main(["train", "--recipe", "grpo", "--rl.stps=3", "--print-config"]) == 2

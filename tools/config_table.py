@@ -7,11 +7,12 @@ import typing
 from collections.abc import Iterator
 
 from parallel_rl.advantages import AdvantageEstimator
+from parallel_rl.config.described import marks_of
 from parallel_rl.experience import Overlong
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.config.train import TrainConfig
-from tools.losses_table import ROOT, _marks, _options, _variants
+from tools.losses_table import ROOT, _options, _variants
 
 FILE = ROOT / "docs" / "config.md"
 # options that have a page of their own
@@ -27,7 +28,9 @@ Made by `make docs` from the dataclasses of `parallel_rl/training/config`; a tes
 A config is a YAML file of the sections below. `run`, `tokenizer`, `data` and exactly one of `rl`, `preference`, `sft` and
 `distillation` are needed. `extends: FILE` puts a file on top of another one, key by key; relative paths start at the file's
 folder. On the command line `--rl.optimizer.lr 1e-4` sets any key, `--evaluation null` removes a section, and
-`parallel-rl check CONFIG --world N` checks them all. `reward` is described in [rewards.md](rewards.md). In the tables `null` is
+`parallel-rl check CONFIG --world N` checks them all. `parallel-rl train --help rl.server` describes a key or a section;
+`parallel-rl train CONFIG --print-config` prints every key of a run with its value and whether the command line, a file or the
+default sets it. `reward` is described in [rewards.md](rewards.md). In the tables `null` is
 YAML's word for None.
 """
 
@@ -54,7 +57,7 @@ def _section(path: str, cls: type, seen: dict[type, str]) -> Iterator[str]:
     if cls is Overlong:
         yield _variants(Overlong)
         return
-    text, marks = _marks(cls)
+    text, marks = marks_of(cls)
     about = text[: marks[0].start()] if marks else text
     yield f"{about.replace('Attributes:', '').strip()}\n"
     yield _options(cls)

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from parallel_rl.advantages import AdvantageEstimator
+from parallel_rl.config.described import default_text, described, marks_of, type_text
 from parallel_rl.config.strict import Variants
 from parallel_rl.config.yaml_files import read_tree
 from parallel_rl.functional.distillation import Divergence
@@ -93,7 +94,7 @@ def document() -> str:
         "## Advantages\n",
         "`advantages` of a recipe, and `parallel_rl.advantages.estimate`. All take these options:\n",
         _options(AdvantageEstimator),
-        _variants(AdvantageEstimator, skip=_names(AdvantageEstimator)),
+        _variants(AdvantageEstimator, skip=[field.name for field in dataclasses.fields(AdvantageEstimator)]),
         "## Divergences\n",
         "`divergence` of the loss `full_distillation`: p the teacher's distribution, q the student's.\n",
         _variants(Divergence),
@@ -163,7 +164,7 @@ def _nested(config: type) -> str:
     for field, hint in typing.get_type_hints(config).items():
         for cls in (hint, *typing.get_args(hint)):
             if dataclasses.is_dataclass(cls) and isinstance(cls, type) and cls not in _OF_LOSSES:
-                text, marks = _marks(cls)
+                text, marks = marks_of(cls)
                 about = text[: marks[0].start()] if marks else text
                 parts.append(f"\n`{field}` ({cls.__name__}): {about.strip()}\n\n{_options(cls)}{_nested(cls)}")
     return "".join(parts)
@@ -175,9 +176,9 @@ def _variants(family: type[Variants], skip: Iterable[str] = ()) -> str:
         text = inspect.getdoc(cls) or ""
         sentence = re.split(r"\s*Papers?: ", text.split("\n\n", 1)[0].replace("\n", " "))[0]
         sentence += " " + " ".join(_formula(text).split())
-        described = _described(cls)
+        texts = described(cls)
         options = [
-            f"`{field.name}` = {_default(field)}{': ' * (field.name in described)}{described.get(field.name, '')}"
+            f"`{field.name}` = {default_text(field)}{': ' * (field.name in texts)}{texts.get(field.name, '')}"
             for field in dataclasses.fields(cls)
             if field.name not in skip
         ]
@@ -187,10 +188,10 @@ def _variants(family: type[Variants], skip: Iterable[str] = ()) -> str:
 
 
 def _options(cls: type) -> str:
-    described = _described(cls)
+    texts = described(cls)
     hints = typing.get_type_hints(cls)
     rows = [
-        (f"`{field.name}`", _default(field), _type(hints[field.name]), described.get(field.name, ""))
+        (f"`{field.name}`", default_text(field), type_text(hints[field.name]), texts.get(field.name, ""))
         for field in dataclasses.fields(cls)
     ]
     return _table(("option", "default", "values", "what it does"), rows) if rows else ""
@@ -200,62 +201,6 @@ def _formula(text: str) -> str:
     """The first indented block of a docstring."""
     found = re.search(r"\n\n((?:    .+\n)+)", text + "\n")
     return inspect.cleandoc(found[1]) if found else ""
-
-
-def _described(cls: type) -> dict[str, str]:
-    """Descriptions of options in the class's docstring: "name: ...", or "name, other: ..."."""
-    text, marks = _marks(cls)
-    found: dict[str, str] = {}
-    for index, mark in enumerate(marks):
-        end = marks[index + 1].start() if index + 1 < len(marks) else len(text)
-        words = re.split(r"\s(?:Papers?: |Attributes:)", text[mark.end() : end])[0].strip()
-        for name in mark[1].split(", "):
-            found.setdefault(name, words)
-    return found
-
-
-def _marks(cls: type) -> tuple[str, list[re.Match[str]]]:
-    """The docstring in one line, and where it begins to speak of options."""
-    one = "|".join(map(re.escape, sorted(_names(cls), key=len, reverse=True))) or "$^"
-    text = " ".join((inspect.getdoc(cls) or "").split())
-    return text, list(re.finditer(rf"(?<![\w.`])((?:{one})(?:, (?:{one}))*): ", text))
-
-
-def _names(cls: type) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
-
-
-def _default(field: dataclasses.Field) -> str:
-    value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    if value is dataclasses.MISSING:
-        return "required"
-    if isinstance(value, Variants):
-        return f"`{value.name}`"
-    if dataclasses.is_dataclass(value):
-        return "its defaults"
-    return {None: "`null`", True: "true", False: "false"}.get(value, f"`{value}`") if _plain(value) else f"`{value}`"
-
-
-def _plain(value: object) -> bool:
-    return value is None or isinstance(value, bool)
-
-
-def _type(hint: object) -> str:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        return ", ".join(f"`{value}`" for value in args)
-    if args and type(None) in args:
-        return " or ".join(_type(arg) for arg in args if arg is not type(None)) + " or `null`"
-    if origin is dict:
-        return "mapping"
-    if args and origin not in (tuple, list):
-        return " or ".join(_type(arg) for arg in args)
-    if args:
-        return f"list of {_type(args[0])}"
-    names = {float: "number", int: "integer", bool: "true, false", str: "text"}
-    return names.get(hint, getattr(hint, "__name__", str(hint)))  # type: ignore[arg-type, call-overload]
 
 
 def _papers(text: str) -> str:

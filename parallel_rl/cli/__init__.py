@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import cast
 
 from parallel_rl import __version__
-from parallel_rl.cli import explain, export, runs, sample, submit, tools
+from parallel_rl.cli import explain, export, keys, runs, sample, submit, tools
 from parallel_rl.cli.words import Parser, check_options, options_of, surplus
 from parallel_rl.cluster import preemption
 from parallel_rl.cluster.exit import leave
@@ -68,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str], own_process: bool) -> int:
+    if len(arguments) == 3 and arguments[0] == "train" and arguments[1] in ("-h", "--help"):
+        return keys.help_of(arguments[2])
     parser, commands = _parser()
     known, rest = parser.parse_known_args(submit.joined(arguments))
     options = options_of(commands[known.command])
@@ -89,6 +91,8 @@ def _run(arguments: Sequence[str], own_process: bool) -> int:
                 f"`parallel-rl {known.command}` needs megatron-core: pip install 'megatron-core>=0.15,<0.20' psutil"
             )
         )
+    if known.command == "train" and known.print_config:
+        return keys.print_config(known.recipe, rest)
     if known.command == "train":
         if own_process:  # seconds of imports follow
             preemption.listen()

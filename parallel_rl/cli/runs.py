@@ -33,7 +33,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="train by a YAML config or a recipe, alone or under torchrun",
         usage="parallel-rl train (CONFIG | --recipe NAME) [--section.key value ...]",
         description="Trains by CONFIG, a YAML file (see configs/), or by a recipe. Any key can be overridden: "
-        "--run.seed 1 --parallel.tensor 2 --rl.optimizer.lr 1e-4",
+        "--run.seed 1 --parallel.tensor 2 --rl.optimizer.lr 1e-4. `parallel-rl train --help rl.server` describes a key or a "
+        "section.",
         allow_abbrev=False,
     )
     train.add_argument("--recipe", metavar="NAME", help=RECIPE)
@@ -51,6 +52,11 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="N",
         type=int,
         help="write the main phase's N-th optimizer step for `parallel-rl explain`",
+    )
+    train.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the whole config, each value with its source, and train nothing",
     )
     check = commands.add_parser(
         "check",

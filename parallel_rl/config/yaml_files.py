@@ -75,6 +75,18 @@ def read_tree(path: Path) -> Tree:
     Raises:
         ValueError: a missing or malformed file, `extends` in a circle or not a path.
     """
+    tree: Tree = {}
+    for _, layer in read_layers(path):
+        tree = merged(tree, layer)
+    return tree
+
+
+def read_layers(path: Path) -> list[tuple[Path, Tree]]:
+    """Read a YAML file and the files below it, see `read_tree`: the lowest first, each with its path.
+
+    Raises:
+        ValueError: as `read_tree`.
+    """
     return _read(path, ())
 
 
@@ -132,7 +144,7 @@ def parsed(text: str) -> object:
         raise ValueError(str(error)) from error
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
+def _read(path: Path, seen: tuple[Path, ...]) -> list[tuple[Path, Tree]]:
     if path.is_dir():
         raise ValueError(f"{path.absolute()} is a folder; a config file is needed" + _because(seen))
     if not path.exists():
@@ -154,7 +166,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
         _resolve(tree, keys, path.parent.resolve())
     base = tree.pop("extends", None)
     if base is None:
-        return tree
+        return [(path, tree)]
     if not isinstance(base, str):
         raise ValueError(f"{path}: extends = {base!r} is not valid; the path of a YAML file is needed")
     chain = (*seen, path.resolve())
@@ -163,7 +175,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> Tree:
         raise ValueError(
             f"{path}: extends = {base!r} closes a circle: {' -> '.join(item.name for item in (*chain, below))}"
         )
-    return merged(_read(below, chain), tree)
+    return [*_read(below, chain), (path, tree)]
 
 
 def _because(seen: tuple[Path, ...]) -> str:
