@@ -33,7 +33,7 @@ _AGREED = "_faults_of_ranks"  # an attribute of errors that ranks agreed on, for
 
 
 class Unavailable(RuntimeError):
-    """Something outside that the work needs does not answer, and may later: what was begun can be done then.
+    """An outside service does not answer now, and may later; the unfinished work can be done then.
 
     >>> issubclass(Unavailable, RuntimeError)
     True
@@ -93,7 +93,7 @@ def raise_on_all_ranks(
 
 
 def gather_results(work: Callable[[], ResultT], what: str = "") -> list[ResultT]:
-    """Return `work()` of every rank of the world, in order (pickled), on every rank; without a world, of this process.
+    """Return `work()` of every rank, in order and pickled; without a world, of this process.
 
     >>> gather_results(lambda: "a")
     ['a']
@@ -128,7 +128,11 @@ def on_first_rank(work: Callable[[], ResultT], what: str) -> ResultT:
 
 
 def check_replicated(gradients: Sequence[Tensor | None], group: ProcessGroup | None, like: Tensor) -> None:
-    """In mode "always" refuse upstream gradients in which tensor ranks differ, which would silently corrupt the model's.
+    """Refuse upstream gradients that differ between tensor ranks, in mode "always".
+
+    They would silently corrupt the model's.
+
+    They would silently corrupt the model's.
 
     A loss is computed alike on all tensor ranks and never summed over them; one all-gather shows where it was not.
 
@@ -155,7 +159,10 @@ def check_replicated(gradients: Sequence[Tensor | None], group: ProcessGroup | N
 
 
 def shape_facts(logits: Tensor, vocab_size: int | None, vocab_start: int | None = None) -> dict[str, int]:
-    """Facts that ranks with a common batch must agree on: tokens, how shards are told, and their width without `vocab_size`."""
+    """Return the facts in which ranks with a common batch must agree.
+
+    They are: tokens, how shards are given, and their width without `vocab_size`.
+    """
     width = logits.shape[-1] if logits.dim() else 1
     return {
         "the number of local tokens": logits.shape[:-1].numel(),  # a shard may have no column

@@ -50,7 +50,7 @@ _UNITS: dict[Aggregation, str | None] = {
 
 
 def unit_of(mode: Aggregation, weights: WeightedBy | None = None) -> str | None:
-    """The unit by whose count an aggregation divides, for `Metric.per`.
+    """Return the unit by whose count an aggregation divides, for `Metric.per`.
 
     >>> unit_of("constant-length"), unit_of("token-mean", "sum"), unit_of("token-mean", "count")
     ('sequences', 'token weights', 'weighted tokens')
@@ -75,7 +75,9 @@ class ValidCounts(NamedTuple):
 def count_valid(
     batches: Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]], data_parallel_group: ProcessGroup | None = None
 ) -> ValidCounts:
-    """Count the valid sequences and tokens of one optimizer step, with one all-reduce over data parallel ranks.
+    """Count the valid sequences and tokens of one optimizer step.
+
+    One all-reduce over data parallel ranks.
 
         N_seq = Σ sample_mask        N_tok = Σ token_mask[:, 1:] · sample_mask
 
@@ -107,7 +109,9 @@ def count_valid(
 def count_rows(
     batches: Sequence[Mapping[str, Tensor]], data_parallel_group: ProcessGroup | None = None
 ) -> tuple[ValidCounts, Tensor]:
-    """Count as `count_valid` does, and empty rows (sample_mask 1 and no valid token), an int64 scalar, in the same all-reduce.
+    """Count as `count_valid` does, and empty rows (sample_mask 1 and no valid token).
+
+    The number of empty rows is an int64 scalar. There is one all-reduce.
 
     >>> batch = {"token_mask": torch.tensor([[1, 1], [1, 0]]), "sample_mask": torch.ones(2)}
     >>> counts, empty = count_rows([batch])
@@ -147,7 +151,9 @@ def count_rows(
 
 
 def global_group_ids(group_ids: Tensor, data_parallel_group: ProcessGroup | None) -> Tensor:
-    """Make ids that each data rank counts for itself global: two prompts of the step never share one. One all-gather.
+    """Make the group ids of each data rank unique over all of them.
+
+    Two prompts of the step never share an id. One all-gather.
 
     `group_ids` of a loss and of `estimate` are global: rows of the same id are one prompt, on whichever data ranks they lie.
     Call it with the rows of all micro-batches of the step. `run_ids` become global in the same way.
@@ -246,7 +252,9 @@ def _fractional(mask: Tensor) -> Tensor:
 
 
 def check_aggregation(mode: Aggregation, max_length: int | None, weights: WeightedBy | None = None) -> None:
-    """Refuse a constant length without `max_length`, and `max_length` without it; a sum of weights that divides nothing.
+    """Refuse an aggregation that lacks `max_length`, or does not read it.
+
+    A sum of weights that divides nothing is refused, too.
 
     Raises:
         ValueError: either of them.

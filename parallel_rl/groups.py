@@ -57,7 +57,7 @@ def job_backend() -> str:
 
 
 def take_device() -> torch.device:
-    """Make this rank's GPU the present one, shared with other ranks where there are fewer; the CPU where there is none."""
+    """Select this rank's GPU, or the CPU without one; ranks share GPUs if there are too few."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
@@ -105,7 +105,10 @@ class Pending(NamedTuple):
 
 
 def all_gather_start(x: Tensor, group: ProcessGroup | None, out: Tensor | None = None) -> Pending:
-    """Start to gather [n, ...] to [ranks · n, ...] in rank order, into `out` if given, which one rank alone ignores."""
+    """Start to gather [n, ...] to [ranks · n, ...] in rank order.
+
+    The result goes into `out` if given; one rank alone ignores it.
+    """
     size = group_size(group)
     if size == 1:
         return Pending(x, None)
@@ -149,7 +152,7 @@ def sum_over_ranks(number: int, group: ProcessGroup | None, device: torch.device
 
 
 def max_over_ranks(number: int, group: ProcessGroup | None, device: torch.device | None = None) -> int:
-    """The largest of the integers of the ranks of `group`, which communicates from `device`.
+    """Return the largest integer of the ranks of `group`, which communicates from `device`.
 
     >>> max_over_ranks(3, None)
     3
@@ -158,7 +161,9 @@ def max_over_ranks(number: int, group: ProcessGroup | None, device: torch.device
 
 
 def mean_over_ranks(values: Tensor, group: ProcessGroup | None, device: torch.device | None = None) -> float:
-    """The mean of the values of all ranks of `group`, which communicates from `device`; NaN if there are none.
+    """Return the mean of the values of all ranks of `group`; NaN without values.
+
+    The group communicates from `device`.
 
     >>> mean_over_ranks(torch.tensor([1.0, 2.0]), None)
     1.5

@@ -15,7 +15,7 @@ IGNORED = -100
 
 
 def is_shifted(data: Mapping[str, object]) -> bool:
-    """Whether the data has pre-shifted labels.
+    """Return whether the data has pre-shifted labels.
 
     >>> is_shifted({"input_ids": torch.zeros(1, 2)})
     False
@@ -24,7 +24,7 @@ def is_shifted(data: Mapping[str, object]) -> bool:
 
 
 def with_labels(data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Put the labels of pre-shifted data in the place of `input_ids`, and masks where it has none; leave other data as it is.
+    """Use pre-shifted labels as `input_ids`, with masks if the data has none; keep other data.
 
     >>> data = with_labels({"shift_labels": torch.tensor([[7, -100]])})
     >>> data["input_ids"].tolist(), data["token_mask"].tolist(), data["sample_mask"].tolist()
@@ -38,7 +38,7 @@ def with_labels(data: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def check_labels(data: Mapping[str, object]) -> None:
-    """Check the shape and dtype of pre-shifted labels, where there are any, and that `input_ids` are not there too.
+    """Check shape and dtype of pre-shifted labels, and refuse `input_ids` beside them.
 
     Raises:
         ValueError: anything but integers [B, S]; input_ids other than the labels that `with_labels` put there.

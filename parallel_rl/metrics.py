@@ -30,7 +30,7 @@ class Metric(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """A metric of an objective: the mean over the step's valid tokens (sequences, pairs) of one value for each.
+    """Mean of an objective's value over the step's valid tokens (sequences, pairs).
 
     >>> Mean(torch.tensor([1.0, 3.0])).values
     tensor([1., 3.])
@@ -40,7 +40,7 @@ class Mean(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A metric of an objective: the sum over the step's valid tokens (sequences, pairs) of one value for each.
+    """Sum of an objective's value over the step's valid tokens (sequences, pairs).
 
     >>> Sum(torch.tensor([1.0, 3.0])).values
     tensor([1., 3.])
@@ -50,7 +50,9 @@ class Sum(NamedTuple):
 
 
 class MinMax(NamedTuple):
-    """Two metrics of an objective, `name_min` and `name_max`: the extrema over the step's valid tokens (sequences, pairs).
+    """Extrema of an objective's value, as `name_min` and `name_max`.
+
+    They are over the step's valid tokens (sequences, pairs).
 
     >>> MinMax(torch.tensor([1.0, 3.0])).values
     tensor([1., 3.])
@@ -63,7 +65,9 @@ Measure = Mean | Sum | MinMax
 
 
 class Metrics(Mapping[str, "Tensor"]):
-    """A loss's metrics on this rank: name → device scalar. Reading one never communicates; `reduce_metrics` combines them.
+    """Metrics of a loss on this rank: name → device scalar.
+
+    Reading one never communicates; `reduce_metrics` combines them.
 
     >>> metrics = Metrics({"loss": Metric("share", torch.tensor(0.5)), "tokens": Metric("count", torch.tensor(3.0))})
     >>> metrics  # the numbers of this rank; printing waits for the device
@@ -93,7 +97,9 @@ class Metrics(Mapping[str, "Tensor"]):
 
     @property
     def divided_by(self) -> dict[str, str | None]:
-        """By each metric's name whose count of the step its parts are divided by already; None: by none, or by several.
+        """Map each metric to the count of the step by which its parts are divided already.
+
+        None: by none, or by several.
 
         "tokens" is global_valid_toks, "sequences" global_valid_seqs, "pairs" half of it; others ("turns", "kept tokens", ...)
         are among the statistics.
@@ -167,7 +173,10 @@ def reduce_metrics(metrics: Metrics | Sequence[Metrics], groups: ParallelGroups 
 
 
 def _of_rank(metrics: Sequence[Metrics]) -> tuple[list[str], Tensor]:
-    """The columns of a rank, "kind name" each, and their values [K] over its micro-batches; none of both without any."""
+    """Return the columns of a rank, "kind name" each, and their values [K] over its micro-batches.
+
+    Both are empty without micro-batches.
+    """
     parts = [_columns(entry) for entry in metrics]
     for part in parts:
         if list(part) != list(parts[0]):

@@ -28,7 +28,9 @@ def recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str) -> Path:
-    """Find the file of a recipe; case, hyphens, underscores, dots and blanks in its name do not matter, and + is "plus".
+    """Find the file of a recipe.
+
+    Case, hyphens, underscores, dots and blanks do not matter, and + is "plus".
 
     >>> find_recipe("Dr. GRPO").name
     'dr_grpo.yaml'
@@ -67,7 +69,7 @@ def summary(path: Path) -> str:
 
 
 def runs(path: Path) -> bool:
-    """Whether `parallel-rl train` runs a recipe; others are losses whose data this trainer does not have.
+    """Return whether `parallel-rl train` runs a recipe; it lacks the data of the others.
 
     >>> runs(find_recipe("grpo")), runs(find_recipe("prm"))
     (True, False)
@@ -82,7 +84,9 @@ def loss_of(tree: Mapping[str, object]) -> Mapping[str, object] | None:
 
 
 def main_section(tree: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
-    """The name of the section that holds a recipe's loss, and the section; "" and the whole recipe if it has no run.
+    """Return the name of a recipe's main section and the section.
+
+    Without a run: "" and the whole recipe.
 
     >>> main_section({"run": {"seed": 0}, "sft": {"loss": {"name": "nll"}}})[0]
     'sft'

@@ -64,7 +64,10 @@ class Replicated:
         return crc
 
     def shard_checksum(self) -> int:
-        """CRC-32 of a few rows of the shard; 0 where they are constant or not finite, which says nothing, or none is given."""
+        """Compute the CRC-32 of a few rows of the shard.
+
+        0 where they are constant or not finite, and without a shard.
+        """
         if self.shards is None or self.shards.dim() < 2 or not self.shards.numel():
             return 0
         rows = self.shards.detach().flatten(0, -2)
@@ -73,7 +76,7 @@ class Replicated:
         return zlib.crc32(_bytes(few)) if speaks else 0
 
     def sums(self) -> dict[str, float]:
-        """A number for each number and field, equal (floats: close) where the fields are the same in all valid places."""
+        """Sum each number and field; equal (floats: close) if all valid places agree."""
         found = dict(self.numbers)
         for index, data in enumerate(self.batches):
             place = f" of micro-batch {index}" if len(self.batches) > 1 else ""
@@ -86,7 +89,7 @@ class Replicated:
         return found
 
     def difference(self, of_ranks: Sequence[Sums], ranks: Sequence[int], group: int) -> str:
-        """Name the first number or field in which ranks of the agreement's group differ; empty where none does."""
+        """Name the first number or field in which ranks of the group differ; "" without any."""
         for name in of_ranks[0]:
             for (one, mine), (other, theirs) in pairwise(zip(ranks, of_ranks, strict=True)):
                 if name not in mine or name not in theirs:

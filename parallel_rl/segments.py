@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def sum_segments(x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
-    """Sum [T] over segments of neighbours, in float64: [n]; differentiable. index_add's atomics would change the bits.
+    """Sum [T] over segments of neighbours, in float64: [n]; differentiable.
+
+    The atomics of index_add would change the bits.
 
     >>> sum_segments(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 3]), torch.tensor([0, 0, 1])).tolist()
     [3.0, 4.0]
@@ -26,7 +28,7 @@ def sum_segments(x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
 
 
 def expand_segments(per_segment: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
-    """Expand [n] to [T]: each position gets its segment's value; the gradient is the segment sum. Args: see `sum_segments`.
+    """Expand [n] to [T] by segment; the gradient is the segment sum. Args: see `sum_segments`.
 
     >>> expand_segments(torch.tensor([3.0, 4.0]), torch.tensor([0, 2, 3]), torch.tensor([0, 0, 1])).tolist()
     [3.0, 3.0, 4.0]
@@ -36,7 +38,9 @@ def expand_segments(per_segment: Tensor, offsets: Tensor, ids: Tensor) -> Tensor
 
 
 def sum_groups(x: Tensor, index: Tensor, number: int) -> Tensor:
-    """Sum [M] over the places of each group, wherever they stand: [number], in float64, the same bits on every device and rank.
+    """Sum [M] over the places of each group: [number], in float64.
+
+    The bits are the same on every device and rank.
 
     >>> sum_groups(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1, 0, 1]), 3).tolist()
     [2.0, 5.0, 0.0]
@@ -93,7 +97,7 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class SharedRows:
-    """How the flat tokens [F] of a context rank share the R rows of its logits, and the edges of these rows.
+    """How the flat tokens [F] of a context rank share the R rows of its logits, and their edges.
 
     A row with one edge is scored by its own target. The edges of branching rows follow: X more.
 
@@ -115,7 +119,9 @@ class SharedRows:
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """Sum [..., n] up to each place of the last dimension, by doubling: the same bits on every rank and in every call.
+    """Sum [..., n] up to each place of the last dimension, by doubling.
+
+    The bits are the same on every rank and in every call.
 
     `cumsum` of floats is not deterministic on a card, and is refused there under `torch.use_deterministic_algorithms(True)`.
 

@@ -14,7 +14,7 @@ from parallel_rl.schema import gather_named
 
 
 class Statistics(Mapping[str, Tensor]):
-    """Named scalar sums, named samples [N] and named records [R] of a step; given to a loss's call as `statistics=`.
+    """Named scalar sums, samples [N] and records [R] of a step, for a call's `statistics=`.
 
     A loss that needs them has two ways to get them. `count(micro_batches, data_group)` looks at the data alone and costs no
     forward; `collect(<the same call>)` looks at the model's output, without gradient, on every micro-batch of the step. `a + b`
@@ -84,11 +84,11 @@ class Statistics(Mapping[str, Tensor]):
         return sorted(self), sorted(self.samples), sorted(self.records)
 
     def prefixed(self, prefix: str) -> Statistics:
-        """These statistics, `prefix` before each name."""
+        """Return a copy with `prefix` before each name."""
         return self._renamed(lambda name: prefix + name)
 
     def under(self, prefix: str) -> Statistics:
-        """The statistics whose names begin so, without that; the inverse of `prefixed`."""
+        """Return the statistics whose names begin with a prefix, without it; inverts `prefixed`."""
         return self._renamed(lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)
 
     def _renamed(self, rename: Callable[[str], str | None]) -> Statistics:
@@ -98,7 +98,7 @@ class Statistics(Mapping[str, Tensor]):
         )
 
     def to(self, device: torch.device) -> Statistics:
-        """These statistics on `device`; the host does not wait for a copy."""
+        """Copy to `device`; the host does not wait."""
         parts = self._sums, self.samples, self.records
         sums, samples, records = (
             {name: value.to(device, non_blocking=True) for name, value in part.items()} for part in parts
@@ -137,7 +137,7 @@ class Statistics(Mapping[str, Tensor]):
         )
 
     def _as_named_by(self, group: dist.ProcessGroup | None) -> Statistics:
-        """These statistics; of a rank without any, zeros and no rows under the names of the others of `group`."""
+        """Return the statistics; on a rank without any, zeros and no rows under the group's names."""
         parts = {"sum": self._sums, "samples": self.samples, "records": self.records}
         names = [f"{kind} {name}" for kind, part in parts.items() for name in sorted(part)]
         like = next((value for part in parts.values() for value in part.values()), torch.zeros(0))
@@ -158,7 +158,7 @@ def _columns(values: Mapping[str, Tensor], names: list[str]) -> Tensor:
 
 
 def _gather_rows(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The rows of [n, K] of all ranks, which may hold different numbers of them, in rank order."""
+    """Gather the rows of [n, K] of all ranks in rank order; n may differ between ranks."""
     if group_size(group) == 1 or not x.shape[1]:
         return x
     rows = all_gather(torch.tensor([len(x)], device=x.device), group).flatten().tolist()

@@ -60,5 +60,5 @@ def validation(mode: ValidationMode) -> Iterator[None]:
 
 
 def checks_values(tensor: Tensor) -> bool:
-    """Whether the present mode checks the values of `tensor`."""
+    """Return whether the current mode checks the values of `tensor`."""
     return _mode == "always" or (_mode == "auto" and tensor.device.type == "cpu")

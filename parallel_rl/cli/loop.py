@@ -14,7 +14,7 @@ from parallel_rl.cluster.exit import failed, leave
 
 
 def read(path: str) -> str:
-    """The text of a loop.
+    """Return the text of a loop.
 
     Raises:
         ValueError: no file, or no Python.

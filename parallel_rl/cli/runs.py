@@ -190,7 +190,7 @@ def data(recipe: str | None, steps: int | None, rest: Sequence[str]) -> int:
 
 
 def source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, Sequence[str]]:
-    """The config's file, and the overrides."""
+    """Return the path of the config file, and the overrides."""
     from parallel_rl.recipes import find_recipe, recipes
 
     given = bool(rest) and not rest[0].startswith("--") and (recipe is None or "=" not in rest[0])
@@ -208,7 +208,7 @@ def source(recipe: str | None, rest: Sequence[str], command: str) -> tuple[str, 
 
 
 def config_of(checkpoint: str) -> str:
-    """The file of the config beside a checkpoint.
+    """Find the config file of a checkpoint.
 
     Raises:
         ValueError: there is none, or no checkpoint.
@@ -240,7 +240,7 @@ def import_modules(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """For torch and Megatron: what they make stays, and the collector that looks for garbage takes a sixth of their time."""
+    """Disable gc while importing torch and Megatron; it costs a sixth of the import."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -251,7 +251,7 @@ def importing() -> Iterator[None]:
 
 
 def quiet() -> None:
-    """Keep from the screen what libraries say of optional packages that are not there and of their own deprecations."""
+    """Hide what libraries print about missing optional packages and their own deprecations."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
     for name in _DEPRECATES:
         logging.getLogger(name).addFilter(_is_no_deprecation)

@@ -111,7 +111,7 @@ def submit(known: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _arguments(known: argparse.Namespace, rest: Sequence[str]) -> list[str]:
-    """The arguments of train.sbatch."""
+    """Return the arguments of train.sbatch."""
     if known.script is None:
         check_options(rest)
         modules = [word for module in known.modules for word in ("--import", module)]
@@ -128,7 +128,7 @@ def _arguments(known: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
 
 def _of_one_task(rest: Sequence[str], array: str | None) -> list[str]:
-    """The arguments of an array's first task: the job puts each task's number in place of {task}.
+    """Return the arguments of an array's first task; the job replaces {task} by each task's number.
 
     Raises:
         ValueError: the tasks of an array would be one and the same run, or there is no array.
@@ -149,7 +149,7 @@ def _of_one_task(rest: Sequence[str], array: str | None) -> list[str]:
 
 
 def _record(path: str, overrides: Sequence[str]) -> tuple[Path, dict[str, str]]:
-    """A run's folder, and its whole config."""
+    """Return a run's folder, and its whole config."""
     import yaml
 
     from parallel_rl.training.config.load import as_mapping, load_config
@@ -166,7 +166,10 @@ def _words(text: str | None) -> list[str]:
 
 
 def check_options(rest: Sequence[str]) -> None:
-    """Refuse what is meant for `submit` or sbatch and is not an option of theirs, by its own name and not as a config key."""
+    """Refuse a word that looks like a misspelt option of `submit` or sbatch.
+
+    The message names the option; the word is not taken for a config key.
+    """
     from parallel_rl.config.strict import nearest
     from parallel_rl.training.config.train import TrainConfig
 

@@ -97,7 +97,7 @@ def _choices(path: str) -> OfConfig:
 
 
 def _urls(value: object) -> Iterator[str]:
-    """The addresses of servers, wherever they stand."""
+    """List the addresses of servers in the words."""
     if isinstance(value, Mapping):
         for item in value.values():
             yield from _urls(item)

@@ -18,7 +18,7 @@ _RANKS = ("--nproc", "--nproc-per-node", "--nproc_per_node", "--world-size", "--
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that names an unknown command with the nearest one, and an unknown option before a missing one."""
+    """Parser that names the nearest command, and unknown options before missing ones."""
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         self.words = sys.argv[1:] if args is None else list(args)
@@ -52,7 +52,7 @@ def check_options(rest: Sequence[str], options: Iterable[str], command: str) -> 
 
 
 def unknown_option(words: Sequence[str], options: Iterable[str], command: str, sections: Sequence[str]) -> str:
-    """Describe the first option among `words` that is neither of `options` nor a key of one of `sections`; "" without any.
+    """Describe the first word that is no option and no key of `sections`; "" without any.
 
     >>> unknown_option(["--tokns", "8"], ["--tokens"], "parallel-rl plan", ())
     "--tokns is not an option of `parallel-rl plan`; did you mean '--tokens'?"

@@ -19,7 +19,7 @@ _LAST_SECONDS = 10.0  # for a process that fails to end by itself
 
 
 def failed(error: BaseException) -> int:
-    """Print `parallel-rl: error (rank R, rl step S): cause`, after a traceback where the cause is not one that was meant.
+    """Print `parallel-rl: error (rank R, rl step S): cause`; the traceback of an unexpected error first.
 
     Returns:
         the exit status: 2 where a config, data or world does not fit, else 1.
@@ -61,12 +61,12 @@ def leave(status: int) -> NoReturn:
 
 
 def _reader_left(error: BaseException) -> bool:
-    """Whether stdout is a pipe that was closed: rich ends the program there."""
+    """Return whether stdout is a closed pipe; rich ends the program on one."""
     return isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError)
 
 
 def _is_meant(error: BaseException | None) -> bool:
-    """Whether this package raised it on purpose, or the system names a file: the message says all, the traceback nothing.
+    """Return whether the message alone explains an error: ours, or the system's that names a file.
 
     What torch raises in C++ ends in our line, too, but not in a `raise`.
     """

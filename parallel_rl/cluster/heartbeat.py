@@ -46,7 +46,7 @@ def doing() -> str:
 
 
 def saving() -> bool:
-    """Whether the work that began last writes what a stop is given time for."""
+    """Return whether a save began last; a stop leaves time for it."""
     return _progress.saving
 
 

@@ -29,14 +29,19 @@ _listens = False
 
 @dataclass(frozen=True)
 class Boundary:
-    """The agreement of all ranks between two steps: the cause and the rank of a stop, and whether work failed on any rank."""
+    """Agreement of all ranks between two steps.
+
+    Holds the cause and the rank of a stop, and whether work failed on any rank.
+    """
 
     stop: str | None
     failed: bool
 
 
 def listen() -> None:
-    """Remember SIGUSR1 and SIGTERM from now to the end of the process, in place of dying of them; from the main thread.
+    """Record SIGUSR1 and SIGTERM instead of dying of them, until the process ends.
+
+    Call it from the main thread.
 
     The command does, as its first act; a program of its own that calls `train` may.
     """
@@ -49,14 +54,14 @@ def listen() -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore SIGUSR1 and SIGTERM from now to the end of a process that listens: what is left to do is to end."""
+    """Ignore SIGUSR1 and SIGTERM during shutdown, in a process that listens."""
     if _listens:
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
 
 def asked() -> bool:
-    """Whether this rank knows of a stop that was asked for.
+    """Return whether this rank knows of a request to stop.
 
     >>> asked()
     False
@@ -95,7 +100,9 @@ def agree(device: torch.device, failed: bool) -> Boundary:
 
 
 def ask_for_restart(text: str) -> bool:
-    """Leave the marker, where there is a folder for it, with a line on what stopped and how it goes on; on one rank.
+    """Write the marker file with the cause of the stop and how to resume; one rank calls it.
+
+    Does nothing without a folder for the marker.
 
     Raises:
         OSError: it cannot be written.
@@ -120,7 +127,7 @@ def _remember(number: int, frame: FrameType | None) -> None:
 
 
 def _asked_by_file() -> bool:
-    """One rank of each node looks."""
+    """Look for the file of a request, on one rank of each node."""
     folder = _job_folder()
     return folder is not None and os.environ.get("LOCAL_RANK", "0") == "0" and (folder / "STOP").exists()
 

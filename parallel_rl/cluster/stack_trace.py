@@ -29,7 +29,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a thread: the collective that it is in, if any, and the line of this package (or of who calls torch)."""
+    """Place of a thread: its collective, if any, and its line of this package or of torch's caller."""
 
     collective: str | None
     line: str

@@ -167,8 +167,9 @@ def plan(resources: Resources, arguments: Sequence[str]) -> Job:
 
 
 def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
-    """Submit the job, and keep its command, its script's files and what it runs in a new folder below the run's. The record is
-    there before the job is: none runs without.
+    """Submit the job, and record its command, script and config in a new folder below the run's.
+
+    The record is written first, so that no job runs without one.
 
     Args:
         folder: the run's, `run.dir`.
@@ -203,7 +204,9 @@ def submit(job: Job, folder: Path, texts: Mapping[str, str]) -> str:
 
 
 def seconds(time: str) -> int | None:
-    """Read a time limit in one of sbatch's forms, M, M:S, H:M:S, D-H, D-H:M, D-H:M:S, up to whole minutes; None: no limit.
+    """Read a time limit of sbatch: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S.
+
+    Rounds up to whole minutes, as Slurm does. None: no limit.
 
     >>> seconds("8:00:00"), seconds("1-12"), seconds("unlimited")
     (28800, 129600, None)
@@ -244,7 +247,7 @@ def _on_offer() -> str:
 
 
 def _settings() -> dict[str, str]:
-    """Collect the settings of the shell's environment that the job reads: another shell would not have them."""
+    """Collect the environment's settings that the job reads; another shell lacks them."""
     names = set(_SETTING.findall((_FILES / "env.sh").read_text(encoding="utf-8"))) | {"SITE_CONF", "JOB_FILES"}
     names = {name for name in names if not name.startswith("SLURM_")}
     return {name: value for name, value in os.environ.items() if name in names or name.startswith(_LIBRARIES)}
@@ -296,7 +299,7 @@ def _number(name: str, digits: str, text: str | None = None) -> int:
 
 
 def _site(path: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment once the site's file is sourced on top of the job's settings, as the job will source it."""
+    """Return the environment after sourcing the site's file on top of the job's settings."""
     environment = {**os.environ, **given}
     if not path.exists():
         if os.environ.get("SITE_CONF"):

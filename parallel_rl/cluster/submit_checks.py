@@ -77,7 +77,7 @@ def check_signal(signal: str, limit: int | None) -> None:
 
 
 def check_output(output: str | None, name: str) -> None:
-    """Refuse a log in a folder that is not there: Slurm would start the job, fail with status 0:53 and write no log.
+    """Refuse a log in a missing folder: Slurm fails such a job with 0:53 and writes no log.
 
     Args:
         output: a pattern of sbatch's, None for the script's.

@@ -35,7 +35,7 @@ _TERM = 15.0  # after SIGTERM; torchrun kills after 30
 
 @contextlib.contextmanager
 def watching(timeout: float) -> Iterator[None]:
-    """Watch over what is inside, on each rank of a world that a launcher set up; elsewhere it does nothing.
+    """Watch the ranks of a world that a launcher set up; do nothing elsewhere.
 
     Where a collective fails or nothing moves, the process ends with status 1 and the report; torchrun ends the others. Other
     exceptions go through, once the other ranks have heard of them.
@@ -61,7 +61,10 @@ def watching(timeout: float) -> Iterator[None]:
 
 
 def lost_peer(error: BaseException) -> BaseException | None:
-    """The failure of a collective among an error and its causes: a peer that is gone, or one that did not come in time."""
+    """Find the collective that failed among an error and its causes.
+
+    Its peer is gone, or did not come in time.
+    """
     cause: BaseException | None = error
     while cause is not None:
         text = str(cause)
@@ -72,7 +75,10 @@ def lost_peer(error: BaseException) -> BaseException | None:
 
 
 class _Watch:
-    """`start`, then `close` or `fail`, from the main thread; the rest runs in its own thread, which alone uses the store."""
+    """Watch of one rank.
+
+    The main thread calls `start`, then `close` or `fail`. All else runs in the watch's own thread, which alone uses the store.
+    """
 
     def __init__(self, timeout: float) -> None:
         self._timeout, self._rank, self._world = timeout, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -224,7 +230,9 @@ class _Watch:
         return Post(kind, self._rank, self._host, what, heartbeat.step_name(), heartbeat.doing(), age, reason)
 
     def _stuck(self, now: float) -> str:
-        """The activity of this rank, such as a read or a reward, if it has not moved since SIGTERM came: SIGKILL is near.
+        """Return the activity that has not moved since SIGTERM came, such as a read or a reward.
+
+        SIGKILL follows soon.
 
         Empty while it writes a checkpoint, in one long call: that may still end in time.
         """
@@ -255,7 +263,7 @@ class _Watch:
         return f"parallel-rl: error{name_of(self._rank, mine.step)}: {cause}; this rank {where(mine)}\n"
 
     def _waits(self) -> bool:
-        """Whether it is in a collective, or waits for the GPU, whose stream stands behind one."""
+        """Return whether the thread is in a collective, or waits for a GPU stream behind one."""
         if self._place.collective is not None:
             return True
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):

@@ -108,7 +108,7 @@ def _missing(rank: int, last: tuple[Post, float] | None) -> str:
 
 
 def ranges(values: Sequence[int]) -> str:
-    """0-3, 7"""
+    """Format numbers as ranges: 0-3, 7."""
     parts: list[list[int]] = []
     for value in sorted(values):
         if parts and parts[-1][-1] == value - 1:

@@ -19,7 +19,7 @@ OTHER_CONVERTERS = "mbridge and Megatron-Bridge convert more models"
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of rotary positions (rope_type "llama3"), under the names of config.json and of Megatron.
+    """Llama 3.1's scaling of rotary positions (rope_type "llama3"), in the names of config.json.
 
     Wavelengths above original / low_freq_factor are multiplied by `factor`, those below original / high_freq_factor stay, what
     lies between is interpolated.
@@ -100,7 +100,7 @@ class Architecture:
             raise ValueError(f"heads = {self.heads} is not divisible by key-value heads = {self.groups}")
 
     def to_config(self, *, scalar_head: bool = False) -> dict[str, object]:
-        """The entries of config.json, in the spelling that transformers 4, 5 and vLLM read."""
+        """Return the entries of config.json, in the spelling that transformers 4, 5 and vLLM read."""
         config: dict[str, object] = {
             "model_type": self.family,
             "architectures": [FAMILIES[self.family] + ("ForSequenceClassification" if scalar_head else "ForCausalLM")],

@@ -54,7 +54,10 @@ def _section(cls: type) -> str:
 
 
 def described(cls: type) -> dict[str, str]:
-    """Read the descriptions of a dataclass's fields from its docstring: "name: ...", or "name, other: ..."."""
+    """Read the descriptions of a dataclass's fields from its docstring.
+
+    They have the form "name: ...", or "name, other: ...".
+    """
     text, marks = marks_of(cls)
     texts: dict[str, str] = {}
     for index, mark in enumerate(marks):

@@ -25,7 +25,7 @@ class Rope(NamedTuple):
 
 
 def read_rope(keys: Keys, max_positions: int) -> Rope:
-    """Read `rope_scaling` and `rope_parameters`, of which transformers reads the first where both are there.
+    """Read `rope_scaling`, or else `rope_parameters`; transformers has the same order.
 
     >>> read_rope(Keys({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, "config.json"), 2048)
     Rope(theta=500000.0, scaling=None, obstacles=("rope_type = 'linear'",))
@@ -76,7 +76,9 @@ def _section(keys: Keys, name: str, section: Mapping[str, object], max_positions
 
 
 def window_obstacles(keys: Keys, family: str, layers: int, max_positions: int) -> list[str]:
-    """List what hides a token from a later one: a sliding window below the longest sequence, another kind of layer.
+    """List what hides a token from a later one.
+
+    A sliding window below the longest sequence does, or another kind of layer.
 
     A mistral slides in every layer, a qwen3_moe with `use_sliding_window`. A qwen2 or qwen3 with it slides in the layers that
     `layer_types` lists, or from `max_window_layers` on; transformers reads the first where both are there.

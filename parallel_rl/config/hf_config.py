@@ -44,7 +44,7 @@ class HFModel:
 
 
 def is_hf(folder: str | Path) -> bool:
-    """Whether a folder is one of Hugging Face's: it has a config.json."""
+    """Return whether a folder is one of Hugging Face's: it has a config.json."""
     return (Path(folder) / CONFIG).is_file()
 
 

@@ -36,7 +36,7 @@ def parse_json(text: str | bytes) -> object:
 
 
 def is_int64(value: object) -> bool:
-    """Whether a value is an integer of 64 bits; True and False are none.
+    """Return whether a value is an integer of 64 bits; True and False are not.
 
     >>> is_int64(2**63 - 1), is_int64(2**63), is_int64(True)
     (True, False, False)
@@ -45,7 +45,9 @@ def is_int64(value: object) -> bool:
 
 
 def is_finite(value: object) -> bool:
-    """Whether a value is a number that is finite in float32, too, in which losses work; True and False are none.
+    """Return whether a value is a number that is finite in float32; True and False are not.
+
+    Losses work in float32.
 
     >>> is_finite(3), is_finite(1e39), is_finite(10**400), is_finite(float("nan")), is_finite(True)
     (True, False, False, False, False)
@@ -54,7 +56,7 @@ def is_finite(value: object) -> bool:
 
 
 def all_int64(values: Sequence[object]) -> bool:
-    """Whether each of many values is what `is_int64` says, at C speed.
+    """Return whether `is_int64` holds for every value, at C speed.
 
     >>> all_int64([3, 4]), all_int64([3, 4.0]), all_int64([2**63])
     (True, False, False)
@@ -63,7 +65,7 @@ def all_int64(values: Sequence[object]) -> bool:
 
 
 def all_finite(values: Sequence[object]) -> bool:
-    """Whether each of many values is what `is_finite` says, at C speed.
+    """Return whether `is_finite` holds for every value, at C speed.
 
     >>> all_finite([3, 0.5]), all_finite([1e39]), all_finite([10**400, 0.5]), all_finite([float("nan")])
     (True, False, False, False)

@@ -46,7 +46,7 @@ pass --import my_rewards'
 
 @contextmanager
 def left_to_ranks(modules: Sequence[str]) -> Iterator[list[str]]:
-    """Take names that nobody registered for those of `modules`, which the ranks will import and this process does not.
+    """Accept unregistered names as those of `modules`, which only the ranks import.
 
     >>> with left_to_ranks(["my_rewards"]) as lines:
     ...     is_left("reward", "close")
@@ -71,7 +71,10 @@ def left_to_ranks(modules: Sequence[str]) -> Iterator[list[str]]:
 
 
 def is_left(what: str, name: str) -> bool:
-    """Whether a name that is not registered is left to the ranks, see `left_to_ranks`; a "module:name" never is."""
+    """Return whether an unregistered name is left to the ranks; a "module:name" never is.
+
+    See `left_to_ranks`.
+    """
     left = _LEFT.get()
     if left is None or not name.isprintable() or ":" in name:
         return False
@@ -80,7 +83,9 @@ def is_left(what: str, name: str) -> bool:
 
 
 def modules_of_user(given: Sequence[str]) -> list[str]:
-    """The modules to import: those of --import, then those that the environment names in PARALLEL_RL_IMPORT, by commas.
+    """List the modules to import: those of --import, then those of PARALLEL_RL_IMPORT.
+
+    The environment variable separates them by commas.
 
     >>> modules_of_user(["my_rewards"])
     ['my_rewards']

@@ -13,7 +13,7 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"]*")
 
 
 def printable(text: str) -> str:
-    """A text without what would steer a terminal.
+    """Escape the characters that would steer a terminal.
 
     >>> printable("bold \\x1b[1m")
     'bold \\\\x1b[1m'
@@ -31,7 +31,7 @@ def shown(value: object) -> str:
 
 
 def without_private(text: str) -> str:
-    """A text whose addresses have no user, password, query or fragment.
+    """Remove user, password, query and fragment from the addresses of a text.
 
     >>> without_private("--reward http://me:secret@judge/score?key=abc --run.seed 1")
     '--reward http://judge/score --run.seed 1'
@@ -82,7 +82,7 @@ class Secret:
 
     @classmethod
     def of_environment(cls, name: str) -> Secret:
-        """The key that an environment variable holds.
+        """Read the key that an environment variable holds.
 
         Raises:
             ValueError: it is not there, empty, or has a character that a header cannot have; the message does not have it.
@@ -104,18 +104,18 @@ class Secret:
         raise TypeError("a key is not written anywhere")
 
     def reveal(self) -> str:
-        """The key itself, for a request."""
+        """Return the key itself, for a request."""
         return self._value
 
     def cover(self, answer: bytes) -> bytes:
-        """An answer without the key, as it is or as JSON writes it: before anything of it is cut off."""
+        """Replace the key in an answer, plain or JSON-escaped, before the answer is cut."""
         escaped = json.dumps(self._value)[1:-1]
         for form in {self._value, escaped, escaped.replace("/", "\\/")}:
             answer = answer.replace(form.encode(), b"***")
         return answer
 
     def hide(self, text: str) -> str:
-        """A text without any eight characters in a row of the key."""
+        """Replace any eight consecutive characters of the key in a text."""
         hidden = bytearray(len(text))
         for at in range(len(text) - self._width + 1):
             if text[at : at + self._width] in self._pieces:

@@ -19,7 +19,9 @@ ConfigT = TypeVar("ConfigT")
 
 
 def configure(cls: type[ConfigT], value: ConfigT | Mapping | str | None = None, where: str = "") -> ConfigT:
-    """Make the dataclass `cls` from an instance, a mapping (nested mappings for nested dataclasses) or None (all defaults).
+    """Make the dataclass `cls` from an instance, a mapping or None (all defaults).
+
+    Nested mappings make nested dataclasses.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Options:
@@ -124,7 +126,7 @@ def closest(key: str, valid: typing.Iterable[str], cutoff: float = 0.5) -> str |
 
 
 def _deeper(key: str, value: Mapping, hints: Mapping[str, typing.Any]) -> str:
-    """End the message for a key that belongs into one of the given sections, such as `steps` into `rl`; else ""."""
+    """End the message for a key that belongs into a section, such as `steps` into `rl`; else ""."""
     sections = [name for name, item in value.items() if isinstance(item, Mapping) and name in hints]
     kinds = {
         name: [hint for hint in (hints[name], *get_args(hints[name])) if dataclasses.is_dataclass(hint)]
@@ -229,7 +231,9 @@ def at_least(config: object, **bounds: float) -> None:
 
 
 def positive(config: object, *names: str, below: float | None = None, zero: bool = False) -> None:
-    """Check that options are positive (with `zero`: not negative) and below a bound; None passes, and infinity.
+    """Check that options are positive (with `zero`: not negative) and below a bound.
+
+    None passes, and without a bound infinity.
 
     >>> positive(types.SimpleNamespace(epsilon=0.3), "epsilon", below=1)
 

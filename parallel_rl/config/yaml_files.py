@@ -27,8 +27,7 @@ _DEEPEST, _MOST_NODES = 50, 100_000
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a key is a text and stands once (of two sections of one name the first would be lost without a word), and
-    which is small when it is read: no nesting without end, no alias that holds itself or multiplies what it names."""
+    """Loader that rejects non-string and duplicate keys, and bounds depth and aliases."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -106,7 +105,9 @@ def merged(below: Mapping[str, object], above: Mapping[str, object]) -> Tree:
 
 
 def override(tree: Tree, arguments: Sequence[str]) -> None:
-    """Set "--a.b", "value" or "--a.b=value" in `tree`, the value in YAML; relative paths start at the working folder.
+    """Set "--a.b", "value" or "--a.b=value" in `tree`; the value is YAML.
+
+    Relative paths start at the working folder.
 
     >>> tree = {"rl": {"steps": 5}}
     >>> override(tree, ["--rl.steps", "7", "--run.dir=here"])
@@ -227,7 +228,7 @@ def _pairs(arguments: Sequence[str]) -> list[tuple[str, object]]:
 
 
 def _value(text: str) -> object:
-    """Read a value in YAML; a plain text keeps its blanks and its "#", which YAML would take for a comment."""
+    """Read a YAML value; a plain text keeps its blanks and its "#"."""
     if text[:1] in ("*", "%", "@", "`"):  # an alias of nothing, or reserved: a text such as *.jsonl
         return text
     value = parsed(text)

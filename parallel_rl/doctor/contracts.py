@@ -16,7 +16,7 @@ _SPARE = "parallel_rl does not call it"
 
 
 def ask_contracts() -> list[Finding]:
-    """Run the cases on two gloo ranks of this machine; what a version does not let ask is said, not hidden."""
+    """Run the cases on two gloo ranks of this machine; report those that a version cannot run."""
     from parallel_rl.testing.pool import preload, run_world
 
     preload("parallel_rl.megatron")
@@ -25,7 +25,7 @@ def ask_contracts() -> list[Finding]:
 
 
 def _rank(rank: int) -> dict[str, object]:
-    """Each case's answer on this rank, or the error that it ended in."""
+    """Return each case's result on this rank, or its error."""
     found: dict[str, object] = {}
     for name, (ask, _) in _CASES.items():
         try:
@@ -49,7 +49,10 @@ def _groups(rank: int) -> object:
 
 
 def _scaling(rank: int) -> object:
-    """Weights that a three-value callback gives to this rank's token sum at CP 2, where ranks hold 1 and 3 valid tokens."""
+    """Return the weights that a three-value callback gives to this rank's token sum at CP 2.
+
+    The ranks hold 1 and 3 valid tokens.
+    """
     tokens = torch.tensor([1, 3][rank], dtype=torch.int)
     return _scaled((tokens, {}), per_token=False, micro_batches=1) / 2  # DDP averages over both context ranks
 

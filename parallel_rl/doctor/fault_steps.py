@@ -90,7 +90,10 @@ def masked_experts(data_iterator: Iterator[dict[str, Tensor]], model: torch.nn.M
 
 
 def packed_balance() -> float:
-    """Return by what the routers' gradient of the balance within sequences differs between packed and padded rows."""
+    """Return how the routers' gradient differs between packed and padded rows.
+
+    It is that of the balance within sequences.
+    """
     M.initialize()
     config = experts("seq_aux_loss")
     for name, value in (("use_cpu_initialization", True), ("params_dtype", torch.float64)):

@@ -21,7 +21,10 @@ _EXACT = 1e-5  # relative; Megatron's cross-entropy rounds to float32
 
 
 def ask_faults(facts: RunFacts | None = None) -> list[Finding]:
-    """Run a small step for each known fault on gloo ranks of this machine; with `facts`, find which of them a run reaches."""
+    """Run a small step for each known fault on gloo ranks of this machine.
+
+    With `facts`, find which of the faults a run reaches.
+    """
     preload("parallel_rl.megatron", "parallel_rl.doctor.fault_steps", "parallel_rl.testing.whole_step.worlds")
     return [_finding(fault, facts) for fault in FAULTS if fault.name in _ASK]
 
@@ -48,7 +51,10 @@ def _gathered() -> str:
 
 
 def _heads() -> str:
-    """The heads' gradients, with both settings, in one micro-batch against four and over two context ranks."""
+    """Return the heads' gradients: four micro-batches, or two context ranks, against one.
+
+    Both settings are compared.
+    """
     shown = []
     for per_token in (False, True):
         for layout in (StepLayout(per_token=per_token), StepLayout(cp=2, per_token=per_token, micro=1)):

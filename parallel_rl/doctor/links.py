@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     pipeline: int = 1
 
     def groups(self, world: int) -> dict[str, list[list[int]]]:
-        """Ranks of each group, in Megatron's order: tensor ranks are neighbours, then context, data and pipeline.
+        """List the ranks of each group in Megatron's order: tensor, context, data, pipeline.
 
         >>> Sizes(tensor=2).groups(4)
         {'tensor': [[0, 1], [2, 3]], 'data': [[0, 2], [1, 3]]}

@@ -20,7 +20,10 @@ _LEAST_TORCH, _LEAST_MEGATRON, _NEXT_MEGATRON = (2, 8), (0, 15), (0, 20)
 
 
 def packages() -> Iterator[Finding]:
-    """Look at Python, torch and its backends, megatron-core, Transformer Engine, Apex, Triton and its compiler."""
+    """Report Python, torch, megatron-core, Transformer Engine, Apex and Triton.
+
+    torch's backends and Triton's compiler are reported, too.
+    """
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     yield _torch()
     yield from _cards()
@@ -61,7 +64,7 @@ def settings(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 
 
 def apex_kind(folder: Path) -> str:
-    """Tell NVIDIA's Apex ("nvidia") from the unrelated package of that name ("other") by what its folder holds.
+    """Tell NVIDIA's Apex ("nvidia") from the unrelated package ("other") by its folder.
 
     >>> apex_kind(Path("nowhere"))
     'other'

@@ -15,7 +15,9 @@ _DEFAULT = "29500"  # torchrun's
 
 
 def ask_ports(urls: Sequence[str], environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Look whether the rendezvous answers inside a job, or is free before one; and whether the config's servers answer.
+    """Check that the rendezvous answers in a job, or is free before one, and that servers answer.
+
+    The servers are those of the config.
 
     >>> [found.severity for found in ask_ports(["http://127.0.0.1:9"], {"MASTER_PORT": "0"})]
     ['error', 'warning']
@@ -50,7 +52,7 @@ def _refused(host: str, port: int) -> str:
 
 
 def _free(host: str, port: str, given: bool) -> Finding:
-    """Whether a rendezvous could listen here, where the host is this one."""
+    """Check that a rendezvous could listen here, if the host is this one."""
     try:
         address = socket.gethostbyname(host)
     except OSError as error:

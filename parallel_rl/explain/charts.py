@@ -51,7 +51,7 @@ def _axes(key: str, height: float = 2.6) -> Iterator[tuple[Drawing, Any]]:
 
 
 def _inline(text: str, key: str) -> str:
-    """The svg element alone, with ids that no other chart of the page has."""
+    """Return the svg element alone, with ids that no other chart of the page has."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
     text = re.sub(r'\bid="([^"]+)"', rf'id="{key}-\1"', text)
@@ -73,7 +73,9 @@ def histogram(
     x_label: str,
     bounds: Sequence[tuple[float, float]] = (),
 ) -> str:
-    """Histograms on log axes, one over the other; the tails beyond the edges are bars of their own at both ends.
+    """Draw histograms on log axes, one over the other.
+
+    The tails beyond the edges are bars of their own at both ends.
 
     Args:
         key: of its ids.
@@ -121,7 +123,7 @@ def _plain_ticks(axes: Axes, low: float, high: float) -> None:
 def lines(
     key: str, panels: Mapping[str, Sequence[tuple[np.ndarray, np.ndarray]]], labels: Sequence[str], x_label: str
 ) -> str:
-    """A panel for each name under one x axis, with a line for each step: (places, values)."""
+    """Draw a panel for each name under one x axis, with a line for each step: (places, values)."""
     from matplotlib.ticker import MaxNLocator
 
     with _axes(key, 1.0 + 1.35 * len(panels)) as (drawing, figure):

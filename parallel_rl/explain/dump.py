@@ -59,7 +59,9 @@ class DumpError(RuntimeError):
 def dump_step(
     path: str | Path, loss_fn: LossFunction, *, groups: ParallelGroups | None = None, info: StepInfo | None = None
 ) -> Iterator[LossFunction]:
-    """Give a loss to use in the place of `loss_fn` in one optimizer step; at the end of the block the step is in `path`.
+    """Yield a loss to use instead of `loss_fn` in one optimizer step, which is written to `path`.
+
+    The file is complete at the end of the block.
 
     The loss gives the same numbers, and beside them looks at what was read of each token, runs its own computation on it once
     more and takes the gradient with respect to it. It costs that, a copy to the host a micro-batch, and one all-reduce over
@@ -160,7 +162,10 @@ class _Recorder(LossWrapper):
 
 
 def _lengths(call: LossCall, batch: TokenBatch) -> Tensor:
-    """Find the lengths [B] of the rows: of packed rows or of the data, else to the last token of any mask or component."""
+    """Return the lengths [B] of packed rows or of the data's rows.
+
+    Without either, a row ends at the last token of any mask or component.
+    """
     data, layout = call.data, batch.local.layout
     masked = data["token_mask"].bool() | valid_tokens(data, batch.local.requirements.shift) | batch.local.valid
     column = torch.arange(1, layout.shape[1] + 1, device=masked.device)
@@ -173,14 +178,14 @@ def _lengths(call: LossCall, batch: TokenBatch) -> Tensor:
 
 
 def _fields(data: Mapping[str, Tensor], shape: tuple[int, int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The data's fields of tokens and of sequences; others, such as whole distributions, stay out."""
+    """Return the data's fields of tokens and of sequences, without others such as distributions."""
     tokens = {name: x for name, x in data.items() if tuple(x.shape) == shape}
     sequences = {name: x for name, x in data.items() if tuple(x.shape) == shape[:1] and name != "lengths"}
     return tokens, sequences
 
 
 def _column(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A column of `observe` in the dtype that it had."""
+    """Restore the dtype of a column of `observe`."""
     return x != 0 if name.startswith(("scored", "held/")) else x.to(dtype)
 
 
@@ -192,7 +197,7 @@ def _array(x: Tensor) -> np.ndarray:
 def _write(
     folder: Path, recorder: _Recorder, metrics: Mapping[str, Tensor], groups: ParallelGroups, info: StepInfo
 ) -> None:
-    """This data rank's file; on its other ranks nothing."""
+    """Write this data rank's file; its other ranks write nothing."""
     if groups.tp_rank or groups.cp_rank:
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +221,7 @@ def _write(
 
 
 def _joined(rows: Sequence[_Rows]) -> dict[str, np.ndarray]:
-    """The micro-batches one after the other; a field that some lack is 0 there."""
+    """Concatenate the micro-batches; a field that some lack is 0 there."""
     lengths = [part.lengths for part in rows]
     arrays = {"lengths": np.concatenate(lengths) if lengths else np.zeros(0, np.int64)}
     for prefix, of in (("token/", "tokens"), ("sequence/", "sequences")):

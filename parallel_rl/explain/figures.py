@@ -12,7 +12,7 @@ from parallel_rl.explain.tables import Cell, Section, Sides, Table
 
 
 def sections(sides: Sides) -> list[Section]:
-    """Every section that the steps have numbers for."""
+    """Return every section that the steps have numbers for."""
     of_ratios = (ratio_figures.ratio, ratio_figures.clip, ratio_figures.mismatch)
     makers = (_summary, _parts, *of_ratios[:2], _positions, _reasons, of_ratios[2], _logged)
     made = (make(sides) for make in makers)

@@ -30,7 +30,7 @@ _WORDS = {
 
 @dataclass(frozen=True, eq=False)
 class LogHistogram:
-    """Counts of positive numbers in bins of equal width on a log axis; the outermost bins hold the tails beyond.
+    """Counts of positive numbers in equal bins on a log axis; the outermost bins hold the tails.
 
     Attributes:
         edges: [K + 1] of the K inner bins. counts: [K]. below, above: numbers outside of the edges.
@@ -51,14 +51,17 @@ def log_edges(logs: np.ndarray) -> np.ndarray:
 
 
 def log_histogram(logs: np.ndarray, edges: np.ndarray) -> LogHistogram:
-    """The histogram of exp(logs)."""
+    """Return the histogram of exp(logs)."""
     inner = np.log(edges)
     below, above = int((logs < inner[0]).sum()), int((logs > inner[-1]).sum())
     return LogHistogram(edges, np.histogram(logs, inner)[0], below, above)
 
 
 def log_ratio(step: Step) -> tuple[np.ndarray, bool] | None:
-    """[T scored] log ρ at the loss's level, or where its loss has no ratio log π − log π_prev; whether it is the loss's."""
+    """Return [T scored] log ρ at the loss's level, and whether it is the loss's.
+
+    A loss without a ratio gives log π − log π_prev.
+    """
     ratio = step.value("ratio")
     if ratio is not None:
         return np.log(np.maximum(ratio[step.scored].astype(np.float64), 1e-300)), True
@@ -68,7 +71,10 @@ def log_ratio(step: Step) -> tuple[np.ndarray, bool] | None:
 
 
 def log_mismatch(step: Step) -> np.ndarray | None:
-    """[T scored] log π_prev − log π_generation, trainer against sampler; 0 where the sampler did not keep a token."""
+    """Return [T scored] log π_prev − log π_generation, trainer against sampler.
+
+    0 where the sampler did not keep a token.
+    """
     if "generation_logprobs" not in step.tokens or "logprobs" not in step.tokens:
         return None
     generation = _of(step, "generation_logprobs")
@@ -77,7 +83,7 @@ def log_mismatch(step: Step) -> np.ndarray | None:
 
 
 def mismatch_means(step: Step) -> dict[str, float]:
-    """Means over scored tokens of what the policy losses log of trainer against sampler, by the same function."""
+    """Average over scored tokens the policy losses' own metrics of trainer against sampler."""
     prev = _of(step, "prev_logprobs" if "prev_logprobs" in step.tokens else "logprobs")
     values = mismatch_values(torch.from_numpy(prev), torch.from_numpy(_of(step, "generation_logprobs")))
     names = ("sampling_logp_difference", "gen_kl_error", "policy_kl_error", "chi2_token", "token_mult_prob_error")
@@ -138,7 +144,10 @@ def means_by_position(position: np.ndarray, values: np.ndarray, edges: np.ndarra
 
 
 def clip_by_sign(step: Step) -> list[tuple[str, dict[str, int]]]:
-    """Tokens by the sign of their advantage: how many, outside the range, held back by the clip and its second bound."""
+    """Count tokens by the sign of their advantage.
+
+    How many there are, outside the range, and held back by the clip and its second bound.
+    """
     advantages = step.tokens["advantages"]
     flags = {
         name: held for name in (*_OF_RANGE, "clipped", "dual_clipped") if (held := held_back(step, name)) is not None
@@ -154,7 +163,7 @@ def clip_by_sign(step: Step) -> list[tuple[str, dict[str, int]]]:
 
 @dataclass(frozen=True, eq=False)
 class Reason:
-    """Why tokens carry no gradient, or less: [T] those whose first reason it is, [T] all that it holds for."""
+    """A reason for no gradient, or less: [T] tokens with this first reason, [T] all that it holds for."""
 
     words: str
     first: np.ndarray
@@ -162,7 +171,9 @@ class Reason:
 
 
 def reasons(step: Step) -> list[Reason]:
-    """The reasons in the order in which the loss meets them; the last row, of what is left, carries gradient.
+    """Return the reasons in the order in which the loss meets them.
+
+    The last row is the rest, which carries gradient.
 
     Every token is in `first` of one row.
     """

@@ -26,7 +26,7 @@ def check_extras() -> None:
 
 
 def page(steps: Sequence[Step], *, most_samples: int = 8, version: str = "") -> str:
-    """The HTML of one step, or of two of one kind side by side.
+    """Return the HTML of one step, or of two of one kind side by side.
 
     Args:
         steps: one or two.

@@ -44,7 +44,10 @@ def _of_ratio(logs: np.ndarray) -> dict[str, Cell]:
 
 
 def _range(step: Step) -> tuple[float, float]:
-    """The clip's bounds, between the ratios on both sides of each; infinite where no token is beyond."""
+    """Return the clip's bounds, between the ratios on both sides of each.
+
+    A bound is infinite where no token is beyond.
+    """
     ratio, bounds = step.value("ratio"), [np.nan, np.nan]
     if ratio is None:
         return np.nan, np.nan

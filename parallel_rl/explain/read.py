@@ -64,7 +64,7 @@ class Step:
 
     @property
     def kind(self) -> str:
-        """The kind of loss; only steps of one kind can be compared."""
+        """Return the kind of loss; only steps of one kind can be compared."""
         if self.meta["paired"]:
             return "preference pairs"
         if "logprobs" in self.tokens:
@@ -157,7 +157,7 @@ def _check(meta: Meta, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _joined(name: str, first: Meta, pieces: Sequence[tuple[Meta, dict[str, np.ndarray]]]) -> Step:
-    """All pieces; the sequences in the order of their `sample_ids`, where each has one of its own."""
+    """Join all pieces; order the sequences by their `sample_ids` where these are unique."""
     full = [arrays for _, arrays in pieces if len(arrays["lengths"])]
     if not full:
         raise ValueError(f"{name}: the step has no sequence")

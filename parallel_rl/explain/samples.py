@@ -22,7 +22,10 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class Token:
-    """A token in the text. mark: its class in the style sheet, "p3" or "n1" for the sign and the size of ∂L/∂log π."""
+    """A token in the text.
+
+    mark: its class in the style sheet, "p3" or "n1" for the sign and the size of ∂L/∂log π.
+    """
 
     text: str
     mark: str
@@ -42,7 +45,10 @@ class Sample:
 
 
 def choose(step: Step, most: int) -> dict[int, str]:
-    """At most so many sequences and why: those that pull most, the ratio farthest from 1, the most tokens held back."""
+    """Choose at most so many sequences, with the reason for each.
+
+    Reasons are the largest gradient, the ratio farthest from 1, and the most tokens held back.
+    """
     gradient = np.abs(step.tokens.get("gradient", np.zeros(len(step.row))).astype(np.float64))
     pull = np.bincount(step.row, gradient, minlength=len(step.lengths))
     chosen: dict[int, str] = {}
@@ -68,7 +74,7 @@ def choose(step: Step, most: int) -> dict[int, str]:
 
 
 def samples(step: Step, chosen: Mapping[int, str], label: str) -> list[Sample]:
-    """The chosen sequences of a step; colours have one scale for all of it."""
+    """Render the chosen sequences of a step; colours have one scale."""
     gradient = step.tokens.get("gradient", np.zeros(len(step.row))).astype(np.float64)
     read = step.tokens.get("logprobs", step.tokens.get("head", gradient))
     gradient = np.where(np.isfinite(read), gradient, np.nan)  # a clamp may give NaN the gradient 0
@@ -83,7 +89,7 @@ def samples(step: Step, chosen: Mapping[int, str], label: str) -> list[Sample]:
 
 
 class _Numbers(NamedTuple):
-    """Numbers of all tokens of a step: gradients and their scale, why they have none, and the panel's columns."""
+    """Numbers of all tokens of a step: gradients, their scale, reasons for none, and columns."""
 
     gradient: np.ndarray
     scale: float
@@ -133,7 +139,7 @@ def _sample(step: Step, row: int, why: str, label: str, of_step: _Numbers) -> Sa
 
 
 def _mark(gradient: float, scale: float, scored: bool) -> str:
-    """The size on a square-root scale, so that small contributions still show."""
+    """Return the size on a square-root scale, so that small contributions show."""
     if not scored:
         return "m"
     if not math.isfinite(gradient):
@@ -145,7 +151,7 @@ def _mark(gradient: float, scale: float, scored: bool) -> str:
 
 
 def _reason_of_each(step: Step) -> list[str]:
-    """The first reason of each token; of rejections each rule."""
+    """Return the first reason of each token; of rejections each rule."""
     words, rejected = np.full(len(step.row), "", dtype=object), np.zeros(len(step.row), bool)
     for one in measures.reasons(step):
         words[one.first] = one.words

@@ -12,7 +12,10 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True)
 class Table:
-    """Numbers under a caption; the first column names the row. One that is long and drawn as well stays off paper."""
+    """Numbers under a caption; the first column names the row.
+
+    A long table that is drawn as well is not printed on paper.
+    """
 
     caption: str
     head: tuple[str, ...]
@@ -48,11 +51,11 @@ class Sides:
         return ("A", "B") if len(self.steps) > 1 else ("",)
 
     def head(self, first: str, *names: str) -> tuple[str, ...]:
-        """The columns `names` of each step."""
+        """Return the columns `names` of each step."""
         return first, *(f"{name} {label}".strip() for label in self.labels for name in names)
 
     def compared(self, caption: str, first: str, of_steps: Sequence[Mapping[str, Cell]]) -> Table:
-        """One number per step by their names, under `first`; of two numbers their difference too."""
+        """Return a row per name under `first`, with one number per step; of two, their difference too."""
         rows: list[tuple[Cell, ...]] = []
         for name in dict.fromkeys(name for one in of_steps for name in one):
             values = [one.get(name) for one in of_steps]

@@ -36,7 +36,7 @@ class Observed:
 
 
 def observe(loss_fn: LossFn, batch: TokenBatch, loss: Tensor) -> Observed:
-    """Run the loss once more on what it has read, and take its gradient with respect to that; one backward a part.
+    """Rerun the loss on its recorded inputs and take its gradient; one backward a part.
 
     Columns: "logprobs", "entropy", "head" as the loss read them (the output of a scalar head, or the value of a row);
     "gradient" ∂L/∂(log π, or head) and "entropy_gradient"; "gradient/PART" of each part; "scored", and "scored/NAME" of a
@@ -77,7 +77,7 @@ def observe(loss_fn: LossFn, batch: TokenBatch, loss: Tensor) -> Observed:
 
 
 def _as_leaves(output: ModelOutput) -> tuple[ModelOutput, dict[str, Tensor]]:
-    """The same numbers as the ends of a graph, and those ends by name."""
+    """Return the same numbers as the leaves of a graph, and the leaves by name."""
     leaves: dict[str, Tensor] = {}
 
     def leaf(name: str, x: Tensor) -> Tensor:
@@ -105,7 +105,10 @@ def _as_leaves(output: ModelOutput) -> tuple[ModelOutput, dict[str, Tensor]]:
 
 
 def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """ "gradient" of the log-probs, or of a head; "entropy_gradient"; "NAME/gradient" of what a component read by itself."""
+    """Return the gradients by name.
+
+    "gradient" is of the log-probs, or of a head; "entropy_gradient"; "NAME/gradient" is of what a component read by itself.
+    """
     found: dict[str, Tensor | None] = dict.fromkeys(leaves)
     if value.requires_grad:
         grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, retain_graph=True)

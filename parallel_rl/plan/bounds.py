@@ -20,8 +20,11 @@ HEAD_FLOPS = {"in_forward": 6, "resident": 6, "recompute": 8, "whole logits, con
 
 
 class Card(NamedTuple):
-    """A card by its data sheet: bytes of memory, bytes a second from it, dense bfloat16 flops a second, bytes a second and
-    direction over NVLink and over the network."""
+    """A card by its data sheet.
+
+    Bytes of memory, bytes a second from it, dense bfloat16 flops a second, and bytes a second and direction over NVLink and
+    over the network.
+    """
 
     memory: float
     bandwidth: float
@@ -39,7 +42,10 @@ CARDS = {
 
 
 class Bound(NamedTuple):
-    """Seconds below which no step can be, by what it waits for; things that can overlap do, so that `step` is the largest."""
+    """Lower bounds on a step's seconds, by resource.
+
+    Resources can overlap, so `step` is the largest bound.
+    """
 
     ranks: int
     data: int
@@ -51,7 +57,7 @@ class Bound(NamedTuple):
 
     @property
     def step(self) -> float:
-        """The largest of them."""
+        """Return the largest bound."""
         return max(self.compute, self.loss_stage, self.tensor_collectives, self.gradient_collective)
 
 
@@ -75,7 +81,9 @@ def loss_stage_seconds(hidden: int, vocab: int, layout: Layout, card: Card, mode
 
 
 def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1) -> Iterator[Bound]:
-    """Bound an optimizer step from the smallest job of this layout to 10,000 ranks, each data rank with as many tokens.
+    """Bound an optimizer step on the smallest job of this layout up to 10,000 ranks.
+
+    Each data rank has as many tokens.
 
     Compute is 6 flops a weight and token without attention's own products; gradients travel once a step in float32 (with the
     distributed optimizer reduced to their owners, and the weights gathered). Ranks lie in Megatron's order, tensor, context,
@@ -106,7 +114,9 @@ def bounds(model: ModelShape, layout: Layout, card: Card, micro_batches: int = 1
 
 
 def _tensor_seconds(model: ModelShape, layout: Layout, card: Card) -> float:
-    """Bound the last pipeline stage's collectives over tensor ranks: of hidden states, their gradients and the statistics.
+    """Bound the last pipeline stage's collectives over tensor ranks.
+
+    They carry hidden states, their gradients and the statistics.
 
     Attention and MLP of each layer all-reduce their output forward and the gradient of their input backward, the LM head the
     latter. An all-reduce, or the all-gather and reduce-scatter in its place, moves each element into a card once, even where a
@@ -134,6 +144,9 @@ def _gradient_seconds(weights: int, layout: Layout, card: Card) -> float:
 
 
 def _link_seconds(of_card: float, of_node: float, card: Card) -> float:
-    """Bound what enters (or leaves) a card, by both of its ways if some crosses nodes, and a node, by all its networks."""
+    """Bound the traffic into (or out of) a card and a node.
+
+    A card uses both of its links if some traffic crosses nodes; a node uses all its networks.
+    """
     ways = card.link + (card.network if of_node else 0.0)
     return max(of_card / ways, of_node / NODE / card.network)

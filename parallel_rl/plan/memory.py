@@ -89,7 +89,9 @@ class Stage:
 
 
 def loss_stages(hidden: int, vocab: int, layout: Layout) -> list[Stage]:
-    """Predict the peak of the loss stage's forward and backward on one rank, for each of the ways to run it.
+    """Predict the loss stage's peak memory on one rank, for each way to run it.
+
+    The peak is over forward and backward.
 
         gradients of head and hidden states + logits (whole, kept, or a chunk's) + a chunk's rows + statistics
 
@@ -153,7 +155,10 @@ class _Case:
         return self.rows * self.hidden * self.low
 
     def whole(self, name: str, gradient: int) -> Stage:
-        """Logits [R·parts, W] at once, and a gradient of so many bytes a logit beside them, or the head's gradients."""
+        """Count the bytes of whole logits [R·parts, W].
+
+        A gradient of so many bytes a logit, or the head's gradients, is held beside them.
+        """
         logits = self.total * self.columns * self.low
         products = self.columns * self.hidden * self.low + self.total * self.hidden * self.low
         beside = self.total * self.columns * gradient
@@ -164,7 +169,7 @@ class _Case:
         return Stage(name, {"logits, float32 copies and gradient": self.total * self.columns * size})
 
     def fused(self, mode: LinearMode) -> Stage:
-        """The LM head in one mode; its two phases hold different things, of which the larger sum counts."""
+        """Count the bytes of the LM head in one mode: the larger of its two phases."""
         layout, low, wide = self.layout, self.low, self.wide
         triton = not self.on_cpu and low < wide
         shape = HeadShape(
@@ -208,7 +213,7 @@ class _Case:
     def _chunk(
         self, size: int, gradient: bool, columns: int | None = None, at_once: int | None = None
     ) -> dict[str, int]:
-        """A chunk of `size` rows of each part, or the two that are under way where ranks share the rows."""
+        """Return a chunk of `size` rows of each part; two chunks where ranks share the rows."""
         count = at_once or (2 if self.layout.tensor > 1 and self.rows > size else 1)
         rows = min(count * size, self.rows)
         logits = {"logits of a chunk": rows * self.parts * (columns or self.columns) * self.wide}
@@ -231,7 +236,9 @@ def _larger(a: dict[str, int], b: dict[str, int]) -> dict[str, int]:
 
 
 def states(model: ModelShape, layout: Layout) -> dict[str, int]:
-    """Count the bytes of the last pipeline stage's weights, gradients, optimizer and frozen models on one rank.
+    """Count the bytes of weights, gradients, optimizer and frozen models on one rank.
+
+    Of the last pipeline stage.
 
     Megatron's mixed precision: weights in `dtype`, gradients in float32, Adam's two moments and, for a low-precision `dtype`,
     master weights in float32. Activations of the layers are not counted: they depend on recompute and attention.

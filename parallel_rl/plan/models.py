@@ -48,7 +48,7 @@ class ModelShape:
             raise ValueError(f"heads = {self.heads} is not divisible by key-value heads = {self.groups}")
 
     def with_experts(self, experts: Experts | None) -> ModelShape:
-        """The same with these in each layer; None: as it is."""
+        """Return a copy with these experts in every layer; None: an unchanged copy."""
         if experts is None:
             return self
         number, ffn, per_token = experts.number, experts.ffn_hidden, experts.per_token

@@ -38,11 +38,11 @@ class RunPlan:
         return sum(self.states.values())
 
     def fits(self, stage: Stage) -> bool:
-        """Whether states and loss stage fit the card, activations of the layers left out."""
+        """Return whether states and loss stage fit the card; activations of the layers are not counted."""
         return self.state_bytes + stage.bytes <= self.memory
 
     def recommended(self, separable: bool = True) -> Stage | None:
-        """The mode to take: among those that fit with the fewest products, the one of the fewest bytes; None: none fits.
+        """Return the mode with the fewest products, then the fewest bytes, of those that fit; else None.
 
         Args:
             separable: the loss is a sum over tokens, which `in_forward` needs.
@@ -97,7 +97,7 @@ def plan_run(
 
 
 def table(plan: RunPlan) -> str:
-    """The plan in words and numbers."""
+    """Format the plan as text and tables."""
     lines = [f"layout: {_words(plan.layout)}"]
     lines += [f"a rank of {_size(plan.memory)}; activations of the layers are not counted", ""]
     lines += [f"  {name:34} {_size(size):>12}" for name, size in plan.states.items() if size]

@@ -122,7 +122,7 @@ def _refuse_not_counted(keys: Keys) -> None:
 
 
 def _others(keys: Keys, known: Collection[str]) -> Iterator[str]:
-    """The keys that nothing is read from; one that is nearly a known one is an error."""
+    """List the keys that are not read; refuse a misspelt one."""
     for key, value in keys.tree.items():
         if key not in known:
             near = closest(key, known, _NEAR)
@@ -179,5 +179,5 @@ def _megatron_shape(keys: Keys) -> ModelShape:
 
 
 def _ffn(hidden: int, gated: bool) -> int:
-    """The width of the MLP that Megatron's arguments mean where they name none."""
+    """Return the width of the MLP that Megatron's arguments mean by default."""
     return 8 * hidden // 3 // 64 * 64 if gated else 4 * hidden

@@ -84,7 +84,7 @@ def _codes(field: Tensor, shape: torch.Size, name: str) -> np.ndarray:
 
 
 def _depth_first(table: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Order the sequences depth-first; where several continue a prefix, by the first sequence that takes each way."""
+    """Order the sequences depth-first; branches go by the first sequence that takes each."""
     keys = [row.astype(">i8").tobytes() for row in table]
     ranked = np.array(sorted(range(len(keys)), key=keys.__getitem__))
     common = _common(table[ranked[:-1]], table[ranked[1:]], sizes[ranked])

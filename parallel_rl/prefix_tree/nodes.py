@@ -23,7 +23,9 @@ def from_nodes(
     token_mask: Tensor | None = None,
     row_length: int | None = None,
 ) -> PrefixTree:
-    """Take a tree that a host has already: segments of tokens with parents, one after the other in its row.
+    """Make a tree from segments of tokens with parents, in the order of their row.
+
+    A host that deduplicates has such segments.
 
     >>> ids = torch.tensor([[5, 6, 7], [5, 6, 8]])
     >>> from_nodes([[5, 6], [7], [8]], [-1, 0, 0], [1, 2], input_ids=ids).where.tolist()

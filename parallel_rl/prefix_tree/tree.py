@@ -241,7 +241,10 @@ def _read(tree: PrefixTree) -> Tensor:
 def _edges(
     tree: PrefixTree, sequences: Tensor, positions: Tensor, rows: Tensor, count: int
 ) -> tuple[Groups, Tensor, Tensor]:
-    """Find the edges of the flat tokens: their places, a flat token of each, and the rows of the further ones."""
+    """Find the edges of the flat tokens.
+
+    Returns their places, a flat token of each, and the rows of the further ones.
+    """
     flat = torch.arange(len(rows))
     scored = positions + 1 < tree.lengths[sequences]
     target = tree.input_ids[sequences, (positions + 1).clamp(max=tree.where.shape[1] - 1)]

@@ -25,7 +25,7 @@ _NEEDED: dict[str, dict[str, object]] = {  # what has no default
 
 
 def every_loss() -> list[Subject]:
-    """All registered losses with their default options; those that have none are named on the standard error."""
+    """Return all registered losses with default options; name those without on standard error."""
     found: list[Subject] = []
     for name in losses():
         case = Case(name, _NEEDED.get(name, {}))
@@ -39,7 +39,9 @@ def every_loss() -> list[Subject]:
 
 
 def find_loss(text: str, options: dict[str, object], fields: tuple[str, ...] = ()) -> Subject:
-    """A registered loss, or `module:object`: a class, an instance, a function with the call of `LossFn`, a name to register.
+    """Find a registered loss, or the `module:object` of a user.
+
+    The object is a class, an instance, a function with the call of `LossFn`, or registers a name.
 
     >>> find_loss("nll", {"aggregation": "seq-mean-token-mean"}).name
     'nll-aggregation=seq-mean-token-mean'

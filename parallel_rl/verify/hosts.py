@@ -21,7 +21,7 @@ _VERL = {"constant-length": "seq-mean-token-sum-norm"}
 
 
 def through_host(host: str, subject: Subject) -> Subject:
-    """The loss of a subject inside `host`'s call, checked over data ranks and micro-batches.
+    """Return the loss of a subject as `host` calls it, over data ranks and micro-batches.
 
     >>> from parallel_rl.testing import Case
     >>> through_host("verl", Case("policy")).name

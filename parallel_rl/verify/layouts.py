@@ -15,7 +15,7 @@ _AXES = ("tp", "cp", "dp", "pp", "micro", "packing", "cp_layout")
 
 
 def of_words(words: Sequence[str]) -> list[Layout]:
-    """Every combination of what the words list.
+    """Parse `tp=1,2 cp=1,2` into the product of layouts.
 
     >>> [layout.name for layout in of_words(["tp=1,2", "packing=packed"])]
     ['tp1.cp1.dp1.packed.mb1.zigzag', 'tp2.cp1.dp1.packed.mb1.zigzag']

@@ -88,7 +88,7 @@ def find_way(through: str) -> Way:
 def on_this_machine(
     subjects: Sequence[Subject], chosen: Sequence[Layout] | None, limits: Limits, way: Way, show: bool = True
 ) -> list[Report]:
-    """Check each loss on gloo ranks that are started here and ended again; `show` a bar, and a line as each one ends.
+    """Check each loss on gloo ranks started here; `show` a bar, and a line as each one ends.
 
     Raises:
         ValueError: a layout of more ranks than this machine starts, or that a loss cannot be run on.
@@ -209,7 +209,7 @@ def in_job(
 
 
 def _places(timeout: float) -> Callable[[Layout], Rank]:
-    """This rank's groups on a layout, made once."""
+    """Return this rank's groups on a layout, made once."""
     groups: dict[tuple[int, int], Rank] = {}
 
     def place(layout: Layout) -> Rank:

@@ -69,7 +69,9 @@ def _rank(rank: int, layouts: Sequence[Layout], trial: Trial, dtype: torch.dtype
 
 
 def schedule_layouts(world: int) -> list[Layout]:
-    """Default layouts of so many ranks, three micro-batches in each; none where there is no choice of ours.
+    """Return default layouts of so many ranks, three micro-batches each.
+
+    Empty for world sizes without defaults.
 
     >>> [layout.name for layout in schedule_layouts(4)][0]
     'tp2.cp1.dp1.pp2.packed+padding.mb3.zigzag'
@@ -78,14 +80,16 @@ def schedule_layouts(world: int) -> list[Layout]:
 
 
 def place(layout: Layout, timeout: float) -> Rank:
-    """This rank on Megatron's groups of a layout; those of the last one are kept where its sizes are the same."""
+    """Return this rank on Megatron's groups of a layout; the last groups are reused."""
     initialize(layout.tp, layout.cp, layout.pp, timeout=timeout)
     groups = ParallelGroups.from_megatron()
     return Rank(groups, (groups.tp_rank, groups.cp_rank, groups.dp_rank), current_device())
 
 
 def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> Outcome:
-    """One optimizer step through `forward_backward` on this rank; all stages of a pipeline return what they found together.
+    """Run an optimizer step through `forward_backward` on this rank.
+
+    All stages of a pipeline return the results together.
 
     Padded rows run with `calculate_per_token_loss`, packed ones without: Megatron scales the loss by other factors then.
     """
@@ -126,7 +130,10 @@ def run_layout(layout: Layout, trial: Trial, rank: Rank, dtype: torch.dtype) -> 
 
 
 def _joined(layout: Layout, mine: Outcome, off: float) -> Outcome:
-    """The first stage's gradient with the last one's loss; `off` is each stage's relative error of its parameter's gradient."""
+    """Join the first stage's gradient with the last one's loss.
+
+    `off` is each stage's relative error of its parameter's gradient.
+    """
     of_stages = [(mine, off)] * layout.pp
     if layout.pp > 1:
         dist.all_gather_object(of_stages, (mine, off), group=parallel_state.get_pipeline_model_parallel_group())

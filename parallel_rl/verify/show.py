@@ -22,7 +22,10 @@ _STYLE = (
 
 
 def table(reports: Sequence[Report]) -> None:
-    """Print a line for each layout, of several losses one for each with its largest errors; then the diagnoses."""
+    """Print a line for each layout, and the diagnoses.
+
+    Of several losses, each has a line with its largest errors.
+    """
     console = Console(highlight=False, soft_wrap=True, width=max(get_terminal_size().columns, _WIDTH))
     several = len(reports) > 1
     lines = Table(box=None, pad_edge=False)
@@ -50,7 +53,7 @@ def table(reports: Sequence[Report]) -> None:
 
 
 def _worst(report: Report) -> Row:
-    """One line for a loss: its largest errors, and its first verdict that is not ok."""
+    """Format a loss's largest errors and its first verdict that is not ok."""
     if not report.rows:
         return Row("", math.nan, math.nan, math.nan, report.verdict)
     loss, gradient, metrics = (
@@ -65,7 +68,7 @@ def _number(value: float) -> str:
 
 
 def html(reports: Sequence[Report]) -> str:
-    """The page: the same numbers, readable without scripts, by keyboard and on paper."""
+    """Return a page of the same numbers; it needs no scripts, and works by keyboard and on paper."""
     body = [
         f"<h1>parallel-rl verify</h1><p>{sum(one.ok for one in reports)} of {len(reports)} losses obey the law.</p>"
     ]
