@@ -132,8 +132,13 @@ def dpo_loss(
         kinds: TRL's names of what is summed, with their weights.
 
     Raises:
-        ValueError: another kind than those of `DPO_KINDS`.
+        ValueError: another kind than those of `DPO_KINDS`, or an odd number of rows.
     """
+    if not len(mask) == len(logprobs) == len(reference) or len(mask) % 2:
+        raise ValueError(
+            f"logprobs, mask and reference have {len(logprobs)}, {len(mask)} and {len(reference)} rows; pairs need the same "
+            "even number of rows, the chosen ones first"
+        )
     ratios = torch.where(mask != 0, logprobs, 0).sum(1) - reference
     means = ratios / mask.sum(1).clamp(min=1)
     order = torch.arange(len(mask), device=mask.device).view(2, -1).T.flatten()  # pairs are (even, odd) rows here

@@ -116,13 +116,13 @@ def _rl(root: Reader, name: str) -> Tree:
     if isinstance(prompts, int) and isinstance(group, int):
         rl |= {"prompts": prompts, "group_size": group}
         batch = policy.get("train_global_batch_size", ours="rl.updates")
-        if isinstance(batch, int) and 0 < batch < prompts * group and prompts * group % batch == 0:
-            updates = prompts * group // batch
-            if prompts % updates == 0:
+        if isinstance(batch, int) and batch > 0 and batch != prompts * group:
+            updates, rest = divmod(prompts * group, batch)
+            if updates and not rest and prompts % updates == 0:
                 rl["updates"] = updates
             else:
-                why = f"{updates} updates of {prompts} prompts; here each has whole prompts"
-                policy.leave("train_global_batch_size", why)
+                why = f"{prompts} × {group} samples a step; each of rl.updates has equally many whole prompts"
+                policy.leave("train_global_batch_size", why, "rl.updates")
     advantages = advantages_of(run, name)
     if options.get("use_kl_in_reward"):
         rl |= _kl_in_reward(loss, options, advantages)

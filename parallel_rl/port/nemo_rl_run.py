@@ -91,6 +91,8 @@ def _batch(policy: Reader, layout: Tree, objective: str) -> Tree:
         batch["micro_batch_size"] = 2 * rows if objective == "preference" else rows
         why = "a pair is two sequences" if objective == "preference" else ""
         policy.note("train_micro_batch_size", "carried", "batch.micro_batch_size", why)
+    else:
+        policy.note("train_micro_batch_size", "yours", "batch.micro_batch_size", "the config has no number for it")
     return batch
 
 
@@ -182,8 +184,11 @@ def run_of(root: Reader, name: str, objective: str) -> Tree:
     if "enabled" in checkpoints.section and not checkpoints.flag("enabled"):
         made = {key: value for key, value in made.items() if key == "dir"}
         checkpoints.note("enabled", "unsupported", why="the last step is always saved")
-        for key in ("save_period", "keep_top_k"):
+        for key in ("save_period", "keep_top_k", "metric_name", "higher_is_better"):
             checkpoints.note(key, "no_effect", why="without checkpointing.enabled")
+    elif "keep_top_k" in checkpoints.section and "keep_checkpoints" not in made:
+        checkpoints.note("enabled", "equal", why="on")
+        checkpoints.note("keep_top_k", "yours", "run.keep_checkpoints", "all of them there, the newest two here")
     elif "keep_checkpoints" in made:
         checkpoints.note("enabled", "equal", why="on")
         checkpoints.note("keep_top_k", "carried", "run.keep_checkpoints", "the newest stay here, not the best")

@@ -192,7 +192,9 @@ def test_updates_on_parts_of_prompts() -> None:
     run = {"num_prompts_per_step": 8, "num_generations_per_prompt": 16}
     ported = options_of({"grpo": run, "policy": {"train_global_batch_size": 8}})
     assert "updates" not in ported.config["rl"]  # type: ignore[operator]
-    assert ported.left == ("policy.train_global_batch_size = 8: 16 updates of 8 prompts; here each has whole prompts",)
+    assert ported.left == (
+        "policy.train_global_batch_size = 8: 8 × 16 samples a step; each of rl.updates has equally many whole prompts",
+    )
 
 
 def test_distillation_is_of_the_students_own_completions() -> None:
