@@ -35,7 +35,8 @@ _SETTINGS = (
     Setting("eps_clip_high", 0.2, ("clip_high", "high")),
     Setting("eps_clip_c", None, ("dual_clip", "ratio_max")),
 )
-_DEFAULTS = {"kl_loss_type": "k1", "tis_clip": 2.0}  # count as not set
+_DEFAULTS = {"kl_loss_type": "k1", "tis_clip": 2.0}
+_TIS_CLIP = (("", "high"), ("_low", "low"))
 _NAMES = {
     "advantages": "advantages", "prev_logprobs": "log_probs", "generation_logprobs": "rollout_log_probs",
     "reference_policy_logprobs": "ref_log_probs", "returns": "returns",
@@ -82,8 +83,8 @@ def custom_loss(loss_fn: LossFn, groups: ParallelGroups | None = None) -> Loss:
 
     Raises:
         ValueError: a loss that slime cannot feed. In a call: eps_clip, eps_clip_high, eps_clip_c, kl_loss_coef, kl_loss_type,
-            entropy_coef, use_tis or tis_clip that differ from the loss's own options (slime's defaults count as not set); an
-            aggregation that does not go with calculate_per_token_loss;
+            entropy_coef, use_tis, tis_clip or tis_clip_low that differ from the loss's own options (slime's defaults count as
+            not set); an aggregation that does not go with calculate_per_token_loss;
             contiguous context ranks (allgather_cp); several samples of one rollout, for a loss without `token_weights` or with
             another aggregation than seq-mean-token-mean; a replay of the sampler's top-p.
     """
@@ -184,15 +185,10 @@ def _check_options(args: object, loss_fn: LossFn) -> None:
         "entropy_coef": ("entropy_bonus", options.entropy_bonus),
         "use_tis": ("importance", options.importance is not None),
     }
-    if options.kl is not None and getattr(args, "kl_loss_coef", None):
-        same = {"k3", "low_var_kl"}  # they differ beyond their clamps alone
-        theirs = getattr(args, "kl_loss_type", None)
-        ours["kl_loss_type"] = (
-            "kl.estimator",
-            theirs if {theirs, options.kl.estimator} <= same else options.kl.estimator,
-        )
+    if options.kl is not None:
+        ours["kl_loss_type"] = ("kl.estimator", options.kl.estimator)
     if options.importance is not None and getattr(args, "use_tis", False):
-        ours["tis_clip"] = ("importance.high", options.importance.high)
+        ours |= {f"tis_clip{end}": (f"importance.{side}", getattr(options.importance, side)) for end, side in _TIS_CLIP}
     for key, (name, own) in ours.items():
         value = getattr(args, key, None)
         if value and value not in (own, _DEFAULTS.get(key)):

@@ -132,12 +132,12 @@ def dpo_loss(
         kinds: TRL's names of what is summed, with their weights.
 
     Raises:
-        ValueError: another kind than those of `DPO_KINDS`; rows that are not [chosen; rejected] of whole pairs.
+        ValueError: another kind than those of `DPO_KINDS`, or an odd number of rows.
     """
-    if len(logprobs) % 2 or len(mask) != len(logprobs) or reference.shape != logprobs.shape[:1]:
+    if not len(mask) == len(logprobs) == len(reference) or len(mask) % 2:
         raise ValueError(
-            f"logprobs has {len(logprobs)} rows, mask {len(mask)}, reference has shape {[*reference.shape]}; all need the same "
-            "2P rows, [chosen; rejected]"
+            f"logprobs, mask and reference have {len(logprobs)}, {len(mask)} and {len(reference)} rows; pairs need the same "
+            "even number of rows, the chosen ones first"
         )
     ratios = torch.where(mask != 0, logprobs, 0).sum(1) - reference
     means = ratios / mask.sum(1).clamp(min=1)

@@ -116,14 +116,13 @@ def _rl(root: Reader, name: str) -> Tree:
     if isinstance(prompts, int) and isinstance(group, int):
         rl |= {"prompts": prompts, "group_size": group}
         batch = policy.get("train_global_batch_size", ours="rl.updates")
-        total = prompts * group
-        if not isinstance(batch, int) or batch == total:
-            pass
-        elif batch <= 0 or total % batch or prompts % (total // batch):
-            why = f"{total} samples a step; here each update has {prompts} prompts / rl.updates, with whole groups of {group}"
-            policy.leave("train_global_batch_size", why, "rl.updates")
-        else:
-            rl["updates"] = total // batch
+        if isinstance(batch, int) and batch > 0 and batch != prompts * group:
+            updates, rest = divmod(prompts * group, batch)
+            if updates and not rest and prompts % updates == 0:
+                rl["updates"] = updates
+            else:
+                why = f"{prompts} × {group} samples a step; each of rl.updates has equally many whole prompts"
+                policy.leave("train_global_batch_size", why, "rl.updates")
     advantages = advantages_of(run, name)
     if options.get("use_kl_in_reward"):
         rl |= _kl_in_reward(loss, options, advantages)

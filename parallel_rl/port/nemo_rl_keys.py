@@ -103,7 +103,7 @@ _GROUPS = (
      "checkpoint_must_save_by"),
     ("logger", "yours", "run.loggers", "a tracker's package must be installed", "wandb_enabled mlflow_enabled"),
     ("logger", "unsupported", "", "no such tracker; `register_logger` takes your own", "swanlab_enabled"),
-    ("logger", "equal", "run.loggers", "TensorBoard, if it is installed", "tensorboard_enabled"),
+    ("logger", "yours", "run.loggers", "TensorBoard, if it is installed", "tensorboard_enabled=True"),
     ("logger", "no_effect", "", "named by run.dir", "log_dir wandb mlflow tensorboard swanlab num_val_samples_to_print"),
     ("logger", "no_effect", "", "of its reports", "gpu_monitoring monitor_gpus"),
     # data

@@ -23,8 +23,6 @@ def shape_of(root: Reader, objective: str) -> Tree:
     if policy.get("model_name", ours="model.hf"):
         model["hf"] = policy.get("model_name")
         policy.note("model_name", "carried", "model.hf", "a folder with the weights, which you download beforehand")
-    else:
-        policy.note("model_name", "yours", "model.hf", "a folder with the weights")
     layouts = layout_of(megatron, MEGATRON_SIZES), layout_of(dtensor, _DTENSOR_SIZES)
     layout = layouts[0] if by_megatron else layouts[1]
     dtensor.flag("enabled", "parallel")
@@ -93,6 +91,8 @@ def _batch(policy: Reader, layout: Tree, objective: str) -> Tree:
         batch["micro_batch_size"] = 2 * rows if objective == "preference" else rows
         why = "a pair is two sequences" if objective == "preference" else ""
         policy.note("train_micro_batch_size", "carried", "batch.micro_batch_size", why)
+    else:
+        policy.note("train_micro_batch_size", "yours", "batch.micro_batch_size", "the config has no number for it")
     return batch
 
 
@@ -186,6 +186,9 @@ def run_of(root: Reader, name: str, objective: str) -> Tree:
         checkpoints.note("enabled", "unsupported", why="the last step is always saved")
         for key in ("save_period", "keep_top_k", "metric_name", "higher_is_better"):
             checkpoints.note(key, "no_effect", why="without checkpointing.enabled")
+    elif "keep_top_k" in checkpoints.section and "keep_checkpoints" not in made:
+        checkpoints.note("enabled", "equal", why="on")
+        checkpoints.note("keep_top_k", "yours", "run.keep_checkpoints", "all of them there, the newest two here")
     elif "keep_checkpoints" in made:
         checkpoints.note("enabled", "equal", why="on")
         checkpoints.note("keep_top_k", "carried", "run.keep_checkpoints", "the newest stay here, not the best")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parallel_rl.config.json_text import brief
-from parallel_rl.port.report import Fate, Ledger, Row, Table, holds, summary
+from parallel_rl.port.report import Fate, Ledger, Row, Table, holds, lacks, summary
 
 Tree = dict[str, object]
 
@@ -123,10 +123,14 @@ def reader_of(config: Mapping[str, object]) -> Reader:
 def ported(framework: str, config: Mapping[str, object], ours: Tree, root: Reader, table: Table) -> Ported:
     """Account for every key of `config`, and collect the remarks."""
     said = {kind: tuple(lines) for kind, lines in root.said.items()}
-    rows = root.ledger.rows(config, ours, table)
+    missing = [key for key in _needs(ours) if lacks(ours, key)]
+    rows = root.ledger.rows(config, ours, table, missing)
     yours = {row.ours for row in rows if row.kind == "yours"}
-    missing = [key for key in _needs(ours) if not holds(ours, key) and key not in yours]
-    rows += tuple(Row("", None, "yours", key, "a run needs it, and the config has nothing for it") for key in missing)
+    why = "a run needs it, and the config has nothing for it"
+    of_experts = "a run needs it with parallel.expert"
+    servers = [key for key in missing if key.endswith(".server")]
+    rows += tuple(Row("", None, "yours", key, why) for key in missing if key not in (*yours, *servers))
+    rows += tuple(Row("", None, "yours", key, of_experts) for key in servers)
     return Ported(framework, ours, **said, unknown=root.ledger.unknown(config, table), rows=rows)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -102,9 +102,11 @@ class Ledger:
     read: dict[str, Fate] = field(default_factory=dict)
     off: dict[str, str] = field(default_factory=dict)
 
-    def rows(self, config: Mapping[str, object], ours: Mapping[str, object], table: Table) -> tuple[Row, ...]:
-        """Make a row for each key, or for a section whose keys share a fate."""
-        return tuple(_collapsed("", config, _Account(self, config, ours, table)))
+    def rows(
+        self, config: Mapping[str, object], ours: Mapping[str, object], table: Table, missing: Sequence[str] = ()
+    ) -> tuple[Row, ...]:
+        """Make a row for each key, or for a section whose keys share a fate; `missing` are keys of ours that a run lacks."""
+        return tuple(_collapsed("", config, _Account(self, config, ours, table, missing)))
 
     def unknown(self, config: Mapping[str, object], table: Table) -> tuple[str, ...]:
         """List the keys that neither the port nor the table has, each with the nearest known one."""
@@ -119,6 +121,7 @@ class _Account:
     config: Mapping[str, object]
     ours: Mapping[str, object]
     table: Table
+    missing: Sequence[str] = ()
 
     def knows(self, path: str) -> bool:
         if path in self.ledger.read or self.table.find(path) is not None or self._is_section(path):
@@ -134,6 +137,8 @@ class _Account:
             return Fate("no_effect", why=off)
         fate = self.ledger.read.get(path)
         if fate is not None:
+            if fate.kind == "carried" and fate.ours in self.missing:
+                return Fate("yours", fate.ours, "a run needs it, and the config has nothing for it")
             lost = fate.kind == "carried" and not holds(self.ours, fate.ours)
             return Fate("equal", fate.ours, "our default") if lost else fate
         found, alias = self.table.find(path), self._alias(path)
@@ -141,8 +146,9 @@ class _Account:
             return self._of_table(*found, value)
         if alias is not None:
             other = _at(self.config, alias[0])
-            same = other == value or value in ({}, [], None)
-            return Fate("equal", why=f"as {alias[0]}") if same else Fate("unsupported", why=alias[1])
+            if other == value:
+                return Fate("equal", why=f"as {alias[0]}")
+            return Fate("no_effect" if value in ({}, [], None) else "unsupported", why=alias[1])
         return Fate("no_effect", why="empty")
 
     def _of_table(self, prefix: str, fate: Fate, value: object) -> Fate:
@@ -152,7 +158,7 @@ class _Account:
         if isinstance(section, Mapping):
             switch = next((section[name] for name in ("enabled", "enable") if name in section), not _is_off(section))
         else:
-            switch = not _is_off(section) and str(section) != (fate.off or None)
+            switch = not (_means(fate.off, section) if fate.off else _is_off(section))
         return fate if switch else Fate("equal", why="off, as here" if not fate.off else "what this trainer does")
 
     def _alias(self, path: str) -> tuple[str, str] | None:
@@ -211,10 +217,29 @@ def holds(tree: Mapping[str, object], path: str) -> bool:
     return _at(tree, path) is not _MISSING
 
 
+def lacks(tree: Mapping[str, object], path: str) -> bool:
+    """Whether a dotted key is missing or null."""
+    return _at(tree, path) in (_MISSING, None)
+
+
 def _is_off(value: object) -> bool:
     if isinstance(value, Mapping):
         return all(_is_off(item) for key, item in value.items() if key != "_target_")
     return value in _OFF or value in ({}, [], "", 0)
+
+
+def _means(off: str, value: object) -> bool:
+    """Whether a value is the one of a table that means what this trainer does; false and 0 are values like any other.
+
+    >>> _means("True", False), _means("1.0", 1), _means("constant", None)
+    (False, True, True)
+    """
+    if value is None or value in ("none", "disabled") or str(value) == off:
+        return True
+    try:
+        return not isinstance(value, bool) and float(str(value)) == float(off)
+    except ValueError:
+        return False
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:

@@ -37,7 +37,7 @@ def from_verl(config: Mapping[str, object]) -> Ported:
     rl: Tree = {"loss": {"name": "policy", "options": options}, "advantages": advantages}
     rl |= kl_in_reward(algorithm, advantages)
     prompts, group = data.get("train_batch_size", 1024, "rl.prompts"), rollout.get("n", 1, "rl.group_size")
-    rl |= {"prompts": prompts, "group_size": group}
+    rl |= {key: size for key, size in (("prompts", prompts), ("group_size", group)) if size is not None}
     if (
         group == 1
         and "n" in rollout.section
@@ -186,6 +186,8 @@ def _averaged(actor: Reader, data: Reader, mode: str) -> Tree:
     if given == "seq-mean-token-sum-norm":
         length = data.get("max_response_length", 512) if factor is None else factor
         return {"aggregation": "constant-length", "max_length": length}
+    if factor is not None:
+        actor.drop("loss_scale_factor", f"with loss_agg_mode = {given!r}")
     return {"aggregation": verl_keys.AGGREGATIONS[given]}
 
 
@@ -242,6 +244,10 @@ def _correction(given: Reader, options: Tree) -> None:
                 )
         given.differ(
             f"{given.where}.rollout_is = {weights}: an importance weight of trainer and sampler, off here by default"
+        )
+    elif weights is not None:
+        raise ValueError(
+            f"{given.path('rollout_is')} = {weights!r} is not carried over; supported are token, sequence and null"
         )
     else:
         for key in ("rollout_is_threshold", "rollout_is_batch_normalize"):

@@ -50,7 +50,8 @@ _GROUPS = (
      "ppo_kl_coef dro_beta rollout_correction"),
     (f"{_ACTOR}.policy_loss", "no_effect", "", "verl reads those of the actor", "tau_pos tau_neg"),
     (f"{_ACTOR}.optim", "no_effect", "", "the number of steps is rl.steps", "total_training_steps"),
-    (f"{_ACTOR}.optim", "equal", "", "AdamW", "optimizer_impl name"),
+    (f"{_ACTOR}.optim", "equal", "", "AdamW", "name"),
+    (f"{_ACTOR}.optim", "unsupported", "", "AdamW of torch's kind", "optimizer_impl=torch.optim"),
     (f"{_ACTOR}.optim", "no_effect", "", "of Muon", "muon_coefficient_type muon_extra_scale_factor muon_fp32_matmul_prec "
      "muon_match_adamw_update_rms muon_momentum muon_nesterov muon_num_ns_steps muon_scalar_optimizer muon_scale_mode "
      "muon_split_qkv muon_tp_mode use_layer_wise_distributed_optimizer"),
@@ -135,7 +136,7 @@ _GROUPS = (
     ("trainer", "no_effect", "", "checkpoints stay in run.dir", "del_local_ckpt_after_load max_critic_ckpt_to_keep"),
     ("trainer", "yours", "rl.record", "writes each step's samples", "rollout_data_dir"),
     ("trainer", "unsupported", "", _NO_COUNTERPART, "validation_data_dir val_only npu_profile"),
-    ("critic", "equal", "", "on with adv_estimator = 'gae'", "enable"),
+    ("critic", "unsupported", "", "on with adv_estimator = 'gae'", "enable=True"),
     ("critic", "no_effect", "", "the critic has the policy's tokenizer", "model.tokenizer_path model.fsdp_config"),
     (f"{_JOINT}.ref", "no_effect", "", _SPEED, "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu "
      "log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu fsdp_config megatron use_torch_compile"),

@@ -62,8 +62,6 @@ def _model(model: Reader, megatron: Reader, by_megatron: bool) -> Tree:
     if model.get("path", ours="model.hf"):
         made["hf"] = model.get("path")
         model.note("path", "carried", "model.hf", "a folder with the weights, which you download beforehand")
-    else:
-        model.note("path", "yours", "model.hf", "a folder with the weights")
     given = megatron.below("override_transformer_config")
     again = {name: given.get(f"recompute_{name}", ours=f"model.recompute.{name}") for name in sorted(_RECOMPUTE)}
     if model.flag("enable_gradient_checkpointing", "model.recompute") and not by_megatron:
@@ -86,9 +84,6 @@ def _model(model: Reader, megatron: Reader, by_megatron: bool) -> Tree:
 def _tokenizer(model: Reader, data: Reader, folder: object) -> Tree:
     path = model.get("tokenizer_path", ours="tokenizer.hf")
     made: Tree = {"hf": folder if path is None else path}
-    if path is None:
-        fate = ("equal", "as the model's folder") if folder else ("yours", "a folder with the tokenizer")
-        model.note("tokenizer_path", fate[0], "tokenizer.hf", fate[1])
     variables = data.get("apply_chat_template_kwargs", ours="tokenizer.variables")
     if isinstance(variables, Mapping) and variables:
         made["variables"] = dict(variables)
@@ -273,8 +268,6 @@ def _data(data: Reader, trainer: Reader) -> Tree:
             files[target] = value
         elif value:
             data.note(key, "no_effect", why="without an evaluation")
-        elif target == "train" or on:
-            data.note(key, "yours", f"data.{target}", "a file of JSONL or Parquet; see docs/data.md")
     prompt = data.get("prompt_key", "prompt", "data.columns.prompt")
     if files:
         files["columns"] = {"prompt": prompt, "answer": "reward_model.ground_truth"}

@@ -200,6 +200,12 @@ BAD: list[tuple[Callable[[dict], object], str]] = [
         "topk must be positive",
     ),
     (
+        lambda d: nemo_rl.DistillationLossFn({})(
+            d["logits"], {k: v for k, v in d.items() if k != "sample_mask"}, *COUNTS
+        ),
+        "data lacks the field 'sample_mask'",
+    ),
+    (
         lambda d: nemo_rl.SequencePackingLossWrapper(nemo_rl.MseValueLossFn({}), torch.arange(7) * 8)(
             d["logits"].view(1, 48, 8), d, *COUNTS
         ),

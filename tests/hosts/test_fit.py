@@ -20,6 +20,7 @@ ADAPTERS: list[Callable[[Any], object]] = [
 ]  # fmt: skip
 PPO = {"surrogate": {"name": "ppo", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 5.0}}
 CISPO = {"surrogate": {"name": "cispo", "clip_low": 0.5, "clip_high": 2.0}}
+TIS = {"mode": "tis", "high": 5.0}
 SAPO = {"surrogate": {"name": "sapo", "tau_pos": 2.0, "tau_neg": 3.0}}
 OTHERWISE: list[tuple[str, dict, dict, str]] = [
     ("verl", PPO, {"clip_ratio_low": 0.3}, r"clip_ratio_low = 0.3, but the surrogate 'ppo' has clip_low = 0.1; .* verl's"),
@@ -40,6 +41,9 @@ OTHERWISE: list[tuple[str, dict, dict, str]] = [
     ("slime", PPO, {"use_kl_loss": True, "kl_loss_coef": 0.01}, "kl_loss_coef = 0.01, but the loss has kl.coefficient = 0.0"),
     ("slime", PPO, {"entropy_coef": 0.01}, "entropy_coef = 0.01, but the loss has entropy_bonus = 0.0"),
     ("slime", PPO, {"use_tis": True}, "use_tis = True, but the loss has importance = False"),
+    ("slime", {**PPO, "kl": {"coefficient": 0.1, "estimator": "k3"}}, {"kl_loss_type": "k2"}, "kl.estimator = 'k3'"),
+    ("slime", {**PPO, "importance": TIS}, {"use_tis": True, "tis_clip": 3.0}, "tis_clip = 3.0, but .* importance.high = 5.0"),
+    ("slime", {**PPO, "importance": TIS}, {"use_tis": True, "tis_clip_low": 0.1}, "tis_clip_low = 0.1, but .* importance.low"),
 ]  # fmt: skip
 ALIKE: list[tuple[str, dict, dict]] = [
     (
@@ -53,6 +57,7 @@ ALIKE: list[tuple[str, dict, dict]] = [
     ("skyrl", CISPO, {"eps_clip_low": 0.3}),
     ("slime", {**PPO, "entropy_bonus": 0.01}, {"eps_clip": 0.1, "eps_clip_high": 0.3, "entropy_coef": 0.01}),
     ("slime", {**PPO, "importance": {}}, {"use_tis": True, "kl_loss_coef": 0.0}),
+    ("slime", {**PPO, "importance": TIS}, {"use_tis": True, "tis_clip": 5.0, "tis_clip_low": 0}),
 ]
 
 

@@ -163,17 +163,6 @@ def test_what_does_not_fit() -> None:
         ValueError, match="divided by tokens, slime with calculate_per_token_loss = False divides by samples"
     ):
         custom_loss(PolicyLossFn())(mean, batch, flat, None)
-    kl, tis = {"coefficient": 0.1, "estimator": "k2"}, {"mode": "tis", "high": 3.0}
-    own = custom_loss(PolicyLossFn({"aggregation": "seq-mean-token-mean", "kl": kl, "importance": tis}))
-    for theirs, message in (
-        (
-            {"kl_loss_coef": 0.1, "kl_loss_type": "k3"},
-            "kl_loss_type = 'k3', but the loss has kl.estimator = 'k2'",
-        ),
-        ({"use_tis": True, "tis_clip": 5.0}, "tis_clip = 5.0, but the loss has importance.high = 3.0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            own(SimpleNamespace(calculate_per_token_loss=False, **theirs), batch, flat, None)
     with pytest.raises(ValueError, match="supported is the zigzag of each sample"):
         policy(SimpleNamespace(allgather_cp=True), batch, flat, None)
     summed = custom_loss(PolicyLossFn({"aggregation": "seq-mean-token-sum"}))

@@ -54,20 +54,53 @@ def test_a_carried_key_stands_in_ours() -> None:
                 at = at[name]
 
 
-def test_null_where_a_run_needs_a_value_is_the_users_to_set() -> None:
-    nulls = {
-        "actor_rollout_ref": {"model": {"path": None, "tokenizer_path": None}},
-        "data": {"train_files": None}, "trainer": {"test_freq": -1},
-    }  # fmt: skip
-    kinds = {row.key: row.kind for row in options_of(nulls).rows}
-    assert {kinds[f"actor_rollout_ref.model.{key}"] for key in ("path", "tokenizer_path")} == {"yours"}
-    assert kinds["data.train_files"] == "yours"
-    assert {row.ours: row.kind for row in options_of({"grpo": {}, "policy": {"model_name": None}}).rows}[
-        "model.hf"
-    ] == "yours"
-
-
-def test_the_best_checkpoint_of_a_run_without_checkpoints() -> None:
-    best = {"enabled": False, "metric_name": "val:accuracy", "higher_is_better": True}
-    rows = options_of({"grpo": {}, "policy": {}, "checkpointing": best}).rows
-    assert {row.kind for row in rows if row.key.endswith(("metric_name", "better"))} == {"no_effect"}
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        (
+            {
+                "actor_rollout_ref": {
+                    "model": {"path": None, "tokenizer_path": None}, "rollout": {"n": None},
+                    "actor": {"loss_scale_factor": 1000, "optim": {"optimizer_impl": "bitsandbytes.optim"}},
+                },
+                "data": {"train_files": None, "train_batch_size": None, "shuffle": False},
+                "critic": {"enable": False}, "algorithm": {"adv_estimator": "gae"}, "trainer": {"default_local_dir": None},
+            },
+            {
+                "actor_rollout_ref.model.path": "yours", "actor_rollout_ref.model.tokenizer_path": "yours",
+                "actor_rollout_ref.rollout.n": "yours", "data.train_files": "yours", "data.train_batch_size": "yours",
+                "trainer.default_local_dir": "yours", "actor_rollout_ref.actor.loss_scale_factor": "no_effect",
+                "actor_rollout_ref.actor.optim.optimizer_impl": "unsupported", "data.shuffle": "unsupported",
+                "critic.enable": "unsupported",
+            },
+        ),
+        (
+            {
+                "policy": {
+                    "model_name": None, "tokenizer": {"name": None}, "train_global_batch_size": 96,
+                    "train_micro_batch_size": None,
+                },
+                "grpo": {"num_prompts_per_step": 16, "num_generations_per_prompt": 8}, "loss_fn": {},
+                "checkpointing": {"enabled": False, "metric_name": "val:x", "higher_is_better": True},
+                "data": {"shuffle": False}, "logger": {"tensorboard_enabled": False},
+            },
+            {
+                "policy.model_name": "yours", "policy.tokenizer.name": "yours", "policy.train_global_batch_size": "yours",
+                "policy.train_micro_batch_size": "yours", "checkpointing.metric_name": "no_effect",
+                "checkpointing.higher_is_better": "no_effect", "data.shuffle": "unsupported",
+                "logger.tensorboard_enabled": "yours",
+            },
+        ),
+        (
+            {
+                "policy": {"train_global_batch_size": 512}, "checkpointing": {"enabled": True, "keep_top_k": None},
+                "grpo": {"num_prompts_per_step": 16, "num_generations_per_prompt": 8}, "loss_fn": {},
+            },
+            {"policy.train_global_batch_size": "yours", "checkpointing.keep_top_k": "yours"},
+        ),
+    ],
+    ids=["verl", "NeMo-RL", "a batch above the step"],
+)  # fmt: skip
+def test_a_value_that_ours_has_not_is_not_equal(config: dict, kinds: dict[str, str]) -> None:
+    rows = {row.key: row.kind for row in options_of(config).rows}
+    assert {key: rows.get(key) for key in kinds} == kinds

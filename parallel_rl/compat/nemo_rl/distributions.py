@@ -77,6 +77,8 @@ class DistillationLossFn(LossFunction):
         """
         if data is None or (next_token_logits is None) == (student_topk_logprobs is None):
             raise ValueError("give data, and either next_token_logits or student_topk_logprobs")
+        if ("token_mask" in data) != ("sample_mask" in data):
+            checked(data)  # refuses the one that is missing; without both every token counts
         if next_token_logits is not None:
             output = ShardedOutput.of(
                 next_token_logits, vocab_parallel_rank, vocab_parallel_group, context_parallel_group
