@@ -35,7 +35,7 @@ pass --import my_rewards'
         )
     if what == "loss" and (_RECIPES / f"{name}.yaml").is_file():
         return (
-            f"loss = {name!r} is not valid: it is a recipe, a loss with options; --recipe {name} runs it, "
+            f"loss = {name!r} is not valid: it is a recipe, a loss with options; `parallel-rl train --recipe {name}` runs it, "
             f"parallel_rl.load_recipe({name!r}) gives both"
         )
     return (

@@ -102,6 +102,16 @@ def test_the_figures_are_those_of_the_data(text: str) -> None:
     assert parts["policy_loss"][1] == pytest.approx(pull)
 
 
+def test_a_chart_without_a_bar_says_none(tmp_path: Path) -> None:
+    """On policy nothing is clipped; the axes stood empty."""
+    logits, data = policy_batch(rows=4, width=12)
+    logp = logits.log_softmax(-1)[:, :-1].gather(-1, data["input_ids"][:, 1:, None])[..., 0]
+    data["prev_logprobs"] = torch.nn.functional.pad(logp, (1, 0))
+    text = page([dumped(tmp_path, PolicyLossFn(PPO), logits, data, StepInfo("a step", str))])
+    assert "Here: none; every ratio lies inside of its range." in text
+    assert "Chart: What the clip does" not in text and "Chart: Who masked which token" in text
+
+
 def test_the_colours_are_of_the_gradient(step: Step, text: str) -> None:
     gradient, scored = step.tokens["gradient"], step.scored
     order = np.argsort([-np.abs(gradient[step.row == row]).sum() for row in range(12)], kind="stable")

@@ -258,7 +258,8 @@ def test_names_and_levels_that_do_not_do() -> None:
         register_objective("doc_word", level="word")  # type: ignore[arg-type]
     assert "doc_word" not in losses()
     with pytest.raises(
-        ValueError, match=r"'gspo' is not valid: it is a recipe, a loss with options; --recipe gspo runs it"
+        ValueError,
+        match=r"'gspo' is not valid: it is a recipe, a loss with options; `parallel-rl train --recipe gspo` runs it",
     ):
         get_loss("gspo")  # "did you mean 'simpo'?"
     with pytest.raises(ValueError, match=r"loss = 'cliped_pg' is not valid; did you mean 'clipped_pg'\?"):

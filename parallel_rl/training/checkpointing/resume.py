@@ -96,13 +96,28 @@ def find_start(
             data.check_metadata(metadata.values, path)
 
         latest = newest_whole(folder / "checkpoints", check, say)
-        if latest is not None:
-            path, progress = latest[0], latest[1].progress
-            last, steps = list(phases.items())[-1]
-            if (progress.phase, progress.step) == (last, steps):
-                say(f"nothing is left to do: {path} has all steps ({last} step {steps})")
+        if latest is not None and (done := _done(*latest, phases)):
+            say(done)
     verify_sources(config, begins=latest is None)
     return over, latest
+
+
+def nothing_left(config: TrainConfig, phases: Mapping[str, int]) -> str:
+    """Return why a run has no step left, from its newest whole checkpoint alone; "" if it has one, or starts over."""
+    if starts_over(config):
+        return ""
+    for path in reversed(storage.list_checkpoints(Path(config.run.dir) / "checkpoints")):
+        try:
+            return _done(path, read_manifest(path).metadata, phases)
+        except ValueError:  # the run takes the one before it
+            continue
+    return ""
+
+
+def _done(path: Path, metadata: CheckpointMetadata, phases: Mapping[str, int]) -> str:
+    last, steps = list(phases.items())[-1]
+    done = (metadata.progress.phase, metadata.progress.step) == (last, steps)
+    return f"nothing is left to do: {path} has all steps ({last} step {steps})" if done else ""
 
 
 def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None:

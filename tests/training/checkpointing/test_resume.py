@@ -14,6 +14,7 @@ import torch
 
 from parallel_rl.testing.pool import WorldError, run_world
 from parallel_rl.training.config.load import load_config
+from parallel_rl.training.preflight.check import check_run
 from tests.training.checkpointing.saves import flip, largest_file, shard_of
 from tests.training.helpers import DATA, assert_near, cut, logged_rows, run, train_rows
 
@@ -227,6 +228,12 @@ def test_another_config_is_said_and_the_old_one_kept(tmp_path: Path) -> None:
     said, other = run_world(2, _said, given[:4])
     assert not any("config has changed" in text for text in [*other, *said[:2]])
     assert ["nothing is left to do: " in text for text in said] == [False, True, False, True]
+    done = [check_run(load_config(one[0], one[1:]), 2) for one in (given[3], given[2], given[4])]
+    assert ["nothing is left to do: " in text for text in done] == [
+        True,
+        True,
+        False,
+    ]  # `check` and `submit`, before the queue
     for words in (
         "the old one is kept as config.8.yaml",
         "rl.optimizer.lr: 0.003 -> 0.0001",
