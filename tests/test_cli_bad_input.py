@@ -63,7 +63,8 @@ def checked(*arguments: str) -> list[str]:
         (checked(GRPO, "--run.dir=3"), "run.dir = 3 is not valid; a value of type str is needed; in YAML a text that reads"),
         (checked(GRPO, "--tokenizer.alphabet=01"), "in YAML a text that reads like a value of another kind stands in quotes"),
         (checked(GRPO, "--parallel={tensor: 2, tensor: 4}"), "is not valid YAML: the key 'tensor' stands twice"),
-        (checked(GRPO, "--run.dir="), "run: dir = '' names no folder"),
+        (checked(GRPO, "--run.dir="), "run.dir = None"),
+        (checked(GRPO, "--run.dir=''"), "run: dir = '' is empty; name the folder of the run, as in runs/grpo"),
         (checked(GRPO, "--run.dir=~/mine"), "run: dir = '~/mine' begins with a ~, which only a shell expands; write the whole"),
         # numbers that are none
         (checked(GRPO, "--rl.optimizer.lr=.inf"), "rl.optimizer: lr = inf must be a finite number above 0"),

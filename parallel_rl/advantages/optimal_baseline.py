@@ -30,8 +30,8 @@ class OptimalTokenBaseline(AdvantageEstimator, name="optimal_token_baseline"):
     no baseline.
 
     Attributes:
-        handle_zero_tail: no baseline where the longest answer is alone: from the second longest's number of tokens on. The
-            numbers are of valid tokens, holes left out, and a place is compared with them as `places` counts it.
+        handle_zero_tail: no baseline where the longest answer is alone: at its places t ≥ the second longest's number of valid
+            tokens. Holes of the mask count in a place and not in that number; tir_optimal_token_baseline skips them in both.
         importance_cap: ρ_t = min(e^(prev − generation_logprobs), importance_cap); None: 1.
         eps: see above.
     """

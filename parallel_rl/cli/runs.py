@@ -107,13 +107,11 @@ def check(
             data_parallel_size(config.parallel, world)
             quiet()
             with importing():
-                from parallel_rl.training.algorithms.phases import check_dump, phases
-                from parallel_rl.training.checkpointing.resume import say_if_resumed_run_is_done
+                from parallel_rl.training.algorithms.phases import check_dump
                 from parallel_rl.training.preflight.check import check_run
 
             check_dump(config, dump_step)
             found = check_run(config, world)
-            say_if_resumed_run_is_done(config, {phase.name: phase.steps for phase in phases(config)}, left.append)
         print("\n".join([f"ok: {config.objective}, {ranks}, {found}", *left]), flush=True)
     except (ValueError, OSError) as error:  # such as a file that may not be read
         return refuse(error)

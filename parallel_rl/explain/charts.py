@@ -144,7 +144,9 @@ def lines(
 
 
 def bars(key: str, names: Sequence[str], parts: Sequence[Sequence[float]], labels: Sequence[str], x_label: str) -> str:
-    """Horizontal bars, for each name one of each step."""
+    """Horizontal bars, for each name one of each step; "" without a bar that is not 0."""
+    if not any(value for values in parts for value in values):
+        return ""
     with _axes(key, 0.7 + 0.32 * len(names) * len(parts)) as (drawing, figure):
         axes: Axes = figure.subplots()
         size = 0.8 / len(parts)
@@ -158,8 +160,6 @@ def bars(key: str, names: Sequence[str], parts: Sequence[Sequence[float]], label
         axes.invert_yaxis()
         axes.axvline(0, color="#444444", linewidth=0.8)
         axes.set_xlabel(x_label)
-        if not any(map(any, parts)):
-            axes.text(0.5, 0.5, "none", ha="center", va="center", transform=axes.transAxes)
         if any(labels):
             axes.legend(frameon=False)
     return drawing.svg

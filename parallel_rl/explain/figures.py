@@ -59,11 +59,12 @@ def _parts(sides: Sides) -> Section:
     table = Table("Parts of the loss", sides.head("part", "share", "Σ|∂/∂log π|"), tuple(rows))
     values = [[one.get(name, (0.0, None))[0] for name in every] for one in of_steps]
     svg = charts.bars("parts", every, values, sides.labels, "share of the loss, with its coefficient")
+    nothing = "" if svg else " Here: none; every part is 0."
     says = (
         "Each part with its coefficient, as the loss computed it; the parts add up to the loss. Beside it, the sum over tokens "
         "of the size of its gradient with respect to the log-prob (or the head's output): what it pulls with."
     )
-    return Section("parts", "What the loss is made of", says, (table,), svg)
+    return Section("parts", "What the loss is made of", says + nothing, (table,), svg)
 
 
 def _positions(sides: Sides) -> Section | None:
@@ -122,6 +123,7 @@ def _reasons(sides: Sides) -> Section:
     table = Table("Who masked which token", head, tuple(rows))
     shares = [[float(one[words].first.mean()) if words in one else 0.0 for words in shown] for one in of_steps]
     svg = charts.bars("masks", shown, shares, sides.labels, "share of the tokens")
+    says += "" if svg else " Here: none."
     return Section("masks", "Who masked which token, and why", says, (table,), svg)
 
 

@@ -104,13 +104,9 @@ def clip(sides: Sides) -> Section | None:
         "Below and above: outside of the range, whatever the advantage. Held back: those of them that the advantage would "
         "drive further out, so that the surrogate gives them no gradient."
     )
-    return Section(
-        "clip",
-        "What the clip does, by the sign of the advantage",
-        says,
-        (table,),
-        charts.bars("clip", shown, values, sides.labels, "share of the tokens of that sign"),
-    )
+    svg = charts.bars("clip", shown, values, sides.labels, "share of the tokens of that sign")
+    says += "" if svg else " Here: none; every ratio lies inside of its range."
+    return Section("clip", "What the clip does, by the sign of the advantage", says, (table,), svg)
 
 
 def mismatch(sides: Sides) -> Section | None:

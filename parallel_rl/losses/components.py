@@ -97,7 +97,7 @@ class ComponentsLossFn(ComponentsLoss[ComponentsLossConfig]):
     (ECHO), RL with distillation or with a KL to a second reference are configs of this loss.
 
     If all components separate over tokens, so does the sum (`LMHeadInput`); if one reads logits, whole logits are
-    made, and they are not consumed. A component's teacher is given as logits: an `LMHeadInput` as its field is refused.
+    made, and they are not consumed. A teacher's `LMHeadInput` is refused inside components: give `teacher_logits` as logits.
 
     Metrics: loss; NAME/... of each component, and NAME/coefficient where it has a schedule. Call and errors: see `LossFn`.
 

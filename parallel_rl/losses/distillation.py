@@ -43,8 +43,9 @@ class DistillationLossConfig:
     bucket_tail: all tokens outside the top-k are one bucket on both sides: a lower bound of the KL over the vocabulary that
         includes the mass of the tail. Reads the field teacher_logsumexp [B, S], of the teacher's logits over its temperature:
         the teacher's tail is 1 − Σ_k p, so a tail below 1e-5 needs it in float64.
-    overlap: log how far student and teacher agree on the likely tokens, by the metrics teacher_mass, student_mass and overlap,
-        at the cost of one more pass over the logits. Reads teacher_logsumexp.
+    overlap: log how far student and teacher agree on the likely tokens, at the cost of one more pass over the logits. With
+        T the teacher's top-k ids of a token and S the student's k largest logits: teacher_mass = Σ_{v∈T} p_v and student_mass
+        = Σ_{v∈T} q_v over the whole vocabulary, overlap = |T ∩ S| / k. Reads teacher_logsumexp.
     topk_alignment: "token" stores the teacher's distribution of token t at t, "predictor" at t − 1 (NeMo-RL's data).
     teacher_temperature: of the teacher's softmax; None: the loss's `temperature`, which is the student's.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`.
@@ -92,8 +93,8 @@ class DistillationLossFn(RowLoss[DistillationLossConfig]):
     normalised over the whole vocabulary; none backward.
 
     Metrics: loss, num_valid_samples; with `overlap` also teacher_mass and student_mass, the probability that each side gives to
-    the teacher's top-k, and overlap, the share of the teacher's k ids that are among the student's k most likely. Call and
-    errors: see `LossFn`; an id outside the vocabulary raises.
+    the teacher's top-k, and overlap, the part of it that is in the student's own top-k. Call and errors: see `LossFn`; an id
+    outside the vocabulary raises.
 
     Papers: arXiv 1503.02531; the options are those of NeMo-RL.
 

@@ -27,7 +27,7 @@ class NLLLossConfig:
     cutoff_prob: of phi: tokens likelier than it carry no gradient; 1 is off.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`; each turn (segment_ids [B, S]),
         prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs the same with turn-mean, prompt-mean and
-        trajectory-mean, which need `statistics=` of `count`.
+        trajectory-mean, which need `statistics=` of `count`. Ids are ≥ 0.
     token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, where 0 masks, and divide by the number of tokens
         with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     """

@@ -77,11 +77,11 @@ class PolicyLossConfig:
     surrogate: one of `parallel_rl.functional.surrogates` by its name, with that class's options.
     aggregation, max_length: how tokens are averaged, see `parallel_rl.counts.token_weights`; each turn (segment_ids [B, S]),
         prompt (group_ids [B]) or trajectory (run_ids [B]) of the step weighs the same with turn-mean, prompt-mean and
-        trajectory-mean, which need `statistics=` of `count`.
+        trajectory-mean, which need `statistics=` of `count`. Ids are ≥ 0.
     token_weights: multiply each token by data["token_weights"] [B, S] ≥ 0, where 0 masks, and divide by the number of tokens
         with a weight ("count") or by the sum of the weights ("sum"), see `parallel_rl.losses.core.token_weights`; None: off.
     ratio_level: of a token, or of its turn or sequence: geometric mean (GSPO) or product. A turn is a run of one id among the
-        valid tokens of a sequence, in the field segment_ids [B, S]: integers that do not decrease.
+        valid tokens of a sequence, in the field segment_ids [B, S]: integers ≥ 0 that do not decrease.
     ratio_gradient: "full" through the sequence's mean; "token" is GSPO-token: its value, each token's own gradient.
     on_policy: ρ = exp(l − sg l); prev_logprobs is not read.
     log_ratio_clamp: bound on |l − l_prev| of each token, gradient 0 beyond; None is off.

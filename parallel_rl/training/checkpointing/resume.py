@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -97,28 +96,28 @@ def find_start(
             data.check_metadata(metadata.values, path)
 
         latest = newest_whole(folder / "checkpoints", check, say)
-        if latest is not None:
-            say_if_done(*latest, phases, say)
+        if latest is not None and (done := _done(*latest, phases)):
+            say(done)
     verify_sources(config, begins=latest is None)
     return over, latest
 
 
-def say_if_done(
-    path: Path, metadata: CheckpointMetadata, phases: Mapping[str, int], say: Callable[[str], None]
-) -> None:
-    """Pass `say` a line if a checkpoint has every step of the run."""
+def nothing_left(config: TrainConfig, phases: Mapping[str, int]) -> str:
+    """Return why a run has no step left, from its newest whole checkpoint alone; "" if it has one, or starts over."""
+    if starts_over(config):
+        return ""
+    for path in reversed(storage.list_checkpoints(Path(config.run.dir) / "checkpoints")):
+        try:
+            return _done(path, read_manifest(path).metadata, phases)
+        except ValueError:  # the run takes the one before it
+            continue
+    return ""
+
+
+def _done(path: Path, metadata: CheckpointMetadata, phases: Mapping[str, int]) -> str:
     last, steps = list(phases.items())[-1]
-    if (metadata.progress.phase, metadata.progress.step) == (last, steps):
-        say(f"nothing is left to do: {path} has all steps ({last} step {steps})")
-
-
-def say_if_resumed_run_is_done(config: TrainConfig, phases: Mapping[str, int], say: Callable[[str], None]) -> None:
-    """Pass `say` a line if a start would resume from a checkpoint with every step; reads the newest manifest alone."""
-    saved = storage.list_checkpoints(Path(config.run.dir) / "checkpoints")
-    if starts_over(config) or not saved:
-        return
-    with contextlib.suppress(ValueError):  # a damaged one is set aside when the run starts
-        say_if_done(saved[-1], read_manifest(saved[-1]).metadata, phases, say)
+    done = (metadata.progress.phase, metadata.progress.step) == (last, steps)
+    return f"nothing is left to do: {path} has all steps ({last} step {steps})" if done else ""
 
 
 def check_room(config: TrainConfig, engine: Engine, goes: Sequence[str]) -> None:

@@ -45,7 +45,7 @@ class RunConfig:
         at_least(self, checkpoint_every=0, keep_checkpoints=1, keep_every=0, seed=0, timeout=1)
         check_loggers(self.loggers or ())
         if not self.dir.strip():
-            raise ValueError(f"dir = {self.dir!r} names no folder")
+            raise ValueError(f"dir = {self.dir!r} is empty; name the folder of the run, as in runs/grpo")
         if self.dir.startswith("~"):
             raise ValueError(f"dir = {self.dir!r} begins with a ~, which only a shell expands; write the whole path")
         for name, most in (("seed", 2**31 - 1), ("timeout", 30 * 86400)):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from parallel_rl.config.names import is_left
 from parallel_rl.experience.rewards import reward_function
-from parallel_rl.training.checkpointing.resume import check_sources
+from parallel_rl.training.algorithms.phases import phases
+from parallel_rl.training.checkpointing.resume import check_sources, nothing_left
 from parallel_rl.training.config.sections import data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
@@ -26,7 +27,8 @@ def check_run(config: TrainConfig, world_size: int) -> str:
     """Check a run that `world_size` ranks shall make, in seconds; the rest of its data is checked when it starts.
 
     Returns:
-        the layout and the folder, as in "TP 2 × CP 2 × PP 1 × DP 8, float32, writes to runs/grpo".
+        the layout and the folder, as in "TP 2 × CP 2 × PP 1 × DP 8, float32, writes to runs/grpo"; and a line if
+        no step is left.
 
     Raises:
         ValueError: the world does not match the layout, a reward that cannot be found, a folder that cannot be written, data
@@ -49,7 +51,8 @@ def check_run(config: TrainConfig, world_size: int) -> str:
     check_sources(config)
     sizes, data = config.parallel, data_parallel_size(config.parallel, world_size)
     layout = f"TP {sizes.tensor} × CP {sizes.context} × PP {sizes.pipeline} × DP {data}"
-    return f"{layout}, {config.run.dtype}, writes to {config.run.dir}"
+    done = nothing_left(config, {phase.name: phase.steps for phase in phases(config)})
+    return f"{layout}, {config.run.dtype}, writes to {config.run.dir}" + (f"\n{done}" if done else "")
 
 
 def _is_left_to_ranks(name: str | None) -> bool:

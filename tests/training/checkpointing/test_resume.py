@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from parallel_rl.testing.pool import WorldError, run_world
-from parallel_rl.training.algorithms.phases import phases
-from parallel_rl.training.checkpointing.resume import say_if_resumed_run_is_done
 from parallel_rl.training.config.load import load_config
+from parallel_rl.training.preflight.check import check_run
 from tests.training.checkpointing.saves import flip, largest_file, shard_of
 from tests.training.helpers import DATA, assert_near, cut, logged_rows, run, train_rows
 
@@ -229,6 +228,12 @@ def test_another_config_is_said_and_the_old_one_kept(tmp_path: Path) -> None:
     said, other = run_world(2, _said, given[:4])
     assert not any("config has changed" in text for text in [*other, *said[:2]])
     assert ["nothing is left to do: " in text for text in said] == [False, True, False, True]
+    done = [check_run(load_config(one[0], one[1:]), 2) for one in (given[3], given[2], given[4])]
+    assert ["nothing is left to do: " in text for text in done] == [
+        True,
+        True,
+        False,
+    ]  # `check` and `submit`, before the queue
     for words in (
         "the old one is kept as config.8.yaml",
         "rl.optimizer.lr: 0.003 -> 0.0001",
@@ -239,12 +244,6 @@ def test_another_config_is_said_and_the_old_one_kept(tmp_path: Path) -> None:
     assert "config.9.yaml" in said[3] and "rl.advantages.name: grpo -> rloo" in said[3]
     rates = [load_config(str(path)).rl.optimizer.lr for path in sorted(tmp_path.glob("config.[89].yaml"))]  # type: ignore[union-attr]
     assert rates == [3e-3, 1e-4]
-    before: list[list[str]] = []  # what `check` and `submit` print before such a start
-    for one in (given[3], [*given[3], "--rl.steps=3"], given[4]):
-        config = load_config(one[0], one[1:])
-        before.append([])
-        say_if_resumed_run_is_done(config, {phase.name: phase.steps for phase in phases(config)}, before[-1].append)
-    assert [len(texts) for texts in before] == [1, 0, 0] and "all steps (rl step 2)" in before[0][0]
     [[said_anew]] = run_world(1, _said, given[4:])
     assert "config has changed" not in said_anew
     assert sorted(path.name for path in tmp_path.glob("config*")) == ["config.7.yaml", "config.yaml"]
