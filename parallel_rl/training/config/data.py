@@ -44,6 +44,7 @@ FORM_NAMES = (
     "prompt_completion",
     "alpaca",
     "sharegpt",
+    "ultrachat",
     "ultrafeedback",
     "dialogue_texts",
     "nemo_rl_preference",

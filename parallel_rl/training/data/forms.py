@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from parallel_rl.training.config.data import FIELDS, FORM_NAMES, DataConfig
+from parallel_rl.training.data.conversations import unknown_keys
 from parallel_rl.training.data.conversions import alpaca, dialogues, ranked, renamed, sharegpt, texts_alone, verl
-from parallel_rl.training.data.format import Fields, Row
+from parallel_rl.training.data.format import Fields, Row, unread
 from parallel_rl.training.data.records.index import DataFile, stretch
 
 
@@ -98,6 +99,34 @@ def find_forms(config: DataConfig, files: Mapping[str, Sequence[DataFile]]) -> F
     return chosen
 
 
+def left_aside(config: DataConfig, files: Mapping[str, Sequence[DataFile]]) -> dict[str, str]:
+    """Describe what the first record of each source holds that is not read: columns beside data.columns, keys of messages.
+
+    Raises:
+        ValueError: a column that is nearly the name of a missing field.
+    """
+    notes = {}
+    for source in FIELDS:
+        row = _first(files[source][0]) if files.get(source) else None
+        if row is None:
+            continue
+        columns = config.columns_of(source)
+        try:
+            aside = unread(row, FIELDS[source], columns) if columns else []
+        except ValueError as error:
+            raise ValueError(f"{files[source][0].path}: {error}") from None
+        keys, parts = unknown_keys(row), []
+        if aside:
+            parts.append(
+                f"{', '.join(aside)} left aside" + (", or for a reward function" if source in _PROMPTS else "")
+            )
+        if keys:
+            parts.append(f"of messages, {', '.join(keys)} left to the chat template")
+        if parts:
+            notes[source] = "; ".join(parts)
+    return notes
+
+
 def read_of(forms: Forms, source: str) -> Callable[[Row], tuple[Fields, Fields]] | None:
     """The conversion of a source's records; None: they have our own fields."""
     return forms[source][0].read if source in forms else None
@@ -169,6 +198,14 @@ FORMS = (
     ),
     RecordForm(
         "sharegpt", "ShareGPT's", ("examples",), ("conversations",), sharegpt, ("system", "tools"), ("id", "source")
+    ),
+    RecordForm(
+        "ultrachat",
+        "UltraChat's",
+        ("examples",),
+        ("prompt", "prompt_id", "messages"),
+        partial(renamed, {"messages": "messages", "system": "system", "tools": "tools"}),
+        ("system", "tools"),
     ),
     RecordForm(
         "ultrafeedback",

@@ -19,7 +19,7 @@ from parallel_rl.training.data.datasets import Datasets, Files, RecordT, check_c
 from parallel_rl.training.data.examples import Answer, Example, Pair, Prompt, Rollout
 from parallel_rl.training.data.fit import Unfit, longest_that_fits, shorten
 from parallel_rl.training.data.format import Row, UnfitRecord
-from parallel_rl.training.data.forms import find_forms
+from parallel_rl.training.data.forms import find_forms, left_aside
 from parallel_rl.training.data.parsers import parsers
 from parallel_rl.training.data.records.check import TextSet, check, keys_of
 from parallel_rl.training.data.records.hugging_face import open_in_turn
@@ -50,6 +50,8 @@ def read_datasets(
     reader, forms = _Reader(config, files, room), raise_on_all_ranks(lambda: find_forms(config.data, files))
     for name, (_, description) in forms.items():
         reader.notes[name].append(description)
+    for name, note in raise_on_all_ranks(lambda: left_aside(config.data, files)).items():
+        reader.notes[name].append(note)
     parse = parsers(config, tokenizer, forms)
     held_out, held = reader.held_out(parse.held_out)
 

@@ -72,6 +72,12 @@ CASES: dict[str, tuple[str, Row, Row, str]] = {
         {"messages": [{"role": "system", "content": "Be brief."}, *talk(ASKED, GOOD)]},
         "ShareGPT's form: conversations; id left aside",
     ),
+    "UltraChat": (
+        "examples",
+        {"prompt": ASKED, "prompt_id": "7f", "messages": talk(ASKED, GOOD)},
+        {"messages": talk(ASKED, GOOD)},
+        "UltraChat's form: prompt, prompt_id, messages",
+    ),
     "parts, a weight and the text of arguments": (
         "examples",
         {
