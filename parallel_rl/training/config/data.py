@@ -44,10 +44,10 @@ FORM_NAMES = (
     "prompt_completion",
     "alpaca",
     "sharegpt",
+    "ultrachat",
     "ultrafeedback",
     "dialogue_texts",
     "nemo_rl_preference",
-    "ultrachat",
     "verl",
 )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from parallel_rl.config.json_text import brief, parse_json
@@ -10,6 +12,7 @@ from parallel_rl.training.data.format import Row, text_of
 from parallel_rl.training.tokenizer.protocol import Message, Tools
 
 ANSWERS = "'assistant'"
+_KEYS = frozenset({"role", "content", "weight", "tool_calls", "tool_call_id", "name", "reasoning_content", "thinking"})
 
 
 def conversation(fields: Row, system: str | None, row: Row | None = None) -> list[Message]:
@@ -138,6 +141,9 @@ def messages_of(value: object, key: str) -> list[Message]:
             raise ValueError(f"{key}[{index}] = {brief(message)} is not valid; {{role, content}} is needed")
         if isinstance(message.get("content"), list):
             message["content"] = _joined(message["content"], f"{key}[{index}]")
+        for name in message.keys() - _KEYS:
+            if (meant := _meant(str(name))) is not None:
+                raise ValueError(f"{key}[{index}] has the unknown key {name!r}; did you mean {meant!r}?")
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise ValueError(f"{key}[{index}].content = {brief(content)} is not valid; a text is needed")
@@ -151,6 +157,27 @@ def messages_of(value: object, key: str) -> list[Message]:
         for call in message.get("tool_calls") or ():
             _read_arguments(call, f"{key}[{index}]")
     return messages
+
+
+@lru_cache(maxsize=256)
+def _meant(key: str) -> str | None:
+    near = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.8)
+    return near[0] if near else None
+
+
+def unknown_keys(row: Row) -> list[str]:
+    """List the keys of a record's messages that this package does not know and leaves to the chat template.
+
+    >>> unknown_keys({"messages": [{"role": "user", "content": "hi", "train": False}], "id": 7})
+    ['train']
+    """
+    found: dict[str, None] = {}
+    for value in row.values():
+        messages = value if isinstance(value, list) else []
+        for message in messages:
+            if isinstance(message, Mapping) and "role" in message:
+                found |= dict.fromkeys(str(key) for key, x in message.items() if key not in _KEYS and x is not None)
+    return list(found)
 
 
 def _joined(parts: list[object], where: str) -> str:

@@ -89,6 +89,27 @@ def pick(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> tuple[di
     return fields, {key: value for key, value in row.items() if key not in taken}
 
 
+def unread(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> list[str]:
+    """List the columns of a row that `pick` does not read.
+
+    >>> unread({"ask": "1+1=", "answer": "2", "id": 7}, ["prompt", "answer"], {"prompt": "ask"})
+    ['id']
+
+    Raises:
+        ValueError: a column is nearly the name of a field that is read by its own name and is missing.
+    """
+    named = {column if column in row else column.partition(".")[0] for column in columns.values()}
+    read = [name for name in _needed(known, columns) if name not in columns]
+    others = [key for key in row if key not in named and key not in read]
+    for name in read:
+        near = difflib.get_close_matches(name, others, n=1, cutoff=0.8) if name not in row else []
+        if near and near[0] != f"{name}s":
+            raise ValueError(
+                f"the column {near[0]!r} is nearly {name!r}, which is missing; rename it, or set data.columns.{name}: {near[0]}"
+            )
+    return others
+
+
 def _needed(known: Sequence[str], fields: Row) -> list[str]:
     """The fields that are read by their own names beside `data.columns`; any other column of a field's name is foreign."""
     prompt = () if not fields.keys().isdisjoint(_ASKED) else ("prompt",)

@@ -8,8 +8,9 @@ from fnmatch import fnmatchcase
 from functools import partial
 
 from parallel_rl.training.config.data import FIELDS, FORM_NAMES, DataConfig
+from parallel_rl.training.data.conversations import unknown_keys
 from parallel_rl.training.data.conversions import alpaca, dialogues, ranked, renamed, sharegpt, texts_alone, verl
-from parallel_rl.training.data.format import Fields, Row, pick
+from parallel_rl.training.data.format import Fields, Row, unread
 from parallel_rl.training.data.records.index import DataFile, stretch
 
 
@@ -98,19 +99,32 @@ def find_forms(config: DataConfig, files: Mapping[str, Sequence[DataFile]]) -> F
     return chosen
 
 
-def left_aside(config: DataConfig, files: Mapping[str, Sequence[DataFile]]) -> dict[str, list[str]]:
-    """List, for each source with `data.columns`, the columns of its first record that are not read."""
-    lists: dict[str, list[str]] = {}
+def left_aside(config: DataConfig, files: Mapping[str, Sequence[DataFile]]) -> dict[str, str]:
+    """Describe what the first record of each source holds that is not read: columns beside data.columns, keys of messages.
+
+    Raises:
+        ValueError: a column that is nearly the name of a missing field.
+    """
+    notes = {}
     for source in FIELDS:
+        row = _first(files[source][0]) if files.get(source) else None
+        if row is None:
+            continue
         columns = config.columns_of(source)
-        if columns and files.get(source) and (row := _first(files[source][0])) is not None:
-            try:
-                others = [*pick(row, FIELDS[source], columns)[1]]
-            except ValueError:  # the checks name a malformed record
-                continue
-            if others:
-                lists[source] = others
-    return lists
+        try:
+            aside = unread(row, FIELDS[source], columns) if columns else []
+        except ValueError as error:
+            raise ValueError(f"{files[source][0].path}: {error}") from None
+        keys, parts = unknown_keys(row), []
+        if aside:
+            parts.append(
+                f"{', '.join(aside)} left aside" + (", or for a reward function" if source in _PROMPTS else "")
+            )
+        if keys:
+            parts.append(f"of messages, {', '.join(keys)} left to the chat template")
+        if parts:
+            notes[source] = "; ".join(parts)
+    return notes
 
 
 def read_of(forms: Forms, source: str) -> Callable[[Row], tuple[Fields, Fields]] | None:
@@ -186,6 +200,14 @@ FORMS = (
         "sharegpt", "ShareGPT's", ("examples",), ("conversations",), sharegpt, ("system", "tools"), ("id", "source")
     ),
     RecordForm(
+        "ultrachat",
+        "UltraChat's",
+        ("examples",),
+        ("prompt", "prompt_id", "messages"),
+        partial(renamed, {"messages": "messages", "system": "system", "tools": "tools"}),
+        ("system", "tools"),
+    ),
+    RecordForm(
         "ultrafeedback",
         "UltraFeedback's",
         ("pairs",),
@@ -213,15 +235,6 @@ FORMS = (
         ranked,
         (),
         ("task_name", "dataset"),
-    ),
-    RecordForm(
-        "ultrachat",
-        "UltraChat's",
-        ("examples",),
-        ("messages", "prompt_id"),
-        partial(renamed, {"messages": "messages"}),
-        (),
-        ("prompt",),
     ),
     RecordForm(
         "verl",

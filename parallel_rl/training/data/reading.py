@@ -50,8 +50,8 @@ def read_datasets(
     reader, forms = _Reader(config, files, room), raise_on_all_ranks(lambda: find_forms(config.data, files))
     for name, (_, description) in forms.items():
         reader.notes[name].append(description)
-    for name, columns in raise_on_all_ranks(lambda: left_aside(config.data, files)).items():
-        reader.notes[name].append(f"columns {', '.join(columns)} left aside")
+    for name, note in raise_on_all_ranks(lambda: left_aside(config.data, files)).items():
+        reader.notes[name].append(note)
     parse = parsers(config, tokenizer, forms)
     held_out, held = reader.held_out(parse.held_out)
 

@@ -14,7 +14,7 @@ from parallel_rl.training.config.sections import data_parallel_size
 from parallel_rl.training.config.train import TrainConfig
 from parallel_rl.training.data.alphabet import settle_alphabet
 from parallel_rl.training.data.datasets import Files, find_data
-from parallel_rl.training.data.forms import find_forms
+from parallel_rl.training.data.forms import find_forms, left_aside
 from parallel_rl.training.data.parsers import parsers
 from parallel_rl.training.data.records.index import stretch
 from parallel_rl.training.data.records.source import Records
@@ -69,6 +69,7 @@ def check_first_records(config: TrainConfig, tokenizer: Tokenizer, files: Files)
         ValueError: a malformed line or row, by file and number.
     """
     parse = parsers(config, tokenizer, find_forms(config.data, files))
+    left_aside(config.data, files)
     for name, data_files in files.items():
         for file in data_files:
             index = file.index(0, 0, 1, stretch(file.size))

@@ -15,7 +15,7 @@ from parallel_rl.training.config.tokenizer import TokenizerConfig
 from parallel_rl.training.data.datasets import find_data
 from parallel_rl.training.data.examples import parse_example, parse_pair, parse_prompt
 from parallel_rl.training.data.format import Format, Row
-from parallel_rl.training.data.forms import find_forms, left_aside, read_of
+from parallel_rl.training.data.forms import find_forms, read_of
 from parallel_rl.training.data.reading import read_datasets
 from parallel_rl.training.tokenizer.protocol import Tokenizer
 from tests.training.helpers import run
@@ -35,12 +35,6 @@ def dialogue(*turns: str) -> str:
 
 # form: source, record, the same in our own fields, the description
 CASES: dict[str, tuple[str, Row, Row, str]] = {
-    "UltraChat": (
-        "examples",
-        {"prompt": ASKED, "prompt_id": "f3", "messages": talk(ASKED, GOOD)},
-        {"messages": talk(ASKED, GOOD)},
-        "UltraChat's form: prompt_id, messages; prompt left aside",
-    ),
     "prompt and completion": (
         "examples",
         {"prompt": ASKED, "completion": GOOD},
@@ -77,6 +71,12 @@ CASES: dict[str, tuple[str, Row, Row, str]] = {
         },
         {"messages": [{"role": "system", "content": "Be brief."}, *talk(ASKED, GOOD)]},
         "ShareGPT's form: conversations; id left aside",
+    ),
+    "UltraChat": (
+        "examples",
+        {"prompt": ASKED, "prompt_id": "7f", "messages": talk(ASKED, GOOD)},
+        {"messages": talk(ASKED, GOOD)},
+        "UltraChat's form: prompt, prompt_id, messages",
     ),
     "parts, a weight and the text of arguments": (
         "examples",
@@ -310,13 +310,3 @@ def test_columns_that_are_not_named_are_not_read_for_their_names(tokenizer: Toke
     row = CASES["UltraFeedback"][1]
     for columns in ({"chosen": "chosen"}, {"prompt": "prompt"}):
         assert parse_pair(row, Format(tokenizer, columns)) == parse_pair(CASES["UltraFeedback"][2], Format(tokenizer))
-
-
-def test_columns_that_are_not_named_are_listed(tmp_path: Path) -> None:
-    """A system text beside `data.columns` was left out without a word."""
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": ASKED, "answer": GOOD, "system": "Be brief.", "id": 1}) + "\n")
-    config = configure(
-        DataConfig, {"examples": str(path), "columns": {"prompt": "question", "answer": "answer"}}, "data"
-    )
-    assert left_aside(config, find_data(config)) == {"examples": ["system", "id"]}
