@@ -137,12 +137,6 @@ def test_imports_run_to_lower_floors(house: House) -> None:
     assert users == {"parallel_rl.cli"}, "the public face is for users, its version for the command"
 
 
-def test_docstrings_begin_with_a_verb_or_a_noun_phrase() -> None:
-    clause = re.compile(r'^ *"""(?:What|Where|Which|Who|Whose|Of|Those|That) .*', re.M)
-    found = {str(path): clause.findall(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
-    assert {path: lines for path, lines in found.items() if lines} == {}
-
-
 def test_contributing_lists_the_same_floors() -> None:
     rows = re.findall(r"^  \| (`.+?`) \| ", (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.M)
     assert [tuple(re.findall(r"`(\w+)`", row)) for row in rows] == list(FLOORS)

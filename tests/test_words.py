@@ -53,3 +53,9 @@ def test_docstrings_begin_with_a_verb(name: str) -> None:
     paths = sorted((PACKAGE / name).rglob("*.py")) if (PACKAGE / name).is_dir() else [PACKAGE / f"{name}.py"]
     faults = [f"{place}: {said}" for path in paths for place, text in docstrings(path) if (said := fault(place, text))]
     assert not faults, "\n".join(faults)
+
+
+def test_no_docstring_begins_with_a_relative_clause() -> None:
+    clause = re.compile(r'^ *"""(?:What|Where|Which|Who|Whose|Of|Those|That) .*', re.M)
+    lines = {str(path): clause.findall(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    assert {path: some for path, some in lines.items() if some} == {}
