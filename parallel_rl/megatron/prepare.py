@@ -92,6 +92,10 @@ def prepare(
         _check_context(models, loss_fn, prepared, groups)
         shapes = [tuple(batch.input.tokens.shape) for batch in prepared]
         check_rows(models, shapes, packed=any(batch.packed for batch in prepared))
+        if first and dist.get_rank() == 0:  # where warnings are errors, rank 0 alone would raise after the agreement
+            warn_of_prompts(data, loss_fn.requirements)
+            if columns is not None and loss_fn.requirements.reads != "scalar":
+                warn_of_padding(loss_fn, columns, groups.tp_size, getattr(unwrap(models[0]), "true_vocab_size", None))
         return prepared
 
     sharing = {}
@@ -106,17 +110,12 @@ def prepare(
     names = ("input_ids", "token_mask", "sample_mask", *(field.name for field in read if field.per != "local"))
     alike = Replicated(data, names, whole=("input_ids",), advice=_ADVICE)
     # First within what holds the same rows, then over the ranks with other rows, which agree in nothing but their health.
-    prepared = raise_on_all_ranks(
+    return raise_on_all_ranks(
         lambda: raise_on_all_ranks(check, layout, looks, same, alike=alike),
         [groups.data],
         None if sharing else looks,
         sharing,
     )
-    if first and dist.get_rank() == 0:
-        warn_of_prompts(data, loss_fn.requirements)
-        if columns is not None and loss_fn.requirements.reads != "scalar":
-            warn_of_padding(loss_fn, columns, groups.tp_size, getattr(unwrap(models[0]), "true_vocab_size", None))
-    return prepared
 
 
 def _masked(

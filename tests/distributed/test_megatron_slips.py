@@ -179,12 +179,18 @@ def of_tensor_ranks(rank: int, groups: ParallelGroups) -> dict[str, Callable[[],
         )  # fmt: skip
         return function(output)
 
-    def padded(vocab_size: int | None, true: int = V - 1, by_megatron: bool = False) -> object:
+    def padded(vocab_size: int | None, true: int = V - 1, by_megatron: int = 0) -> object:
         model = build(vocab_size=true)
         if by_megatron:
             of = model.module
-            of.true_vocab_size, of.vocab_size = None, 512  # what Megatron pads 500 to on two tensor ranks
+            of.true_vocab_size, of.vocab_size = None, by_megatron
         return M.forward_backward(model, NLLLoss(vocab_size=vocab_size), [rows()])
+
+    def warning_as_error() -> object:
+        """The first rank warned alone, behind the check that ranks share: the second one waited for it."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*vocab_size = None")
+            return padded(None, by_megatron=1024)
 
     def own_schedule(vocab_size: int | None) -> object:
         config, columns = build(wraps=False).config, 768
@@ -208,7 +214,8 @@ def of_tensor_ranks(rank: int, groups: ParallelGroups) -> dict[str, Callable[[],
         "padding without vocab_size": lambda: padded(None),
         "padding with its size": lambda: padded(V - 1),
         "padding with that of the padding": lambda: padded(V),
-        "Megatron's padding": lambda: padded(None, by_megatron=True),
+        "Megatron's padding": lambda: padded(None, by_megatron=512),  # of 500 on two tensor ranks
+        "a warning as an error": warning_as_error,
         "Megatron's padding in its own schedule": lambda: own_schedule(None),
         "Megatron's padding is said once": lambda: own_schedule(None),
         "Megatron's padding with its size": lambda: own_schedule(700),
@@ -267,6 +274,7 @@ _OF_TENSOR_RANKS = {
     "a fused head without head=, log-probs": "is hidden states, not logits",
     "a fused head with head=": RIGHT,
     "a fused head taken off": RIGHT,
+    "a warning as an error": "vocab_size = None, the model 1024 columns (512 on each tensor rank)",
     "padding with its size": RIGHT,
     "Megatron's padding is said once": RIGHT,
     "Megatron's padding with its size": RIGHT,
