@@ -56,6 +56,7 @@ class StepOfCallbacks:
         groups: ParallelGroups,
         *,
         ddp: bool,
+        same: Mapping[str, int],
     ) -> bool:
         """Add the step's next callback and raise what is wrong; return whether it is the one before a later step's backward.
 
@@ -66,6 +67,7 @@ class StepOfCallbacks:
             check: settings and data; its argument is True for the first callback of all.
             data: of this micro-batch; None on a stage that has none.
             counts: by which the loss divides.
+            same: numbers by name in which all ranks must agree.
             ddp: data ranks run the schedule together; without DDP one may be idle, and is not waited for.
         """
         looks = self.made == 0 and self.steps > 0 and is_checked(self.steps)
@@ -74,11 +76,15 @@ class StepOfCallbacks:
         self.made += 1
         try:
             if first and checked:
-                name = "the number of micro-batches (with expert parallelism; add masked ones)"
+                if self.shares_experts:
+                    same = {
+                        **same,
+                        "the number of micro-batches (with expert parallelism; add masked ones)": num_microbatches,
+                    }
                 raise_on_all_ranks(
                     lambda: check(self.steps == 0),
                     [groups.tensor, groups.context, groups.data if ddp else None],
-                    same={name: num_microbatches} if self.shares_experts else None,
+                    same=same,
                 )
             else:
                 check(False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import weakref
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.hooks import RemovableHandle
 
+_OF_LOSS = "the loss (a checksum of its class, config, temperature and vocab_size)"
+_OF_WEIGHTS = "the model's weights (a checksum; data and context ranks begin with the same: one seed for all, or broadcast_params of DDP)"
 _FIRST_STEPS = 3  # in which checks may cost a collective or a wait for the device
 _ROUNDING = 1e-3  # of the factor of a loss
 _NODES = 32  # of the graph behind the model's output; the LM head is among the first
@@ -146,3 +150,21 @@ def _some_gradients(models: Sequence[torch.nn.Module]) -> list[Tensor]:
             grad = getattr(parameter, "main_grad", None)
             found.append(parameter.grad if grad is None else grad)
     return [grad for grad in found if grad is not None]
+
+
+def facts_of_loss(loss_fn: object) -> dict[str, int]:
+    """Return a checksum of a loss's class, config, temperature and vocabulary; all ranks must agree in it."""
+    loss_fn = getattr(loss_fn, "func", loss_fn)
+    loss_fn = getattr(loss_fn, "loss_fn", loss_fn)  # within the wrapper of packed rows
+    options = [
+        getattr(getattr(loss_fn, "options", None), name, None) for name in ("temperature", "vocab_size", "cp_layout")
+    ]
+    text = f"{type(loss_fn).__module__}.{type(loss_fn).__qualname__} {getattr(loss_fn, 'config', None)!r} {options}"
+    return {_OF_LOSS: zlib.crc32(re.sub(r" at 0x[0-9a-f]+", "", text).encode())}
+
+
+def facts_of_weights(models: Sequence[torch.nn.Module]) -> dict[str, int]:
+    """Return a checksum of a few values of each weight that data ranks hold alike; experts are left out."""
+    weights = [weight for model in models for weight in model.parameters() if getattr(weight, "allreduce", True)]
+    few = [weight.detach().flatten()[:: max(weight.numel() // 4, 1)].double().cpu() for weight in weights]
+    return {_OF_WEIGHTS: zlib.crc32(torch.cat(few).numpy().tobytes()) if few else 0}

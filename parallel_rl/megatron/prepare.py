@@ -22,7 +22,7 @@ from parallel_rl.megatron.auxiliary import check_auxiliary_losses, has_auxiliary
 from parallel_rl.megatron.capabilities import heads_take_packed_rows
 from parallel_rl.megatron.fp8 import check_positions, compares_data_ranks, positions_unit
 from parallel_rl.megatron.lm_head import FusedHead
-from parallel_rl.megatron.loop_checks import is_checked, steps_of
+from parallel_rl.megatron.loop_checks import facts_of_loss, facts_of_weights, is_checked, steps_of
 from parallel_rl.megatron.micro_batch import MicroBatch, padded_batch
 from parallel_rl.megatron.model import unwrap
 from parallel_rl.megatron.model_config import CUT
@@ -66,6 +66,14 @@ def prepare(
         "the number of tokens in their rows": sum(field.numel() for field in ids if isinstance(field, Tensor)),
     }
 
+    alone = groups.tp_size == parallel_state.get_pipeline_model_parallel_world_size() == 1
+    weights = {}
+    if checked:
+        same |= facts_of_loss(loss_fn)
+    if checked and first:
+        weights = facts_of_weights([] if fault else models)
+        same |= weights if alone else {}
+
     def check() -> list[MicroBatch]:
         if fault is not None:
             raise fault
@@ -98,12 +106,12 @@ def prepare(
                 warn_of_padding(loss_fn, columns, groups.tp_size, getattr(unwrap(models[0]), "true_vocab_size", None))
         return prepared
 
-    sharing = {}
+    sharing = (facts_of_loss(loss_fn) if checked else {}) | weights
     if parallel_state.get_expert_model_parallel_world_size() > 1:  # experts are asked by data ranks together
-        sharing = {"the number of micro-batches (with expert parallelism; add masked ones)": len(batches)}
+        sharing |= {"the number of micro-batches (with expert parallelism; add masked ones)": len(batches)}
     elif compares_data_ranks(config):
         why = "with FP8 by delayed scaling; add masked ones, or choose another fp8_recipe"
-        sharing = {f"the number of micro-batches ({why})": len(batches)}
+        sharing |= {f"the number of micro-batches ({why})": len(batches)}
 
     looks = None if checked else like
     read = (*loss_fn.requirements.fields, *loss_fn.requirements.optional)
@@ -112,7 +120,7 @@ def prepare(
     # First within what holds the same rows, then over the ranks with other rows, which agree in nothing but their health.
     return raise_on_all_ranks(
         lambda: raise_on_all_ranks(check, layout, looks, same, alike=alike),
-        [groups.data],
+        [groups.data if groups.dp_size == 1 else groups.data_context or groups.data],
         None if sharing else looks,
         sharing,
     )

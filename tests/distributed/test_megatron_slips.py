@@ -37,11 +37,11 @@ def rows(seed: int = 0) -> Batch:
     }
 
 
-def build(parallel_output: bool = True, vocab_size: int = V, wraps: bool = True) -> torch.nn.Module:
+def build(parallel_output: bool = True, vocab_size: int = V, wraps: bool = True, seed: int = 0) -> torch.nn.Module:
     import parallel_rl.megatron as M
 
     config = M.build_config(num_layers=2, hidden_size=D, num_attention_heads=4)
-    model = M.build_model(config, vocab_size, S)
+    model = M.build_model(config, vocab_size, S, seed=seed)
     model.parallel_output = parallel_output
     return M.wrap_model(model) if wraps else model
 
@@ -229,12 +229,32 @@ def of_context_ranks(rank: int, groups: ParallelGroups) -> dict[str, Callable[[]
     return {"rows cut before": lambda: M.forward_backward(model, PolicyLossFn(vocab_size=V), [cut(rows(), 2, rank)])}
 
 
+def other_setup(rank: int) -> dict[str, Callable[[], object]]:
+    """Losses and weights of the second rank that are not the first one's; only the data were compared."""
+    import parallel_rl.megatron as M
+
+    def warmer(**options: float) -> PolicyLossFn:
+        return PolicyLossFn(vocab_size=V, **options)
+
+    def callback() -> object:
+        config, loss_fn = build().config, warmer(temperature=1 + rank / 2)
+        batch = rows()
+        return M.megatron_loss_func(loss_fn, batch, *count_valid(batch), config=config, num_microbatches=1)
+
+    return {
+        "another temperature": lambda: M.forward_backward(build(), warmer(temperature=1 + rank / 2), [rows()]),
+        "another temperature in a callback": callback,
+        "another class": lambda: M.forward_backward(build(), (warmer(), NLLLoss(vocab_size=V))[rank], [rows()]),
+        "another seed": lambda: M.forward_backward(build(seed=rank), warmer(), [rows()]),
+    }
+
+
 def work(rank: int, layout: Layout) -> dict[str, str]:
     import parallel_rl.megatron as M
 
     M.initialize(**({} if layout == "dp" else {layout: 2}))  # type: ignore[arg-type]
     groups = ParallelGroups.from_megatron()
-    cases = {f"step: {name}": case for name, case in whole_step(rank).items()}
+    cases = {f"step: {name}": case for name, case in whole_step(rank).items()} | other_setup(rank)
     if layout in ("tp", "cp"):
         cases |= {f"bare: {name}": case for name, case in bare(rank, groups).items()}
         cases |= (of_tensor_ranks if layout == "tp" else of_context_ranks)(rank, groups)
@@ -296,6 +316,9 @@ def test_each_slip_is_named_on_both_ranks(layout: Layout) -> None:
     step |= {f"labels beside ids{where}": (_BOTH,) for where in ("", " on one rank")}
     step |= dict.fromkeys(_SAME, (RIGHT,))
     want = {f"step: {name}": texts for name, texts in step.items()}
+    want |= dict.fromkeys(("another temperature", "another class"), ("differ in the loss (a checksum",))
+    want["another temperature in a callback"] = (RIGHT if layout == "pp" else "differ in the loss (a checksum",)
+    want["another seed"] = ("differ in the model's weights (a checksum",) if layout in ("cp", "dp") else (RIGHT,)
     if layout in ("tp", "cp"):
         want |= {f"bare: {name}": (text,) for name, text in _CALL.items()}
     if layout == "tp":
