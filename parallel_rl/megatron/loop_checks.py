@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 _OF_LOSS = "the loss (a checksum of its class, config, temperature and vocab_size)"
-_OF_WEIGHTS = "the model's weights (a checksum; data and context ranks begin with the same: one seed for all, or broadcast_params of DDP)"
+_OF_WEIGHTS = (
+    "the model's weights (a checksum; data and context ranks begin alike: one seed for all, or DDP's broadcast_params)"
+)
 _FIRST_STEPS = 3  # in which checks may cost a collective or a wait for the device
 _ROUNDING = 1e-3  # of the factor of a loss
 _NODES = 32  # of the graph behind the model's output; the LM head is among the first
