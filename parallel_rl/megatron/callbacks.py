@@ -14,7 +14,7 @@ from parallel_rl.agreement import communication_device, raise_on_all_ranks
 from parallel_rl.counts import check_masks, own_counts
 from parallel_rl.groups import ParallelGroups, reduce_
 from parallel_rl.labels import with_labels
-from parallel_rl.megatron.loop_checks import is_checked, warn
+from parallel_rl.megatron.loop_checks import facts_of_loss, is_checked, warn
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -56,7 +56,7 @@ class StepOfCallbacks:
         groups: ParallelGroups,
         *,
         ddp: bool,
-        same: Mapping[str, int],
+        loss_fn: object,
     ) -> bool:
         """Add the step's next callback and raise what is wrong; return whether it is the one before a later step's backward.
 
@@ -67,7 +67,7 @@ class StepOfCallbacks:
             check: settings and data; its argument is True for the first callback of all.
             data: of this micro-batch; None on a stage that has none.
             counts: by which the loss divides.
-            same: numbers by name in which all ranks must agree.
+            loss_fn: the loss, in which the ranks of a stage must agree.
             ddp: data ranks run the schedule together; without DDP one may be idle, and is not waited for.
         """
         looks = self.made == 0 and self.steps > 0 and is_checked(self.steps)
@@ -76,11 +76,9 @@ class StepOfCallbacks:
         self.made += 1
         try:
             if first and checked:
+                same = facts_of_loss(loss_fn)
                 if self.shares_experts:
-                    same = {
-                        **same,
-                        "the number of micro-batches (with expert parallelism; add masked ones)": num_microbatches,
-                    }
+                    same["the number of micro-batches (with expert parallelism; add masked ones)"] = num_microbatches
                 raise_on_all_ranks(
                     lambda: check(self.steps == 0),
                     [groups.tensor, groups.context, groups.data if ddp else None],

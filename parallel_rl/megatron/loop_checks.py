@@ -154,10 +154,15 @@ def _some_gradients(models: Sequence[torch.nn.Module]) -> list[Tensor]:
     return [grad for grad in found if grad is not None]
 
 
+def inner_loss(loss_fn: object) -> object:
+    """Return the loss within a functools.partial, and within the wrapper of packed rows."""
+    loss_fn = getattr(loss_fn, "func", loss_fn)
+    return getattr(loss_fn, "loss_fn", loss_fn)
+
+
 def facts_of_loss(loss_fn: object) -> dict[str, int]:
     """Return a checksum of a loss's class, config, temperature and vocabulary; all ranks must agree in it."""
-    loss_fn = getattr(loss_fn, "func", loss_fn)
-    loss_fn = getattr(loss_fn, "loss_fn", loss_fn)  # within the wrapper of packed rows
+    loss_fn = inner_loss(loss_fn)
     options = [
         getattr(getattr(loss_fn, "options", None), name, None) for name in ("temperature", "vocab_size", "cp_layout")
     ]

@@ -21,14 +21,7 @@ from parallel_rl.megatron.auxiliary import RoutedTokens, check_auxiliary_losses,
 from parallel_rl.megatron.callbacks import callbacks_of
 from parallel_rl.megatron.cpu import plain_torch
 from parallel_rl.megatron.forward_only import is_last_stage
-from parallel_rl.megatron.loop_checks import (
-    facts_of_loss,
-    is_checked,
-    warn,
-    warn_of_factor,
-    warn_of_left_gradient,
-    watch_optimizers,
-)
+from parallel_rl.megatron.loop_checks import is_checked, warn, warn_of_factor, warn_of_left_gradient, watch_optimizers
 from parallel_rl.megatron.mtp import add_mtp_loss, split_heads
 from parallel_rl.megatron.row_checks import check_ids, warn_of_cut, warn_of_padding, warn_of_prompts
 from parallel_rl.megatron.settings import check_finalizing, check_heads, check_settings, check_sizes
@@ -159,9 +152,7 @@ def megatron_loss_func(
     if trains:
         if ddp:
             watch_optimizers()
-        looks = callbacks_of(config).add(
-            check, data, counts, num_microbatches, where, ddp=ddp, same=facts_of_loss(whole)
-        )
+        looks = callbacks_of(config).add(check, data, counts, num_microbatches, where, ddp=ddp, loss_fn=whole)
     else:
         check(False)
 

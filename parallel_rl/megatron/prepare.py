@@ -67,12 +67,9 @@ def prepare(
     }
 
     alone = groups.tp_size == parallel_state.get_pipeline_model_parallel_world_size() == 1
-    weights = {}
-    if checked:
-        same |= facts_of_loss(loss_fn)
-    if checked and first:
-        weights = facts_of_weights([] if fault else models)
-        same |= weights if alone else {}
+    loss = facts_of_loss(loss_fn) if checked else {}
+    weights = facts_of_weights([] if fault else models) if checked and first else {}
+    same |= loss | (weights if alone else {})
 
     def check() -> list[MicroBatch]:
         if fault is not None:
@@ -106,7 +103,7 @@ def prepare(
                 warn_of_padding(loss_fn, columns, groups.tp_size, getattr(unwrap(models[0]), "true_vocab_size", None))
         return prepared
 
-    sharing = (facts_of_loss(loss_fn) if checked else {}) | weights
+    sharing = loss | weights
     if parallel_state.get_expert_model_parallel_world_size() > 1:  # experts are asked by data ranks together
         sharing |= {"the number of micro-batches (with expert parallelism; add masked ones)": len(batches)}
     elif compares_data_ranks(config):

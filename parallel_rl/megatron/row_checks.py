@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from parallel_rl.layout import valid_tokens
-from parallel_rl.megatron.loop_checks import warn
+from parallel_rl.megatron.loop_checks import inner_loss, warn
 from parallel_rl.megatron.model_config import CUT
 from parallel_rl.validation import checks_values
 from parallel_rl.vocab.stats import check_targets
@@ -134,9 +134,7 @@ def warn_of_padding(loss_fn: object, columns: int, tp: int, true: int | None = N
 
 
 def _options(loss_fn: object) -> object:
-    """Return the options of the loss within a functools.partial, and within the wrapper of packed rows."""
-    loss_fn = getattr(loss_fn, "func", loss_fn)
-    return getattr(getattr(loss_fn, "loss_fn", loss_fn), "options", None)
+    return getattr(inner_loss(loss_fn), "options", None)
 
 
 def _vocab_size(loss_fn: object) -> int | None:
