@@ -186,12 +186,12 @@ def run_of(root: Reader, name: str, objective: str) -> Tree:
         checkpoints.note("enabled", "unsupported", why="the last step is always saved")
         for key in ("save_period", "keep_top_k", "metric_name", "higher_is_better"):
             checkpoints.note(key, "no_effect", why="without checkpointing.enabled")
-    elif "keep_top_k" in checkpoints.section and "keep_checkpoints" not in made:
+    elif "keep_top_k" in checkpoints.section:
+        fate = ("carried", "the newest stay here, not the best")
+        if "keep_checkpoints" not in made:
+            fate = ("yours", "all of them there, the newest two here")
         checkpoints.note("enabled", "equal", why="on")
-        checkpoints.note("keep_top_k", "yours", "run.keep_checkpoints", "all of them there, the newest two here")
-    elif "keep_checkpoints" in made:
-        checkpoints.note("enabled", "equal", why="on")
-        checkpoints.note("keep_top_k", "carried", "run.keep_checkpoints", "the newest stay here, not the best")
+        checkpoints.note("keep_top_k", fate[0], "run.keep_checkpoints", fate[1])
     if isinstance(seed := run.get("seed", ours="run.seed"), int):
         made["seed"] = seed
     policy = root.below("policy")

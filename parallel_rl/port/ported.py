@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from parallel_rl.config.json_text import brief
-from parallel_rl.port.report import Fate, Ledger, Row, Table, holds, lacks, summary
+from parallel_rl.port.report import NEEDED, Fate, Ledger, Row, Table, holds, lacks, summary
 
 Tree = dict[str, object]
 
@@ -126,11 +126,10 @@ def ported(framework: str, config: Mapping[str, object], ours: Tree, root: Reade
     missing = [key for key in _needs(ours) if lacks(ours, key)]
     rows = root.ledger.rows(config, ours, table, missing)
     yours = {row.ours for row in rows if row.kind == "yours"}
-    why = "a run needs it, and the config has nothing for it"
-    of_experts = "a run needs it with parallel.expert"
-    servers = [key for key in missing if key.endswith(".server")]
-    rows += tuple(Row("", None, "yours", key, why) for key in missing if key not in (*yours, *servers))
-    rows += tuple(Row("", None, "yours", key, of_experts) for key in servers)
+    why = {key: "a run needs it with parallel.expert" for key in missing if key.endswith(".server")}
+    rows += tuple(
+        Row("", None, "yours", key, why.get(key, NEEDED)) for key in missing if key in why or key not in yours
+    )
     return Ported(framework, ours, **said, unknown=root.ledger.unknown(config, table), rows=rows)
 
 

@@ -18,6 +18,7 @@ KINDS = {
     "yours": "yours to set",
     "unsupported": "not supported",
 }
+NEEDED = "a run needs it, and the config has nothing for it"
 _WORDS = {"no_effect": "dropped", "unsupported": "left"}
 _OFF = (None, False, "none", "disabled")
 
@@ -138,7 +139,7 @@ class _Account:
         fate = self.ledger.read.get(path)
         if fate is not None:
             if fate.kind == "carried" and fate.ours in self.missing:
-                return Fate("yours", fate.ours, "a run needs it, and the config has nothing for it")
+                return Fate("yours", fate.ours, NEEDED)
             lost = fate.kind == "carried" and not holds(self.ours, fate.ours)
             return Fate("equal", fate.ours, "our default") if lost else fate
         found, alias = self.table.find(path), self._alias(path)
@@ -218,7 +219,7 @@ def holds(tree: Mapping[str, object], path: str) -> bool:
 
 
 def lacks(tree: Mapping[str, object], path: str) -> bool:
-    """Whether a dotted key is missing or null."""
+    """Return whether a dotted key is missing or null."""
     return _at(tree, path) in (_MISSING, None)
 
 
@@ -229,7 +230,7 @@ def _is_off(value: object) -> bool:
 
 
 def _means(off: str, value: object) -> bool:
-    """Whether a value is the one of a table that means what this trainer does; false and 0 are values like any other.
+    """Return whether a table's value means what this trainer does; false and 0 are values like any other.
 
     >>> _means("True", False), _means("1.0", 1), _means("constant", None)
     (False, True, True)
