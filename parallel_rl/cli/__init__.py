@@ -91,9 +91,9 @@ def _run(arguments: Sequence[str], own_process: bool) -> int:
                 f"`parallel-rl {known.command}` needs megatron-core: pip install 'megatron-core>=0.15,<0.20' psutil"
             )
         )
-    if known.command == "train" and known.print_config:
-        return keys.print_config(known.recipe, rest)
     if known.command == "train":
+        if known.print_config:
+            return keys.print_config(known.recipe, rest)
         if own_process:  # seconds of imports follow
             preemption.listen()
         return runs.train(known.recipe, rest, known.gate, known.dump_step)

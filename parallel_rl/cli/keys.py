@@ -30,9 +30,12 @@ def print_config(recipe: str | None, rest: Sequence[str]) -> int:
     try:
         path, overrides = source(recipe, rest, "train")
         config = load_config(path, overrides)
-        given: Tree = {}
-        override(given, overrides)
-        layers = [("command line", given), *((file.name, tree) for file, tree in reversed(read_layers(Path(path))))]
+        overridden: Tree = {}
+        override(overridden, overrides)
+        layers = [
+            ("command line", overridden),
+            *((file.name, tree) for file, tree in reversed(read_layers(Path(path)))),
+        ]
     except ValueError as error:
         return refuse(error)
     show("\n".join(_lines(as_mapping(config), (), layers)))
@@ -51,11 +54,12 @@ def _lines(
             yield from _lines(value, here, layers)
         else:
             text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000, allow_unicode=True)
-            yield f"{indent}{key}: {text.removesuffix(chr(10)).removesuffix('...').rstrip()}  # {_source(here, layers)}"
+            text = text.removesuffix("\n").removesuffix("\n...")
+            yield f"{indent}{key}: {text}  # {_source(here, layers)}"
 
 
 def _source(path: tuple[str, ...], layers: Sequence[tuple[str, Mapping[str, object]]]) -> str:
-    """Name the topmost layer that sets a key, or a section around it to a value that is no mapping."""
+    """Name the topmost layer that sets a key, or replaces a section around it by a plain value."""
     for name, tree in layers:
         at: object = tree
         for key in path:
