@@ -132,8 +132,6 @@ def check_replicated(gradients: Sequence[Tensor | None], group: ProcessGroup | N
 
     They would silently corrupt the model's.
 
-    They would silently corrupt the model's.
-
     A loss is computed alike on all tensor ranks and never summed over them; one all-gather shows where it was not.
 
     Args:

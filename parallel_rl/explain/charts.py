@@ -144,7 +144,7 @@ def lines(
 
 
 def bars(key: str, names: Sequence[str], parts: Sequence[Sequence[float]], labels: Sequence[str], x_label: str) -> str:
-    """Horizontal bars, for each name one of each step; "" without a bar that is not 0."""
+    """Draw horizontal bars, for each name one of each step; return "" if all values are 0."""
     if not any(value for values in parts for value in values):
         return ""
     with _axes(key, 0.7 + 0.32 * len(names) * len(parts)) as (drawing, figure):

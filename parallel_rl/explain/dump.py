@@ -59,7 +59,7 @@ class DumpError(RuntimeError):
 def dump_step(
     path: str | Path, loss_fn: LossFunction, *, groups: ParallelGroups | None = None, info: StepInfo | None = None
 ) -> Iterator[LossFunction]:
-    """Yield a loss to use instead of `loss_fn` in one optimizer step, which is written to `path`.
+    """Yield a loss that replaces `loss_fn` in one optimizer step and records the step in `path`.
 
     The file is complete at the end of the block.
 

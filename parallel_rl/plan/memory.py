@@ -213,7 +213,7 @@ class _Case:
     def _chunk(
         self, size: int, gradient: bool, columns: int | None = None, at_once: int | None = None
     ) -> dict[str, int]:
-        """Return a chunk of `size` rows of each part; two chunks where ranks share the rows."""
+        """Count the bytes of a chunk of `size` rows of each part, or of two where ranks share the rows."""
         count = at_once or (2 if self.layout.tensor > 1 and self.rows > size else 1)
         rows = min(count * size, self.rows)
         logits = {"logits of a chunk": rows * self.parts * (columns or self.columns) * self.wide}

@@ -41,7 +41,7 @@ def every_loss() -> list[Subject]:
 def find_loss(text: str, options: dict[str, object], fields: tuple[str, ...] = ()) -> Subject:
     """Find a registered loss, or the `module:object` of a user.
 
-    The object is a class, an instance, a function with the call of `LossFn`, or registers a name.
+    The object is a class, an instance, a function with the call of `LossFn`, or the name of a registered loss.
 
     >>> find_loss("nll", {"aggregation": "seq-mean-token-mean"}).name
     'nll-aggregation=seq-mean-token-mean'

@@ -65,7 +65,7 @@ def _value(name: str, text: str) -> int:
 
 
 def run_model(arguments: argparse.Namespace) -> int:
-    """Check the model of `--model`; return 0 if its step equals one process's on every layout, else 1.
+    """Check the model of `--model`; return 0 if every layout that ran gives one process's step.
 
     Raises:
         ValueError: an option without effect on a model, an object that cannot be imported; see `check_step`.

@@ -171,13 +171,13 @@ def unknown_keys(row: Row) -> list[str]:
     >>> unknown_keys({"messages": [{"role": "user", "content": "hi", "train": False}], "id": 7})
     ['train']
     """
-    found: dict[str, None] = {}
+    keys: dict[str, None] = {}
     for value in row.values():
         messages = value if isinstance(value, list) else []
         for message in messages:
             if isinstance(message, Mapping) and "role" in message:
-                found |= dict.fromkeys(str(key) for key, x in message.items() if key not in _KEYS and x is not None)
-    return list(found)
+                keys |= dict.fromkeys(str(key) for key, x in message.items() if key not in _KEYS and x is not None)
+    return list(keys)
 
 
 def _joined(parts: list[object], where: str) -> str:

@@ -105,7 +105,7 @@ def unread(row: Row, known: Sequence[str], columns: Mapping[str, str]) -> list[s
         near = difflib.get_close_matches(name, others, n=1, cutoff=0.8) if name not in row else []
         if near and near[0] != f"{name}s":
             raise ValueError(
-                f"the column {near[0]!r} is nearly {name!r}, which is missing; rename it, or set data.columns.{name}: {near[0]}"
+                f"the column {near[0]!r} is nearly {name!r}, which is missing. Rename it, or set data.columns.{name}: {near[0]}"
             )
     return others
 
