@@ -44,7 +44,7 @@ test: $(STAMP)  ## every module in four minutes: each loss and feature on one la
 	$(PYTEST) -m "not slow and not gpu and not slurm and not vllm"
 
 test-slow: $(STAMP) install-chromium test-triton  ## the other layouts, dtypes and backends, and a page in a browser
-	$(PYTEST) -m "slow and not gpu and not slurm and not vllm"
+	$(PYTEST) -m "slow and not gpu and not slurm and not vllm" --ignore-glob "*/test_triton_build*" # test-triton has built them
 
 test-all: $(STAMP)  ## both
 	$(PYTEST) -m "not gpu and not slurm and not vllm"

@@ -25,13 +25,16 @@ def programs_at_once(registers: int) -> int:
 
 
 @DTYPES
-@pytest.mark.parametrize("entropy", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "rows",
-    [pytest.param({"width": 128257}, marks=pytest.mark.slow), {"width": 128256, "within": True}],
-    ids=["at an odd stride", "of an odd first column"],
+    ("rows", "entropy", "architecture"),
+    [
+        ({"width": 128256, "within": True}, True, 90),
+        pytest.param({"width": 128257}, True, 90, marks=pytest.mark.slow),
+        pytest.param({"width": 128257}, False, 90, marks=pytest.mark.slow),
+        pytest.param({"width": 128256, "within": True}, True, 100, marks=pytest.mark.slow),
+    ],
+    ids=["of an odd first column", "at an odd stride", "at an odd stride, no entropy", "Blackwell"],
 )
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_lane_is_one_threads_wherever_rows_begin(
     architecture: int, rows: dict[str, Any], entropy: bool, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -147,7 +147,9 @@ def head_case(
 
 
 def cases(size: int) -> list[tuple[bool, int, bool]]:
-    return list(product((False, True) if size > 1 else (False,), BUDGETS, (False, True)))
+    """(sequence parallel, budget, main_grad): each budget, and each pair of the two switches."""
+    switches = [(False, True), (False, False)] * 2 if size == 1 else list(product((True, False), (True, False)))
+    return [(scatter, budget, grad) for budget, (scatter, grad) in zip(BUDGETS, switches, strict=True)]
 
 
 def head_cases(rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
