@@ -95,9 +95,8 @@ format: $(STAMP)  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## docs/losses.md and docs/config.md, from the code and the recipes
-	$(BIN)/python -m tools.losses_table
-	$(BIN)/python -m tools.config_table
+docs: $(STAMP)  ## the generated pages of the reference, from the code and the recipes
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m tools.reference
 
 docs-site: .docs/.installed  ## the site in build/site, offline; a warning or a dead link is an error; then its pages in a browser
 	@if [ -e .docs/sphinx ]; then rm -rf build/site && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=.docs:$(CURDIR) \
