@@ -95,12 +95,11 @@ format: $(STAMP)  ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(STAMP)  ## docs/losses.md and docs/config.md, from the code and the recipes
-	$(BIN)/python -m tools.losses_table
-	$(BIN)/python -m tools.config_table
+docs: $(STAMP)  ## the generated pages of the reference, from the code and the recipes
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m tools.reference
 
 docs-site: .docs/.installed  ## the site in build/site, offline; a warning or a dead link is an error; then its pages in a browser
-	@if [ -e .docs/sphinx ]; then rm -rf build/site && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=.docs:$(CURDIR) \
+	@if [ -e .docs/sphinx ]; then rm -rf build/site && CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/.docs:$(CURDIR) \
 	  $(BIN)/python -m sphinx -W -n -q -c docs -b html . build/site && echo "the site is in build/site/index.html"; fi
 	@[ ! -e .docs/sphinx ] || CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -q tests/docs
 

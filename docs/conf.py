@@ -6,10 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from parallel_rl import __version__
+from tools.reference.pages import BUILT, write
 
 HERE = Path(__file__).parent
 _mathjax = find_spec("sphinx-mathjax-offline")
 assert _mathjax is not None and _mathjax.origin is not None, "install .ci/docs.txt: make docs-site does"
+
+write(BUILT)  # before Sphinx looks for pages
 
 project, release, author = "parallel_rl", __version__, "The parallel_rl developers"
 copyright = author

@@ -346,7 +346,10 @@ def test_a_key_is_described(capsys: pytest.CaptureFixture[str]) -> None:
     assert "update_every (integer; default 1): steps from one" in text and "  timeout (number; default 600.0): " in text
     for key, message in (
         ("rl.stps", "there is no key 'stps' in rl; did you mean 'steps'?"),
-        ("rl.loss.options.kind", "rl.loss.options has no keys of its own here; docs/losses.md lists its options"),
+        (
+            "rl.loss.options.kind",
+            "rl.loss.options has no keys of its own here; docs/reference/losses lists its options",
+        ),
     ):
         assert main(["train", "--help", key]) == 2 and message in capsys.readouterr().err
 

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor
 
 from parallel_rl.cli.runs import import_modules
 from parallel_rl.experience import reward_function
 from parallel_rl.recipes import recipes
 from parallel_rl.testing import check_law
+from parallel_rl.testing.batches import make_batch
+from parallel_rl.testing.cases import alone, reduced_numbers
 from parallel_rl.testing.pool import run_world
+from tests.distributed.law import CASES
 from tests.slurm.faults import FAULTS
 from tests.training.helpers import CONFIGS, ROOT, train_rows
-from tools import config_table, losses_table
+from tools.reference import losses, metrics, pages
+from tools.reference.recipes import ONLY_HERE, OTHERS, other_systems
 
 PAGE = ROOT / "docs" / "adding_a_loss.md"
 
@@ -28,36 +32,55 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 
 
-def test_the_tables_of_losses_and_of_keys_are_fresh() -> None:
-    assert config_table.FILE.read_text(encoding="utf-8") == config_table.document(), "run make docs"
-    assert losses_table.FILE.read_text(encoding="utf-8") == losses_table.document(), "run make docs"
+def test_the_generated_pages_are_fresh() -> None:
+    assert [str(file.relative_to(ROOT)) for file in pages.stale()] == [], "run make docs"
 
 
-def test_the_table_names_everything() -> None:
-    text = losses_table.FILE.read_text(encoding="utf-8")
-    for name in (*losses_table.built_in(), *recipes()):
-        assert f"`{name}`" in text, f"{losses_table.FILE.relative_to(ROOT)} lacks {name}: run make docs"
-    others = yaml.safe_load(losses_table.OTHERS.read_text(encoding="utf-8"))
-    versions = others.pop("versions")
-    rule = f"{losses_table.OTHERS.relative_to(ROOT)} needs an entry for each recipe of configs/recipes"
+def test_the_pages_name_everything() -> None:
+    shown = "".join(file.read_text(encoding="utf-8") for file in pages.COMMITTED)
+    for name in losses.built_in():
+        assert f"`{name}`" in shown, f"tools/reference/losses.py puts {name} into no family: add it to FAMILIES"
     for name in recipes():
-        assert others.get(name), (
-            f"{rule}; add `{name}:` with what other systems call it, or `{losses_table.ONLY_HERE}: why`"
-        )
+        assert f"\n### {name}\n" in shown, f"no page of a family has the recipe {name}: run make docs"
+    others = other_systems()
+    versions = others.pop("versions")
+    rule = f"{OTHERS.relative_to(ROOT)} needs an entry for each recipe of configs/recipes"
+    for name in recipes():
+        assert others.get(name), f"{rule}; add `{name}:` with what other systems call it, or `{ONLY_HERE}: why`"
     assert not others.keys() - {*recipes()}, f"{rule}, and none for {sorted(others.keys() - {*recipes()})}"
     for name, systems in others.items():
-        unknown = systems.keys() - {*versions, losses_table.ONLY_HERE}
-        assert not unknown, (
-            f"{name}: add {sorted(unknown)} to `versions` of {losses_table.OTHERS.name}: what was read of it"
-        )
-        alone = losses_table.ONLY_HERE in systems and len(systems) > 1
-        assert not alone, (
-            f"{name}: `{losses_table.ONLY_HERE}` stands beside other systems in {losses_table.OTHERS.name}"
-        )
+        unknown = systems.keys() - {*versions, ONLY_HERE}
+        assert not unknown, f"{name}: add {sorted(unknown)} to `versions` of {OTHERS.name}: what was read of it"
+        alone = ONLY_HERE in systems and len(systems) > 1
+        assert not alone, f"{name}: `{ONLY_HERE}` stands beside other systems in {OTHERS.name}"
     unused = versions.keys() - {system for systems in others.values() for system in systems}
-    assert not unused, f"no recipe names {sorted(unused)}; remove it from `versions` of {losses_table.OTHERS.name}"
-    assert all(f"{system} {version}" in text for system, version in versions.items()), "run make docs"
+    assert not unused, f"no recipe names {sorted(unused)}; remove it from `versions` of {OTHERS.name}"
     assert all(re.search(r"\d", version) for version in versions.values()), "each of `versions` needs a number"
+
+
+def unknown_metrics(names: Iterable[str]) -> set[str]:
+    """Metrics that docs/metrics.yaml lacks; a component's and a critic's stand there without their prefix."""
+    known = {re.sub(r"@.*", "", name) for name in metrics.known()}
+    plain = (re.sub(r"@.*", "", name.rsplit("/", 1)[-1].removeprefix("critic_")) for name in names)
+    return {name for name in plain if name not in known}
+
+
+@pytest.mark.filterwarnings("ignore:rows with sample_mask 1")
+def test_the_page_of_metrics_has_those_of_every_loss() -> None:
+    for case in CASES:
+        if case.loss_class.__module__.startswith("parallel_rl."):
+            batch = make_batch(5, False, case.loss, torch.float32)
+            _, measured = alone(case, batch.logits.float(), batch.data)
+            assert not unknown_metrics(reduced_numbers([measured])), f"{case.name}: add it to {metrics.SOURCE.name}"
+
+
+def test_the_list_of_known_faults_has_each_label() -> None:
+    listed = set(
+        re.findall(r"^\| (Q\d+) ", (ROOT / "docs" / "reference" / "faults.md").read_text(encoding="utf-8"), re.M)
+    )
+    texts = [(ROOT / "docs" / "compat.md"), *(ROOT / "parallel_rl" / "compat").rglob("*.py")]
+    used = {label for path in texts for label in re.findall(r"\bQ\d+\b", path.read_text(encoding="utf-8"))}
+    assert used == listed
 
 
 PAGES = [
@@ -140,6 +163,7 @@ def test_the_example_of_a_new_loss_runs(tmp_path: Path) -> None:
         (folder.parent / name).symlink_to(CONFIGS / name)
     [rows] = run_world(1, run_the_example, str(tmp_path), call)
     main = [row for row in rows if row["phase"] == "rl"]
+    assert {name for row in rows for name in unknown_metrics(row)} == {"clip_fraction"}  # the example's own
     assert len(main) == 2 and all(row["loss"] > 0 and row["grad_norm"] > 0 for row in main)
 
 

@@ -56,6 +56,11 @@ def _parser() -> tuple[Parser, Mapping[str, argparse.ArgumentParser]]:
     return parser, commands.choices
 
 
+def command_parsers() -> Mapping[str, argparse.ArgumentParser]:
+    """Return the parser of each command by its name."""
+    return _parser()[1]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status: 0, or 2 for a config, data or world that does not fit.
 

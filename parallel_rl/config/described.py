@@ -32,7 +32,7 @@ def describe(root: type, dotted: str) -> str:
             break
         if families or not sections:
             raise ValueError(
-                f"{'.'.join(keys[: depth + 1])} has no keys of its own here; docs/losses.md lists its options"
+                f"{'.'.join(keys[: depth + 1])} has no keys of its own here; docs/reference/losses lists its options"
             )
         cls = sections[0]
     for family in families:

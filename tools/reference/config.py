@@ -1,4 +1,4 @@
-"""Writes docs/config.md, the keys of a run's config, from its dataclasses: python -m tools.config_table"""
+"""The page of a run's config keys, from the dataclasses of `parallel_rl/training/config`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from parallel_rl.experience import Overlong
 from parallel_rl.losses.choice import LossConfig
 from parallel_rl.training.config.server import ServerConfig
 from parallel_rl.training.config.train import TrainConfig
-from tools.losses_table import ROOT, _options, _variants
+from tools.reference.markdown import options_table, page, variants
 
-FILE = ROOT / "docs" / "config.md"
 # options that have a page of their own
 ELSEWHERE = {
-    LossConfig: "`{name: ..., options: {...}}`, see [losses.md](losses.md#losses)",
-    AdvantageEstimator: "`{name: ..., ...}`, see [losses.md](losses.md#advantages)",
-    ServerConfig: "See [rollout_server.md](rollout_server.md)",
+    LossConfig: "`{name: ..., options: {...}}`, see [Losses](reference/losses/index.md)",
+    AdvantageEstimator: "`{name: ..., ...}`, see [Advantages](reference/advantages.md)",
+    ServerConfig: "See [Sample from a rollout server](rollout_server.md)",
 }
 INTRODUCTION = """# The keys of a run's config
 
@@ -35,8 +34,8 @@ YAML's word for None.
 """
 
 
-def document() -> str:
-    """The whole file."""
+def config_page() -> str:
+    """Write a section for each section of a config."""
     seen: dict[type, str] = {}
     sections = [
         part
@@ -45,22 +44,22 @@ def document() -> str:
         for cls in _dataclasses(hint)
         for part in _section(name, cls, seen)
     ]
-    return "\n".join(part.rstrip("\n") + "\n" for part in [INTRODUCTION, *sections])
+    return page(INTRODUCTION, *sections)
 
 
 def _section(path: str, cls: type, seen: dict[type, str]) -> Iterator[str]:
-    yield f"{'###' if '.' in path else '##'} `{path}`\n"
+    yield f"{'###' if '.' in path else '##'} `{path}`"
     if cls in seen or cls in ELSEWHERE:
-        yield f"As `{seen[cls]}`.\n" if cls in seen else f"{ELSEWHERE[cls]}\n"
+        yield f"As `{seen[cls]}`." if cls in seen else ELSEWHERE[cls]
         return
     seen[cls] = path
     if cls is Overlong:
-        yield _variants(Overlong)
+        yield variants(Overlong, "####")
         return
     text, marks = marks_of(cls)
     about = text[: marks[0].start()] if marks else text
-    yield f"{about.replace('Attributes:', '').strip()}\n"
-    yield _options(cls)
+    yield about.replace("Attributes:", "").strip()
+    yield options_table(cls)
     for name, hint in typing.get_type_hints(cls).items():
         for below in _dataclasses(hint):
             yield from _section(f"{path}.{name}", below, seen)
@@ -69,7 +68,3 @@ def _section(path: str, cls: type, seen: dict[type, str]) -> Iterator[str]:
 def _dataclasses(hint: object) -> list[type]:
     kinds = (hint, *typing.get_args(hint))
     return [one for one in kinds if isinstance(one, type) and (dataclasses.is_dataclass(one) or one is Overlong)]
-
-
-if __name__ == "__main__":
-    FILE.write_text(document(), encoding="utf-8")

@@ -1,0 +1,1 @@
+"""Generated pages of the reference: `python -m tools.reference` writes them."""

@@ -1,0 +1,127 @@
+"""A page for each family of losses: the losses with their options, and the recipes made of them."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields
+
+from parallel_rl.advantages import AdvantageEstimator
+from parallel_rl.functional.distillation import Divergence
+from parallel_rl.functional.surrogate import Surrogate
+from parallel_rl.losses.core.base import LossFn
+from parallel_rl.losses.entropy_bonus import EntropyBonus
+from parallel_rl.losses.registry import losses
+from tools.reference import recipes
+from tools.reference.markdown import first_sentence, formula, nested_options, options_table, page, papers, variants
+
+INDEX = """# Losses
+
+A loss is a class with the call of `LossFn` and a class of options. `get_loss(name)` gives the class, a [recipe](../recipes.md)
+a loss with options. [Adding a loss](../../adding_a_loss.md) adds one, [Choose a loss](../../howto/choose_a_loss.md) finds one
+for your data. The pages are made by `make docs` from docstrings, option classes and recipes.
+"""
+
+NOTATION = """Notation: l = log π(token), l_old of the policy that the step began with (`prev_logprobs`), ρ = exp(l − l_old),
+A the advantage, sg stop-gradient, σ the logistic function; N_tok valid tokens and N_seq valid sequences of the whole step.
+In the tables `null` is YAML's word for None, which leaves an option out.
+"""
+
+OVERFLOW = """### Ratios that overflow
+
+A log-ratio is bounded by 80 (`parallel_rl.functional.ratio.MAX_EXPONENT`): e^80 is finite in float32, and
+no sample has such a ratio, so its recorded log-prob is wrong. A clamp alone would report a loss of e^80 with gradient
+0, which no check of gradients sees. Therefore a token leaves the loss (value and gradient 0, its denominators stay) if
+log π − log π_prev exceeds 80, if the estimate of its KL overflows (k3: log π_ref − log π above 80; any: infinite), or
+if its log-ratio in DPO's or KTO's sum is infinite. `overflow_tokens` counts these tokens. Where values are checked, a
+recorded log-prob of −inf at a valid token is an error; only a truncated policy may have one, in prev_logprobs and
+generation_logprobs. A `log_ratio_clamp` or `input_clamp` of at most 80 acts first.
+"""
+
+CLIPPED_OR_POLICY = """Take `policy` in a new project: every recipe is a set of its options. `clipped_pg` is the same
+mathematics under NeMo-RL's option names, data and metrics, for a config that comes from there.
+[The losses of other projects](../../compat.md) have their own names, calls and numbers.
+"""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One page of losses.
+
+    Attributes:
+        file: name of the page without its ending.
+        losses: registered names, in the order of the page.
+        about: text below the title.
+    """
+
+    file: str
+    title: str
+    losses: tuple[str, ...]
+    about: str = ""
+
+
+FAMILIES = (
+    Family("policy", "Policy gradients", ("policy", "clipped_pg"), CLIPPED_OR_POLICY),
+    Family("mixed", "Several losses in one step", ("mix", "components", "reference_kl")),
+    Family("preference", "Preferences", ("dpo", "simpo", "cpo", "orpo", "kto")),
+    Family("reward", "Reward models and critics", ("preference", "prm", "value")),
+    Family("distillation", "Distillation", ("full_distillation", "distillation")),
+    Family("supervised", "Supervised fine-tuning", ("nll",)),
+)
+PAGE_OF = {loss: family.file for family in FAMILIES for loss in family.losses}
+
+
+def built_in() -> dict[str, type[LossFn]]:
+    """List the package's losses by name, without a user's or a test's."""
+    return {name: cls for name, cls in sorted(losses().items()) if cls.__module__.startswith("parallel_rl.")}
+
+
+def index_page() -> str:
+    """Write the page that leads to the families."""
+    lines = [
+        f"- [{family.title}]({family.file}.md): {', '.join(f'`{name}`' for name in family.losses)}"
+        for family in FAMILIES
+    ]
+    tree = "\n".join(["```{toctree}", ":hidden:", "", *(family.file for family in FAMILIES), "```"])
+    return page(INDEX, "\n".join(lines), tree)
+
+
+def family_page(family: Family) -> str:
+    """Write the page of a family."""
+    classes, others = built_in(), recipes.other_systems()
+    made = [one for one in recipes.all_recipes() if one.loss["name"] in family.losses]
+    names = ", ".join(f"[`{one.name}`](#{one.name})" for one in made)
+    parts = [f"# {family.title}", family.about, NOTATION, f"Recipes: {names}." if made else ""]
+    parts += ["## Recipes"] * bool(made) + [recipes.section(one, others) for one in made]
+    parts += ["## Losses", *(_loss(name, classes[name]) for name in family.losses)]
+    if "policy" in family.losses:
+        parts += [OVERFLOW, "## Surrogates", "`surrogate` of the losses `policy` and `mix`: a loss per token."]
+        parts += [variants(Surrogate, "###"), "## Entropy bonuses"]
+        parts += ["`entropy_bonus` of the loss `policy`, if its coefficient moves.", variants(EntropyBonus, "###")]
+    if "full_distillation" in family.losses:
+        parts += ["## Divergences", "`divergence` of the loss `full_distillation`: p the teacher's distribution,"]
+        parts += ["q the student's.", variants(Divergence, "###")]
+    return page(*parts)
+
+
+def advantages_page() -> str:
+    """Write the page of the advantage estimators."""
+    common = [field.name for field in fields(AdvantageEstimator)]
+    return page(
+        "# Advantages",
+        "`advantages` of a recipe, and `parallel_rl.advantages.estimate`. All estimators take these options:",
+        options_table(AdvantageEstimator),
+        variants(AdvantageEstimator, "##", skip=common),
+    )
+
+
+def _loss(name: str, cls: type[LossFn]) -> str:
+    text = inspect.getdoc(cls) or ""
+    configs = {one.config_class for one in losses().values()}
+    return page(
+        f"### `{name}`: {cls.__name__}",
+        first_sentence(text),
+        formula(text),
+        papers(text),
+        options_table(cls.config_class) or "No options.",
+        nested_options(cls.config_class, configs),
+    )
