@@ -216,6 +216,8 @@ def initialize_weights(models: Sequence[torch.nn.Module], seed: int, vocab_size:
 
     Normal with the config's `init_method_std`, attention sinks too; projections to the residual stream get std / √(2·layers).
     Biases and rows of vocabulary padding are 0, norms as built.
+
+    >>> initialize_weights([model], seed=0, vocab_size=8)
     """
     mark_sinks(models)
     for model in models:
