@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "parallel_rl"
 READ = (
     "advantages", "agreement", "cli", "cluster", "config", "counts", "doctor", "explain", "functional", "groups", "labels",
     "losses", "metrics", "packing", "plan", "prefix_tree", "recipes", "replicated", "schema", "segments", "statistics",
-    "validation", "verify",
+    "validation", "verify", "vocab",
 )  # fmt: skip
 NO_VERB = re.compile(
     "A|All|An|And|Any|As|Both|By|Each|Every|Everything|For|From|How|If|In|Its|Of|On|One|Same|Some|Such|That|The|These|This|Those"
